@@ -1,0 +1,1 @@
+"""torusgd: training image classifiers with large mini-batches on many machines."""

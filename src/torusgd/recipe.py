@@ -1,0 +1,260 @@
+"""The recipe: everything that decides the trained weights, typed, validated, complete and hashable.
+
+Nothing about processes or machines stands here; that is the runtime's (`torusgd.runtime`).
+"""
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from .duration import Duration
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Options = dict[str, bool | int | float | str]
+
+
+class Section(BaseModel):
+    """A part of a recipe: immutable, no unknown keys, no silent conversions such as "8" to 8."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Augment(Section):
+    """Random changes of a training image; each draw is keyed by (seed, epoch, sample)."""
+
+    crop: Literal["none", "shift", "resized"] = "none"
+    """`shift`: pad with zeros and cut at a random offset; `resized`: random area and aspect, scaled to image_size"""
+    shift: Annotated[int, Field(ge=0)] = 0
+    """pixels, with crop: shift"""
+    area: tuple[Positive, Positive] = (0.08, 1.0)
+    """share of the image's area, with crop: resized"""
+    aspect: tuple[Positive, Positive] = (0.75, 4 / 3)
+    """width / height, with crop: resized"""
+    flip: Fraction = 0.0
+    """probability of a left-right mirror"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Augment":
+        for key in ("area", "aspect"):
+            low, high = getattr(self, key)
+            if low > high:
+                raise ValueError(f"{key}: the first value must not be above the second")
+        if self.area[1] > 1:
+            raise ValueError("area: a share of the image, at most 1.0")
+        if (self.crop == "shift") != (self.shift > 0):
+            raise ValueError("crop: shift needs shift of at least 1 pixel, and shift needs crop: shift")
+        return self
+
+
+class Data(Section):
+    """Where images come from and how they become tensors."""
+
+    source: str
+    """digits, synthetic, idx, folder, arrays, or package.module:factory"""
+    options: Options = {}
+    """arguments of the source, such as noise for synthetic"""
+    train_images: Count | None = None
+    """use the first so many; null: all that the source has"""
+    eval_images: Count | None = None
+    image_size: Count
+    """pixels a side after cropping"""
+    resize: Count | None = None
+    """shorter side, in pixels, before the centre crop of evaluation; null: no resize"""
+    channels: Literal[1, 3] = 3
+    classes: Annotated[int, Field(ge=2)] | None = None
+    """null: as many as the source has"""
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    """a channel, for values in 0..1"""
+    std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
+    augment: Augment = Augment()
+    max_replaced: Fraction = 0.001
+    """largest share of undecodable training images before the run stops"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Data":
+        for key in ("mean", "std"):
+            if len(getattr(self, key)) != self.channels:
+                raise ValueError(f"{key}: needs one value a channel, {self.channels} here")
+        if self.resize is not None and self.resize < self.image_size:
+            raise ValueError(f"resize: must be at least image_size, {self.image_size}")
+        return self
+
+
+class Model(Section):
+    """The network."""
+
+    name: str
+    """a built-in name (torusgd.models.MODELS), torchvision:NAME, or package.module:factory"""
+    options: Options = {}
+    """keyword arguments of the builder, such as dropout or zero_gamma"""
+
+
+class Warmup(Section):
+    """The rate climbs from `start` to the stage's rate."""
+
+    length: Duration
+    shape: Literal["linear", "quadratic"] = "linear"
+    start: NotNegative = 0.0
+
+
+class Decay(Section):
+    """The factor on the rate after the warm-up, as a function of progress p from 0 at `start` to 1 at `end`."""
+
+    shape: Literal["constant", "polynomial", "cosine", "step"] = "polynomial"
+    power: Positive = 2.0
+    """polynomial: (1 - p) ** power"""
+    floor: Fraction = 0.0
+    """polynomial and cosine end at this fraction of the rate"""
+    start: Duration | None = None
+    """null: the end of the warm-up"""
+    end: Duration | None = None
+    """null: the end of the run"""
+    milestones: tuple[Duration, ...] = ()
+    """step: the rate is multiplied by `factor` at each"""
+    factor: Positive = 0.1
+
+    @model_validator(mode="after")
+    def _check(self) -> "Decay":
+        if (self.shape == "step") != bool(self.milestones):
+            raise ValueError("milestones: needed with shape: step, and only there")
+        return self
+
+
+class Rate(Section):
+    """The learning rate over the run."""
+
+    lr: Positive
+    """rate of the first stage, and of every stage that gives none"""
+    warmup: Warmup | None = None
+    decay: Decay = Decay()
+
+
+class Stage(Section):
+    """A span with one batch size and one rate rule (batch-size control)."""
+
+    until: Duration
+    images_per_worker: Count
+    """images of each virtual worker a step"""
+    lr: Positive | Literal["linear", "sqrt"] | None = None
+    """a rate, or rate.lr scaled by this stage's batch against the first's; null: rate.lr"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Literal["noise-scale"] | None = None
+    """noise-scale keeps lr / (batch * (1 - momentum)) as in the first stage; null: optimizer.momentum"""
+    augment: bool = True
+    """false: training images with the validation preprocessing (Final Polishing, first form)"""
+
+
+class Optimizer(Section):
+    """SGD or LARS with its exclusions."""
+
+    name: Literal["sgd", "lars"] = "sgd"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    nesterov: bool = False
+    """sgd only"""
+    weight_decay: NotNegative = 0.0
+    no_decay: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
+    """parameters without weight decay"""
+    ramp_weight_decay: bool = False
+    """weight decay follows the rate's warm-up and decay"""
+    variant: Literal["paper", "caffe", "larc", "larc-clip", "tensorflow", "mxnet", "fujitsu"] = "paper"
+    """lars only: whose formula"""
+    trust: Positive = 0.001
+    """lars only: trust coefficient"""
+    eps: NotNegative = 0.0
+    """lars only: added to the denominator of the trust ratio"""
+    no_trust: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
+    """lars only: parameters updated with the plain rate"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Optimizer":
+        lars_only = {"variant", "trust", "eps", "no_trust"} & self.model_fields_set
+        changed = [k for k in sorted(lars_only) if getattr(self, k) != type(self).model_fields[k].default]
+        if self.name == "sgd" and changed:
+            raise ValueError(f"{changed[0]}: has a meaning for name: lars only")
+        if self.name == "lars" and self.nesterov:
+            raise ValueError("nesterov: has a meaning for name: sgd only")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov: needs a momentum above 0")
+        return self
+
+
+class Evaluate(Section):
+    """When and how the held-out images are classified."""
+
+    every: Duration | None = Duration(1, "ep")
+    """null: at the end only"""
+    first: Duration | None = None
+    """null: after `every`"""
+    images_per_chunk: Count = 100
+    """images of one forward pass; logits depend on it, so it is part of the recipe"""
+
+
+class Polish(Section):
+    """After training: exact batch-norm statistics over un-augmented training images, weights frozen."""
+
+    images: Count | None = None
+    """the first so many; null: all"""
+    images_per_batch: Count | None = None
+    """null: those of a virtual worker in the last stage"""
+
+
+class LossScale(Section):
+    """Dynamic loss scaling, with precision: float16."""
+
+    initial: Positive = 65536.0
+    growth_interval: Count = 2000
+    """accepted steps after which the scale is doubled"""
+
+
+class Recipe(Section):
+    """What is computed. Two runs with equal recipes (and conditions) end with equal weights."""
+
+    name: str
+    description: str = ""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    data: Data
+    model: Model
+    virtual_workers: Count
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    rate: Rate
+    optimizer: Optimizer = Optimizer()
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    loss_scale: LossScale = LossScale()
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    reduction: Literal["exact", "float32", "float16", "bfloat16"] = "exact"
+    threads: Count = 1
+    """threads of each rank; bits differ between 1 and 2"""
+    evaluate: Evaluate = Evaluate()
+    target_top1: Fraction | None = None
+    """the time to reach it is told as seconds_to_target"""
+    polish: Polish | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Recipe":
+        if self.stages[0].lr is not None:
+            raise ValueError("stages.0.lr: the first stage's rate is rate.lr")
+        if self.stages[0].momentum is not None:
+            raise ValueError("stages.0.momentum: the first stage's momentum is optimizer.momentum")
+        if self.loss_scale != LossScale() and self.precision != "float16":
+            raise ValueError("loss_scale: has a meaning with precision: float16 only")
+        return self
+
+    def resolve(self, *, precision: str, memory_format: str) -> "Recipe":
+        """The recipe with each `auto` replaced by what this device is best at."""
+        changes = {"precision": precision, "memory_format": memory_format}
+        auto = {key: value for key, value in changes.items() if getattr(self, key) == "auto"}
+        return Recipe.model_validate_json(json.dumps({**self.as_dict(), **auto}))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every key with its value, defaults included, as plain JSON types."""
+        return self.model_dump(mode="json")
+
+    def sha256(self) -> str:
+        """Hash of the complete recipe in canonical JSON."""
+        text = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
