@@ -1,0 +1,146 @@
+"""The runtime: how a recipe is computed. Nothing here may change the trained weights.
+
+Ranks, devices, process groups and the conditions (device model, torch build, threads) under which bits repeat.
+"""
+
+import os
+import platform
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+
+from .duration import Duration
+from .errors import UserError
+from .recipe import Recipe, Section
+
+
+class RuntimeOptions(Section):
+    """The `runtime:` block of a recipe file and the flags that override it; no part of the recipe's hash."""
+
+    device: Literal["cpu", "cuda"] | None = None
+    """null: cuda where there is a GPU"""
+    workers: Annotated[int, Field(ge=1)] | None = None
+    """ranks on this machine; null: as many as GPUs, else as cores"""
+    bucket_mib: Annotated[float, Field(gt=0)] = 4.0
+    """size of a bucket, the run of gradients that travels together, in MiB of int32 or float32"""
+    checkpoint_every: Duration = Duration(1, "ep")
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    timeout: Annotated[float, Field(gt=0)] = 120.0
+    """seconds after which a rank that doesn't answer ends the step"""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 alone prints and writes."""
+        return self.rank == 0
+
+    def share_of(self, virtual_workers: int) -> range:
+        """The virtual workers of this rank: contiguous, sizes differ by one at most."""
+        return range(self.rank * virtual_workers // self.size, (self.rank + 1) * virtual_workers // self.size)
+
+
+def ranks_are_given() -> bool:
+    """Whether a launcher (torchrun, Slurm scripts) has set the variables of a process group."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def resolve_device(options: RuntimeOptions) -> str:
+    """`cpu` or `cuda`; UserError when CUDA is asked for and missing."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = cuda: this torch sees no GPU; use --device cpu, or install a CUDA build of torch")
+    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_workers(options: RuntimeOptions, device: str, recipe: Recipe) -> int:
+    """Ranks to start on this machine, at most one a virtual worker; UserError when more are asked for."""
+    available = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
+    if options.workers is None:
+        return max(1, min(available, recipe.virtual_workers))
+    check_world_size(options.workers, recipe)
+    if device == "cuda" and options.workers > available:
+        raise UserError(f"workers = {options.workers}: this machine has {available} GPUs; use at most as many")
+    return options.workers
+
+
+def check_world_size(size: int, recipe: Recipe) -> None:
+    """Each rank needs a virtual worker to compute."""
+    if size > recipe.virtual_workers:
+        raise UserError(
+            f"workers = {size}: the recipe has {recipe.virtual_workers} virtual workers to share; "
+            f"use at most {recipe.virtual_workers}"
+        )
+
+
+def join(device: str, timeout: float) -> Ranks:
+    """Joins the process group that the environment describes, or stands alone without one.
+
+    Args:
+        device: `cpu` (Gloo) or `cuda` (NCCL; the device is LOCAL_RANK).
+        timeout: Seconds after which a collective without an answer fails.
+    """
+    target = torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(target)
+    if not ranks_are_given():
+        return Ranks(0, 1, target)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    return Ranks(dist.get_rank(), dist.get_world_size(), target)
+
+
+def prepare_numerics(recipe: Recipe, device: torch.device) -> None:
+    """Sets what the recipe promises of the arithmetic: threads, and on CUDA deterministic algorithms."""
+    torch.set_num_threads(recipe.threads)
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        exact = recipe.reduction == "exact"
+        torch.backends.cudnn.benchmark = not exact
+        if exact:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+
+def resolve_auto(recipe: Recipe, device: str) -> Recipe:
+    """Replaces `auto` by what the device computes fastest; the answer becomes part of the run's recipe."""
+    if device == "cuda":
+        fast = torch.cuda.is_bf16_supported()
+        return recipe.resolve(precision="bfloat16" if fast else "float16", memory_format="channels_last")
+    flags = _cpu_flags()
+    fast = bool({"avx512_bf16", "amx_bf16"} & flags)
+    return recipe.resolve(precision="bfloat16" if fast else "float32", memory_format="channels_last")
+
+
+def conditions(recipe: Recipe, device: torch.device) -> dict[str, str | int]:
+    """What must be equal for bits to repeat; recorded with the run and compared when it is resumed."""
+    cpu = {"cpu": _cpu_model(), "isa": torch.backends.cpu.get_cpu_capability()}
+    gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)} if device.type == "cuda" else {}
+    return {"device": device.type, **cpu, **gpu, "torch": torch.__version__, "threads": recipe.threads}
+
+
+def _cpu_info(key: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
+
+
+def _cpu_model() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_flags() -> set[str]:
+    return set(_cpu_info("flags").split())
