@@ -1,0 +1,49 @@
+"""What an all-reduce is to its users: `start` it on a tensor, `wait` for it later."""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@runtime_checkable
+class Work(Protocol):
+    """One all-reduce on its way."""
+
+    def wait(self) -> None:
+        """Returns when the tensor holds the sum (CUDA: when the current stream will); raises what went wrong."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+
+
+@runtime_checkable
+class AllReduce(Protocol):
+    """Sums tensors over the ranks of a process group.
+
+    Every rank calls `start` with equal shapes and dtypes in the same order; several may be on their way at a time.
+    """
+
+    name: str
+
+    def start(self, tensor: torch.Tensor) -> Work:
+        """Sums `tensor` (1-D, contiguous) over all ranks in place; it belongs to the all-reduce until `wait` returns."""
+
+    def close(self) -> None:
+        """Ends what the all-reduce itself began: its threads and groups. Every rank calls it, nothing being on its way."""
+
+
+class Done:
+    """The work of a sum that needed none, as on one rank."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def done(self) -> bool:
+        """Always true."""
+        return True
+
+
+def check_tensor(tensor: torch.Tensor) -> None:
+    """Our own callers keep to what `start` takes."""
+    assert tensor.dim() == 1, tensor.shape
+    assert tensor.is_contiguous(), tensor.stride()
