@@ -26,10 +26,10 @@ class AllReduce(Protocol):
     name: str
 
     def start(self, tensor: torch.Tensor) -> Work:
-        """Sums `tensor` (1-D, contiguous) over all ranks in place; it belongs to the all-reduce until `wait` returns."""
+        """Sums `tensor` (1-D, contiguous) over all ranks in place; it is ours until `wait` returns."""
 
     def close(self) -> None:
-        """Ends what the all-reduce itself began: its threads and groups. Every rank calls it, nothing being on its way."""
+        """Ends the threads and groups that it began; every rank calls it, with nothing on its way."""
 
 
 class Done:

@@ -1,0 +1,140 @@
+"""What each rank sends, receives and adds, round by round: the all-reduce algorithms as plain data.
+
+A route is a list of rounds. In a round a rank sends pieces of its tensor as they were before the round, and receives
+pieces that it adds to its own or puts in their place. Every algorithm is made of reduce-scatters over axes of ranks and
+of their mirror images: a reduce-scatter read backwards, with senders and receivers swapped, is an all-gather. The same
+route is run by `engine`, priced by `cost` and drawn in the documentation.
+
+Sums have the same bits on every rank: a piece is summed on one rank and copied, or summed by pairs (a + b = b + a).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Message(NamedTuple):
+    """Elements [low, high) of the tensor, to or from rank `peer`."""
+
+    peer: int
+    low: int
+    high: int
+
+
+class Round(NamedTuple):
+    """One round of one rank: send, then receive and add, or receive in place."""
+
+    sends: tuple[Message, ...] = ()
+    adds: tuple[Message, ...] = ()
+    copies: tuple[Message, ...] = ()
+
+
+class Axis(NamedTuple):
+    """Ranks that work together, this rank's place among them, and the method they use."""
+
+    members: tuple[int, ...]
+    place: int
+    method: str
+
+
+def cut(low: int, high: int, parts: int) -> list[int]:
+    """The `parts` + 1 edges of [low, high) in pieces as equal as whole elements allow."""
+    return [low + (high - low) * part // parts for part in range(parts + 1)]
+
+
+def _messages(axis: Axis, place: int, edges: Sequence[int], first: int, count: int) -> tuple[Message, ...]:
+    """To or from the member at `place`: blocks first, first + 1, ... (modulo), as one run of elements or two."""
+    size = len(axis.members)
+    peer, first = axis.members[place % size], first % size
+    runs = [(first, min(first + count, size)), (0, first + count - size)]
+    spans = [(edges[begin], edges[end]) for begin, end in runs if end > begin]
+    return tuple(Message(peer, low, high) for low, high in spans if high > low)
+
+
+def _ring(axis: Axis, edges: Sequence[int]) -> list[Round]:
+    """P - 1 rounds around the ring, a block each (Patarasuk and Yuan 2009)."""
+    size, me = len(axis.members), axis.place
+    return [
+        Round(_messages(axis, me + 1, edges, me - hop, 1), adds=_messages(axis, me - 1, edges, me - 1 - hop, 1))
+        for hop in range(1, size)
+    ]
+
+
+def _halving(axis: Axis, edges: Sequence[int]) -> list[Round]:
+    """ceil(log2 P) rounds for any P: the far half of what is left goes to the rank so far away (arXiv 2410.14234)."""
+    size, me, rounds = len(axis.members), axis.place, []
+    left = size
+    while left > 1:
+        keep = (left + 1) // 2
+        sends = _messages(axis, me + keep, edges, me + keep, left - keep)
+        rounds.append(Round(sends, adds=_messages(axis, me - keep, edges, me, left - keep)))
+        left = keep
+    return rounds
+
+
+def _direct(axis: Axis, edges: Sequence[int]) -> list[Round]:
+    """One round: to each member its block. For few ranks far apart."""
+    size, me = len(axis.members), axis.place
+    sends = [m for hop in range(1, size) for m in _messages(axis, me + hop, edges, me + hop, 1)]
+    adds = [m for hop in range(1, size) for m in _messages(axis, me - hop, edges, me, 1)]
+    return [Round(tuple(sends), adds=tuple(adds))] if size > 1 else []
+
+
+_REDUCE_SCATTER: dict[str, Callable[[Axis, Sequence[int]], list[Round]]] = {
+    "ring": _ring,
+    "halving": _halving,
+    "direct": _direct,
+}
+METHODS = (*_REDUCE_SCATTER, "doubling")
+
+
+def mirror(rounds: Sequence[Round]) -> list[Round]:
+    """The all-gather that undoes a reduce-scatter."""
+    return [Round(r.adds + r.copies, copies=r.sends) for r in reversed(rounds)]
+
+
+def _doubling(axis: Axis, low: int, high: int) -> list[Round]:
+    """log2 P exchanges of the whole; ranks beyond the largest power of two hand theirs over first and wait."""
+    size, me = len(axis.members), axis.place
+    power = 1 << (size.bit_length() - 1)
+
+    def whole(place: int) -> tuple[Message, ...]:
+        return (Message(axis.members[place], low, high),) if high > low else ()
+
+    bits = range(power.bit_length() - 1)
+    if me >= power:
+        return [Round(whole(me - power)), *[Round() for _ in bits], Round(copies=whole(me - power))]
+    rounds = [Round(whole(me ^ (1 << bit)), adds=whole(me ^ (1 << bit))) for bit in bits]
+    if power == size:
+        return rounds
+    folded = me + power < size
+    return [
+        Round(adds=whole(me + power)) if folded else Round(),
+        *rounds,
+        Round(whole(me + power)) if folded else Round(),
+    ]
+
+
+def all_reduce(axes: Sequence[Axis], low: int, high: int) -> list[Round]:
+    """Sums [low, high) over the grid of `axes`: reduce-scatter along the first, sum over the rest, all-gather."""
+    if not axes:
+        return []
+    first, rest = axes[0], axes[1:]
+    if first.method == "doubling":
+        return _doubling(first, low, high) + all_reduce(rest, low, high)
+    edges = cut(low, high, len(first.members))
+    rounds = _REDUCE_SCATTER[first.method](first, edges)
+    return rounds + all_reduce(rest, edges[first.place], edges[first.place + 1]) + mirror(rounds)
+
+
+def hierarchical(inside: Axis, between: Axis, low: int, high: int) -> list[Round]:
+    """Reduces onto the first member of `inside`, sums over the leaders' axis `between`, and hands the sum back."""
+    edges = cut(low, high, len(inside.members))
+    rounds = _REDUCE_SCATTER[inside.method](inside, edges)
+    leaders = all_reduce([between], low, high)
+    if inside.place == 0:
+        rounds.append(
+            Round(copies=tuple(m for p in range(1, len(edges) - 1) for m in _messages(inside, p, edges, p, 1)))
+        )
+        return rounds + leaders + mirror(rounds)
+    rounds.append(Round(_messages(inside, 0, edges, inside.place, 1)))
+    return rounds + [Round() for _ in leaders] + mirror(rounds)

@@ -1,0 +1,132 @@
+"""The routes, run by a simulator: every rank ends with the sum, every message is received, none is in excess."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torusgd.errors import UserError
+from torusgd.sync.algorithms import FLAT, Plan, parse_grid, plan, squarest
+
+PLANS = st.integers(1, 13).flatmap(
+    lambda ranks: st.one_of(
+        st.builds(plan, st.sampled_from(list(FLAT)), st.just(ranks), chunks=st.integers(1, 3)),
+        st.builds(
+            plan,
+            st.just("torus"),
+            st.just(ranks),
+            st.sampled_from([(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]),
+            st.tuples(*[st.sampled_from(["ring", "halving", "direct", "doubling"])] * 2),
+            st.integers(1, 3),
+        ),
+        st.builds(
+            plan,
+            st.just("hierarchical"),
+            st.just(ranks),
+            st.sampled_from([(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]),
+            st.tuples(
+                st.sampled_from(["ring", "halving", "direct", "doubling"]),
+                st.sampled_from(["ring", "halving", "direct"]),
+            ),
+            st.integers(1, 3),
+        ),
+    )
+)
+
+
+def simulate(how: Plan, inputs: list[list]) -> list[list]:
+    """Runs all ranks in step; values need only `+`. Fails on a message without a partner."""
+    tensors = [list(values) for values in inputs]
+    routes = [how.routes(rank, len(values)) for rank, values in enumerate(inputs)]
+    for chunk in range(how.chunks):
+        for step, parts in enumerate(zip(*[route[chunk] for route in routes], strict=True)):
+            wire: dict[tuple[int, int], list] = {}
+            for rank, part in enumerate(parts):
+                for peer, low, high in part.sends:
+                    wire.setdefault((rank, peer), []).append(tensors[rank][low:high])
+            for rank, part in enumerate(parts):
+                for peer, low, high in part.adds:
+                    values = wire[peer, rank].pop(0)
+                    assert len(values) == high - low > 0
+                    tensors[rank][low:high] = [a + b for a, b in zip(tensors[rank][low:high], values, strict=True)]
+                for peer, low, high in part.copies:
+                    values = wire[peer, rank].pop(0)
+                    assert len(values) == high - low > 0
+                    tensors[rank][low:high] = values
+            assert not any(wire.values()), f"step {step}: a message that nobody receives"
+    return tensors
+
+
+def elements_sent(how: Plan, rank: int, length: int) -> int:
+    return sum(m.high - m.low for chunk in how.routes(rank, length) for turn in chunk for m in turn.sends)
+
+
+@settings(deadline=None, max_examples=300)
+@given(PLANS, st.integers(0, 40))
+def test_every_rank_ends_with_the_sum(how, length):
+    ranks = math.prod(how.grid)
+    inputs = [[(rank + 1) * 1000 + i for i in range(length)] for rank in range(ranks)]
+    total = [sum(column) for column in zip(*inputs, strict=True)]
+    assert simulate(how, inputs) == [total] * ranks
+
+
+@settings(deadline=None, max_examples=100)
+@given(PLANS, st.integers(1, 20), st.randoms())
+def test_floats_end_with_the_same_bits_on_every_rank(how, length, random):
+    ranks = math.prod(how.grid)
+    inputs = [[random.gauss(0, 1) for _ in range(length)] for _ in range(ranks)]
+    results = simulate(how, inputs)
+    assert results == [results[0]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 12, 16, 17])
+@pytest.mark.parametrize("name", ["ring", "halving-doubling", "direct"])
+def test_flat_algorithms_move_no_more_than_the_least_possible(name, ranks):
+    length = 1000 * ranks
+    for rank in range(ranks):
+        assert elements_sent(plan(name, ranks), rank, length) == 2 * (ranks - 1) * length // ranks
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 3), (4, 4), (5, 2), (3, 7)])
+def test_a_torus_moves_a_shard_on_its_vertical_axis(rows, columns):
+    length = 100 * rows * columns
+    how = plan("torus", rows * columns, (rows, columns))
+    for rank in range(rows * columns):
+        horizontal, vertical = how.axes(rank)
+        sent = {m.peer: 0 for turn in how.routes(rank, length)[0] for m in turn.sends}
+        for turn in how.routes(rank, length)[0]:
+            for m in turn.sends:
+                sent[m.peer] += m.high - m.low
+        along = sum(n for peer, n in sent.items() if peer in horizontal.members)
+        across = sum(n for peer, n in sent.items() if peer in vertical.members)
+        assert along == 2 * (columns - 1) * length // columns
+        assert across == 2 * (rows - 1) * length // (columns * rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "steps"),
+    [
+        ("ring", 16, 30),
+        ("halving-doubling", 16, 8),
+        ("halving-doubling", 17, 10),
+        ("doubling", 16, 4),
+        ("doubling", 17, 6),
+        ("direct", 16, 2),
+        ("torus", 16, 12),
+    ],
+)
+def test_steps_follow_the_formula(name, ranks, steps):
+    assert len(plan(name, ranks).routes(0, 1000)[0]) == steps
+
+
+def test_grids():
+    assert [squarest(n) for n in (1, 7, 12, 16)] == [(1, 1), (1, 7), (3, 4), (4, 4)]
+    assert parse_grid("4x8") == (4, 8)
+    for text in ("4", "4x", "0x4", "4x4x4", "axb"):
+        with pytest.raises(UserError, match="grid"):
+            parse_grid(text)
+    with pytest.raises(UserError, match=r"3x5.*15 places for 16 ranks"):
+        plan("torus", 16, (3, 5))
+    with pytest.raises(UserError, match="unknown"):
+        plan("tree", 16)
