@@ -1,0 +1,39 @@
+"""A user's own code named in a recipe as `package.module:factory`."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .errors import UserError
+
+
+def import_factory(path: str, *, key: str) -> Callable[..., Any]:
+    """The callable that `package.module:factory` names.
+
+    Args:
+        path: What the recipe says. Modules in the current folder are found too, after all installed ones.
+        key: Where the recipe says it, such as `model.name`; it begins the messages.
+
+    Raises:
+        UserError: The module can't be found, or has no such callable. An error inside the module passes through.
+
+    >>> import_factory("collections:Counter", key="model.name")("aab")["a"]
+    2
+    """
+    module_name, _, name = path.partition(":")
+    if not name or not all(part.isidentifier() for part in [*module_name.split("."), name]):
+        raise UserError(f"{key}: write a factory of your own as package.module:factory, got {path!r}")
+    if os.getcwd() not in sys.path:  # a console script, unlike `python -m`, does not look into the current folder
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{key}: can't import {module_name} ({error}); run where its folder is, or set PYTHONPATH"
+        ) from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise UserError(f"{key}: {module_name} has no callable {name!r} ({module.__file__})")
+    return factory
