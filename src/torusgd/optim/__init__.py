@@ -1,0 +1,23 @@
+"""Optimizers for large batches: SGD and LARS with updates that can be cut into shards bit for bit."""
+
+from .groups import build_optimizer, parameter_kinds, set_hyperparameters
+from .lars import VARIANTS, Lars, Variant, lars, layer_rates
+from .norms import BLOCK, block_norms, layer_norms, norm_from_blocks, norms_from_blocks
+from .sgd import Sgd
+
+__all__ = [
+    "BLOCK",
+    "VARIANTS",
+    "Lars",
+    "Sgd",
+    "Variant",
+    "block_norms",
+    "build_optimizer",
+    "lars",
+    "layer_norms",
+    "layer_rates",
+    "norm_from_blocks",
+    "norms_from_blocks",
+    "parameter_kinds",
+    "set_hyperparameters",
+]

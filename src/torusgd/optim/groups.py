@@ -1,0 +1,73 @@
+"""From a recipe's optimizer section and a model to an optimizer whose groups follow the exclusion rules."""
+
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import recipe
+from .lars import Lars
+from .sgd import Sgd
+
+Kind = Literal["weight", "norm", "bias"]
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+
+def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
+    """What each parameter is, by its full name, in the model's order; a shared parameter once.
+
+    `norm`: all of a normalisation module (torch's, or a class with "norm" in its name that holds parameters itself);
+    `bias`: of any other module, named so; `weight`: the rest.
+    """
+    kinds: dict[str, Kind] = {}
+    modules = dict(model.named_modules())
+    for name, _ in model.named_parameters():
+        owner, _, last = name.rpartition(".")
+        module = modules[owner]
+        if isinstance(module, _NORMS) or "norm" in type(module).__name__.lower():
+            kinds[name] = "norm"
+        else:
+            kinds[name] = "bias" if last.endswith("bias") else "weight"
+    return kinds
+
+
+def build_optimizer(settings: recipe.Optimizer, model: nn.Module, lr: float) -> Optimizer:
+    """The optimizer of a recipe over a model's trainable parameters.
+
+    Args:
+        settings: The recipe's `optimizer` section.
+        model: Its parameters become at most four groups, by weight decay and trust; each group carries
+            `base_weight_decay`, which `set_hyperparameters` scales.
+        lr: The recipe's highest rate (`rate.lr`); each step sets its own.
+
+    Returns:
+        `Sgd` or `Lars`.
+    """
+    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    parameters = dict(model.named_parameters())
+    for name, kind in parameter_kinds(model).items():
+        if parameters[name].requires_grad:
+            rule = (kind not in settings.no_decay, settings.name == "lars" and kind not in settings.no_trust)
+            groups.setdefault(rule, []).append(parameters[name])
+    described = []
+    for (decays, trusts), params in groups.items():
+        decay = settings.weight_decay if decays else 0.0
+        group = {"params": params, "weight_decay": decay, "base_weight_decay": decay}
+        described.append({**group, "trust": settings.trust if trusts else None} if settings.name == "lars" else group)
+    if settings.name == "sgd":
+        return Sgd(described, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov)
+    return Lars(described, lr=lr, momentum=settings.momentum, eps=settings.eps, variant=settings.variant)
+
+
+def set_hyperparameters(optimizer: Optimizer, *, lr: float, momentum: float, weight_decay_factor: float = 1.0) -> None:
+    """Gives every group the values of the coming step; weight decay is `base_weight_decay` times the factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["momentum"] = momentum
+        group["weight_decay"] = group["base_weight_decay"] * weight_decay_factor

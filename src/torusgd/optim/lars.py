@@ -1,0 +1,287 @@
+"""LARS: each layer's rate follows the ratio of its weights' norm to its gradient's (You et al., arXiv 1708.03888).
+
+    ratio = trust * |w| / (|g| + weight_decay * |w|)
+    v <- momentum * v + lr * ratio * (g + weight_decay * w)
+    w <- w - v
+
+Published codes differ from the paper and from each other in small ways that change the numbers; `VARIANTS` holds those
+differences as data. Norms are taken by blocks (`torusgd.optim.norms`) and the update is elementwise, so a run that
+shards its parameters at block edges ends with the same bits.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import UserError
+from .norms import layer_norms
+from .sgd import momentum_buffer, momentum_step
+
+Norms = Callable[[Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one code differs from the others."""
+
+    decay: Literal["weight_decay", "none", "premultiplied"] = "weight_decay"
+    """factor on |w| in the denominator; `premultiplied` is weight_decay * peak_lr"""
+    eps: bool = True
+    """whether the denominator takes an epsilon"""
+    decayed_gradient: bool = False
+    """|g| is the norm of g + weight_decay * w"""
+    zero_gradient_is_plain: bool = True
+    """ratio 1 where |g| = 0 too, and not only where |w| = 0"""
+    clip: bool = False
+    """the layer's rate is min(lr, ratio) instead of lr * ratio"""
+    rate_in_buffer: bool = True
+    """v <- m v + rate * g; w <- w - v. Otherwise v <- m v + g; w <- w - rate * v"""
+
+
+VARIANTS: Mapping[str, Variant] = {
+    # You et al., arXiv 1708.03888; epsilon (0 by default) is ours.
+    "paper": Variant(),
+    # Intel Caffe and early nvcaffe: no epsilon. They scale batch norm and bias too: give them a trust as well.
+    "caffe": Variant(eps=False),
+    # nvcaffe since it calls this "LARC", policies `scale` and `clip`: no weight decay in the denominator.
+    "larc": Variant(decay="none", eps=False),
+    "larc-clip": Variant(decay="none", eps=False, clip=True),
+    # tf.contrib.opt.LARSOptimizer: the gradient it is given holds the weight decay; rate outside the momentum.
+    "tensorflow": Variant(decayed_gradient=True, rate_in_buffer=False),
+    # MXNet multi_lars with its SGD: the paper's form with an epsilon.
+    "mxnet": Variant(),
+    # Fujitsu's MLPerf v0.6 code keeps weight decay multiplied by the peak rate, and only a zero |w| turns scaling off.
+    "fujitsu": Variant(decay="premultiplied", zero_gradient_is_plain=False),
+}
+
+
+_HYPER = ("lr", "momentum", "weight_decay", "trust", "eps", "variant", "peak_lr", "foreach")
+"""a group's values, arguments of `lars`"""
+
+
+class Lars(Optimizer):
+    """LARS with momentum; the groups' values are read at each step, so a schedule just sets them.
+
+    A group with `trust=None` is updated with the plain rate: give batch-norm and bias parameters such a group
+    (`torusgd.optim.build_optimizer` does). The state is one `momentum_buffer` a parameter as in torch.optim.SGD, and
+    SGD's state_dict can be loaded; with a variant that has the rate in the buffer (all but `tensorflow`) the
+    buffer is in units of weight, not of gradient.
+
+    Args:
+        params: Parameters or groups.
+        lr: Rate of the whole model, before the trust ratio.
+        trust: Trust coefficient, or None for the plain rate.
+        eps: Added to the denominator of the trust ratio.
+        variant: Whose formula; a key of `VARIANTS`.
+        peak_lr: Highest rate of the schedule, which variant `fujitsu` multiplies the weight decay in its denominator
+            by; the other variants don't read it. None: `lr` as given here.
+        foreach: None is the fastest way of the device: torch's fused kernel a layer on CPU, foreach elsewhere (no
+            host sync). True asks for foreach, False for the plain loop.
+        norms: Function from a list of tensors to their norms, float64 [n]. It is called once a group and step with
+            the group's parameters and then their gradients; a sharded run exchanges block norms here.
+
+    Raises:
+        UserError: An unknown variant, a value out of range, or an epsilon for a variant that has none.
+
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> groups = [{"params": [layer.weight]}, {"params": [layer.bias], "trust": None}]
+    >>> optimizer = Lars(groups, lr=1.0, weight_decay=1e-4, eps=1e-9)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float | None = 0.001,
+        eps: float = 0.0,
+        variant: str = "paper",
+        peak_lr: float | None = None,
+        foreach: bool | None = None,
+        norms: Norms = layer_norms,
+    ) -> None:
+        self.norms = norms
+        given = (lr, momentum, weight_decay, trust, eps, variant, peak_lr, foreach)
+        super().__init__(params, dict(zip(_HYPER, given, strict=True)))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; UserError for a value that makes no sense."""
+        group = {**self.defaults, **param_group}
+        _check(group)
+        if group["peak_lr"] is None:
+            group["peak_lr"] = group["lr"]
+        super().add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; returns the closure's value, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            hyper = {key: group[key] for key in _HYPER}
+            buffers = [momentum_buffer(self, p) for p in params]
+            lars(params, [p.grad for p in params], buffers, norms=self.norms, **hyper)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state; keys that its groups lack (those of torch.optim.SGD) keep their present values."""
+        saved = state_dict["param_groups"]
+        kept = ({k: v for k, v in group.items() if k != "params"} for group in self.param_groups)
+        groups = [{**mine, **theirs} for mine, theirs in zip(kept, saved, strict=True)]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+
+def lars(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    trust: float | None = 0.001,
+    eps: float = 0.0,
+    variant: str = "paper",
+    peak_lr: float | None = None,
+    foreach: bool | None = None,
+    norms: Norms = layer_norms,
+) -> None:
+    """One LARS step in place, on tensors of one device; the arguments are those of `Lars`.
+
+    `momentum_buffers` are zeros before the first step.
+    """
+    if not params:
+        return
+    params, grads, momentum_buffers = list(params), list(grads), list(momentum_buffers)
+    row = VARIANTS[variant]
+    on_cpu = params[0].device.type == "cpu"
+    rates: Tensor | None = None
+    if trust is not None:
+        measured = list(torch._foreach_add(grads, params, alpha=weight_decay)) if row.decayed_gradient else grads
+        both = norms([*params, *measured])
+        rates = layer_rates(
+            both[: len(params)], both[len(params) :], lr=lr, weight_decay=weight_decay, trust=trust, eps=eps,
+            variant=variant, peak_lr=peak_lr,
+        )
+    update: Callable[..., None]
+    # The fused kernel knows no buffer without momentum.
+    if foreach is None and on_cpu and momentum > 0:
+        update = _fused
+    elif foreach is False or (foreach is None and on_cpu):
+        update = _single
+    else:
+        update = _foreach
+    update(params, grads, momentum_buffers, lr if rates is None else rates, momentum, weight_decay, row.rate_in_buffer)
+
+
+def layer_rates(
+    weight_norms: Tensor,
+    grad_norms: Tensor,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    trust: float = 0.001,
+    eps: float = 0.0,
+    variant: str = "paper",
+    peak_lr: float | None = None,
+) -> Tensor:
+    """The rate of each layer, lr * ratio: float64 [layers] from float64 [layers].
+
+    A NaN norm gives a NaN rate, an infinite gradient norm the rate 0.
+    """
+    row = VARIANTS[variant]
+    highest = lr if peak_lr is None else peak_lr
+    decay = {"weight_decay": weight_decay, "none": 0.0, "premultiplied": weight_decay * highest}[row.decay]
+    denominator = grad_norms + decay * weight_norms + eps
+    ratio = trust * weight_norms / denominator
+    plain = (weight_norms == 0) | (denominator == 0)
+    if row.zero_gradient_is_plain:
+        plain = plain | (grad_norms == 0)
+    ratio = torch.where(plain, 1.0, ratio)
+    return ratio.clamp(max=lr) if row.clip else lr * ratio
+
+
+def _single(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    rates: Tensor | float,
+    momentum: float,
+    weight_decay: float,
+    rate_in_buffer: bool,
+) -> None:
+    """The formula as it is read, a layer at a time."""
+    for i, (param, grad, buffer) in enumerate(zip(params, grads, buffers, strict=True)):
+        rate = rates[i].to(param.dtype) if isinstance(rates, Tensor) else rates
+        step = grad.add(param, alpha=weight_decay)
+        if rate_in_buffer:
+            param.sub_(buffer.mul_(momentum).add_(step.mul_(rate)))
+        else:
+            param.sub_(buffer.mul_(momentum).add_(step).mul(rate))
+
+
+def _foreach(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    rates: Tensor | float,
+    momentum: float,
+    weight_decay: float,
+    rate_in_buffer: bool,
+) -> None:
+    """The same in few launches; the rates stay on the device."""
+    by_layer: Any = list(rates.to(params[0].dtype).unbind()) if isinstance(rates, Tensor) else rates
+    steps = list(torch._foreach_add(grads, params, alpha=weight_decay))
+    if rate_in_buffer:
+        torch._foreach_mul_(steps, by_layer)
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, steps)
+    torch._foreach_sub_(params, buffers if rate_in_buffer else list(torch._foreach_mul(buffers, by_layer)))
+
+
+def _fused(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    rates: Tensor | float,
+    momentum: float,
+    weight_decay: float,
+    rate_in_buffer: bool,
+) -> None:
+    """SGD's kernel with the layer's rate as its rate, or as 1 - dampening where the rate belongs in the buffer."""
+
+    def step(layers: slice, rate: float) -> None:
+        lr, dampening = (1.0, 1.0 - rate) if rate_in_buffer else (rate, 0.0)
+        momentum_step(
+            params[layers], grads[layers], buffers[layers],
+            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+        )
+
+    if isinstance(rates, Tensor):
+        for i, rate in enumerate(rates.tolist()):
+            step(slice(i, i + 1), rate)
+    else:
+        step(slice(None), rates)
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    variant = group["variant"]
+    if variant not in VARIANTS:
+        raise UserError(f"variant = {variant!r}: no LARS variant; one of {', '.join(VARIANTS)}")
+    for key in ("lr", "momentum", "weight_decay", "eps"):
+        if not 0 <= group[key] < float("inf"):
+            raise UserError(f"{key} = {group[key]}: must be a number of at least 0")
+    if group["momentum"] >= 1:
+        raise UserError(f"momentum = {group['momentum']}: must be below 1")
+    if group["trust"] is not None and not 0 < group["trust"] < float("inf"):
+        raise UserError(f"trust = {group['trust']}: must be above 0, or None for the plain rate")
+    if group["eps"] > 0 and not VARIANTS[variant].eps:
+        raise UserError(f"eps = {group['eps']}: variant {variant} has no epsilon; give 0 or another variant")

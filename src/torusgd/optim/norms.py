@@ -1,0 +1,77 @@
+"""Layer norms over fixed blocks, so that a tensor cut into shards has bit for bit the norm of the whole.
+
+A norm computed over pieces and joined again differs in its last bits from the norm of the whole tensor, and the
+difference would then depend on the number of workers. Here the pieces are part of the definition (ours): float32 norms
+of blocks of `BLOCK` elements in logical order, their squares joined in float64 by a tree over neighbouring blocks.
+Shards that are cut at block edges exchange block norms only. The tree is made of elementwise additions and zeros on
+its right change nothing: the bits depend on neither device nor threads nor on the tensors that are joined beside it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+BLOCK = 4096
+"""elements of a block"""
+
+
+def block_norms(tensor: Tensor) -> Tensor:
+    """Euclidean norms of the tensor's blocks.
+
+    Args:
+        tensor: Any shape and floating dtype; taken in logical (row-major) order. A tensor of another memory format
+            is copied first.
+
+    Returns:
+        float32 [ceil(numel / BLOCK)]; the last block may be shorter. A NaN makes its block's norm NaN; an element
+        above 1.8e19 makes it infinite.
+
+    >>> block_norms(torch.ones(2 * BLOCK + 9))
+    tensor([64., 64.,  3.])
+    """
+    flat = tensor.detach().reshape(-1).float()
+    whole = flat.numel() // BLOCK * BLOCK
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1)
+    if whole == flat.numel():
+        return rows
+    rest = torch.linalg.vector_norm(flat[whole:].view(1, -1), dim=1)
+    return torch.cat([rows, rest]) if whole else rest
+
+
+def norm_from_blocks(blocks: Tensor) -> Tensor:
+    """Norm of a tensor from all its block norms in order: float32 [blocks] -> float64 []; zero when there are none."""
+    return norms_from_blocks([blocks])[0]
+
+
+def norms_from_blocks(blocks: Sequence[Tensor]) -> Tensor:
+    """Norms of several tensors at once from the block norms of each; the bits of `norm_from_blocks`.
+
+    Args:
+        blocks: For each tensor its block norms, float32 [blocks], all on one device.
+
+    Returns:
+        float64 [len(blocks)]
+    """
+    if not blocks:
+        return torch.zeros(0, dtype=torch.float64)
+    squares = pad_sequence(list(blocks), batch_first=True).double().square()
+    while squares.shape[1] != 1:
+        # An odd width (or none) gets a zero on the right, so that each column has a neighbour.
+        squares = pad(squares, (0, squares.shape[1] % 2 or 2 * (squares.shape[1] == 0)))
+        squares = squares[:, 0::2] + squares[:, 1::2]
+    return squares[:, 0].sqrt()
+
+
+def layer_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of each tensor by blocks, without a host sync.
+
+    Args:
+        tensors: Any shapes, on one device.
+
+    Returns:
+        float64 [len(tensors)]
+    """
+    return norms_from_blocks([block_norms(tensor) for tensor in tensors])

@@ -1,0 +1,100 @@
+"""SGD with momentum whose update is bit for bit the same when a tensor is cut at block edges.
+
+On CPU this is torch's fused kernel, four times as fast as its foreach path. Two properties of that kernel matter here:
+it walks memory and takes no notice of strides, so a gradient that lies in memory otherwise than its parameter would be
+applied to the wrong elements; and it rounds the last elements (less than one vector) otherwise than the rest. Both
+are dealt with in `fused_momentum_step`, so that the result is a function of the logical order alone.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+from torch.optim.sgd import sgd
+
+_VECTOR = 16
+"""elements after which the kernel's rounding can change: the widest vectors are 64 bytes"""
+
+
+class Sgd(SGD):
+    """torch.optim.SGD (same arguments, same state) with the sliceable update on CPU.
+
+    The momentum buffers start at zero instead of at the first gradient, which is the same for `dampening=0`: a run
+    that is resumed after one step needs no special case.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; returns the closure's value, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            buffers = [momentum_buffer(self, p) for p in params]
+            momentum_step(
+                params,
+                [p.grad for p in params],
+                buffers,
+                lr=group["lr"],
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                weight_decay=group["weight_decay"],
+                nesterov=group["nesterov"],
+            )
+        return loss
+
+
+def momentum_buffer(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+    """The parameter's momentum in the optimizer's state, zeros when there is none yet."""
+    state = optimizer.state[param]
+    if state.get("momentum_buffer") is None:
+        state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    buffer: Tensor = state["momentum_buffer"]
+    return buffer
+
+
+def momentum_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> None:
+    """buffer <- momentum * buffer + (1 - dampening) * (grad + weight_decay * param); param <- param - lr * buffer.
+
+    In place, on parameters of any device. With `nesterov`, param <- param - lr * (gradient + momentum * buffer).
+    """
+    on_cpu = all(param.device.type == "cpu" for param in params)
+    step = partial(
+        sgd, has_sparse_grad=False, foreach=not on_cpu, fused=on_cpu, grad_scale=None, found_inf=None, maximize=False,
+        lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
+    )  # fmt: skip
+    layers = list(zip(params, grads, buffers, strict=True))
+    direct = [layer for layer in layers if not on_cpu or _walk_alike(layer)]
+    if direct:
+        step([p for p, _, _ in direct], [g for _, g, _ in direct], [b for _, _, b in direct])
+    if len(direct) < len(layers):
+        for layer in layers:
+            if not _walk_alike(layer):
+                param, grad, buffer = (tensor.contiguous() for tensor in layer)
+                step([param], [grad], [buffer])
+                layer[0].copy_(param)
+                layer[2].copy_(buffer)
+
+
+def _walk_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether walking the memory of all gives the result of walking them in logical order."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    return tensors[0].numel() % _VECTOR == 0 and all(
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors
+    )

@@ -1,0 +1,266 @@
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from torusgd.errors import UserError
+from torusgd.optim import BLOCK, VARIANTS, Lars, lars, layer_norms, layer_rates
+
+EPS_VARIANTS = [name for name in VARIANTS if VARIANTS[name].eps]
+PATHS = {"fused": None, "foreach": True, "plain": False}
+
+
+def norm(values: list[float]) -> float:
+    return math.sqrt(math.fsum(v * v for v in values))
+
+
+def reference_rate(variant: str, w: list[float], g: list[float], lr: float, wd: float, trust: float, eps: float,
+                   peak: float) -> float:
+    """The published formulas one by one, in Python's float64, written apart from the table that the code uses."""
+    nw, ng = norm(w), norm(g)
+    if variant == "fujitsu":
+        below = ng + wd * peak * nw + eps
+        return lr if nw == 0 or below == 0 else lr * trust * nw / below
+    if variant == "tensorflow":
+        ng = norm([b + wd * a for a, b in zip(w, g, strict=True)])
+    if nw == 0 or ng == 0:
+        return min(lr, 1.0) if variant == "larc-clip" else lr
+    if variant == "larc":
+        return lr * trust * nw / ng
+    if variant == "larc-clip":
+        return min(lr, trust * nw / ng)
+    if variant == "caffe":
+        return lr * trust * nw / (ng + wd * nw)
+    return lr * trust * nw / (ng + wd * nw + eps)
+
+
+def reference_step(variant: str, w: list[float], g: list[float], v: list[float], momentum: float, wd: float,
+                   rate: float) -> tuple[list[float], list[float]]:
+    new_w, new_v = [], []
+    for a, b, c in zip(w, g, v, strict=True):
+        step = b + wd * a
+        if variant == "tensorflow":
+            new_v.append(momentum * c + step)
+            new_w.append(a - rate * new_v[-1])
+        else:
+            new_v.append(momentum * c + rate * step)
+            new_w.append(a - new_v[-1])
+    return new_w, new_v
+
+
+def close(actual: Tensor, expected: list[float], scale: float) -> None:
+    assert actual.dtype == torch.float32
+    wanted = torch.tensor(expected, dtype=torch.float64).view(actual.shape)
+    assert ((actual.double() - wanted).abs() <= 3e-6 * (wanted.abs() + scale)).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("path", PATHS)
+@settings(deadline=None, max_examples=25)
+@given(
+    shape=st.sampled_from([(), (1,), (3,), (17,), (4, 3, 3, 3), (BLOCK + 3,)]),
+    seed=st.integers(0, 2**31),
+    zero=st.sampled_from(["", "weights", "gradient"]),
+    lr=st.sampled_from([0.0, 1e-3, 0.1, 30.0]),
+    momentum=st.sampled_from([0.0, 0.9, 0.96]),
+    weight_decay=st.sampled_from([0.0, 5e-5, 0.1]),
+    trust=st.sampled_from([None, 1e-3, 0.5]),
+    eps=st.sampled_from([0.0, 1e-9, 0.1]),
+)
+def test_three_steps_follow_the_published_formula(
+    variant: str, path: str, shape: tuple[int, ...], seed: int, zero: str, lr: float, momentum: float,
+    weight_decay: float, trust: float | None, eps: float,
+) -> None:
+    eps = eps if VARIANTS[variant].eps else 0.0
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.zeros(shape) if zero == "weights" else torch.randn(shape, generator=generator)
+    param = nn.Parameter(start.clone())
+    optimizer = Lars([param], lr=13.0, momentum=momentum, weight_decay=weight_decay, trust=trust, eps=eps,
+                     variant=variant, foreach=PATHS[path])
+    w, v = start.flatten().double().tolist(), [0.0] * start.numel()
+    scale = 1e-3
+    for step in range(3):
+        rate_now = lr / (step + 1)
+        optimizer.param_groups[0]["lr"] = rate_now
+        param.grad = torch.zeros(shape) if zero == "gradient" else torch.randn(shape, generator=generator)
+        g = param.grad.flatten().double().tolist()
+        rate = rate_now
+        if trust is not None:
+            rate = reference_rate(variant, w, g, rate_now, weight_decay, trust, eps, peak=13.0)
+        w, v = reference_step(variant, w, g, v, momentum, weight_decay, rate)
+        optimizer.step()
+        scale = max(scale, *(abs(x) for x in w), *(abs(x) for x in v))
+        close(param.data, w, scale)
+        close(optimizer.state[param]["momentum_buffer"], v, scale)
+        # The next step starts from the rounded values, so that errors don't add up in the comparison.
+        w = param.data.flatten().double().tolist()
+        v = optimizer.state[param]["momentum_buffer"].flatten().double().tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(deadline=None, max_examples=15)
+@given(size=st.integers(1, 5 * BLOCK), cuts=st.lists(st.integers(1, 5), max_size=3), seed=st.integers(0, 2**31))
+def test_shards_at_block_edges_end_with_the_bits_of_the_whole(
+    variant: str, size: int, cuts: list[int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    param, grad, buffer = (torch.randn(size, generator=generator) for _ in range(3))
+    edges = sorted({0, size, *(min(cut * BLOCK, size) for cut in cuts)})
+    shards = [
+        [tensor[start:stop].clone() for tensor in (param, grad, buffer)]
+        for start, stop in itertools.pairwise(edges)
+    ]
+    seen: list[Tensor] = []
+
+    def whole_norms(tensors: object) -> Tensor:
+        seen.append(layer_norms(tensors))  # type: ignore[arg-type]
+        return seen[-1]
+
+    hyper = {"lr": 3.0, "momentum": 0.9, "weight_decay": 1e-3, "trust": 0.02, "variant": variant, "peak_lr": 13.0}
+    lars([param], [grad], [buffer], norms=whole_norms, **hyper)
+    for shard in shards:
+        lars(*([tensor] for tensor in shard), norms=lambda _: seen[0], **hyper)
+    assert torch.equal(torch.cat([shard[0] for shard in shards]), param)
+    assert torch.equal(torch.cat([shard[2] for shard in shards]), buffer)
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (5, 3, 3, 3)])
+@pytest.mark.parametrize("grad_format", [torch.channels_last, torch.contiguous_format])
+def test_a_memory_format_changes_nothing(shape: tuple[int, ...], grad_format: torch.memory_format) -> None:
+    generator = torch.Generator().manual_seed(0)
+    param, grad, buffer = (torch.randn(shape, generator=generator) for _ in range(3))
+    other = [tensor.clone(memory_format=torch.channels_last) for tensor in (param, grad, buffer)]
+    other[1] = grad.contiguous(memory_format=grad_format)
+    for tensors in ((param, grad, buffer), other):
+        lars(*([tensor] for tensor in tensors), lr=2.0, weight_decay=1e-3, trust=0.02)
+    assert torch.equal(other[0], param)
+    assert torch.equal(other[2], buffer)
+
+
+def model_and_groups(seed: int = 0) -> tuple[nn.Module, list[dict[str, object]]]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    return model, [
+        {"params": [model[0].weight, model[2].weight]},
+        {"params": [model[0].bias, model[2].bias], "trust": None, "weight_decay": 0.0},
+    ]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(4, 5)).square().sum().backward()
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("resumed_at", [1, 3])
+def test_a_run_resumed_from_its_state_ends_with_the_same_bits(resumed_at: int) -> None:
+    model, groups = model_and_groups()
+    optimizer = Lars(groups, lr=1.0, weight_decay=1e-4)
+    train(model, optimizer, range(resumed_at))
+    again, groups = model_and_groups(seed=9)
+    again.load_state_dict(model.state_dict())
+    second = Lars(groups, lr=5.0)
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, range(resumed_at, 6))
+    train(again, second, range(resumed_at, 6))
+    assert torch.equal(weights(again), weights(model))
+
+
+def test_without_trust_it_is_sgd_and_takes_its_state() -> None:
+    model, _groups = model_and_groups()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, sgd, range(3))
+    again, _ = model_and_groups()
+    again.load_state_dict(model.state_dict())
+    optimizer = Lars(again.parameters(), lr=1.0, momentum=0.5, trust=None, variant="tensorflow")
+    optimizer.load_state_dict(copy.deepcopy(sgd.state_dict()))
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["trust"], group["variant"]) == (0.1, 0.9, None, "tensorflow")
+    train(model, sgd, range(3, 6))
+    train(again, optimizer, range(3, 6))
+    torch.testing.assert_close(weights(again), weights(model))
+
+
+def test_sgd_takes_its_momentum() -> None:
+    model, groups = model_and_groups()
+    optimizer = Lars(groups, lr=1.0)
+    train(model, optimizer, range(2))
+    sgd = torch.optim.SGD([{"params": group["params"]} for group in groups], lr=0.1, momentum=0.9)
+    sgd.load_state_dict({**sgd.state_dict(), "state": copy.deepcopy(optimizer.state_dict()["state"])})
+    for param in model.parameters():
+        assert torch.equal(sgd.state[param]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
+    train(model, sgd, range(2, 3))
+
+
+def test_a_parameter_without_gradient_stays() -> None:
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = Lars([used, unused], lr=1.0, weight_decay=0.1, trust=0.1)
+    used.grad = torch.ones(3)
+    optimizer.step()
+    assert unused.tolist() == [1.0, 1.0, 1.0]
+    assert used[0].item() == pytest.approx(1 - 0.1 / 1.1 * 1.1)
+
+
+def test_an_empty_shard_is_no_error() -> None:
+    param = nn.Parameter(torch.zeros(0))
+    param.grad = torch.zeros(0)
+    Lars([param], lr=1.0).step()
+    lars([], [], [], lr=1.0)
+
+
+def test_one_nan_in_the_gradient_reaches_the_whole_layer() -> None:
+    param = nn.Parameter(torch.ones(20))
+    param.grad = torch.ones(20)
+    param.grad[3] = math.nan
+    Lars([param], lr=1.0).step()
+    assert param.isnan().all()
+
+
+def test_rates_of_a_layer_that_is_not_finite() -> None:
+    rates = layer_rates(torch.ones(2).double(), torch.tensor([math.nan, math.inf]).double(), lr=1.0)
+    assert math.isnan(rates[0])
+    assert rates[1] == 0
+
+
+def test_closure_and_schedulers_of_torch_work() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = Lars([param], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["peak_lr"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"variant": "lamb"}, "variant = 'lamb'.*one of paper"),
+        ({"trust": 0.0}, "trust = 0.0.*None for the plain rate"),
+        ({"momentum": 1.0}, "momentum = 1.0"),
+        ({"lr": -1.0}, "lr = -1.0"),
+        ({"weight_decay": math.nan}, "weight_decay = nan"),
+        ({"variant": "caffe", "eps": 1e-9}, "eps = 1e-09: variant caffe has no epsilon"),
+    ],
+)
+def test_a_users_mistake_is_named(given_: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Lars([nn.Parameter(torch.ones(1))], **{"lr": 1.0, **given_})  # type: ignore[arg-type]
