@@ -30,6 +30,8 @@ class RuntimeOptions(Section):
     """size of a bucket, the run of gradients that travels together, in MiB of int32 or float32"""
     checkpoint_every: Duration = Duration(1, "ep")
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    tensorboard: bool = False
+    """also write TensorBoard files into the run's folder"""
     timeout: Annotated[float, Field(gt=0)] = 120.0
     """seconds after which a rank that doesn't answer ends the step"""
 

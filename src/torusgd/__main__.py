@@ -1,0 +1,5 @@
+"""`python -m torusgd` is the console script."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,372 @@
+"""Sums of gradients over virtual workers, ready to travel: as integers (exact) or as floats.
+
+A sum holds the gradients of one step in flat messages, one a bucket. Every virtual worker's gradient is added as it
+becomes ready; the messages are summed over ranks by any all-reduce; then every rank reads the same verdict and the
+same mean. All of it is ours; the shared power-of-two scale follows the usual practice of integer all-reduce.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+HEADROOM = 8.0
+"""growth of a gradient's maximum, from one step to the next, that the scale leaves room for"""
+INT32_MAX = 2**31 - 1
+FLOAT16_MAX = 65504.0
+_CHUNK = 1 << 17
+"""elements rounded at a time, so that the passes over a large tensor stay in the cache"""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A run of tensors that travels together: slots first..stop-1, in the order in which they are sent."""
+
+    first: int
+    stop: int
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Elements of the bucket."""
+        return sum(self.numels)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a finished sum says; the same on every rank."""
+
+    overflow: list[int]
+    """slots whose sum may have left the range: the step must be measured and redone"""
+    nonfinite: list[int]
+    """slots that held inf or nan"""
+    underflow: float = 0.0
+    """share of the elements that a 16-bit wire rounded to zero"""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the mean may be used."""
+        return not self.overflow and not self.nonfinite
+
+
+class GradientSum(Protocol):
+    """What the reducer needs of a sum."""
+
+    needs_measure: bool
+    """no scale is known yet: the maxima must be measured before the first sum"""
+
+    def clear(self) -> None:
+        """Begins a step: all sums are zero."""
+
+    def add(self, bucket: int, slot: int, gradient: Tensor) -> None:
+        """Adds one virtual worker's gradient (float32, contiguous) to a slot."""
+
+    def end_worker(self, bucket: int) -> None:
+        """Every slot of the bucket has its addend of this virtual worker, or has none."""
+
+    def message(self, bucket: int) -> Tensor:
+        """The 1-D tensor to be summed over ranks in place."""
+
+    def finish(self) -> Verdict:
+        """Reads the summed messages."""
+
+    def mean(self, out: Sequence[Tensor]) -> None:
+        """Writes the mean over virtual workers of every slot, and takes the next step's scales from this one."""
+
+    def set_maxima(self, maxima: Tensor) -> None:
+        """Takes the scales from measured maxima: float32 [slots], of any virtual worker."""
+
+    def state(self) -> Tensor:
+        """float64 [slots]: all that the next step needs of this one."""
+
+    def load_state(self, state: Tensor) -> None:
+        """Takes back what `state` gave."""
+
+
+class ExactGradientSum:
+    """Gradients as int32, scaled by a power of two a tensor and rounded: any order of addition gives the same bits.
+
+    The scale leaves HEADROOM over the last accepted step. Each message ends with, for every slot, a bound of
+    sum |q| in units of 2**shift, rounded up and saturated, and a count of virtual workers with a non-finite value;
+    so the same sum tells every rank of overflow and of the next scale. Intermediate wrap-around is harmless.
+    With V virtual workers the largest element of a gradient keeps about 28 - log2(V) bits.
+
+    Args:
+        buckets: The layout.
+        virtual_workers: V, addends of a step over all ranks, at most 2**20.
+        device: Where gradients live.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], virtual_workers: int, device: torch.device) -> None:
+        assert virtual_workers <= 2**20, "the bound of a sum has no bits left"
+        self.buckets = buckets
+        self.workers = virtual_workers
+        slots = buckets[-1].stop
+        self._shift = 2.0 ** (virtual_workers.bit_length() + 1)
+        self._cap = float(INT32_MAX // virtual_workers)
+        self.needs_measure = True
+        self._bounds = torch.zeros(slots, dtype=torch.float64, device=device)
+        self._pending = self._bounds
+        self._scales = torch.ones(slots, dtype=torch.float32, device=device)
+        self._scale_items: Sequence[Tensor] = self._scales.unbind()
+        self._low = torch.zeros(slots, device=device)
+        self._high = torch.zeros(slots, device=device)
+        self._low_items, self._high_items = self._low.unbind(), self._high.unbind()
+        self._messages = [
+            torch.zeros(b.length + 2 * (b.stop - b.first), dtype=torch.int32, device=device) for b in buckets
+        ]
+        self._views = [
+            message[offset : offset + numel]
+            for b, message in zip(buckets, self._messages, strict=True)
+            for offset, numel in zip(b.offsets, b.numels, strict=True)
+        ]
+        # On a GPU the passes are limited by launches, not by the cache.
+        chunk = _CHUNK if device.type == "cpu" else max((n for b in buckets for n in b.numels), default=1)
+        self._chunk = min(chunk, max(n for b in buckets for n in b.numels))
+        self._rounded = torch.empty(self._chunk, device=device)
+        self._integers = torch.empty(self._chunk, dtype=torch.int32, device=device)
+        self._filled = [False] * slots
+
+    def clear(self) -> None:
+        """Begins a step: all sums are zero."""
+        self._filled = [False] * len(self._filled)
+        self._low.zero_()
+        self._high.zero_()
+        for bucket, message in zip(self.buckets, self._messages, strict=True):
+            message[bucket.length :].zero_()
+
+    def add(self, bucket: int, slot: int, gradient: Tensor) -> None:
+        """Adds one virtual worker's gradient (float32) to a slot."""
+        flat = gradient.reshape(-1)
+        torch.aminmax(flat, out=(self._low_items[slot], self._high_items[slot]))
+        total, scale = self._views[slot], self._scale_items[slot]
+        first, self._filled[slot] = not self._filled[slot], True
+        # No clamp before the cast: a value out of range also lifts the bound, and then the sum is never used.
+        for begin in range(0, flat.numel(), self._chunk):
+            part = flat[begin : begin + self._chunk]
+            rounded = torch.mul(part, scale, out=self._rounded[: part.numel()]).round_()
+            if first:
+                total[begin : begin + self._chunk].copy_(rounded)
+            else:
+                integers = self._integers[: part.numel()].copy_(rounded)
+                total[begin : begin + self._chunk].add_(integers)
+
+    def end_worker(self, bucket: int) -> None:
+        """Adds the bounds and the non-finite counts of one virtual worker to the bucket's message."""
+        b = self.buckets[bucket]
+        maxima = torch.maximum(-self._low[b.first : b.stop], self._high[b.first : b.stop])
+        finite = maxima.isfinite()
+        bound = (maxima * (self._scales[b.first : b.stop] / self._shift)).ceil_().clamp_(max=self._cap)
+        count = b.stop - b.first
+        tail = self._messages[bucket][b.length :]
+        tail[:count] += torch.where(finite, bound, 0.0).to(torch.int32)
+        tail[count:] += (~finite).to(torch.int32)
+        self._low[b.first : b.stop].zero_()
+        self._high[b.first : b.stop].zero_()
+
+    def message(self, bucket: int) -> Tensor:
+        """int32 [length + 2 * slots of the bucket]: the sums, the bounds, the non-finite counts."""
+        b = self.buckets[bucket]
+        for slot in range(b.first, b.stop):
+            if not self._filled[slot]:
+                self._views[slot].zero_()
+        return self._messages[bucket]
+
+    def finish(self) -> Verdict:
+        """Reads the summed messages; one transfer to the host."""
+        tails = [m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)]
+        units = torch.cat([tail[: tail.numel() // 2] for tail in tails]).to(torch.float64)
+        bad = torch.cat([tail[tail.numel() // 2 :] for tail in tails]) > 0
+        bounds = units * self._shift
+        flags = torch.stack([(bounds > INT32_MAX) & ~bad, bad]).cpu()
+        self._pending = bounds / self._scales
+        return Verdict(flags[0].nonzero().flatten().tolist(), flags[1].nonzero().flatten().tolist())
+
+    def mean(self, out: Sequence[Tensor]) -> None:
+        """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
+        factors = (1.0 / (self._scales.to(torch.float64) * self.workers)).to(torch.float32).unbind()
+        for view, target, factor in zip(self._views, out, factors, strict=True):
+            torch.mul(view, factor, out=target.view(-1))
+        self._bounds = self._pending
+        self._take_scales()
+
+    def set_maxima(self, maxima: Tensor) -> None:
+        """Takes the scales from the measured maximum of each slot over all virtual workers: float32 [slots]."""
+        self._bounds = maxima.to(torch.float64) * self.workers
+        self._take_scales()
+
+    def state(self) -> Tensor:
+        """float64 [slots]: a bound of sum max|g| over virtual workers in the last accepted step."""
+        return self._bounds.clone()
+
+    def load_state(self, state: Tensor) -> None:
+        """Takes back the bounds that `state` gave."""
+        self._bounds = state.to(self._bounds)
+        self._take_scales()
+
+    def _take_scales(self) -> None:
+        self.needs_measure = False
+        self._scales = power_of_two_scale(self._bounds, float(INT32_MAX)).to(torch.float32)
+        self._scale_items = self._scales.unbind()
+
+
+class FloatGradientSum:
+    """Gradients as float32, float16 or bfloat16: as the papers sent them; bits depend on the number of ranks.
+
+    A rank adds its virtual workers in float32. A 16-bit message is scaled by a power of two a bucket, agreed from the
+    last accepted step, so that no partial sum of ranks overflows; it ends with the bound of the bucket, a count of
+    ranks with a non-finite value and the share of elements that became zero.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], virtual_workers: int, device: torch.device, wire: torch.dtype
+    ) -> None:
+        self.buckets = buckets
+        self.workers = virtual_workers
+        self._wire = wire
+        self._is_scaled = wire != torch.float32
+        self.needs_measure = self._is_scaled
+        self._slots = buckets[-1].stop
+        self._bounds = torch.zeros(len(buckets), dtype=torch.float64, device=device)
+        self._pending = self._bounds
+        self._scales = torch.ones(len(buckets), dtype=torch.float32, device=device)
+        self._local = torch.zeros(len(buckets), dtype=torch.float32, device=device)
+        self._totals = [torch.zeros(b.length, device=device) for b in buckets]
+        self._messages = (
+            [torch.zeros(b.length + 3, dtype=wire, device=device) for b in buckets] if self._is_scaled else self._totals
+        )
+        self._views = [
+            total[offset : offset + numel]
+            for b, total in zip(buckets, self._totals, strict=True)
+            for offset, numel in zip(b.offsets, b.numels, strict=True)
+        ]
+        self._filled = [False] * self._slots
+        self._maxima: dict[int, Tensor] = {}
+
+    def clear(self) -> None:
+        """Begins a step: all sums are zero."""
+        self._filled = [False] * self._slots
+        self._local.zero_()
+
+    def add(self, bucket: int, slot: int, gradient: Tensor) -> None:
+        """Adds one virtual worker's gradient (float32) to a slot."""
+        flat = gradient.reshape(-1)
+        if self._is_scaled:
+            low, high = torch.aminmax(flat)
+            self._maxima[slot] = torch.maximum(-low, high)
+        if self._filled[slot]:
+            self._views[slot].add_(flat)
+        else:
+            self._views[slot].copy_(flat)
+            self._filled[slot] = True
+
+    def end_worker(self, bucket: int) -> None:
+        """Adds this virtual worker's largest element to the bucket's bound."""
+        maxima = [
+            self._maxima.pop(s)
+            for s in range(self.buckets[bucket].first, self.buckets[bucket].stop)
+            if s in self._maxima
+        ]
+        if maxima:
+            self._local[bucket] += torch.stack(maxima).max()
+
+    def message(self, bucket: int) -> Tensor:
+        """float32 [length], or the wire's dtype [length + 3]: the sums, the bound, non-finite count, underflow."""
+        b = self.buckets[bucket]
+        for slot in range(b.first, b.stop):
+            if not self._filled[slot]:
+                self._views[slot].zero_()
+        if not self._is_scaled:
+            return self._totals[bucket]
+        message, scale, bound = self._messages[bucket], self._scales[bucket], self._local[bucket]
+        torch.mul(self._totals[bucket], scale, out=self._totals[bucket])
+        message[: b.length].copy_(self._totals[bucket])
+        lost = ((message[: b.length] == 0) & (self._totals[bucket] != 0)).sum() / max(b.length, 1)
+        finite = bound.isfinite()
+        message[b.length] = torch.where(finite, bound * scale, 0.0).clamp(max=FLOAT16_MAX)
+        message[b.length + 1] = (~finite).to(message.dtype)
+        message[b.length + 2] = lost
+        return message
+
+    def finish(self) -> Verdict:
+        """Reads the summed messages; one transfer to the host, and a second where it has to name a slot."""
+        values = [m[: b.length] for b, m in zip(self.buckets, self._messages, strict=True)]
+        fine = torch.stack([torch.stack(torch.aminmax(v)).isfinite().all() for v in values])
+        if not self._is_scaled:
+            return Verdict([], self._bad_slots(fine.cpu(), values))
+        tails = torch.stack([m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)])
+        self._pending = tails[:, 0].to(torch.float64) / self._scales
+        report = torch.stack([fine.float(), tails[:, 1].float(), tails[:, 2].float()]).cpu()
+        was_bad = report[1] > 0
+        overflow = (report[0] == 0) & ~was_bad | ~tails[:, 0].isfinite().cpu()
+        return Verdict(
+            [self.buckets[i].first for i in overflow.nonzero().flatten().tolist()],
+            self._bad_slots(~was_bad, values),
+            float(report[2].mean()),
+        )
+
+    def mean(self, out: Sequence[Tensor]) -> None:
+        """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
+        factors = 1.0 / (self._scales.to(torch.float64) * self.workers)
+        for index, b in enumerate(self.buckets):
+            factor = factors[index].to(torch.float32)
+            for slot, offset, numel in zip(range(b.first, b.stop), b.offsets, b.numels, strict=True):
+                torch.mul(self._messages[index][offset : offset + numel], factor, out=out[slot].view(-1))
+        if self._is_scaled:
+            self._bounds = self._pending
+            self._take_scales()
+
+    def set_maxima(self, maxima: Tensor) -> None:
+        """Takes the scale of each bucket from the measured maximum of each slot: float32 [slots]."""
+        largest = torch.stack([maxima[b.first : b.stop].max() for b in self.buckets])
+        self._bounds = largest.to(torch.float64) * self.workers
+        self._take_scales()
+
+    def state(self) -> Tensor:
+        """float64 [slots]: the bound of each bucket, spread over its slots so that buckets may differ on resume."""
+        counts = torch.tensor([b.stop - b.first for b in self.buckets], device=self._bounds.device)
+        return self._bounds.repeat_interleave(counts)
+
+    def load_state(self, state: Tensor) -> None:
+        """Takes back the bounds that `state` gave."""
+        bounds = state.to(self._bounds)
+        self._bounds = torch.stack([bounds[b.first : b.stop].max() for b in self.buckets])
+        self._take_scales()
+
+    def _take_scales(self) -> None:
+        self.needs_measure = False
+        self._scales = power_of_two_scale(self._bounds, FLOAT16_MAX).to(torch.float32)
+
+    def _bad_slots(self, fine: Tensor, values: Sequence[Tensor]) -> list[int]:
+        return [
+            slot
+            for index in (~fine).nonzero().flatten().tolist()
+            for slot, offset, numel in zip(
+                range(self.buckets[index].first, self.buckets[index].stop),
+                self.buckets[index].offsets,
+                self.buckets[index].numels,
+                strict=True,
+            )
+            if not values[index][offset : offset + numel].isfinite().all()
+        ]
+
+
+def power_of_two_scale(bounds: Tensor, limit: float) -> Tensor:
+    """The largest powers of two that keep HEADROOM * bound * scale within a limit.
+
+    A bound of zero (a tensor whose gradient was all zero) takes the scale of the largest bound.
+
+    Args:
+        bounds: float64 [n], each >= 0.
+        limit: Largest magnitude of a sum.
+
+    Returns:
+        float64 [n], between 2**-100 and 2**100.
+    """
+    largest = bounds.max()
+    filled = torch.where(bounds > 0, bounds, torch.where(largest > 0, largest, 1.0))
+    _, exponent = torch.frexp(limit / (HEADROOM * filled))
+    return torch.ldexp(torch.ones_like(filled), (exponent - 1).clamp(-100, 100))

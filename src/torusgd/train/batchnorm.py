@@ -1,0 +1,78 @@
+"""Batch norm over virtual workers: one moving-average update a step, from the mean over all of them.
+
+Each virtual worker normalises with its own batch statistics, as the records did on each GPU. The layers' buffers are
+views of one flat scratch tensor, and with momentum 1 a forward pass leaves the batch's statistics there.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..errors import UserError
+
+
+class BatchNormStatistics:
+    """The running statistics of a model's batch-norm layers, kept aside from its passes.
+
+    After `show` the model's buffers hold the running statistics (for evaluation and saving); `begin_pass` gives them
+    back to the passes.
+
+    Args:
+        model: Its batch-norm layers are changed in place.
+
+    Raises:
+        UserError: A layer averages cumulatively (momentum null), which has no meaning over virtual workers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = {
+            name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, _BatchNorm) and isinstance(layer.running_mean, Tensor)
+        }
+        device = next(model.parameters()).device
+        running, momenta = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
+        for name, layer in self.layers.items():
+            if layer.momentum is None:
+                raise UserError(f"model: batch norm {name!r} has momentum null; give it a number such as 0.1")
+            assert isinstance(layer.running_mean, Tensor)
+            assert isinstance(layer.running_var, Tensor)
+            running += [layer.running_mean.float(), layer.running_var.float()]
+            momenta += [torch.full_like(layer.running_mean, layer.momentum)] * 2
+        self.running = torch.cat(running)
+        self._momenta = torch.cat(momenta)
+        self.batch = self.running.clone()
+        """the flat scratch: after a training pass, the batch's mean and unbiased variance of each layer"""
+        offset = 0
+        for layer in self.layers.values():
+            layer.momentum = 1.0
+            for key in ("running_mean", "running_var"):
+                layer._buffers[key] = self.batch[offset : offset + layer.num_features]
+                offset += layer.num_features
+
+    def begin_pass(self) -> None:
+        """Clears what a pass before may have left, a nan included."""
+        self.batch.zero_()
+
+    def update(self, mean: Tensor) -> None:
+        """One moving-average update from the mean over the step's virtual workers, float32 like `running`."""
+        self.running.mul_(1 - self._momenta).add_(self._momenta * mean)
+
+    def show(self, steps: int) -> None:
+        """Puts the running statistics, and the count of updates, into the model's buffers."""
+        self.batch.copy_(self.running)
+        for layer in self.layers.values():
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.fill_(steps)
+
+    def take(self) -> None:
+        """Takes the running statistics from the model's buffers, as after loading weights."""
+        self.running.copy_(self.batch)
+
+    def name_of(self, index: int) -> str:
+        """The layer that a position of the flat tensors belongs to."""
+        for name, layer in self.layers.items():
+            index -= 2 * layer.num_features
+            if index < 0:
+                return name
+        raise IndexError(index)

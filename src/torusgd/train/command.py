@@ -1,0 +1,56 @@
+"""What `torusgd train` does with its flags: from names and paths to a job, and from its end to an exit code."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import UserError
+from ..recipes import load_recipe, validate
+from ..runtime import RuntimeOptions, resolve_auto, resolve_device
+from .launch import train as run_job
+from .run import Job
+
+
+def train(
+    name: str,
+    overrides: Sequence[str],
+    flags: Mapping[str, Any],
+    data: Path | None,
+    out: Path | None,
+    max_steps: int | None,
+    init: Path | None,
+    fresh: bool,
+) -> int:
+    """Trains, prints the result, and returns the exit code.
+
+    Raises:
+        UserError: The input is wrong.
+        RunError: The run can't go on.
+    """
+    recipe, runtime = load_recipe(name, overrides)
+    given = {key: value for key, value in flags.items() if value is not None}
+    options = validate(RuntimeOptions, {**runtime.model_dump(mode="json"), **given}, "flags")
+    device = resolve_device(options)
+    if init is not None and not init.is_file():
+        raise UserError(f"--init {init}: no such file")
+    recipe = resolve_auto(recipe, device)
+    folder = out or Path("runs") / recipe.name
+    ending = run_job(Job(recipe, options, device, folder, data, init, max_steps), fresh)
+    if ending.summary:
+        show_result(ending.summary, folder)
+    return ending.code
+
+
+def show_result(summary: Mapping[str, Any], folder: Path) -> None:
+    """The result and where it lies."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"done: top-1 {summary['top1']:.2%} on {summary['eval_images']} held-out images, {summary['steps']} steps, "
+        f"{summary['seconds']:.1f} s, {summary['images_per_second']:,.0f} images/s on {summary['world_size']} ranks"
+    )
+    console.print(f"weights_sha256 {summary['weights_sha256']}")
+    console.print(
+        f"in {folder}: model.safetensors, summary.json, events.jsonl, recipe.yaml, checkpoints/", markup=False
+    )

@@ -1,0 +1,124 @@
+"""Exact evaluation: every held-out image once, in fixed chunks, with integer counts summed over ranks.
+
+Logits depend on the size of a batch, so chunks are cut by image index, never by rank: chunk i goes to rank i mod N.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..data.pipeline import Batch, Pipeline
+from ..errors import RunError
+from ..runtime import Ranks
+from ..sync.exact import FULL, decode, encode
+from ..sync.work import AllReduce
+from .precision import Precision
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result over all held-out images; the same bits on any number of ranks."""
+
+    top1: float
+    """fraction"""
+    top5: float
+    loss: float
+    """mean cross-entropy, without label smoothing"""
+    images: int
+    excluded: int
+    """undecodable images, which count nowhere"""
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    pipeline: Pipeline,
+    images_per_chunk: int,
+    ranks: Ranks,
+    allreduce: AllReduce,
+    precision: Precision,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Classifies all images of a source; None when a rank was asked to stop meanwhile.
+
+    Args:
+        model: In any mode; left in evaluation mode.
+        pipeline: Of the held-out images.
+        images_per_chunk: Images of a forward pass.
+        ranks: This process among the others.
+        allreduce: Sums the counts.
+        precision: As in training.
+        stop_requested: Asked before every chunk.
+
+    Raises:
+        RunError: Images can't be read.
+    """
+    model.eval()
+    counts = torch.zeros(6, dtype=torch.int64, device=ranks.device)  # top-1, top-5, seen, excluded, stop, failed
+    loss = torch.zeros(FULL.rows, dtype=torch.int64, device=ranks.device)
+    total = len(pipeline.source)
+    chunks = [
+        np.arange(start, min(start + images_per_chunk, total))
+        for start in range(ranks.rank * images_per_chunk, total, ranks.size * images_per_chunk)
+    ]
+    reason = ""
+    try:
+        with precision.autocast():
+            for batch, size in zip(read_ahead(pipeline, chunks), map(len, chunks), strict=True):
+                if stop_requested():
+                    counts[4] += 1
+                    break
+                if len(batch.targets):
+                    logits = model(precision.place(batch.images, ranks.device)).float()
+                    counts[:2] += count_correct(logits, batch.targets.to(ranks.device))
+                    loss += encode(_loss_sum(logits, batch.targets.to(ranks.device)))
+                counts[2] += len(batch.targets)
+                counts[3] += size - len(batch.targets)
+    except OSError as error:
+        counts[5] += 1
+        reason = f": {error}"
+    message = torch.cat([counts, loss])
+    allreduce.start(message).wait()
+    top1, top5, seen, excluded, stop, failed = message[:6].tolist()
+    if failed:
+        raise RunError(f"evaluation: {failed} of {ranks.size} ranks can't read held-out images{reason}")
+    if stop:
+        return None
+    assert seen + excluded == total, "every held-out image is counted once"
+    mean = float(decode(message[6:].reshape(FULL.rows, 1))) / max(seen, 1)
+    return Evaluation(top1 / max(seen, 1), top5 / max(seen, 1), mean, seen, excluded)
+
+
+def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
+    """int64 [2]: images whose class has the highest logit, and one of the five highest.
+
+    An image whose logits hold a nan is wrong. Of equal logits the lower class wins.
+    """
+    of_target = logits.gather(1, targets[:, None])
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    before = (logits > of_target) | ((logits == of_target) & (classes < targets[:, None])) | logits.isnan()
+    rank = before.sum(dim=1)
+    wrong = logits.isnan().any(dim=1)
+    return torch.stack([((rank < k) & ~wrong).sum() for k in (1, 5)])
+
+
+def read_ahead(pipeline: Pipeline, chunks: Iterable["np.ndarray[tuple[int], np.dtype[np.int64]]"]) -> Iterator[Batch]:
+    """The validation batches of index chunks, in order, each prepared while the one before is used."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = None
+        for chunk in chunks:
+            following = pool.submit(pipeline.validation_batch, chunk)
+            if pending is not None:
+                yield pending.result()
+            pending = following
+        if pending is not None:
+            yield pending.result()
+
+
+def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, reduction="none").to(torch.float64).sum()

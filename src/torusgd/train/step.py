@@ -1,0 +1,228 @@
+"""One synchronous step: from the images of the virtual workers to the updated weights.
+
+A gradient's way: a virtual worker's forward and backward pass -> `Reducer` (a hook rounds it into a bucket, full
+buckets leave while backward runs) -> the all-reduce -> the verdict -> the mean -> the optimiser.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..data.loader import Loader, Share
+from ..data.pipeline import Batch
+from ..errors import RunError
+from ..keyed import DROPOUT, keyed_hash
+from ..optim import set_hyperparameters
+from ..recipe import Recipe
+from ..runtime import Ranks
+from ..schedule import Schedule, Step
+from ..sync.reducer import Reducer
+from ..sync.work import AllReduce
+from .batchnorm import BatchNormStatistics
+from .precision import Precision
+from .statistics import StepStatistics, Totals
+
+MAX_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; the same on every rank, but for the times."""
+
+    step: Step
+    loss: float
+    replaced: int
+    stop: bool
+    """a rank was asked to stop: end the run after this step"""
+    redone: int
+    """times that the step was measured and redone after an overflow"""
+    overflowed: list[str]
+    """parameters whose sum left the integer range, before the step was redone"""
+    skipped: list[str]
+    """parameters with a non-finite gradient; not empty: the update was skipped (float16)"""
+    underflow: float
+    seconds: float
+    data_seconds: float
+    sync_seconds: float
+
+
+class Stepper:
+    """Takes the steps of a schedule on this rank.
+
+    Args:
+        recipe: What to compute.
+        schedule: Its steps.
+        model: Updated in place; all ranks hold the same weights.
+        optimizer: As from `build_optimizer`.
+        loader: Gives the images of a virtual worker.
+        ranks: This process among the others.
+        allreduce: Sums over ranks.
+        bucket_mib: Size of a gradient bucket.
+        stop_requested: Asked once a step.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        schedule: Schedule,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Loader,
+        ranks: Ranks,
+        allreduce: AllReduce,
+        bucket_mib: float,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self.recipe = recipe
+        self.schedule = schedule
+        self.model = model
+        self.optimizer = optimizer
+        self.ranks = ranks
+        self.precision = Precision(recipe, ranks.device)
+        self.batch_norm = BatchNormStatistics(model)
+        self.reducer = Reducer(model, recipe.reduction, recipe.virtual_workers, allreduce, bucket_mib)
+        self._statistics = StepStatistics(self.batch_norm.running.numel(), recipe.virtual_workers, ranks.device)
+        self._loader = loader
+        self._allreduce = allreduce
+        self._stop_requested = stop_requested
+        self._workers = ranks.share_of(recipe.virtual_workers)
+        self._batches: Iterator[Batch] = iter(())
+        self._next_step = -1
+
+    def run(self, index: int) -> StepResult:
+        """Takes step `index`; the model then holds the updated weights.
+
+        Raises:
+            RunError: A gradient is not finite (and the precision is not float16), or a rank can't read its images.
+        """
+        started = time.perf_counter()
+        data_before, sync_before = self._loader.wait_seconds, self.reducer.wait_seconds
+        step = self.schedule[index]
+        overflowed: list[str] = []
+        redone = 0
+        if self.reducer.sum.needs_measure:
+            self._measure(step)
+        while True:
+            totals = self._pass(step)
+            verdict = self.reducer.finish()
+            if totals.failed:
+                raise RunError(f"step {index}: {totals.failed} of {self.ranks.size} ranks can't read training images")
+            if verdict.nonfinite or not verdict.overflow:
+                break
+            overflowed += [self.reducer.names[slot] for slot in verdict.overflow]
+            redone += 1
+            if redone == MAX_ATTEMPTS:
+                raise RunError(
+                    f"step {index}: {overflowed[0]}: the gradient's sum leaves the integer range even at a "
+                    "freshly measured scale; this is a defect of torusgd, please report it"
+                )
+            self._measure(step)
+        skipped = [self.reducer.names[slot] for slot in verdict.nonfinite]
+        if skipped:
+            self.precision.skip(index, skipped)
+        else:
+            self._update(step, totals)
+        return StepResult(
+            step, totals.loss, totals.replaced, totals.stop > 0, redone, overflowed, skipped, verdict.underflow,
+            time.perf_counter() - started,
+            self._loader.wait_seconds - data_before,
+            self.reducer.wait_seconds - sync_before,
+        )  # fmt: skip
+
+    def _update(self, step: Step, totals: Totals) -> None:
+        if not bool(totals.batch_norm.isfinite().all()):
+            layer = self.batch_norm.name_of(int((~totals.batch_norm.isfinite()).nonzero()[0]))
+            raise RunError(f"step {step.index}: {layer}: a batch statistic is not finite; lower rate.lr")
+        self.reducer.apply_mean()
+        self.precision.accept(self.reducer.parameters)
+        set_hyperparameters(
+            self.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
+        )
+        self.optimizer.step()
+        self.batch_norm.update(totals.batch_norm)
+
+    def _pass(self, step: Step) -> Totals:
+        """Forward and backward of this rank's virtual workers; messages leave on their way."""
+        self._statistics.clear()
+        self.reducer.begin(measuring=False)
+        self._statistics.count("stop", int(self._stop_requested()))
+        sent = None
+        for worker in self._workers:
+            last = worker == self._workers[-1]
+            batch = self._read(step, worker)
+            self.reducer.begin_worker(last=last)
+            loss = None
+            if batch is not None:
+                loss = self._forward(step, worker, batch)
+                self._statistics.add(self.batch_norm.batch, loss.detach())
+                self._statistics.count("replaced", batch.replaced)
+            if last:
+                sent = self._statistics.send(self._allreduce)
+            if loss is not None:
+                self.precision.scaled(loss).backward()
+            self.reducer.end_worker()
+        assert sent is not None
+        started = time.perf_counter()
+        sent.wait()
+        self.reducer.wait_seconds += time.perf_counter() - started
+        return self._statistics.totals()
+
+    def _measure(self, step: Step) -> None:
+        """Finds each gradient's largest element over all virtual workers, without an update."""
+        self._seek(step.index)
+        self.reducer.begin(measuring=True)
+        for worker in self._workers:
+            batch = self._read(step, worker)
+            self.reducer.begin_worker(last=False)
+            if batch is not None:
+                self.precision.scaled(self._forward(step, worker, batch)).backward()
+            self.reducer.end_worker()
+        self.reducer.finish_measuring()
+        self._seek(step.index)
+
+    def _forward(self, step: Step, worker: int, batch: Batch) -> Tensor:
+        self.batch_norm.begin_pass()
+        torch.manual_seed(int(keyed_hash(DROPOUT, self.recipe.seed, step.index, worker)) >> 1)
+        images = self.precision.place(batch.images, self.ranks.device)
+        targets = batch.targets.to(self.ranks.device, non_blocking=True)
+        self.model.train()
+        with self.precision.autocast():
+            logits = self.model(images)
+        return F.cross_entropy(logits.float(), targets, label_smoothing=self.recipe.label_smoothing)
+
+    def _read(self, step: Step, worker: int) -> Batch | None:
+        """The images of a virtual worker; None when they can't be read, which the step's counts tell all ranks."""
+        if worker == self._workers[0] and self._next_step != step.index:
+            self._seek(step.index)
+        if worker == self._workers[-1]:
+            self._next_step = step.index + 1
+        try:
+            return next(self._batches)
+        except OSError as error:
+            if not self._failure:
+                self._failure = f"rank {self.ranks.rank}: can't read training images: {error}"
+            self._statistics.count("failed", 1)
+            self._batches = iter(())
+            return None
+        except StopIteration:
+            return None
+
+    _failure = ""
+
+    @property
+    def failure(self) -> str:
+        """Why this rank can't read its images, or nothing."""
+        return self._failure
+
+    def _seek(self, index: int) -> None:
+        shares = (
+            Share(step.share(worker), step.images_per_worker, step.augment)
+            for step in (self.schedule[i] for i in range(index, len(self.schedule)))
+            for worker in self._workers
+        )
+        self._batches = self._loader.run(shares)
+        self._next_step = index

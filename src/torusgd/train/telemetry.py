@@ -1,0 +1,210 @@
+"""What a run tells: a progress line, `events.jsonl`, and TensorBoard where it is asked for. Rank 0 only."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from ..errors import UserError
+from ..recipe import Recipe
+from ..schedule import Schedule
+from ..weights import write_text
+from .evaluate import Evaluation
+from .step import StepResult
+
+PLAIN_SECONDS = 5.0
+"""between progress lines where the output is no terminal"""
+
+
+class Telemetry:
+    """Writes events and shows progress.
+
+    Args:
+        folder: The run's folder.
+        schedule: Of the run.
+        first_step: Steps done before; later events of an earlier attempt are dropped.
+        tensorboard: Also write TensorBoard files under `folder/tensorboard`.
+
+    Raises:
+        UserError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, folder: Path, schedule: Schedule, first_step: int, tensorboard: bool) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+        self._schedule = schedule
+        self._path = folder / "events.jsonl"
+        self._board = _open_tensorboard(folder / "tensorboard", first_step) if tensorboard else None
+        _drop_later_events(self._path, first_step)
+        self._file: IO[str] = self._path.open("a", buffering=1)
+        self._progress: Progress | None = None
+        self._last_line = time.perf_counter()
+        self._speed = 0.0
+        if self.console.is_terminal:
+            self._progress = Progress(BarColumn(bar_width=16), TextColumn("{task.description}"), console=self.console)
+            self._task = self._progress.add_task("starting", total=len(schedule), completed=first_step)
+            self._progress.start()
+
+    def step(self, result: StepResult, seconds: float) -> None:
+        """One step; `seconds` is the training time so far."""
+        step = result.step
+        event: dict[str, Any] = {
+            "step": step.index + 1,
+            "samples": step.start + step.batch,
+            "epoch": round((step.start + step.batch) / self._schedule.train_images, 6),
+            "stage": step.stage,
+            "loss": result.loss,
+            "lr": step.lr,
+            "momentum": step.momentum,
+            "batch": step.batch,
+            "seconds": round(seconds, 6),
+            "step_seconds": round(result.seconds, 6),
+            "data_seconds": round(result.data_seconds, 6),
+            "sync_seconds": round(result.sync_seconds, 6),
+        }
+        optional = {
+            "replaced": result.replaced,
+            "redone": result.redone,
+            "overflowed": result.overflowed,
+            "skipped": result.skipped,
+            "underflow": result.underflow,
+        }
+        event |= {key: value for key, value in optional.items() if value}
+        self._write(event)
+        if result.overflowed:
+            self.say(
+                f"step {step.index + 1}: {result.overflowed[0]}: gradient grew past the integer range; the scale "
+                "was measured again and the step redone"
+            )
+        if result.skipped:
+            self.say(
+                f"step {step.index + 1}: {result.skipped[0]}: gradient not finite; step skipped, loss scale halved"
+            )
+        if self._board is not None:
+            for key in ("loss", "lr", "momentum", "batch"):
+                self._board.add_scalar(f"train/{key}", event[key], step.index + 1)
+        self._show(result, seconds)
+
+    def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
+        """An evaluation after `step` steps."""
+        self._write({
+            "event": "polished" if polished else "evaluation", "step": step, "seconds": round(seconds, 6),
+            "top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss, "images": evaluation.images,
+            "excluded": evaluation.excluded,
+        })  # fmt: skip
+        if self._board is not None:
+            self._board.add_scalar("eval/top1", evaluation.top1, step)
+            self._board.add_scalar("eval/loss", evaluation.loss, step)
+        epoch = self._schedule_epoch(step)
+        self.say(f"{'polished ' if polished else ''}epoch {epoch:.4g}  step {step}  top-1 {evaluation.top1:.2%}  "
+                 f"top-5 {evaluation.top5:.2%}  loss {evaluation.loss:.4f}  {seconds:.1f} s")  # fmt: skip
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the progress line."""
+        self.console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Ends the progress line and closes the files."""
+        if self._progress is not None:
+            self._progress.stop()
+        if self._board is not None:
+            self._board.close()
+        self._file.close()
+
+    def _show(self, result: StepResult, seconds: float) -> None:
+        now = result.step.batch / result.seconds
+        self._speed = 0.9 * self._speed + 0.1 * now if self._speed else now
+        if self._progress is not None:
+            self._progress.update(self._task, completed=result.step.index + 1, description=self._line(result))
+        elif time.perf_counter() - self._last_line >= PLAIN_SECONDS:
+            self._last_line = time.perf_counter()
+            print(self._line(result), flush=True)
+
+    def _line(self, result: StepResult) -> str:
+        step, schedule = result.step, self._schedule
+        left = (schedule.stop - step.start - step.batch) / self._speed
+        return (
+            f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
+            f"/{schedule.stop / schedule.train_images:.4g}  step {step.index + 1}/{len(schedule)}  "
+            f"loss {result.loss:.4f}  lr {step.lr:.4g}  {self._speed:,.0f} images/s  "
+            f"data {result.data_seconds / result.seconds:.0%}  sync {result.sync_seconds / result.seconds:.0%}  "
+            f"{_clock(left)} left"
+        )
+
+    def _schedule_epoch(self, step: int) -> float:
+        last = self._schedule[step - 1]
+        return (last.start + last.batch) / self._schedule.train_images
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(event) + "\n")
+
+
+def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
+    """The batch plan: one row a stage."""
+    target = f", target top-1 {recipe.target_top1:.2%}" if recipe.target_top1 is not None else ""
+    title = (f"{recipe.name}: {recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, "
+             f"{recipe.precision}, reduction {recipe.reduction}, seed {recipe.seed}{target}")  # fmt: skip
+    table = Table(title=title, title_justify="left")
+    for column in (
+        "stage",
+        "steps",
+        "epochs",
+        "images/worker",
+        "batch",
+        "peak lr",
+        "lr at ends",
+        "momentum",
+        "augment",
+    ):
+        table.add_column(column, justify="right")
+    for number, span in enumerate(schedule.spans, 1):
+        first, last = schedule[span.first_step], schedule[span.stop_step - 1]
+        table.add_row(
+            str(number),
+            f"{span.first_step}-{span.stop_step - 1}",
+            f"{first.epoch:.4g}-{span.stop / schedule.train_images:.4g}",
+            str(span.stage.images_per_worker),
+            f"{span.batch:,}",
+            f"{span.lr:.4g}",
+            f"{first.lr:.4g}-{last.lr:.4g}",
+            f"{span.momentum:.4g}",
+            "yes" if span.stage.augment else "no",
+        )
+    return table
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _drop_later_events(path: Path, first_step: int) -> None:
+    """After a resume, steps are told again; what an earlier attempt told of them goes, and a torn last line too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= first_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    write_text(path, "".join(kept))
+
+
+def _open_tensorboard(folder: Path, first_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("tensorboard: not installed; give: pip install 'torusgd[tensorboard]'") from None
+    return SummaryWriter(str(folder), purge_step=first_step + 1)
+
+
+def warn(text: str) -> None:
+    """A line on the error stream."""
+    print(f"torusgd: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,110 @@
+"""Weights as files and as one hash: safetensors, atomic writes, and the one place that reads a foreign .pth."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .errors import UserError
+
+Tensors = dict[str, Tensor]
+
+
+def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """One hash over parameters and buffers.
+
+    For each, sorted by name: the bytes of the name, NUL, the dtype's name (`float32`), NUL, the dims joined by commas,
+    NUL, then the values in row-major order, little-endian.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        dims = ",".join(str(size) for size in tensor.shape)
+        digest.update(f"{name}\0{dtype}\0{dims}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file whole or not at all; OSError as it comes."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as temporary:
+        save_file(plain, temporary, metadata=dict(metadata))
+
+
+def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
+    """Reads a weight file: safetensors, or a torch file of plain tensors (nothing is unpickled but tensors).
+
+    Returns:
+        The tensors by name, and the file's metadata (empty for a torch file). A torch file may hold the tensors under
+        `state_dict` or `model`, with a `module.` prefix.
+
+    Raises:
+        UserError: The file can't be read as weights.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            with safetensors.safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+                metadata = dict(file.metadata() or {})
+            return load_file(path), metadata
+        tree = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{path}: can't be read as weights ({reason}); give a .safetensors or a .pth of tensors"
+        ) from None
+    for key in ("state_dict", "model"):
+        if isinstance(tree, dict) and isinstance(tree.get(key), dict):
+            tree = tree[key]
+    if not isinstance(tree, dict) or not all(isinstance(t, Tensor) for t in tree.values()):
+        raise UserError(f"{path}: holds no plain table of tensors; save model.state_dict()")
+    return {str(name).removeprefix("module."): tensor for name, tensor in tree.items()}, {}
+
+
+def match_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
+    """UserError naming the first tensor that is missing, unknown, or of another shape."""
+    for name in _first_of(expected.keys() - tensors.keys()):
+        raise UserError(f"{where}: lacks {name!r}; is it a file of another model?")
+    for name in _first_of(tensors.keys() - expected.keys()):
+        raise UserError(f"{where}: holds {name!r}, which the model doesn't have; is it a file of another model?")
+    for name, tensor in expected.items():
+        if tensors[name].shape != tensor.shape:
+            shapes = f"{tuple(tensors[name].shape)}, the model's is {tuple(tensor.shape)}"
+            raise UserError(f"{where}: {name!r} is of shape {shapes}; is it for another number of classes?")
+
+
+def _first_of(names: Iterable[str]) -> list[str]:
+    return sorted(names)[:1]
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a temporary path beside `path` that takes its place, flushed to disk, when the block ends well."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all."""
+    with replacing(path) as temporary:
+        file: IO[str]
+        with temporary.open("w") as file:
+            file.write(text)
