@@ -1,0 +1,22 @@
+"""Data: the order of samples, sources of images, and the pipeline that makes batches of them."""
+
+from .loader import Loader, Share
+from .order import StreamOrder
+from .pipeline import Batch, Pipeline
+from .sources import ArraySource, CorruptImage, RegionSource, Source, open_sources
+from .view import Choose, Region
+
+__all__ = [
+    "ArraySource",
+    "Batch",
+    "Choose",
+    "CorruptImage",
+    "Loader",
+    "Pipeline",
+    "Region",
+    "RegionSource",
+    "Share",
+    "Source",
+    "StreamOrder",
+    "open_sources",
+]

@@ -1,0 +1,74 @@
+"""Random changes of training images. Each draw is keyed by (seed, epoch, sample), never by a rank or a batch.
+
+Boxes are found with +, *, / and square roots alone: those are exact to the last bit on every machine, where the
+exponentials and logarithms of two mathematics libraries may differ.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from ..keyed import AUGMENT, keyed_integer, keyed_uniform
+from ..recipe import Augment
+from .view import Region
+
+Pixels = npt.NDArray[np.uint8]
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+
+_ATTEMPTS = 10
+# The draws of a sample, by number: one for the mirror, two for the shift, four for each attempt at a box.
+_FLIP, _DOWN, _RIGHT, _BOX = 0, 1, 2, 3
+
+
+def box_draws(seed: int, epochs: Int64, indices: Int64) -> Float64:
+    """The draws for the boxes of n samples, float64 [n, attempts, 4] in [0, 1)."""
+    numbers = _BOX + np.arange(4 * _ATTEMPTS)
+    draws = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers[None, :])
+    return draws.reshape(len(indices), _ATTEMPTS, 4)
+
+
+def random_region(height: int, width: int, size: int, augment: Augment, draws: Float64) -> Region:
+    """A box of random area and aspect (Szegedy et al., arXiv 1409.4842), to be scaled to size x size.
+
+    Args:
+        draws: One sample's, float64 [attempts, 4]: area, aspect, top and left of each attempt. The first box that
+            fits is taken; if none does, the largest centred box whose aspect is allowed.
+    """
+    low, high = augment.aspect
+    for u_area, u_aspect, u_top, u_left in draws.tolist():
+        area = height * width * (augment.area[0] + (augment.area[1] - augment.area[0]) * u_area)
+        aspect = low * _power(high / low, u_aspect)
+        tall, wide = math.floor(math.sqrt(area / aspect) + 0.5), math.floor(math.sqrt(area * aspect) + 0.5)
+        if 0 < tall <= height and 0 < wide <= width:
+            top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
+            return Region(top, left, tall, wide, size, size)
+    tall, wide = min(height, max(1, int(width / low))), min(width, max(1, int(height * high)))
+    return Region((height - tall) // 2, (width - wide) // 2, tall, wide, size, size)
+
+
+def _power(base: float, exponent: float) -> float:
+    """base ** exponent for an exponent in [0, 1), cut to 16 bits: a product of repeated square roots."""
+    result, bits = 1.0, int(exponent * 65536)
+    for bit in range(15, -1, -1):
+        base = math.sqrt(base)
+        if bits >> bit & 1:
+            result *= base
+    return result
+
+
+def shift(images: Pixels, pixels: int, seed: int, epochs: Int64, indices: Int64) -> Pixels:
+    """Each image moved by up to `pixels` in both directions, the rest zero; uint8 [n, channels, height, width]."""
+    height, width = images.shape[2:]
+    padded = np.pad(images, ((0, 0), (0, 0), (pixels, pixels), (pixels, pixels)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+    down = keyed_integer(2 * pixels + 1, AUGMENT, seed, epochs, indices, _DOWN)
+    right = keyed_integer(2 * pixels + 1, AUGMENT, seed, epochs, indices, _RIGHT)
+    return np.ascontiguousarray(windows[np.arange(len(images)), :, down, right])
+
+
+def flip(images: Pixels, probability: float, seed: int, epochs: Int64, indices: Int64) -> None:
+    """Mirrors some of the images [n, channels, height, width] left to right, in place."""
+    chosen = np.flatnonzero(keyed_uniform(AUGMENT, seed, epochs, indices, _FLIP) < probability)
+    images[chosen] = images[chosen][..., ::-1]

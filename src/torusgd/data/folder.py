@@ -1,0 +1,139 @@
+"""A folder a class of JPEG and PNG files: the ImageNet layout, train/CLASS/*.jpg and val/CLASS/*.jpg."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UserError
+from .decode import Undecodable, decode, decode_region, load_decoders
+from .sources import CorruptImage
+from .view import Choose
+
+Pixels = npt.NDArray[np.uint8]
+Int64 = npt.NDArray[np.int64]
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+_MOST_BYTES = 1 << 28  # a picture file above 256 MiB is none that a camera made
+
+
+class Folder:
+    """A `RegionSource` over picture files.
+
+    Args:
+        root: The folder of the class folders.
+        folders: The class folders' names, by label.
+        classes: The class names, by label.
+        channels: 3 for RGB, 1 for grey; pictures are converted.
+    """
+
+    def __init__(self, root: Path, folders: tuple[str, ...], classes: tuple[str, ...], channels: int) -> None:
+        self.classes = classes
+        self.root = root
+        self.channels = channels
+        self._folders = folders
+        listed = [_pictures(root / folder) for folder in folders]
+        self._names = [name for names in listed for name in names]
+        self.labels: Int64 = np.repeat(np.arange(len(folders), dtype=np.int64), [len(names) for names in listed])
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def file(self, index: int) -> Path:
+        """Where an image lies."""
+        return self.root / self._folders[self.labels[index]] / self._names[index]
+
+    def read(self, index: int) -> Pixels:
+        try:
+            return decode(self._bytes(index), self.channels)
+        except Undecodable as error:
+            raise CorruptImage(index, f"{self.file(index)}: {error}") from error
+
+    def read_region(self, index: int, choose: Choose) -> Pixels:
+        try:
+            return decode_region(self._bytes(index), self.channels, choose)
+        except Undecodable as error:
+            raise CorruptImage(index, f"{self.file(index)}: {error}") from error
+
+    def _bytes(self, index: int) -> bytes:
+        with open(self.file(index), "rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) > _MOST_BYTES:
+                raise Undecodable(f"{size} bytes; at most {_MOST_BYTES} are read")
+            return file.read()
+
+
+def open_folder(path: Path, channels: int, classes: str | None = None) -> tuple[Folder, Folder]:
+    """Training images from PATH/train/CLASS/, held-out ones from PATH/val/CLASS/, in the order of sorted names.
+
+    Args:
+        classes: A text file in PATH that lists the class folders, one a line, the first being label 0; a name to
+            show may follow after a tab. Folders that it leaves out are not used. None: all of train/, sorted.
+
+    Raises:
+        UserError: The layout is another one, a class has no training image, or simplejpeg and OpenCV are missing.
+    """
+    load_decoders()
+    train, val = path / "train", path / "val"
+    for root in (train, val):
+        if not root.is_dir():
+            raise UserError(f"{path}: has no folder {root.name}; wanted are train/CLASS/*.jpg and val/CLASS/*.jpg")
+    inferred = class_folders(train)
+    folders, names = (inferred, inferred) if classes is None else _listed(path, classes)
+    for folder in folders:
+        if folder not in inferred:
+            raise UserError(f"{path / str(classes)}: lists {folder!r}, but there is no folder {train / folder}")
+    if classes is None and (unknown := set(class_folders(val)) - set(folders)):
+        raise UserError(f"{val / min(unknown)}: a class that {train} doesn't have")
+    sources = Folder(train, folders, names, channels), Folder(val, folders, names, channels)
+    counts = np.bincount(sources[0].labels, minlength=len(folders))
+    if not counts.all():
+        empty = train / folders[int(counts.argmin())]
+        raise UserError(f"{empty}: no JPEG or PNG file; remove the folder or fill it")
+    return sources
+
+
+def class_folders(root: Path) -> tuple[str, ...]:
+    """The names of the folders in `root`, sorted; hidden ones left out.
+
+    Raises:
+        UserError: There is none.
+    """
+    with os.scandir(root) as entries:
+        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    if not names:
+        raise UserError(f"{root}: has no class folders; wanted is {root.name}/CLASS/*.jpg")
+    return tuple(names)
+
+
+def _pictures(folder: Path) -> list[str]:
+    """The names of the picture files right in the folder, sorted; none where the folder is missing."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") and entry.is_file()
+        )
+
+
+def _listed(path: Path, classes: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Folders and names from the file of the option `classes`."""
+    file = path / classes
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"data.options.classes: can't read {file} ({error}); it lies in the folder of --data"
+        ) from error
+    folders, names = [], []
+    for line in lines:
+        folder, _, name = line.partition("\t")
+        if Path(folder).name != folder or folder in folders:
+            raise UserError(f"{file}: {folder!r} is listed twice or is no plain folder name; one class folder a line")
+        folders.append(folder)
+        names.append(name.strip() or folder)
+    if not folders:
+        raise UserError(f"{file}: lists no class; one class folder a line")
+    return tuple(folders), tuple(names)

@@ -1,0 +1,65 @@
+"""The order of training samples: an endless stream whose whole state is the number of samples consumed."""
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ..keyed import ORDER, keyed_permutation
+
+Int64 = npt.NDArray[np.int64]
+
+
+class StreamOrder:
+    """An endless stream of sample indices; each epoch is a permutation that depends on (seed, epoch) only.
+
+    Nothing is dropped at an epoch's end: a request goes on into the next epoch. Any process can ask for any part
+    of the stream, so a step's samples can be shared out among any number of ranks, and a run resumes in mid-epoch
+    from one integer. Safe to use from several threads.
+
+    Args:
+        length: Samples in an epoch, at least 1.
+        seed: The recipe's seed.
+
+    In a training loop of your own, with `world_size` ranks:
+
+    >>> order = StreamOrder(length=5, seed=0)
+    >>> consumed, batch, rank, world_size = 0, 4, 1, 2
+    >>> share = batch // world_size
+    >>> indices, epochs = order.at(consumed + rank * share, share)  # this rank's samples of the step
+    >>> consumed += batch                                           # all that a checkpoint must hold
+
+    The stream's first ten positions are two whole epochs:
+
+    >>> indices, epochs = order.at(0, 10)
+    >>> sorted(indices[:5].tolist()), sorted(indices[5:].tolist()), epochs.tolist()
+    ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0, 1, 1, 1, 1, 1])
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        if length < 1:
+            raise ValueError(f"length: a stream needs at least 1 sample an epoch, got {length}")
+        self.length = length
+        self.seed = seed
+        # A batch may span two epochs, so the last two permutations are kept.
+        self._permutation = lru_cache(maxsize=2)(self.permutation)
+
+    def permutation(self, epoch: int) -> Int64:
+        """The indices of one epoch, int64 [length]."""
+        return keyed_permutation(self.length, ORDER, self.seed, epoch)
+
+    def at(self, start: int, count: int) -> tuple[Int64, Int64]:
+        """The stream's positions start..start+count-1.
+
+        Returns:
+            indices: int64 [count], the samples.
+            epochs: int64 [count], the epoch (from 0) that each belongs to; augmentation is keyed by it.
+        """
+        if start < 0 or count < 0:
+            raise ValueError(f"start and count must not be negative, got {start} and {count}")
+        epochs, offsets = np.divmod(np.arange(start, start + count, dtype=np.int64), self.length)
+        indices = np.empty(count, dtype=np.int64)
+        for epoch in range(start // self.length, -(-(start + count) // self.length)):
+            here = epochs == epoch
+            indices[here] = self._permutation(epoch)[offsets[here]]
+        return indices, epochs

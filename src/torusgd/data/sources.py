@@ -1,0 +1,212 @@
+"""Where images come from: the interface of a source, and the two sources (training, held-out) of a recipe."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UserError
+from ..importing import import_factory
+from ..recipe import Data
+from .view import Choose
+
+Pixels = npt.NDArray[np.uint8]
+Int64 = npt.NDArray[np.int64]
+
+
+class CorruptImage(Exception):
+    """The bytes of an image can't be decoded; training replaces it, evaluation excludes it.
+
+    Trouble in reading the bytes is an OSError instead: it is retried, then stops the run.
+    """
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"image {index}: {reason}")
+        self.index = index
+        self.reason = reason
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Labelled images by index. `read` is called from several threads at a time."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, by label."""
+
+    @property
+    def labels(self) -> Int64:
+        """The label of each image, int64 [len(self)]."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Pixels:
+        """One image, uint8 [height, width, channels]; sizes may differ.
+
+        Raises:
+            CorruptImage: Its bytes can't be decoded.
+            OSError: Its bytes can't be read.
+        """
+
+
+@runtime_checkable
+class ArraySource(Source, Protocol):
+    """A source whose images are all of one size and never corrupt: whole batches are read at once."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of every image."""
+
+    def read_many(self, indices: Int64) -> Pixels:
+        """The images at `indices` [n], uint8 [n, height, width, channels]."""
+
+
+@runtime_checkable
+class RegionSource(Source, Protocol):
+    """A source of encoded images: it decodes no more than the part and the resolution that are wanted."""
+
+    def read_region(self, index: int, choose: Choose) -> Pixels:
+        """The region that `choose(height, width)` names, uint8 [channels, rows, columns]; raises as `read` does."""
+
+
+class First:
+    """The first `count` images of a source, with whatever the source can do beyond `read`."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self.classes = source.classes
+        self.labels = source.labels[:count]
+        self.read = source.read
+        if isinstance(source, ArraySource):
+            self.shape = source.shape
+            self.read_many = source.read_many
+        if isinstance(source, RegionSource):
+            self.read_region = source.read_region
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+Pair = tuple[Source, Source]
+
+
+def _digits(data: Data, path: Path | None, seed: int) -> Pair:
+    from .digits import open_digits
+
+    if path is not None:
+        raise UserError(f"data.source: digits come with scikit-learn and take no --data, got {path}")
+    return open_digits(**options(data))
+
+
+def _synthetic(data: Data, path: Path | None, seed: int) -> Pair:
+    from .synthetic import open_synthetic
+
+    if data.train_images is None or data.eval_images is None or data.classes is None:
+        raise UserError("data.source: synthetic needs data.train_images, data.eval_images and data.classes")
+    shape = (data.resize or data.image_size, data.resize or data.image_size, data.channels)
+    return open_synthetic(data.train_images, data.eval_images, data.classes, shape, seed, **options(data, "noise"))
+
+
+def _idx(data: Data, path: Path | None, seed: int) -> Pair:
+    from .idx import open_idx
+
+    return open_idx(needed(path, data.source), **options(data, "names"))
+
+
+def _arrays(data: Data, path: Path | None, seed: int) -> Pair:
+    from .arrays import open_arrays
+
+    return open_arrays(needed(path, data.source), **options(data, "names"))
+
+
+def _folder(data: Data, path: Path | None, seed: int) -> Pair:
+    from .folder import open_folder
+
+    return open_folder(needed(path, data.source), data.channels, **options(data, "classes"))
+
+
+def _factory(data: Data, path: Path | None, seed: int) -> Pair:
+    factory = import_factory(data.source, key="data.source")
+    pair = tuple(factory(path, split=split, **data.options) for split in ("train", "eval"))
+    for source in pair:
+        if not isinstance(source, Source):
+            raise UserError(
+                f"data.source: {data.source} gave a {type(source).__name__}, which is no torusgd.data.Source"
+                " (classes, labels, __len__, read)"
+            )
+    return pair[0], pair[1]
+
+
+SOURCES: dict[str, Callable[[Data, Path | None, int], Pair]] = {
+    "digits": _digits,
+    "synthetic": _synthetic,
+    "idx": _idx,
+    "arrays": _arrays,
+    "folder": _folder,
+}
+
+
+def open_sources(data: Data, path: Path | None, seed: int) -> Pair:
+    """The training and the held-out images that a recipe's `data` names.
+
+    Args:
+        data: The recipe's section.
+        path: The folder or file of `--data`; None where the source needs none.
+        seed: The recipe's seed; it makes the images of `synthetic` and touches no other source.
+
+    Raises:
+        UserError: The path, its layout, an option, the number of images, classes or channels is not what the
+            recipe says, or a package is missing.
+    """
+    if data.source not in SOURCES and ":" not in data.source:
+        raise UserError(
+            f"data.source: no source {data.source!r}; take {', '.join(SOURCES)}, or package.module:factory of your own"
+        )
+    if path is not None and not path.exists():
+        raise UserError(f"--data {path}: there is no such file or folder")
+    train, held_out = SOURCES.get(data.source, _factory)(data, path, seed)
+    for source, word in ((train, "training"), (held_out, "held-out")):
+        _check(source, word, data)
+    if train.classes != held_out.classes:
+        raise UserError(f"data.source: {data.source} has other classes in training than in held-out images")
+    return _first(train, data.train_images, "train_images"), _first(held_out, data.eval_images, "eval_images")
+
+
+def _check(source: Source, word: str, data: Data) -> None:
+    classes, labels = len(source.classes), source.labels
+    if len(source) == 0:
+        raise UserError(f"data.source: {data.source} has no {word} images")
+    if data.classes is not None and classes != data.classes:
+        raise UserError(f"data.classes: the recipe says {data.classes}, the {word} images have {classes}")
+    if len(labels) != len(source) or labels.min() < 0 or labels.max() >= classes:
+        raise UserError(f"data.source: labels of the {word} images must be {len(source)} numbers in 0..{classes - 1}")
+    if isinstance(source, ArraySource) and source.shape[2] != data.channels:
+        raise UserError(
+            f"data.channels: the recipe says {data.channels}, the {word} images have {source.shape[2]};"
+            f" set data.channels, data.mean and data.std for {source.shape[2]}"
+        )
+
+
+def _first(source: Source, count: int | None, key: str) -> Source:
+    if count is None or count == len(source):
+        return source
+    if count > len(source):
+        raise UserError(f"data.{key}: the recipe wants {count} images, the source has {len(source)}")
+    return First(source, count)
+
+
+def options(data: Data, *known: str) -> dict[str, Any]:
+    """The recipe's options for a source that knows these names."""
+    for key in data.options:
+        if key not in known:
+            allowed = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise UserError(f"data.options.{key}: the source {data.source} has no such option; {allowed}")
+    return dict(data.options)
+
+
+def needed(path: Path | None, source: str) -> Path:
+    """The path, for a source that can't do without."""
+    if path is None:
+        raise UserError(f"data.source: {source} reads files; say where they are with --data PATH")
+    return path

@@ -1,0 +1,68 @@
+"""Which part of an image becomes the network's input, and the resampling that makes it so.
+
+The random part (which box) is `augment`'s; here everything is a function of sizes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of an image, in pixels, and the size that it is scaled to."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    rows: int
+    columns: int
+
+
+Choose = Callable[[int, int], Region]
+"""From an image's height and width to the region wanted; raises UserError where there can be none."""
+
+
+def scaled(height: int, width: int, shorter: int) -> Region:
+    """The whole image with its shorter side scaled to `shorter` (the longer one rounded down, as torchvision does).
+
+    Of an image more than four times as long as wide only the middle is taken, so that a strip of one row can't
+    demand gigabytes; the centre crop that follows never sees the rest.
+    """
+    side = min(height, width)
+    tall, wide = min(height, 4 * side), min(width, 4 * side)
+    top, left = (height - tall) // 2, (width - wide) // 2
+    return Region(top, left, tall, wide, shorter * tall // side, shorter * wide // side)
+
+
+def render(image: Pixels, region: Region) -> Pixels:
+    """The region scaled by bilinear interpolation with antialiasing.
+
+    Args:
+        image: uint8 [height, width, channels].
+
+    Returns:
+        uint8 [channels, rows, columns], contiguous. torch's kernel for uint8 is used: it is within one level of
+        Pillow's bilinear resize, runs on the calling thread alone and releases the interpreter's lock.
+    """
+    box = image[region.top : region.top + region.height, region.left : region.left + region.width]
+    if (region.rows, region.columns) == (region.height, region.width):
+        return np.ascontiguousarray(box.transpose(2, 0, 1))
+    planes = torch.from_numpy(np.ascontiguousarray(box)).permute(2, 0, 1)[None]
+    resized = torch.nn.functional.interpolate(
+        planes, (region.rows, region.columns), mode="bilinear", antialias=True, align_corners=False
+    )
+    return resized[0].contiguous().numpy()
+
+
+def centre(image: Pixels, size: int) -> Pixels:
+    """The middle size x size of [..., height, width], offsets rounded as torchvision's CenterCrop does."""
+    height, width = image.shape[-2:]
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    return image[..., top : top + size, left : left + size]
