@@ -15,18 +15,24 @@ from ..importing import import_factory
 from ..keyed import INIT, keyed_hash
 from ..recipe import Model
 from .alexnet import alexnet_bn
+from .dnn import cd_dnn
+from .overfeat import overfeat_fast
 from .resnet import resnet18, resnet34, resnet50, resnet101
 from .small import digits_net, fashion_net
+from .vgg import vgg_a
 from .vision import build_torchvision
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "alexnet-bn": alexnet_bn,
+    "cd-dnn": cd_dnn,
     "digits-net": digits_net,
     "fashion-net": fashion_net,
+    "overfeat-fast": overfeat_fast,
     "resnet18": resnet18,
     "resnet34": resnet34,
     "resnet50": resnet50,
     "resnet101": resnet101,
+    "vgg-a": vgg_a,
 }
 """Built-in names; each builder takes `classes`, `channels` and its options by keyword."""
 

@@ -1,0 +1,35 @@
+"""The speech network of Das et al. (arXiv 1602.06709): a window of frames in, thousands of tied states out.
+
+The sizes are those of the context-dependent DNN of Seide, Li and Yu (Interspeech 2011): 7 hidden layers of 2,048
+sigmoid units, 9,304 states.
+"""
+
+import math
+from itertools import pairwise
+
+from torch import nn
+
+
+def cd_dnn(*, classes: int, channels: int, inputs: int = 441, hidden: int = 7, width: int = 2048) -> nn.Sequential:
+    """Linear and sigmoid layers; windows (N, channels, H, W) to logits (N, classes).
+
+    Args:
+        inputs: channels * H * W; the default is a window of 21 frames of 21 coefficients, square as the images
+            of a recipe are (the published network took 429).
+        hidden: Hidden layers.
+        width: Units of each.
+    """
+    sizes = [inputs, *[width] * hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in pairwise(sizes):
+        layers += [_linear(before, after, gain=4.0), nn.Sigmoid()]
+    return nn.Sequential(*layers, _linear(sizes[-1], classes, gain=1.0))
+
+
+def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
+    # A sigmoid's slope is at most 1/4: Glorot's rule times 4 keeps the variance through seven of them.
+    layer = nn.Linear(inputs, outputs)
+    bound = gain * math.sqrt(6 / (inputs + outputs))
+    nn.init.uniform_(layer.weight, -bound, bound)
+    nn.init.zeros_(layer.bias)
+    return layer

@@ -1,0 +1,234 @@
+"""What a network costs, read off the network itself: it runs forward and backward on the meta device, watched by hooks.
+
+Nothing is computed there, so that a model of any size is read in a fraction of a second. Two runs, with 2 and with 4
+images, tell the part of each kernel's work that grows with the images from the part that doesn't (the weights).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ..errors import UserError
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+_ELEMENTWISE = frozenset(
+    {"relu", "relu_", "threshold_backward", "sigmoid", "sigmoid_", "sigmoid_backward", "add", "add_"}
+)
+_NO_KERNEL = frozenset(
+    {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "as_strided", "unsqueeze"}
+    | {"squeeze", "slice", "select", "reshape", "split", "empty", "empty_like"}
+)
+# Results or counters of less than this many values (a loss, num_batches_tracked) are no work worth a line.
+_SMALL = 256
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one direction in the order in which they run; every field has one value a kernel.
+
+    flops: floating-point operations an image (a multiply-add is two).
+    values: tensor elements read and written an image.
+    fixed: tensor elements read and written whatever the batch, such as weights.
+    launches: 2 where one operator stands for two kernels (both gradients of a convolution), else 1.
+    elementwise: 1.0 where a fused implementation does it on the way (activations, additions), else 0.0.
+    """
+
+    flops: Array
+    values: Array
+    fixed: Array
+    launches: Array
+    elementwise: Array
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A parameter's gradient: `ready` backward kernels have run when it is complete."""
+
+    name: str
+    values: int
+    norm_or_bias: bool
+    ready: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution or linear layer in the terms of Das et al. (arXiv 1602.06709)."""
+
+    name: str
+    linear: bool
+    ifm: int
+    """feature maps in (channels, or inputs of a linear layer)"""
+    ofm: int
+    kernel: int
+    """kh * kw, 1 for a linear layer"""
+    in_area: int
+    """ih * iw, 1 for a linear layer"""
+    out_area: int
+    groups: int = 1
+
+    @property
+    def weights(self) -> int:
+        """Values of the weight tensor."""
+        return self.ifm * self.ofm * self.kernel // self.groups
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of one image's forward pass; the input gradient and the weight gradient cost the same each."""
+        return self.weights * self.out_area
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """All that the planner knows of a network. `gradients` stand in the order in which backward completes them."""
+
+    forward: Kernels
+    backward: Kernels
+    gradients: tuple[Gradient, ...]
+    layers: tuple[Layer, ...]
+    norms: int
+    """batch-norm layers"""
+    activations: float
+    """values an image that the forward pass writes: an upper bound of what backward needs of it"""
+
+    @property
+    def parameters(self) -> int:
+        """Trained values."""
+        return sum(gradient.values for gradient in self.gradients)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of one image's forward pass in convolutions and linear layers."""
+        return sum(layer.macs for layer in self.layers)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one image, forward and backward."""
+        return float(self.forward.flops.sum() + self.backward.flops.sum())
+
+
+def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelCost:
+    """Reads a network's cost.
+
+    Args:
+        build: Makes the network; called under the meta device, so that it takes no memory and draws no weights.
+        shape: Of one input, such as (3, 224, 224).
+
+    Raises:
+        UserError: The network can't run on the meta device, as when its forward pass looks at values.
+
+    >>> cost = read_model(lambda: nn.Linear(1000, 10), (1000,))
+    >>> cost.parameters, cost.macs, [gradient.name for gradient in cost.gradients]
+    (10010, 10000, ['bias', 'weight'])
+    """
+    try:
+        with torch.device("meta"):
+            model = build().train()
+        few, many = _trace(model, 2, shape), _trace(model, 4, shape)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"model: the planner can't trace it on the meta device: {reason}") from error
+    if [row.name for row in few.rows] != [row.name for row in many.rows]:
+        raise UserError("model: it runs other kernels for 4 images than for 2; the planner needs one order of work")
+    flops = np.array([(b.flops - a.flops) / 2 for a, b in zip(few.rows, many.rows, strict=True)])
+    values = np.array([(b.values - a.values) / 2 for a, b in zip(few.rows, many.rows, strict=True)])
+    fixed = np.maximum(np.array([row.values for row in few.rows]) - 2 * values, 0.0)
+    launches = np.array([2.0 if row.name == "convolution_backward" else 1.0 for row in few.rows])
+    elementwise = np.array([float(row.name in _ELEMENTWISE) for row in few.rows])
+    columns = (flops, values, fixed, launches, elementwise)
+    return ModelCost(
+        Kernels(*(column[: few.middle] for column in columns)),
+        Kernels(*(column[few.middle :] for column in columns)),
+        tuple(few.gradients),
+        tuple(few.layers),
+        sum(isinstance(module, _BatchNorm) for module in model.modules()),
+        few.written / 2,
+    )
+
+
+class _Row(NamedTuple):
+    name: str
+    flops: int
+    values: int
+
+
+class _Trace(TorchDispatchMode):
+    """Notes every kernel of a pass: its name, operations, and the tensor elements that it reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[_Row] = []
+        self.gradients: list[Gradient] = []
+        self.layers: list[Layer] = []
+        self.middle = 0
+        """rows of the forward pass"""
+        self.written = 0
+        """values that the forward pass wrote"""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        read, wrote = _count((args, kwargs)), _count(out)
+        if name not in _NO_KERNEL and read + wrote >= _SMALL:
+            self.rows.append(_Row(name, _flops(func, name, args, kwargs or {}, out), read + wrote))
+            self.written += wrote
+        return out
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
+    if name == "convolution_backward":  # torch's own count takes grouped convolutions for full ones
+        grad, weight = args[0], args[2]
+        return 2 * grad.numel() * weight[0].numel() * sum(args[-1][:2])
+    count = flop_registry.get(func.overloadpacket)
+    return int(count(*args, **kwargs, out_val=out)) if count else 0
+
+
+def _count(tree: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _trace(model: nn.Module, images: int, shape: tuple[int, ...]) -> _Trace:
+    trace = _Trace()
+    norms = {id(p) for m in model.modules() if isinstance(m, _BatchNorm) for p in m.parameters(recurse=False)}
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            hooks.append(module.register_forward_hook(partial(_note_layer, trace, name)))
+    for name, parameter in model.named_parameters():
+        light = id(parameter) in norms or parameter.dim() == 1
+        hooks.append(parameter.register_post_accumulate_grad_hook(partial(_note_gradient, trace, name, light)))
+    try:
+        with trace:
+            output = model(torch.empty(images, *shape, device="meta"))
+            trace.middle, forward_wrote = len(trace.rows), trace.written
+            output.sum().backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    trace.written = forward_wrote
+    model.zero_grad()
+    return trace
+
+
+def _note_gradient(trace: _Trace, name: str, light: bool, parameter: Tensor) -> None:
+    trace.gradients.append(Gradient(name, parameter.numel(), light, len(trace.rows) - trace.middle))
+
+
+def _note_layer(trace: _Trace, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    if isinstance(module, nn.Conv2d):
+        kernel, before, after = (math.prod(s) for s in (module.kernel_size, inputs[0].shape[2:], output.shape[2:]))
+        layer = Layer(name, False, module.in_channels, module.out_channels, kernel, before, after, module.groups)
+    else:
+        assert isinstance(module, nn.Linear)
+        layer = Layer(name, True, module.in_features, module.out_features, 1, 1, 1)
+    trace.layers.append(layer)
