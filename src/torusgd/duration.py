@@ -24,6 +24,9 @@ class Duration:
     value: float
     unit: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", float(self.value))
+
     @classmethod
     def parse(cls, text: object) -> "Duration":
         """Reads `5ep`, `300st` or `1e6sa`; ValueError says what is allowed."""

@@ -53,7 +53,7 @@ def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
     """
     try:
         if path.suffix == ".safetensors":
-            with safetensors.safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            with safetensors.safe_open(path, "pt") as file:
                 metadata = dict(file.metadata() or {})
             return load_file(path), metadata
         tree = torch.load(path, map_location="cpu", weights_only=True)

@@ -125,12 +125,13 @@ def broadcast_text(text: str, device: torch.device) -> str:
     """Rank 0's text on every rank."""
     if not dist.is_initialized():
         return text
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     length = torch.tensor([len(data)], device=device)
     dist.broadcast(length, 0)
     if dist.get_rank() != 0:
         data = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(data, 0)
+    if len(data):
+        dist.broadcast(data, 0)
     return bytes(data.cpu().numpy()).decode()
 
 

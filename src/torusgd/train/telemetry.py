@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -170,7 +171,8 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
             str(span.stage.images_per_worker),
             f"{span.batch:,}",
             f"{span.lr:.4g}",
-            f"{first.lr:.4g}-{last.lr:.4g}",
+            f"{first.lr:.3g}",
+            f"{last.lr:.3g}",
             f"{span.momentum:.4g}",
             "yes" if span.stage.augment else "no",
         )
