@@ -149,19 +149,9 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     target = f", target top-1 {recipe.target_top1:.2%}" if recipe.target_top1 is not None else ""
     title = (f"{recipe.name}: {recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, "
              f"{recipe.precision}, reduction {recipe.reduction}, seed {recipe.seed}{target}")  # fmt: skip
-    table = Table(title=title, title_justify="left")
-    for column in (
-        "stage",
-        "steps",
-        "epochs",
-        "images/worker",
-        "batch",
-        "peak lr",
-        "lr at ends",
-        "momentum",
-        "augment",
-    ):
-        table.add_column(column, justify="right")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("stage", "steps", "epochs", "images", "batch", "rate", "from", "to", "momentum", "augment"):
+        table.add_column(column, justify="right", no_wrap=True)
     for number, span in enumerate(schedule.spans, 1):
         first, last = schedule[span.first_step], schedule[span.stop_step - 1]
         table.add_row(
