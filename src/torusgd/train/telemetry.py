@@ -149,7 +149,7 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     target = f", target top-1 {recipe.target_top1:.2%}" if recipe.target_top1 is not None else ""
     title = (f"{recipe.name}: {recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, "
              f"{recipe.precision}, reduction {recipe.reduction}, seed {recipe.seed}{target}")  # fmt: skip
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("stage", "steps", "epochs", "images", "batch", "rate", "from", "to", "momentum", "augment"):
         table.add_column(column, justify="right", no_wrap=True)
     for number, span in enumerate(schedule.spans, 1):
@@ -157,7 +157,7 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
         table.add_row(
             str(number),
             f"{span.first_step}-{span.stop_step - 1}",
-            f"{first.epoch:.4g}-{span.stop / schedule.train_images:.4g}",
+            f"{first.epoch:.3g}-{span.stop / schedule.train_images:.3g}",
             str(span.stage.images_per_worker),
             f"{span.batch:,}",
             f"{span.lr:.4g}",
