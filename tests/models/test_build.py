@@ -1,0 +1,210 @@
+"""build_model: weights from the seed alone, and every mistake in a recipe's model section told in one line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torusgd.errors import UserError
+from torusgd.models import MODELS, build_model
+from torusgd.recipe import Model, Options
+
+
+def build(name: str, options: Options | None = None, *, seed: int = 0, image_size: int = 8) -> nn.Module:
+    return build_model(
+        Model(name=name, options=options or {}), classes=10, channels=1, image_size=image_size, seed=seed
+    )
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+
+
+def test_the_same_seed_gives_the_same_weights_whatever_the_callers_random_state() -> None:
+    torch.manual_seed(1)
+    first = build("digits-net", {"dropout": 0.5})
+    torch.manual_seed(2)
+    assert equal(first, build("digits-net", {"dropout": 0.5}))
+    assert not equal(first, build("digits-net", {"dropout": 0.5}, seed=1))
+    assert not equal(first, build("digits-net", {"dropout": 0.5}, seed=2**63 - 1))
+
+
+def test_the_callers_random_state_is_left_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    build("digits-net", {"dropout": 0.5})
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("name", ["digits-net", "fashion-net", "resnet18", "resnet50", "alexnet-bn"])
+def test_built_in_models_pass_the_check_untouched(name: str) -> None:
+    model = build_model(Model(name=name), classes=10, channels=3, image_size=64, seed=0)
+    assert model(torch.rand(2, 3, 64, 64)).shape == (2, 10)
+    fresh = build_model(Model(name=name), classes=10, channels=3, image_size=64, seed=0)
+    for key, value in fresh.state_dict().items():
+        assert value.is_contiguous()
+        if key.endswith("num_batches_tracked"):
+            assert value == 0
+
+
+class TestMistakes:
+    def test_unknown_name(self) -> None:
+        with pytest.raises(UserError, match=r"no model 'resnet-50' \(did you mean resnet50\?\); .*digits-net, fashion"):
+            build("resnet-50")
+
+    def test_unknown_option(self) -> None:
+        with pytest.raises(UserError, match=r"model\.options\.widht: .* it has width, dropout, zero_gamma"):
+            build("digits-net", {"widht": 8})
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"width": 8.5}, "width: needs a value of type int, got 8.5"),
+            ({"width": True}, "width: needs a value of type int, got True"),
+            ({"dropout": "much"}, "dropout: needs a value of type float, got 'much'"),
+            ({"zero_gamma": 1}, "zero_gamma: needs a value of type bool, got 1"),
+        ],
+    )
+    def test_wrong_type_of_option(self, options: Options, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            build("digits-net", options)
+
+    def test_a_whole_number_serves_as_a_float(self) -> None:
+        assert isinstance(build("digits-net", {"dropout": 0}), nn.Module)
+
+    def test_images_too_small(self) -> None:
+        with pytest.raises(UserError, match=r"alexnet-bn does not take 1x8x8 images \(data\.image_size\): .+"):
+            build("alexnet-bn")
+
+    def test_torchvision_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "torchvision", None)
+        with pytest.raises(UserError, match=rf"made for torch {torch.__version__.partition('+')[0]}.*: pip install"):
+            build("torchvision:resnet18")
+
+
+OWN = """
+import torch
+from torch import nn
+
+
+def plain(*, classes, channels, hidden: int = 4):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64 * channels, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
+def anything(**options):
+    return plain(classes=options["classes"], channels=options["channels"])
+
+def needs(*, classes, channels, hidden: int):
+    return plain(classes=classes, channels=channels, hidden=hidden)
+
+def no_classes(channels):
+    return nn.Flatten()
+
+def wrong_shape(*, classes, channels):
+    return plain(classes=classes + 1, channels=channels)
+
+def tuple_output(*, classes, channels):
+    return Pair()
+
+def a_number(*, classes, channels):
+    return 3
+
+def counting(*, classes, channels):
+    return nn.Sequential(plain(classes=classes, channels=channels), Counter())
+
+def instance_norm(*, classes, channels):
+    norm = nn.InstanceNorm2d(channels, track_running_stats=True)
+    return nn.Sequential(norm, plain(classes=classes, channels=channels))
+
+def norm_and_constants(*, classes, channels):
+    return nn.Sequential(nn.BatchNorm2d(channels), Constant(), plain(classes=classes, channels=channels))
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.tensor([float("nan"), 1.0]))
+
+    def forward(self, x):
+        return x * self.table[1]
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A module of the user's, in the folder where the command is run."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_nets.py").write_text(OWN)
+    return folder
+
+
+@pytest.fixture
+def in_folder(own_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own_module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.usefixtures("in_folder")
+class TestOwnModel:
+    @pytest.mark.parametrize("name", ["plain", "anything", "norm_and_constants"])
+    def test_found_in_the_current_folder_and_seeded(self, name: str) -> None:
+        model = build(f"own_nets:{name}", seed=5)
+        assert model.eval()(torch.rand(3, 1, 8, 8)).shape == (3, 10)
+        assert equal(model, build(f"own_nets:{name}", seed=5))
+
+    def test_options_reach_the_factory(self) -> None:
+        linear = build("own_nets:plain", {"hidden": 7}).get_submodule("1")
+        assert isinstance(linear, nn.Linear)
+        assert linear.out_features == 7
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("own_nets:", "write a factory of your own as package.module:factory"),
+            ("not there:plain", "write a factory of your own as package.module:factory"),
+            ("nowhere_nets:plain", "can't import nowhere_nets"),
+            ("own_nets:missing", "own_nets has no callable 'missing'"),
+            ("own_nets:number", "own_nets has no callable 'number'"),
+            ("own_nets:needs", r"model\.options\.hidden: own_nets:needs needs it"),
+            ("own_nets:no_classes", "must take the keyword classes"),
+            ("own_nets:a_number", "gave a int, not a torch.nn.Module"),
+            ("own_nets:wrong_shape", r"logits of shape \(2, 10\) for 2 images, it gave \(2, 11\)"),
+            ("own_nets:tuple_output", "it gave a tuple"),
+            ("own_nets:counting", r"module 1 \(Counter\) whose buffer calls changes in training"),
+            ("own_nets:instance_norm", r"module 0 \(InstanceNorm2d\) whose buffer running_mean changes in training"),
+        ],
+    )
+    def test_mistakes_are_named(self, name: str, message: str) -> None:
+        with pytest.raises(UserError, match=message) as caught:
+            build(name)
+        assert "\n" not in str(caught.value)
+
+    def test_an_option_of_another_name(self) -> None:
+        with pytest.raises(UserError, match=r"model\.options\.width: own_nets:plain has no such option; it has hidden"):
+            build("own_nets:plain", {"width": 7})
+
+
+def test_torchvision_classifier() -> None:
+    pytest.importorskip("torchvision", exc_type=ImportError)
+    model = build_model(Model(name="torchvision:resnet18"), classes=10, channels=3, image_size=32, seed=0)
+    own = MODELS["resnet18"](classes=10, channels=3)
+    assert list(model.state_dict()) == list(own.state_dict())
+    x: Tensor = torch.rand(2, 3, 32, 32)
+    assert model(x).shape == (2, 10)

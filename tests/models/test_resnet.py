@@ -1,0 +1,130 @@
+"""The ResNets are torchvision's in names, order and shapes, and v1.5 in their cost."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from torusgd.models import MODELS
+from torusgd.models.resnet import BasicBlock, Bottleneck
+
+
+def build(name: str, *, classes: int = 1000, channels: int = 3, **options: bool) -> nn.Module:
+    """Only shapes matter in most tests here, so no memory is taken."""
+    with torch.device("meta"):
+        return MODELS[name](classes=classes, channels=channels, **options)
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "tensors"),
+    [
+        ("resnet18", 11_689_512, 62),
+        ("resnet34", 21_797_672, 110),
+        ("resnet50", 25_557_032, 161),
+        ("resnet101", 44_549_160, 314),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name: str, elements: int, tensors: int) -> None:
+    model = build(name)
+    assert count(model) == elements
+    assert len(list(model.parameters())) == tensors
+
+
+def test_resnet50_begins_with_torchvisions_state_in_its_order() -> None:
+    state = [(name, tuple(value.shape)) for name, value in build("resnet50").state_dict().items()]
+
+    def norm(name: str, width: int) -> list[tuple[str, tuple[int, ...]]]:
+        wide = [(f"{name}.{key}", (width,)) for key in ("weight", "bias", "running_mean", "running_var")]
+        return [*wide, (f"{name}.num_batches_tracked", ())]
+
+    assert state[:32] == [
+        ("conv1.weight", (64, 3, 7, 7)),
+        *norm("bn1", 64),
+        ("layer1.0.conv1.weight", (64, 64, 1, 1)),
+        *norm("layer1.0.bn1", 64),
+        ("layer1.0.conv2.weight", (64, 64, 3, 3)),
+        *norm("layer1.0.bn2", 64),
+        ("layer1.0.conv3.weight", (256, 64, 1, 1)),
+        *norm("layer1.0.bn3", 256),
+        ("layer1.0.downsample.0.weight", (256, 64, 1, 1)),
+        *norm("layer1.0.downsample.1", 256),
+        ("layer1.1.conv1.weight", (64, 256, 1, 1)),
+        ("layer1.1.bn1.weight", (64,)),
+    ]
+    assert state[-2:] == [("fc.weight", (1000, 2048)), ("fc.bias", (1000,))]
+    assert len(state) == 320
+
+
+@pytest.mark.parametrize(
+    ("name", "sample"),
+    [
+        (
+            "resnet18",
+            {
+                "layer1.1.conv2.weight": (64, 64, 3, 3),
+                "layer2.0.conv1.weight": (128, 64, 3, 3),
+                "layer2.0.downsample.0.weight": (128, 64, 1, 1),
+                "layer4.1.bn2.running_var": (512,),
+                "fc.weight": (1000, 512),
+            },
+        ),
+        ("resnet34", {"layer3.5.conv2.weight": (256, 256, 3, 3), "layer4.2.bn2.weight": (512,)}),
+        ("resnet101", {"layer3.22.conv3.weight": (1024, 256, 1, 1), "layer4.0.downsample.1.bias": (2048,)}),
+    ],
+)
+def test_names_and_shapes(name: str, sample: dict[str, tuple[int, ...]]) -> None:
+    state = build(name).state_dict()
+    assert {key: tuple(state[key].shape) for key in sample} == sample
+
+
+def test_basic_block_nets_project_only_where_the_shape_changes() -> None:
+    names = build("resnet18").state_dict()
+    projected = sorted({name.split(".downsample")[0] for name in names if "downsample" in name})
+    assert projected == ["layer2.0", "layer3.0", "layer4.0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "gmac"), [("resnet18", 1.814), ("resnet34", 3.664), ("resnet50", 4.089), ("resnet101", 7.801)]
+)
+def test_forward_cost_at_224_pixels(name: str, gmac: float) -> None:
+    # 4.09 GMAC is v1.5; v1, with the stride in the first 1x1 convolution, would have 3.8.
+    with FlopCounterMode(display=False) as counter:
+        build(name)(torch.empty(1, 3, 224, 224, device="meta"))
+    assert counter.get_total_flops() / 2 == pytest.approx(gmac * 1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(("classes", "channels", "size"), [(10, 1, 32), (7, 3, 64), (7, 3, 65)])
+def test_any_classes_channels_and_sizes(classes: int, channels: int, size: int) -> None:
+    for name in ("resnet18", "resnet50"):
+        logits = build(name, classes=classes, channels=channels)(torch.empty(2, channels, size, size, device="meta"))
+        assert logits.shape == (2, classes)
+
+
+def test_initial_weights_follow_he_and_the_records() -> None:
+    torch.manual_seed(0)
+    model = MODELS["resnet18"](classes=1000, channels=3)
+    conv = model.get_submodule("layer2.0.conv2")
+    assert isinstance(conv, nn.Conv2d)
+    assert conv.weight.std().item() == pytest.approx((2 / (128 * 9)) ** 0.5, rel=0.02)
+    fc = model.get_submodule("fc")
+    assert isinstance(fc, nn.Linear)
+    assert fc.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert not fc.bias.any()
+
+
+@pytest.mark.parametrize(("name", "block", "last"), [("resnet18", BasicBlock, "bn2"), ("resnet50", Bottleneck, "bn3")])
+def test_zero_gamma_makes_each_block_its_shortcut(name: str, block: type[nn.Module], last: str) -> None:
+    model = MODELS[name](classes=4, channels=3, zero_gamma=True)
+    blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, block)]
+    zero = {path for path, module in model.named_modules() if _gamma_is_zero(module)}
+    assert zero == {f"{path}.{last}" for path, _ in blocks}
+    x = torch.rand(2, 64 * block.expansion, 4, 4)  # type: ignore[operator]
+    torch.testing.assert_close(model.get_submodule("layer1.1")(x), x)
+
+
+def _gamma_is_zero(module: nn.Module) -> bool:
+    return isinstance(module, nn.BatchNorm2d) and not module.weight.any()
