@@ -1,0 +1,157 @@
+"""What exactness and the trainer cost: one training step, in turn in one run, on one rank.
+
+    python benchmarks/step_overhead.py --case resnet50 --rounds 5
+
+For each case: a bare hand-written loop (same model, batch, precision, memory format; torch's fused SGD), our step with
+reduction float32, and our step with reduction exact. Prints the median, the spread and two ratios: exact against
+float32 reduction, and our exact step against the bare loop. The images are ready in memory in all three.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torusgd.data.loader import Loader
+from torusgd.data.pipeline import Batch
+from torusgd.models import build_model
+from torusgd.optim import build_optimizer
+from torusgd.recipe import Recipe
+from torusgd.recipes import load_recipe
+from torusgd.runtime import Ranks, resolve_auto
+from torusgd.schedule import Schedule
+from torusgd.sync.allreduce import native
+from torusgd.train.step import Stepper
+
+CASES = {
+    "resnet50": dict(model="resnet50", size=224, channels=3, classes=1000, images=16, precision="auto"),
+    "fashion": dict(model="fashion-net", size=28, channels=1, classes=10, images=256, precision="bfloat16"),
+    "resnet18-32px": dict(model="resnet18", size=32, channels=3, classes=10, images=16, precision="auto"),
+}
+
+
+class Ready(Loader):
+    """A loader whose images are ready: the same batch for every share."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.wait_seconds = 0.0
+        self._batch = batch
+
+    def run(self, shares: object) -> Iterator[Batch]:
+        while True:
+            yield self._batch
+
+
+def make_recipe(case: dict[str, object], reduction: str, workers: int) -> Recipe:
+    channels = case["channels"]
+    overrides = [
+        f"data={{source: synthetic, train_images: 4096, eval_images: 16, image_size: {case['size']}, "
+        f"channels: {channels}, classes: {case['classes']}, mean: {[0.5] * channels}, std: {[0.25] * channels}}}",
+        f"model={{name: {case['model']}}}",
+        f"virtual_workers={workers}",
+        f"stages=[{{until: 1000st, images_per_worker: {case['images']}}}]",
+        "rate={lr: 0.01}",
+        "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
+        f"reduction={reduction}",
+        f"precision={case['precision']}",
+        "label_smoothing=0.1",
+        "polish=null",
+    ]
+    return resolve_auto(load_recipe("digits", overrides).recipe, "cpu")
+
+
+def build(recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build_model(
+        recipe.model,
+        classes=recipe.data.classes or 10,
+        channels=recipe.data.channels,
+        image_size=recipe.data.image_size,
+        seed=0,
+    )
+    return model, build_optimizer(recipe.optimizer, model, recipe.rate.lr)
+
+
+def our_step(case: dict[str, object], reduction: str, batch: Batch, workers: int) -> Callable[[int], None]:
+    recipe = make_recipe(case, reduction, workers)
+    model, optimizer = build(recipe)
+    schedule = Schedule(recipe, 4096)
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    stepper = Stepper(recipe, schedule, model, optimizer, Ready(batch), ranks, native(), 4.0, lambda: False)
+    return lambda index: void(stepper.run(index))
+
+
+def void(_: object) -> None:
+    """Drops a result."""
+
+
+def bare_step(case: dict[str, object], batch: Batch, workers: int) -> Callable[[int], None]:
+    recipe = make_recipe(case, "float32", workers)
+    model, _ = build(recipe)
+    channels_last = recipe.memory_format == "channels_last"
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    model = model.to(memory_format=form)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[recipe.precision]
+
+    def step(index: int) -> None:
+        model.train()
+        optimizer.zero_grad(set_to_none=True)
+        for _ in range(workers):
+            images = batch.images.contiguous(memory_format=form)
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                loss = F.cross_entropy(model(images).float(), batch.targets, label_smoothing=0.1) / workers
+            loss.backward()
+        loss.item()
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, default="resnet50")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each, in turn")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a round")
+    parser.add_argument("--workers", type=int, default=1, help="virtual workers of a step, all on this rank")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    case = CASES[args.case]
+    images, size = case["images"], case["size"]
+    generator = torch.Generator().manual_seed(0)
+    batch = Batch(
+        torch.randn(images, case["channels"], size, size, generator=generator),
+        torch.randint(0, case["classes"], (images,), generator=generator),
+        np.arange(images),
+        0,
+    )
+    steps = {
+        "bare loop": bare_step(case, batch, args.workers),
+        "torusgd float32": our_step(case, "float32", batch, args.workers),
+        "torusgd exact": our_step(case, "exact", batch, args.workers),
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(args.rounds + 1):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            for i in range(args.steps):
+                step(round_number * args.steps + i)
+            if round_number:  # the first round warms up
+                times[name].append((time.perf_counter() - started) / args.steps)
+    print(f"{args.case}: {images} images of {size} px, {args.workers} virtual workers, {case['precision']}, 1 thread, "
+          f"n = {args.rounds} rounds of {args.steps} steps")
+    for name, values in times.items():
+        low, middle, high = min(values), statistics.median(values), max(values)
+        rate = images * args.workers / middle
+        print(f"  {name:16} {1e3 * middle:9.2f} ms a step ({1e3 * low:.2f} to {1e3 * high:.2f}), {rate:,.1f} images/s")
+    for name, base in (("torusgd exact", "torusgd float32"), ("torusgd exact", "bare loop")):
+        ratios = [a / b for a, b in zip(times[name], times[base], strict=True)]
+        print(f"  {name} / {base}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()
