@@ -1,0 +1,50 @@
+# `make help` lists the targets. All of them work in .venv, which they make themselves; ARGS is handed to the command.
+# Another Python: make PYTHON=/usr/bin/python3.12 TARGET
+
+PYTHON ?=
+ARGS ?=
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+
+demo: .venv/installed-demo ## train handwritten digits on 2 worker processes, to runs/digits
+	.venv/bin/torusgd train digits --workers 2 --out runs/digits $(ARGS)
+
+test: .venv/installed-dev ## run the tests, such as: make test ARGS='-k lars'
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: .venv/installed-dev ## check style and types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+format: .venv/installed-dev ## mend style
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+clean: ## remove .venv and caches, and leave runs/
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.venv/installed-demo: EXTRAS = digits
+.venv/installed-dev: EXTRAS = dev,digits,images,tensorboard
+.venv/installed-demo .venv/installed-dev: .venv/made pyproject.toml constraints.txt
+	@echo "Installing torusgd and the versions in constraints.txt into .venv; PyTorch is large, the rest is small."
+	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+# Debian and Ubuntu leave ensurepip out of their Python: without it a virtual environment has no pip.
+.venv/made:
+	@for python in $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14); do \
+		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo "torusgd needs Python 3.11 or newer$(if $(PYTHON),; $(PYTHON) is not); apt install python3.11 python3.11-venv" >&2; \
+		exit 1; \
+	elif ! $$found -c 'import ensurepip, venv' 2>/dev/null; then \
+		echo "$$found has no venv module: apt install $$(basename $$found)-venv" >&2; \
+		exit 1; \
+	fi; \
+	$$found -m venv .venv
+	@touch $@
