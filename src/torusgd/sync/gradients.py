@@ -106,7 +106,8 @@ class ExactGradientSum:
         self.workers = virtual_workers
         slots = buckets[-1].stop
         self._shift = 2.0 ** (virtual_workers.bit_length() + 1)
-        self._cap = float(INT32_MAX // virtual_workers)
+        # A power of two, exact in float32: V of them stay in range, and one alone says overflow.
+        self._cap = 2.0 ** (30 - virtual_workers.bit_length())
         self.needs_measure = True
         self._bounds = torch.zeros(slots, dtype=torch.float64, device=device)
         self._pending = self._bounds
@@ -366,6 +367,7 @@ def power_of_two_scale(bounds: Tensor, limit: float) -> Tensor:
     Returns:
         float64 [n], between 2**-100 and 2**100.
     """
+    bounds = torch.where(bounds > 0, bounds.clamp(min=2.0**-150), 0.0)
     largest = bounds.max()
     filled = torch.where(bounds > 0, bounds, torch.where(largest > 0, largest, 1.0))
     _, exponent = torch.frexp(limit / (HEADROOM * filled))
