@@ -45,6 +45,8 @@ class StepResult:
     skipped: list[str]
     """parameters with a non-finite gradient; not empty: the update was skipped (float16)"""
     underflow: float
+    loss_scale: float
+    """of this step; 1 unless the precision is float16"""
     seconds: float
     data_seconds: float
     sync_seconds: float
@@ -122,16 +124,25 @@ class Stepper:
                 )
             self._measure(step)
         skipped = [self.reducer.names[slot] for slot in verdict.nonfinite]
+        loss_scale = self.precision.loss_scale
         if skipped:
             self.precision.skip(index, skipped)
         else:
             self._update(step, totals)
         return StepResult(
-            step, totals.loss, totals.replaced, totals.stop > 0, redone, overflowed, skipped, verdict.underflow,
-            time.perf_counter() - started,
-            self._loader.wait_seconds - data_before,
-            self.reducer.wait_seconds - sync_before,
-        )  # fmt: skip
+            step=step,
+            loss=totals.loss,
+            replaced=totals.replaced,
+            stop=totals.stop > 0,
+            redone=redone,
+            overflowed=overflowed,
+            skipped=skipped,
+            underflow=verdict.underflow,
+            loss_scale=loss_scale,
+            seconds=time.perf_counter() - started,
+            data_seconds=self._loader.wait_seconds - data_before,
+            sync_seconds=self.reducer.wait_seconds - sync_before,
+        )
 
     def _update(self, step: Step, totals: Totals) -> None:
         if not bool(totals.batch_norm.isfinite().all()):

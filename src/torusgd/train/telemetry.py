@@ -74,6 +74,8 @@ class Telemetry:
             "skipped": result.skipped,
             "underflow": result.underflow,
         }
+        if self._schedule.recipe.precision == "float16":
+            event["loss_scale"] = result.loss_scale
         event |= {key: value for key, value in optional.items() if value}
         self._write(event)
         if result.overflowed:
@@ -147,25 +149,37 @@ class Telemetry:
 def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     """The batch plan: one row a stage."""
     target = f", target top-1 {recipe.target_top1:.2%}" if recipe.target_top1 is not None else ""
-    title = (f"{recipe.name}: {recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, "
-             f"{recipe.precision}, reduction {recipe.reduction}, seed {recipe.seed}{target}")  # fmt: skip
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("stage", "steps", "epochs", "images", "batch", "rate", "from", "to", "momentum", "augment"):
+    title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
+    caption = (
+        f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, {recipe.precision}, "
+        f"reduction {recipe.reduction}, seed {recipe.seed}{target}"
+    )
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    has_plain = any(not span.stage.augment for span in schedule.spans)
+    columns = ["stage", "steps", "epochs", "images", "batch", "rate", "from", "to", "momentum"]
+    for column in [*columns, *(["augment"] if has_plain else [])]:
         table.add_column(column, justify="right", no_wrap=True)
     for number, span in enumerate(schedule.spans, 1):
         first, last = schedule[span.first_step], schedule[span.stop_step - 1]
-        table.add_row(
+        row = [
             str(number),
             f"{span.first_step}-{span.stop_step - 1}",
             f"{first.epoch:.3g}-{span.stop / schedule.train_images:.3g}",
             str(span.stage.images_per_worker),
             f"{span.batch:,}",
             f"{span.lr:.4g}",
-            f"{first.lr:.3g}",
-            f"{last.lr:.3g}",
+            f"{first.lr:.2g}",
+            f"{last.lr:.2g}",
             f"{span.momentum:.4g}",
-            "yes" if span.stage.augment else "no",
-        )
+        ]
+        table.add_row(*row, *(["yes" if span.stage.augment else "no"] if has_plain else []))
     return table
 
 

@@ -1,0 +1,69 @@
+"""Small runs for tests: in this process, or on several ranks through the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from torusgd.recipes import load_recipe
+from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
+from torusgd.train.folder import RunFolder
+from torusgd.train.run import Job, Run
+from torusgd.train.signals import StopFlag
+from torusgd.train.telemetry import plan_table
+
+# The digits recipe, made tiny: two stages, twelve virtual workers, keyed images, dropout, batch norm, LARS.
+TINY = (
+    "data={source: synthetic, train_images: 96, eval_images: 24, image_size: 8, channels: 1, classes: 4, "
+    "mean: [0.5], std: [0.25], augment: {crop: shift, shift: 1, flip: 0.5}}",
+    "virtual_workers=4",
+    "stages=[{until: 2st, images_per_worker: 3}, {until: 4st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
+    "rate={lr: 1.0, warmup: {length: 1st, start: 0.5}}",
+    "evaluate={every: 2st, images_per_chunk: 10}",
+    "polish={images_per_batch: 8}",
+)
+
+
+def run_here(out: Path, *overrides: str, tiny: bool = True) -> tuple[dict[str, Any], str]:
+    """Trains in this process on one rank; the summary and the printed plan."""
+    recipe = resolve_auto(load_recipe("digits", [*(TINY if tiny else ()), *overrides]).recipe, "cpu")
+    folder = RunFolder(out)
+    out.mkdir(parents=True, exist_ok=True)
+    folder.claim(recipe, fresh=False)
+    threads = torch.get_num_threads()
+    try:
+        run = Run(Job(recipe, RuntimeOptions(), "cpu", out), Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0)
+        console = Console(width=200, record=True, file=open(os.devnull, "w"))
+        console.print(plan_table(recipe, run.schedule, 1))
+        return run.run().summary, console.export_text()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The command line of `torusgd` in this interpreter."""
+    return [sys.executable, "-m", "torusgd", *map(str, arguments)]
+
+
+def train(out: Path, *arguments: str | Path, recipe: str = "digits", timeout: float = 180) -> dict[str, Any]:
+    """Runs `torusgd train` to its end; the summary."""
+    done = subprocess.run(
+        command("train", recipe, "--out", out, *arguments), capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((out / "summary.json").read_text())
+
+
+def sets(*overrides: str) -> list[str]:
+    """`--set` flags."""
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def events(out: Path) -> list[dict[str, Any]]:
+    """The lines of events.jsonl."""
+    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]

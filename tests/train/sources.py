@@ -1,0 +1,33 @@
+"""Sources for tests, given to recipes by import path."""
+
+import numpy as np
+
+from torusgd.data.sources import CorruptImage
+
+
+class Half:
+    """Images of one class dark in the upper half, of the other in the lower."""
+
+    classes = ("up", "down", "left", "right")
+    shape = (8, 8, 1)
+
+    def __init__(self, path: object, split: str, **options: object) -> None:
+        self.labels = np.arange(96 if split == "train" else 24, dtype=np.int64) % 4
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> np.ndarray:
+        image = np.full((8, 8, 1), 40 + index, np.uint8)
+        rows = slice(0, 4) if self.labels[index] % 2 else slice(4, 8)
+        image[rows] = 200 if self.labels[index] < 2 else 150
+        return image
+
+
+class Torn(Half):
+    """Every seventh image can't be decoded."""
+
+    def read(self, index: int) -> np.ndarray:
+        if index % 7 == 3:
+            raise CorruptImage(index, "torn on purpose")
+        return super().read(index)

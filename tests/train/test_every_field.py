@@ -1,0 +1,119 @@
+"""Every field of a recipe is read: a change of each is seen in the plan, the events or the weights."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from torusgd.recipe import Recipe
+
+from .runs import events, run_here
+
+SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
+RESIZED = "data.augment={crop: resized, area: [0.3, 1.0], aspect: [0.75, 1.4]}"
+STEPS = "rate.decay={shape: step, milestones: [2st], factor: 0.1}"
+HALF = "precision=float16"
+# Images that must be cropped: 12 pixels a side, of which the recipe takes 8.
+LARGER = "data.resize=12"
+
+# key of the recipe -> (what must be set before, the change)
+CHANGES: dict[str, tuple[list[str], str]] = {
+    "name": ([], "name=other"),
+    "description": ([], "description=other"),
+    "seed": ([], "seed=1"),
+    "data.source": ([], "data.source=tests.train.sources:Half"),
+    "data.options": ([], "data.options={noise: 0.9}"),
+    "data.train_images": ([], "data.train_images=90"),
+    "data.eval_images": ([], "data.eval_images=20"),
+    "data.image_size": ([], "data.image_size=10"),
+    "data.resize": ([], LARGER),
+    "data.channels": ([], "data.channels=3"),
+    "data.classes": ([], "data.classes=5"),
+    "data.mean": ([], "data.mean=[0.4]"),
+    "data.std": ([], "data.std=[0.3]"),
+    "data.augment.crop": ([], "data.augment={crop: none, flip: 0.5}"),
+    "data.augment.shift": ([], "data.augment.shift=2"),
+    "data.augment.area": ([RESIZED], "data.augment.area=[0.2, 0.4]"),
+    "data.augment.aspect": ([RESIZED], "data.augment.aspect=[1.0, 3.0]"),
+    "data.augment.flip": ([], "data.augment.flip=0.0"),
+    "data.max_replaced": (["data.source=tests.train.sources:Torn"], "data.max_replaced=1.0"),
+    "model.name": ([], "model={name: fashion-net}"),
+    "model.options": ([], "model.options={dropout: 0.5}"),
+    "virtual_workers": ([], "virtual_workers=3"),
+    "stages.until": ([], "stages.0.until=1st"),
+    "stages.images_per_worker": ([], "stages.1.images_per_worker=4"),
+    "stages.lr": ([], "stages.1.lr=2.0"),
+    "stages.momentum": ([], "stages.1.momentum=0.5"),
+    "stages.augment": ([], "stages.1.augment=false"),
+    "rate.lr": ([], "rate.lr=2.0"),
+    "rate.warmup.length": ([], "rate.warmup.length=2st"),
+    "rate.warmup.shape": (["rate.warmup.length=3st"], "rate.warmup.shape=quadratic"),
+    "rate.warmup.start": ([], "rate.warmup.start=0.1"),
+    "rate.decay.shape": ([], "rate.decay.shape=cosine"),
+    "rate.decay.power": ([], "rate.decay.power=1.0"),
+    "rate.decay.floor": ([], "rate.decay.floor=0.5"),
+    "rate.decay.start": ([], "rate.decay.start=3st"),
+    "rate.decay.end": ([], "rate.decay.end=3st"),
+    "rate.decay.milestones": ([STEPS], "rate.decay.milestones=[3st]"),
+    "rate.decay.factor": ([STEPS], "rate.decay.factor=0.5"),
+    "optimizer.name": (["optimizer={}"], "optimizer.name=lars"),
+    "optimizer.momentum": ([], "optimizer.momentum=0.8"),
+    "optimizer.nesterov": ([SGD], "optimizer.nesterov=true"),
+    "optimizer.weight_decay": ([], "optimizer.weight_decay=0.1"),
+    "optimizer.no_decay": (["optimizer.weight_decay=0.1"], "optimizer.no_decay=[]"),
+    "optimizer.ramp_weight_decay": (["optimizer.weight_decay=0.1"], "optimizer.ramp_weight_decay=true"),
+    "optimizer.variant": ([], "optimizer.variant=tensorflow"),
+    "optimizer.trust": ([], "optimizer.trust=0.1"),
+    "optimizer.eps": ([], "optimizer.eps=0.1"),
+    "optimizer.no_trust": ([], "optimizer.no_trust=[]"),
+    "label_smoothing": ([], "label_smoothing=0.3"),
+    "precision": ([], "precision=bfloat16"),
+    "loss_scale.initial": ([HALF], "loss_scale.initial=1.0e+30"),
+    "loss_scale.growth_interval": ([HALF, "loss_scale.initial=256.0"], "loss_scale.growth_interval=1"),
+    "memory_format": ([], "memory_format=contiguous"),
+    "reduction": ([], "reduction=float16"),
+    "threads": ([], "threads=2"),
+    "evaluate.every": ([], "evaluate.every=1st"),
+    "evaluate.first": (["evaluate.every=2st"], "evaluate.first=1st"),
+    "evaluate.images_per_chunk": ([], "evaluate.images_per_chunk=1"),
+    "target_top1": ([], "target_top1=0.5"),
+    "polish.images": ([], "polish.images=16"),
+    "polish.images_per_batch": ([], "polish.images_per_batch=6"),
+}
+
+
+def leaves(model: type[BaseModel], path: str = "") -> list[str]:
+    found = []
+    for key, field in model.model_fields.items():
+        inner = next((m for m in _models(field.annotation)), None)
+        found += leaves(inner, f"{path}{key}.") if inner else [path + key]
+    return found
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for a in get_args(annotation) for m in _models(a)]
+
+
+def test_the_table_covers_every_field() -> None:
+    assert set(CHANGES) == set(leaves(Recipe))
+
+
+@pytest.mark.parametrize("key", sorted(CHANGES))
+def test_a_changed_field_is_seen(key: str, tmp_path: Path) -> None:
+    before, change = CHANGES[key]
+    assert seen(tmp_path / "a", *before) != seen(tmp_path / "b", *before, change)
+
+
+def seen(out: Path, *overrides: str) -> Any:
+    """What a user sees of a run, without times and without the recipe's own hash."""
+    try:
+        summary, plan = run_here(out, *overrides)
+    except Exception as error:
+        return str(error)
+    told = [{k: v for k, v in event.items() if "seconds" not in k} for event in events(out)]
+    kept = {k: v for k, v in summary.items() if "second" not in k and "share" not in k and k != "recipe_sha256"}
+    # A memory format may change no bit; it is seen in the recipe that the run writes down.
+    return plan, told, kept, (out / "recipe.yaml").read_text() if "memory_format" in str(overrides) else ""
