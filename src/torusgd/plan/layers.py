@@ -25,6 +25,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 _ELEMENTWISE = frozenset(
     {"relu", "relu_", "threshold_backward", "sigmoid", "sigmoid_", "sigmoid_backward", "add", "add_"}
 )
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _NO_KERNEL = frozenset(
     {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "as_strided", "unsqueeze"}
     | {"squeeze", "slice", "select", "reshape", "split", "empty", "empty_like"}
@@ -42,6 +43,7 @@ class Kernels:
     fixed: tensor elements read and written whatever the batch, such as weights.
     launches: 2 where one operator stands for two kernels (both gradients of a convolution), else 1.
     elementwise: 1.0 where a fused implementation does it on the way (activations, additions), else 0.0.
+    linear: 1.0 for the matrix products of linear layers, else 0.0.
     """
 
     flops: Array
@@ -49,6 +51,7 @@ class Kernels:
     fixed: Array
     launches: Array
     elementwise: Array
+    linear: Array
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     fixed = np.maximum(np.array([row.values for row in few.rows]) - 2 * values, 0.0)
     launches = np.array([2.0 if row.name == "convolution_backward" else 1.0 for row in few.rows])
     elementwise = np.array([float(row.name in _ELEMENTWISE) for row in few.rows])
-    columns = (flops, values, fixed, launches, elementwise)
+    linear = np.array([float(row.name in _PRODUCTS) for row in few.rows])
+    columns = (flops, values, fixed, launches, elementwise, linear)
     return ModelCost(
         Kernels(*(column[: few.middle] for column in columns)),
         Kernels(*(column[few.middle :] for column in columns)),

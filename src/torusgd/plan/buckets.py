@@ -1,0 +1,57 @@
+"""Cuts the gradients of a network into buckets, as published systems and torusgd do."""
+
+from typing import NamedTuple
+
+from .describe import Buckets
+from .layers import Array, Gradient
+
+
+class Bucket(NamedTuple):
+    """Gradients that travel together."""
+
+    ready: float
+    """seconds after the start of backward when the last of them is complete"""
+    bytes: float
+
+
+def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wire_bytes: int) -> list[Bucket]:
+    """The buckets in the order in which they leave.
+
+    Args:
+        gradients: In the order in which backward completes them.
+        ready: When each is complete, in seconds.
+        rule: How to cut. A tensor that is larger than a bucket is cut itself, except with rules layer and cubic.
+        wire_bytes: Of one value on the network.
+    """
+    if not gradients:
+        return []
+    if rule.rule == "cubic":
+        return _cubic(gradients, ready, wire_bytes)
+    sizes = [gradient.values * wire_bytes for gradient in gradients]
+    if rule.rule == "layer":
+        return [Bucket(float(when), float(size)) for when, size in zip(ready, sizes, strict=True)]
+    total = float(sum(sizes))
+    if rule.rule == "one":
+        return [Bucket(float(ready[-1]), total)]
+    full = total / rule.parts if rule.parts else float((rule.values or 1) * wire_bytes)
+    buckets, gone, seen = [], 0.0, 0.0
+    for when, size in zip(ready, sizes, strict=True):
+        seen += size
+        while seen - gone >= full * (1 - 1e-9):
+            buckets.append(Bucket(float(when), full))
+            gone += full
+    if seen - gone > total * 1e-9:
+        buckets.append(Bucket(float(ready[-1]), seen - gone))
+    return buckets
+
+
+def _cubic(gradients: tuple[Gradient, ...], ready: Array, wire_bytes: int) -> list[Bucket]:
+    """Fujitsu's static groups: 3, 21, 57, ... tensors, and batch norm's in 32 bits at the very end."""
+    buckets, first, k = [], 0, 0
+    while first < len(gradients):
+        stop = min(3 * (k + 1) ** 3, len(gradients))
+        size = sum(g.values for g in gradients[first:stop] if not g.norm_or_bias) * wire_bytes
+        buckets.append(Bucket(float(ready[stop - 1]), float(size)))
+        first, k = stop, k + 1
+    small = sum(gradient.values for gradient in gradients if gradient.norm_or_bias) * 4
+    return [*buckets, Bucket(float(ready[-1]), float(small))]

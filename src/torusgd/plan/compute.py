@@ -1,0 +1,81 @@
+"""Time on one device: an additive roofline. A kernel takes its launch, its operations and its memory traffic.
+
+    seconds = launch + images * flops / (peak * math) + bytes / (memory_bandwidth * memory)
+
+Three numbers of the software profile describe all of a network's kernels on all devices: `math`, `memory` and `launch`.
+The launch is what makes few images a device slow. Terms add up rather than hide each other: batch norm and activations
+wait for the convolution before them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .describe import Device, Software
+from .layers import Array, Kernels, ModelCost
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass of one virtual worker, in seconds.
+
+    ready: for each gradient, in the order of `ModelCost.gradients`, when it is complete after the start of backward.
+    """
+
+    forward: float
+    backward: float
+    ready: Array
+
+
+def kernel_seconds(
+    kernels: Kernels, device: Device, software: Software, images: float, linear_share: float = 1.0
+) -> Array:
+    """Seconds of each kernel for so many images; `linear_share` of the weights of linear layers are this device's."""
+    left = 1.0 - kernels.elementwise if software.fused else np.ones_like(kernels.elementwise)
+    peak = device.peak.get(software.precision) or max(device.peak.values())
+    math_seconds = images * kernels.flops / (peak * software.math)
+    own = 1.0 - kernels.linear * (1.0 - linear_share)
+    traffic = (images * kernels.values + kernels.fixed * own) * _BYTES[software.precision]
+    memory_seconds = traffic / (device.memory_bandwidth * software.memory)
+    launch = software.launch * device.slowness * kernels.launches
+    return (launch + memory_seconds) * left + math_seconds
+
+
+def pass_seconds(
+    cost: ModelCost, device: Device, software: Software, images: float, linear_share: float = 1.0
+) -> Pass:
+    """A pass over `images` images on one device, which keeps `linear_share` of the weights of linear layers."""
+    forward = kernel_seconds(cost.forward, device, software, images, linear_share).sum()
+    backward = kernel_seconds(cost.backward, device, software, images, linear_share)
+    done = np.concatenate([[0.0], np.cumsum(backward)])
+    last = np.array([gradient.ready for gradient in cost.gradients], dtype=int)
+    ready = done[last]
+    if software.weights_first:  # both gradients of a convolution stand as one kernel, the second half is the input's
+        ready = ready - np.where(cost.backward.launches[last - 1] > 1, backward[last - 1] / 2, 0.0)
+    return Pass(float(forward), float(done[-1]), ready)
+
+
+def update_seconds(cost: ModelCost, device: Device, software: Software, devices: int) -> float:
+    """The optimiser: memory traffic of all weights, or of this device's strip of them."""
+    weights = cost.parameters / (devices if software.sharded_update else 1)
+    return weights * software.update_bytes / (device.memory_bandwidth * software.memory)
+
+
+def memory_bytes(cost: ModelCost, software: Software, images: float) -> float:
+    """About what training holds on a device: activations of one pass, weights, gradients and momentum."""
+    size = _BYTES[software.precision]
+    kept = 0.6 if software.fused else 1.0  # without the outputs of fused activations and additions
+    return images * cost.activations * size * kept + cost.parameters * 16
+
+
+def matched(software: Software, cost: ModelCost, device: Device, images: float, seconds: float) -> Software:
+    """The profile with its efficiencies scaled so that a pass and update of `images` images take `seconds`.
+
+    For a device that was measured: one worker's step is enough to plan for more of them.
+    """
+    now = pass_seconds(cost, device, software, images)
+    factor = (now.forward + now.backward + update_seconds(cost, device, software, 1)) / seconds
+    scaled = {"math": software.math * factor, "memory": software.memory * factor, "launch": software.launch / factor}
+    return software.model_copy(update=scaled)

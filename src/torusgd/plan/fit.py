@@ -1,0 +1,105 @@
+"""Fits the few factors of the calibration to published rows, and checks each row with itself left out.
+
+Least squares of log(predicted / published), every row with the same weight, and each factor held near 1 by its stated
+spread: Gauss-Newton with a shrinking step, a handful of parameters, no library.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from .calibration import Factors, Parameter, load_calibration
+from .published import Row, predict, system_of
+
+ROW_SPREAD = 0.04
+"""how well a row can be expected to be met: rounding, runs that differ, and physics left out"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row predicted by a calibration that has not seen it."""
+
+    row: Row
+    predicted: float
+    counted: bool
+    """another row has the same cluster and software"""
+
+    @property
+    def error(self) -> float:
+        """Relative to what was published."""
+        return self.predicted / self.row.value - 1
+
+
+def aims_at(parameter: Parameter, row: Row) -> bool:
+    """Whether a parameter has a say in a row."""
+    files = {target.partition(":")[0] for target in parameter.targets}
+    return bool(files & {f"clusters/{row.cluster}", f"software/{row.software}"})
+
+
+def fit_factors(rows: Sequence[Row], start: Factors | None = None) -> Factors:
+    """The factors that fit `rows` best; without rows all are 1."""
+    parameters = load_calibration().parameters
+    names = [parameter.name for parameter in parameters]
+    spreads = np.array([parameter.spread for parameter in parameters])
+    x = np.log([(start or {}).get(name, 1.0) for name in names])
+
+    def residuals(at: np.ndarray, which: Sequence[int]) -> np.ndarray:
+        factors = dict(zip(names, np.exp(at).tolist(), strict=True))
+        return np.array([_log_error(rows[i], factors) for i in which]) / ROW_SPREAD
+
+    everyone = range(len(rows))
+    mine = [[i for i in everyone if aims_at(parameter, rows[i])] for parameter in parameters]
+
+    def objective(at: np.ndarray, errors: np.ndarray) -> float:
+        return float((errors**2).sum() + ((at / spreads) ** 2).sum())
+
+    errors = residuals(x, everyone)
+    for _ in range(50):
+        jacobian = np.zeros((len(rows), len(names)))
+        for column, which in enumerate(mine):
+            if which:
+                step = np.zeros(len(names))
+                step[column] = 1e-3
+                jacobian[which, column] = (residuals(x + step, which) - residuals(x - step, which)) / 2e-3
+        normal = jacobian.T @ jacobian + np.diag(spreads**-2.0)
+        move = -np.linalg.solve(normal, jacobian.T @ errors + x / spreads**2)
+        before, share = objective(x, errors), 1.0
+        while share > 1e-3:
+            tried = residuals(x + share * move, everyone)
+            if objective(x + share * move, tried) < before:
+                break
+            share /= 2
+        else:
+            break
+        x, errors = x + share * move, tried
+        if np.abs(share * move).max() < 1e-4:
+            break
+    return dict(zip(names, np.exp(x).tolist(), strict=True))
+
+
+def _log_error(row: Row, factors: Factors) -> float:
+    return math.log(predict(row, system_of(row, factors)) / row.value)
+
+
+def leave_one_out(rows: Sequence[Row], outliers: Mapping[str, str], start: Factors) -> list[Check]:
+    """Each row predicted from the fit of all others; `outliers` are never fitted to."""
+    fitted = [row for row in rows if row.id not in outliers]
+    members = defaultdict(list)
+    for row in rows:
+        members[row.cluster, row.software].append(row.id)
+    checks = []
+    for row in rows:
+        others = [other for other in fitted if other.id != row.id]
+        factors = fit_factors(others, start) if row.id not in outliers else fit_factors(fitted, start)
+        predicted = predict(row, system_of(row, factors))
+        checks.append(Check(row, predicted, len(members[row.cluster, row.software]) > 1))
+    return checks
+
+
+def spread_of(errors: Sequence[float]) -> float:
+    """A robust standard deviation of the logarithm: 1.4826 times the median of |log(1 + error)|."""
+    return 1.4826 * median(abs(math.log1p(error)) for error in errors)
