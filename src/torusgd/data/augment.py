@@ -5,6 +5,7 @@ exponentials and logarithms of two mathematics libraries may differ.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +20,44 @@ Float64 = npt.NDArray[np.float64]
 
 _ATTEMPTS = 10
 # The draws of a sample, by number: one for the mirror, two for the shift, four for each attempt at a box.
-_FLIP, _DOWN, _RIGHT, _BOX = 0, 1, 2, 3
+_MIRROR, _DOWN, _RIGHT, _BOX = 0, 1, 2, 3
 
 
-def box_draws(seed: int, epochs: Int64, indices: Int64) -> Float64:
-    """The draws for the boxes of n samples, float64 [n, attempts, 4] in [0, 1)."""
-    numbers = _BOX + np.arange(4 * _ATTEMPTS)
-    draws = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers[None, :])
-    return draws.reshape(len(indices), _ATTEMPTS, 4)
+@dataclass(frozen=True)
+class Changes:
+    """What is done to each of n samples.
+
+    Args:
+        boxes: float64 [n, attempts, 4], the draws of `random_region`; None without crop: resized.
+        moves: int64 [n, 2], rows and columns of the padded image to leave out; None without crop: shift.
+        mirrored: bool [n].
+    """
+
+    boxes: Float64 | None
+    moves: Int64 | None
+    mirrored: npt.NDArray[np.bool_]
+
+
+def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Changes:
+    """The changes of the samples at `indices` [n] in their `epochs` [n]."""
+    boxes = moves = None
+    if augment.crop == "resized":
+        numbers = _BOX + np.arange(4 * _ATTEMPTS)
+        draws = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
+        boxes = draws.reshape(len(indices), _ATTEMPTS, 4)
+    if augment.crop == "shift":
+        numbers = np.array([_DOWN, _RIGHT])
+        moves = keyed_integer(2 * augment.shift + 1, AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
+    mirrored = keyed_uniform(AUGMENT, seed, epochs, indices, _MIRROR) < augment.flip
+    return Changes(boxes, moves, mirrored)
 
 
 def random_region(height: int, width: int, size: int, augment: Augment, draws: Float64) -> Region:
     """A box of random area and aspect (Szegedy et al., arXiv 1409.4842), to be scaled to size x size.
 
     Args:
-        draws: One sample's, float64 [attempts, 4]: area, aspect, top and left of each attempt. The first box that
-            fits is taken; if none does, the largest centred box whose aspect is allowed.
+        draws: One sample's, float64 [attempts, 4] in [0, 1): area, aspect, top and left of each attempt. The first
+            box that fits is taken; if none does, the largest centred box whose aspect is allowed.
     """
     low, high = augment.aspect
     for u_area, u_aspect, u_top, u_left in draws.tolist():
@@ -58,17 +81,26 @@ def _power(base: float, exponent: float) -> float:
     return result
 
 
-def shift(images: Pixels, pixels: int, seed: int, epochs: Int64, indices: Int64) -> Pixels:
-    """Each image moved by up to `pixels` in both directions, the rest zero; uint8 [n, channels, height, width]."""
-    height, width = images.shape[2:]
+def shift(images: Pixels, pixels: int, moves: Int64) -> Pixels:
+    """Images [n, channels, height, width] padded with `pixels` zeros all round, then cut at `moves` [n, 2]."""
     padded = np.pad(images, ((0, 0), (0, 0), (pixels, pixels), (pixels, pixels)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
-    down = keyed_integer(2 * pixels + 1, AUGMENT, seed, epochs, indices, _DOWN)
-    right = keyed_integer(2 * pixels + 1, AUGMENT, seed, epochs, indices, _RIGHT)
-    return np.ascontiguousarray(windows[np.arange(len(images)), :, down, right])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, images.shape[2:], axis=(2, 3))
+    return np.ascontiguousarray(windows[np.arange(len(images)), :, moves[:, 0], moves[:, 1]])
 
 
-def flip(images: Pixels, probability: float, seed: int, epochs: Int64, indices: Int64) -> None:
-    """Mirrors some of the images [n, channels, height, width] left to right, in place."""
-    chosen = np.flatnonzero(keyed_uniform(AUGMENT, seed, epochs, indices, _FLIP) < probability)
-    images[chosen] = images[chosen][..., ::-1]
+def mirror(images: Pixels, mirrored: npt.NDArray[np.bool_]) -> Pixels:
+    """The images [n, channels, height, width], the chosen ones mirrored left to right."""
+    if not mirrored.any():
+        return images
+    if mirrored.all():
+        return _reversed(images)
+    images = images.copy()
+    images[mirrored] = _reversed(images[mirrored])
+    return images
+
+
+def _reversed(images: Pixels) -> Pixels:
+    if images.shape[-1] % 8 != 0:
+        return images[..., ::-1]
+    # Words of eight pixels, then the bytes of each word: three times as fast as pixel by pixel.
+    return np.ascontiguousarray(images).view(np.uint64)[..., ::-1].byteswap().view(np.uint8)

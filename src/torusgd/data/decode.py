@@ -3,6 +3,7 @@
 EXIF orientation is ignored, as torchvision ignores it.
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ Pixels = npt.NDArray[np.uint8]
 
 # A header may claim 65,535 x 65,535 pixels, 12 GB of them; the largest cameras make about 200 million.
 MAX_PIXELS = 250_000_000
+
+_COLOURS = {1: "GRAY", 3: "RGB"}
+_LARGEST_SCRATCH = 1 << 24
+_local = threading.local()
 
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 
@@ -49,7 +54,10 @@ def picture_size(data: bytes) -> tuple[int, int]:
     if data.startswith(_PNG) and data[12:16] == b"IHDR" and len(data) >= 24:
         height, width = int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big")
     elif data.startswith(_JPEG):
-        height, width = _jpeg_size(data)
+        frame = _jpeg_frame(data)
+        if frame < 0:
+            raise Undecodable("a JPEG without a size, cut short in its header")
+        height, width = (int.from_bytes(data[at : at + 2], "big") for at in (frame + 5, frame + 7))
     elif not data:
         raise Undecodable("the file is empty")
     else:
@@ -59,27 +67,29 @@ def picture_size(data: bytes) -> tuple[int, int]:
     return height, width
 
 
-def _jpeg_size(data: bytes) -> tuple[int, int]:
+def _jpeg_frame(data: bytes) -> int:
+    """Where the start-of-frame marker is, which the height and the width follow; -1 if nowhere."""
     at = 2
     while (at := data.find(b"\xff", at)) >= 0 and at + 9 <= len(data):
         marker = data[at + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # a start of frame
-            return int.from_bytes(data[at + 5 : at + 7], "big"), int.from_bytes(data[at + 7 : at + 9], "big")
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return at
         if marker == 0xFF:  # a fill byte
             at += 1
         elif marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD9:  # no segment
             at += 2
         else:
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    raise Undecodable("a JPEG without a size, cut short in its header")
+    return -1
 
 
-def decode(data: bytes, channels: int, shrink: int = 1) -> Pixels:
+def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = None) -> Pixels:
     """All pixels of a JPEG or PNG.
 
     Args:
         channels: 3 for RGB, 1 for grey; the picture is converted.
         shrink: 1, 2, 4 or 8: a JPEG is decoded at that fraction of its size (rounded up), which is cheaper.
+        buffer: Memory that a JPEG's pixels may be put into, at least as large as they.
 
     Returns:
         uint8 [height, width, channels].
@@ -89,15 +99,11 @@ def decode(data: bytes, channels: int, shrink: int = 1) -> Pixels:
     """
     size = picture_size(data)
     simplejpeg, cv2 = load_decoders()
-    if data.startswith(_PNG):
-        shrink = 1
-    height, width = (-(-side // shrink) for side in size)
+    height, width = (-(-side // shrink) for side in size) if data.startswith(_JPEG) else size
     pixels = None
     if data.startswith(_JPEG):
         try:
-            pixels = simplejpeg.decode_jpeg(
-                data, "RGB" if channels == 3 else "GRAY", min_height=height, min_width=width, min_factor=shrink
-            )
+            pixels = simplejpeg.decode_jpeg(data, _COLOURS[channels], False, False, height, width, shrink, buffer)
         except ValueError as error:
             if "Premature end of JPEG file" in str(error):
                 raise Undecodable("a JPEG that is cut short") from error
@@ -109,14 +115,12 @@ def decode(data: bytes, channels: int, shrink: int = 1) -> Pixels:
 
 
 def _decode_any(cv2: Any, data: bytes, channels: int, shrink: int) -> Pixels:
-    if channels == 1:
-        mode = cv2.IMREAD_GRAYSCALE if shrink == 1 else getattr(cv2, f"IMREAD_REDUCED_GRAYSCALE_{shrink}")
-    else:
-        mode = cv2.IMREAD_COLOR if shrink == 1 else getattr(cv2, f"IMREAD_REDUCED_COLOR_{shrink}")
+    mode = "IMREAD_" if shrink == 1 else "IMREAD_REDUCED_"
+    mode += ("GRAYSCALE" if channels == 1 else "COLOR") + ("" if shrink == 1 else f"_{shrink}")
     try:
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), mode | cv2.IMREAD_IGNORE_ORIENTATION)
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), getattr(cv2, mode) | cv2.IMREAD_IGNORE_ORIENTATION)
     except cv2.error as error:
-        raise Undecodable(str(error).strip()) from error
+        raise Undecodable(f"OpenCV can't decode it: {error.err}") from error
     if pixels is None:
         raise Undecodable("damaged or cut short")
     return pixels if channels == 1 else np.ascontiguousarray(pixels[:, :, ::-1])
@@ -125,28 +129,71 @@ def _decode_any(cv2: Any, data: bytes, channels: int, shrink: int) -> Pixels:
 def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
     """The region that `choose(height, width)` names, uint8 [channels, rows, columns].
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 where the box keeps enough pixels for its size even so.
+    A JPEG is decoded at 1/2, 1/4 or 1/8 where the box has pixels enough (see `fit`), and, if its rows come in one
+    pass, no further down than the box reaches.
 
     Raises:
         Undecodable: As `decode`.
     """
-    region = choose(*picture_size(data))
-    shrink = shrink_for(region) if data.startswith(_JPEG) else 1
-    return render(decode(data, channels, shrink), shrunk(region, shrink))
+    height, width = picture_size(data)
+    region = choose(height, width)
+    if not data.startswith(_JPEG):
+        return render(decode(data, channels), region)
+    shrink, region = fit(region, height, width)
+    buffer = _scratch(height * width * channels)
+    pixels = _upper_rows(data, channels, shrink, region.top + region.height + 2 * shrink, buffer)
+    if pixels is None:
+        pixels = decode(data, channels, shrink, buffer)
+    top, left, tall, wide = (-(-edge // shrink) for edge in (region.top, region.left, region.height, region.width))
+    return render(pixels, Region(top, left, tall, wide, region.rows, region.columns))
 
 
-# How many decoded pixels an output pixel needs, in each direction, before a smaller decode is taken.
-_MARGIN = 1.0
+# Decoded pixels an output pixel must have, in each direction, for a smaller decode: with it the result is 43 dB or
+# more from that of the full decode (tests/data/test_decode.py), less than what JPEG itself loses.
+_MARGIN = 1.5
 
 
-def shrink_for(region: Region) -> int:
-    """The largest of 1, 2, 4 and 8 at which the box still has enough pixels."""
+def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
+    """How much smaller a JPEG of that size can be decoded for this region, and the region that then is taken.
+
+    Returns:
+        shrink: The largest of 1, 2, 4 and 8 at which the box keeps 1.5 pixels for each output pixel.
+        region: Its edges moved outwards to multiples of `shrink`, which are whole pixels there.
+    """
     room = min(region.height / region.rows, region.width / region.columns) / _MARGIN
-    return max(shrink for shrink in (1, 2, 4, 8) if shrink <= max(room, 1))
+    shrink = max(shrink for shrink in (1, 2, 4, 8) if shrink <= max(room, 1))
+    top, left = region.top // shrink * shrink, region.left // shrink * shrink
+    bottom = min(height, -(-(region.top + region.height) // shrink) * shrink)
+    right = min(width, -(-(region.left + region.width) // shrink) * shrink)
+    return shrink, Region(top, left, bottom - top, right - left, region.rows, region.columns)
 
 
-def shrunk(region: Region, shrink: int) -> Region:
-    """The same box on a picture of 1/shrink the size, its edges moved outwards to whole pixels."""
-    top, left = region.top // shrink, region.left // shrink
-    bottom, right = -(-(region.top + region.height) // shrink), -(-(region.left + region.width) // shrink)
-    return Region(top, left, bottom - top, right - left, region.rows, region.columns)
+def _upper_rows(data: bytes, channels: int, shrink: int, rows: int, buffer: Pixels | None) -> Pixels | None:
+    """At least the upper `rows` of a JPEG (counted in full size), the last of them possibly blurred; None: no way.
+
+    The decoder gets a header with a smaller height. It then finds data left over, and says so when all rows are done.
+    Only for a baseline file with its end marker in place, so that one cut short goes the usual way and is found out.
+    """
+    frame = _jpeg_frame(data)
+    height, width = (int.from_bytes(data[at : at + 2], "big") for at in (frame + 5, frame + 7))
+    if data[frame + 1] != 0xC0 or rows >= height or not data.endswith(b"\xff\xd9") or buffer is None:
+        return None
+    simplejpeg, _ = load_decoders()
+    data = data[: frame + 5] + rows.to_bytes(2, "big") + data[frame + 7 :]
+    tall, wide = -(-rows // shrink), -(-width // shrink)
+    try:
+        simplejpeg.decode_jpeg(data, _COLOURS[channels], False, False, tall, wide, shrink, buffer)
+    except ValueError as error:
+        if "extraneous bytes before marker 0xd" not in str(error):
+            return None
+    return buffer[: tall * wide * channels].reshape(tall, wide, channels)
+
+
+def _scratch(size: int) -> Pixels | None:
+    """Memory for this thread's next decode, kept from one to the next; none for a very large picture."""
+    if size > _LARGEST_SCRATCH:
+        return None
+    kept: Pixels | None = getattr(_local, "scratch", None)
+    if kept is None or kept.size < size:
+        kept = _local.scratch = np.empty(size, np.uint8)
+    return kept

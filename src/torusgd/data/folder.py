@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UserError
-from .decode import Undecodable, decode, decode_region, load_decoders
+from .decode import Undecodable, decode, decode_region, load_decoders, picture_size
 from .sources import CorruptImage
 from .view import Choose
 
@@ -40,9 +40,13 @@ class Folder:
     def __len__(self) -> int:
         return len(self._names)
 
-    def file(self, index: int) -> Path:
+    def file(self, index: int) -> str:
         """Where an image lies."""
-        return self.root / self._folders[self.labels[index]] / self._names[index]
+        return os.path.join(self.root, self._folders[self.labels[index]], self._names[index])
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width by the file's header; raises Undecodable."""
+        return picture_size(self._bytes(index))
 
     def read(self, index: int) -> Pixels:
         try:

@@ -19,11 +19,13 @@ from ..errors import RunError, UserError
 from ..keyed import SUBSTITUTE, keyed_integer
 from ..recipe import Data
 from . import augment as random_changes
+from .augment import Changes
 from .sources import ArraySource, CorruptImage, RegionSource, Source
 from .view import Choose, Region, centre, render, scaled
 
 Pixels = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -61,12 +63,14 @@ class Pipeline:
 
     def __init__(self, source: Source, data: Data, seed: int) -> None:
         self.source = source
+        self._arrays = source if isinstance(source, ArraySource) else None
+        self._regions = source if isinstance(source, RegionSource) else None
         self._data = data
         self._seed = seed
         # Two roundings for each value, a product and a sum: equal bits in any batch and at any alignment.
         mean, std = np.array(data.mean), np.array(data.std)
-        self._scale = (1 / (255 * std)).astype(np.float32)[:, None, None]
-        self._offset = (-mean / std).astype(np.float32)[:, None, None]
+        self._scale = (1 / (255 * std)).astype(np.float32)
+        self._offset = (-mean / std).astype(np.float32)
 
     def training_batch(self, indices: Int64, epochs: Int64, augment: bool) -> Batch:
         """The images at `indices` [n] as epoch `epochs` [n] sees them.
@@ -81,26 +85,16 @@ class Pipeline:
             RunError: One substitute after the other is undecodable.
             UserError: An image's size or channels don't fit the recipe.
         """
-        changes = self._data.augment
-        if augment and changes.crop == "resized":
-            draws = random_changes.box_draws(self._seed, epochs, indices)
-            size = self._data.image_size
-            chosen: list[Choose] = [
-                partial(random_changes.random_region, size=size, augment=changes, draws=row) for row in draws
-            ]
-        else:
-            chosen = [self._validation_region] * len(indices)
+        drawn = random_changes.draw_changes(self._data.augment, self._seed, epochs, indices) if augment else None
+        out = self._empty(len(indices))
         used = indices.copy()
-        images = self._whole_batch(indices) if chosen[:1] == [self._validation_region] else None
-        if images is None:
-            images = self._empty(len(indices))
-            for at, choose in enumerate(chosen):
-                images[at], used[at] = self._image_or_substitute(int(indices[at]), int(epochs[at]), choose)
-        if augment and changes.crop == "shift":
-            images = random_changes.shift(images, changes.shift, self._seed, epochs, indices)
-        if augment and changes.flip > 0:
-            random_changes.flip(images, changes.flip, self._seed, epochs, indices)
-        return self._batch(images, used, np.arange(len(indices)), int((used != indices).sum()))
+        if (images := self._whole_batch(indices, drawn)) is not None:
+            self._finish(images, drawn, slice(None), out)
+        else:
+            for at, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
+                image, used[at] = self._image_or_substitute(index, epoch, self._region(drawn, at))
+                self._finish(image[None], drawn, slice(at, at + 1), out)
+        return self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
 
     def validation_batch(self, indices: Int64) -> Batch:
         """The images at `indices` [n], shorter side scaled to `data.resize`, middle `data.image_size` cut out.
@@ -111,44 +105,63 @@ class Pipeline:
             OSError: An image can't be read, after further attempts.
             UserError: An image's size or channels don't fit the recipe.
         """
+        out = self._empty(len(indices))
         kept = np.arange(len(indices))
-        images = self._whole_batch(indices)
-        if images is None:
-            images = self._empty(len(indices))
+        if (images := self._whole_batch(indices, None)) is not None:
+            self._finish(images, None, slice(None), out)
+        else:
             decodable = np.ones(len(indices), dtype=bool)
             for at, index in enumerate(indices.tolist()):
                 try:
-                    images[at] = self._image(index, self._validation_region)
+                    image = self._image(index, self._validation_region)
                 except CorruptImage as error:
                     decodable[at] = False
                     log.warning("left out of evaluation: %s", error)
-            images, kept = images[decodable], kept[decodable]
-        return self._batch(images, indices[kept], kept, 0)
+                else:
+                    self._finish(image[None], None, slice(at, at + 1), out)
+            if not decodable.all():
+                out, kept = out[decodable], kept[decodable]
+        return self._batch(out, indices[kept], kept, 0)
 
-    def _empty(self, count: int) -> Pixels:
+    def _empty(self, count: int) -> Float32:
+        # torch's memory, since numpy asks the kernel for huge pages, which cost more to clear than an image to make.
         size = self._data.image_size
-        return np.empty((count, self._data.channels, size, size), np.uint8)
+        return torch.empty(count, self._data.channels, size, size).numpy()
 
-    def _batch(self, images: Pixels, indices: Int64, kept: Int64, replaced: int) -> Batch:
-        out = np.empty(images.shape, np.float32)
-        block = max(1, (1 << 18) // max(1, images[:1].size))  # so that an image's three passes meet in the cache
-        for start in range(0, len(images), block):
-            part = out[start : start + block]
-            part[...] = images[start : start + block]
-            part *= self._scale
-            part += self._offset
-        targets = torch.from_numpy(self.source.labels[indices])
-        return Batch(torch.from_numpy(out), targets, kept, replaced)
+    def _batch(self, out: Float32, indices: Int64, kept: Int64, replaced: int) -> Batch:
+        return Batch(torch.from_numpy(out), torch.from_numpy(self.source.labels[indices]), kept, replaced)
 
-    def _whole_batch(self, indices: Int64) -> Pixels | None:
-        """The images in the validation preprocessing without a loop, where the source holds them in that size."""
-        source, size = self.source, self._data.image_size
-        if not isinstance(source, ArraySource) or source.shape[:2] != (size, size):
+    def _whole_batch(self, indices: Int64, drawn: Changes | None) -> Pixels | None:
+        """The images at their final size without a loop, uint8 [n, channels, size, size], where that can be."""
+        source, size = self._arrays, self._data.image_size
+        if source is None or source.shape[:2] != (size, size):
             return None
-        if self._data.resize not in (None, size):
+        if self._data.resize not in (None, size) or (drawn is not None and drawn.boxes is not None):
             return None
         images = _retried(lambda: source.read_many(indices))
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+
+    def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
+        """Shift, mirror and normalise the images [m, channels, size, size] at these positions of the batch."""
+        if drawn is not None and drawn.moves is not None:
+            images = random_changes.shift(images, self._data.augment.shift, drawn.moves[at])
+        if drawn is not None:
+            images = random_changes.mirror(images, drawn.mirrored[at])
+        # Plane by plane, so that the three passes over a large image meet in the cache.
+        block = max(1, (1 << 18) // max(1, images[:1].size))
+        for start in range(0, len(images), block):
+            part = slice(start, start + block)
+            for channel in range(images.shape[1]):
+                plane = out[at][part, channel]
+                plane[...] = images[part, channel]
+                plane *= self._scale[channel]
+                plane += self._offset[channel]
+
+    def _region(self, drawn: Changes | None, at: int) -> Choose:
+        if drawn is None or drawn.boxes is None:
+            return self._validation_region
+        size, augment = self._data.image_size, self._data.augment
+        return partial(random_changes.random_region, size=size, augment=augment, draws=drawn.boxes[at])
 
     def _image_or_substitute(self, index: int, epoch: int, choose: Choose) -> tuple[Pixels, int]:
         taken = index
@@ -163,15 +176,14 @@ class Pipeline:
 
     def _image(self, index: int, choose: Choose) -> Pixels:
         """One image, uint8 [channels, size, size]."""
-        source, channels = self.source, self._data.channels
-        if isinstance(source, RegionSource):
-            image = _retried(lambda: source.read_region(index, choose))
+        if (regions := self._regions) is not None:
+            image = _retried(lambda: regions.read_region(index, choose))
         else:
-            pixels = _retried(lambda: source.read(index))
-            if pixels.ndim != 3 or pixels.shape[2] != channels:
+            pixels = _retried(lambda: self.source.read(index))
+            if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != self._data.channels:
                 raise UserError(
-                    f"data.channels: the recipe says {channels}, image {index} is of shape {list(pixels.shape)}"
-                    " (height, width, channels)"
+                    f"data.channels: the recipe says {self._data.channels}, so images are to be uint8 [height, width,"
+                    f" {self._data.channels}], but image {index} is {pixels.dtype} {list(pixels.shape)}"
                 )
             image = render(pixels, choose(*pixels.shape[:2]))
         return centre(image, self._data.image_size)

@@ -1,0 +1,111 @@
+"""What lies in a folder or file of images: `torusgd data info PATH`."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import UserError
+from .arrays import open_arrays
+from .decode import Undecodable
+from .folder import Folder, open_folder
+from .idx import open_idx
+from .sources import CorruptImage, Source
+
+_SAMPLE = 200  # pictures of which the size is read
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """What `describe` found.
+
+    Args:
+        kind: The source to name in a recipe: folder, idx or arrays.
+        images: Number of images by split, `train` and `eval`.
+        classes: Names by label.
+        per_class: Fewest and most training images of a class.
+        sizes: Height and width, and how many images of the sample have them; the most frequent first.
+        sampled: Images in that sample.
+        channels: 1 or 3; what a folder's pictures are converted to is the recipe's choice, 3 is told.
+    """
+
+    path: Path
+    kind: str
+    images: dict[str, int]
+    classes: tuple[str, ...]
+    per_class: tuple[int, int]
+    sizes: tuple[tuple[tuple[int, int], int], ...]
+    sampled: int
+    channels: int
+
+    def lines(self) -> list[str]:
+        """For people."""
+        names = ", ".join(self.classes[:10]) + (", ..." if len(self.classes) > 10 else "")
+        few, many = self.per_class
+        sizes = ", ".join(f"{width} x {height} ({count})" for (height, width), count in self.sizes[:5])
+        sizes += f", and {len(self.sizes) - 5} other sizes" if len(self.sizes) > 5 else ""
+        return [
+            f"{self.path}: data.source {self.kind}, {self.channels} channel{'s' if self.channels > 1 else ''}",
+            f"images    {self.images['train']} for training, {self.images['eval']} held out",
+            f"classes   {len(self.classes)}: {names}",
+            f"per class {few} to {many} training images" if few != many else f"per class {few} training images",
+            f"sizes     {sizes or 'none could be read'} (width x height, of {self.sampled} looked at)",
+        ]
+
+
+def describe(path: Path) -> DataInfo:
+    """Kind, number of images, classes and sizes of a data set; pictures are not decoded.
+
+    Raises:
+        UserError: The path holds no data set in a layout that is known, or a damaged one.
+    """
+    kind, train, held_out = open_any(path)
+    counts = np.bincount(train.labels, minlength=len(train.classes))
+    sample = np.linspace(0, len(train) - 1, min(_SAMPLE, len(train))).astype(int).tolist()
+    sizes: Counter[tuple[int, int]] = Counter()
+    for index in sample:
+        try:
+            sizes[train.size(index) if isinstance(train, Folder) else train.read(index).shape[:2]] += 1
+        except Undecodable:
+            continue
+    return DataInfo(
+        path=path,
+        kind=kind,
+        images={"train": len(train), "eval": len(held_out)},
+        classes=train.classes,
+        per_class=(int(counts.min()), int(counts.max())),
+        sizes=tuple(sizes.most_common()),
+        sampled=len(sample),
+        channels=3 if isinstance(train, Folder) else train.read(0).shape[2],
+    )
+
+
+def undecodable(path: Path) -> Iterator[str]:
+    """Decodes every image of a data set and names those that can't be.
+
+    Raises:
+        UserError: As `describe`.
+    """
+    _, *sources = open_any(path)
+    for source in sources:
+        for index in range(len(source)):
+            try:
+                source.read(index)
+            except CorruptImage as error:
+                yield error.reason
+
+
+def open_any(path: Path) -> tuple[str, Source, Source]:
+    """The kind of a data set, told by its layout, and its training and held-out images."""
+    if (path / "train").is_dir():
+        return "folder", *open_folder(path, channels=3)
+    if path.suffix == ".npz" or (path / "train_images.npy").is_file():
+        return "arrays", *open_arrays(path)
+    if path.is_dir() and any(path.glob("train-images*idx3-ubyte*")):
+        return "idx", *open_idx(path)
+    raise UserError(
+        f"{path}: no data set that is known; wanted is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, one with"
+        " IDX files (train-images-idx3-ubyte.gz ...), one with train_images.npy ..., or an .npz file"
+    )
