@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..errors import UserError
 from .routes import METHODS, Axis, Round, all_reduce, cut, hierarchical
@@ -16,8 +17,8 @@ class Plan:
     """How to sum one tensor: an algorithm, its grid, the method of each axis, and in how many chunks.
 
     `grid` is (Y, X), vertical times horizontal; neighbours in rank order are neighbours on the horizontal axis. Flat
-    algorithms have the grid (1, ranks). With `chunks` above 1 the chunks are summed side by side; a torus runs every
-    other one vertical axis first, so that both axes are busy at the same time.
+    algorithms have the grid (1, ranks). With `chunks` above 1 the chunks follow each other a round apart, so that the
+    axes work at the same time and additions overlap transfers.
     """
 
     algorithm: str
@@ -29,13 +30,10 @@ class Plan:
     def routes(self, rank: int, length: int) -> list[list[Round]]:
         """The rounds of `rank` for each chunk of a tensor of `length` elements."""
         edges = cut(0, length, self.chunks)
-        return [self._route(rank, edges[i], edges[i + 1], i % 2 == 1) for i in range(self.chunks)]
-
-    def _route(self, rank: int, low: int, high: int, turned: bool) -> list[Round]:
         horizontal, vertical = self.axes(rank)
         if self.algorithm == "hierarchical":
-            return hierarchical(horizontal, vertical, low, high)
-        return all_reduce([vertical, horizontal] if turned else [horizontal, vertical], low, high)
+            return [hierarchical(horizontal, vertical, *span) for span in pairwise(edges)]
+        return [all_reduce([horizontal, vertical], *span) for span in pairwise(edges)]
 
     def axes(self, rank: int) -> tuple[Axis, Axis]:
         """The row and the column of `rank`."""

@@ -1,0 +1,111 @@
+"""The wire of the lab: one process that makes every host's namespace and carries packets between them, late and slowly.
+
+Started by `network.Lab`, which writes one JSON line to its standard input; it answers with one line and carries packets
+until that input ends, with whose end the lab and every namespace is gone.
+
+A packet of a host leaves through its sending link (a queue served at the host's rate), travels the latency, and enters
+through the receiver's link. A host whose link is busy is not read from: its kernel holds the packets, as before a real
+network card.
+"""
+
+import heapq
+import json
+import os
+import select
+import sys
+import time
+from pathlib import Path
+
+from . import namespace
+
+MTU = 60_000
+"""bytes; large packets, since each costs this process the same"""
+_SLACK = 0.001
+"""seconds that a sending link may be ahead of the clock, so that one wake-up moves several packets"""
+
+
+class Wire:
+    """Queues between the hosts' devices; `hosts` holds (seconds of one-way latency, bytes a second) of each."""
+
+    def __init__(self, devices: list[int], addresses: list[str], hosts: list[tuple[float, float]]) -> None:
+        self._devices = devices
+        self._host = {device: host for host, device in enumerate(devices)}
+        self._by_address = {bytes(map(int, address.split("."))): host for host, address in enumerate(addresses)}
+        self._latency = [latency / 2 for latency, _ in hosts]
+        self._seconds_a_byte = [1 / rate for _, rate in hosts]
+        self._sends_until = [0.0] * len(hosts)
+        self._receives_until = [0.0] * len(hosts)
+        self._travelling: list[tuple[float, int, int, bytes]] = []
+        self._order = 0
+
+    def carry(self, until: int) -> None:
+        """Carries packets until there is something to read on the file `until`."""
+        while True:
+            now = time.monotonic()
+            self._deliver(now)
+            idle, wait = [until], 1.0
+            for device, busy in zip(self._devices, self._sends_until, strict=True):
+                if busy - _SLACK <= now:
+                    idle.append(device)
+                else:
+                    wait = min(wait, busy - _SLACK - now)
+            if self._travelling:
+                wait = min(wait, self._travelling[0][0] - now)
+            ready = select.select(idle, (), (), max(wait, 0.0))[0]
+            if until in ready:
+                return
+            for device in ready:
+                self._take(device)
+
+    def _take(self, device: int) -> None:
+        """Reads what a host sends, up to the slack."""
+        source, now = self._host[device], time.monotonic()
+        while self._sends_until[source] <= now + _SLACK:
+            try:
+                packet = os.read(device, 65_536)
+            except BlockingIOError:
+                return
+            target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
+            if target is None:
+                continue
+            sent = max(now, self._sends_until[source]) + len(packet) * self._seconds_a_byte[source]
+            self._sends_until[source] = sent
+            self._push(sent + self._latency[source] + self._latency[target], target, packet)
+
+    def _push(self, when: float, target: int, packet: bytes) -> None:
+        self._order += 1
+        heapq.heappush(self._travelling, (when, self._order, target, packet))
+
+    def _deliver(self, now: float) -> None:
+        """Hands over what has arrived; what finds the receiver's link busy comes again when it is free."""
+        while self._travelling and self._travelling[0][0] <= now:
+            when, _, target, packet = heapq.heappop(self._travelling)
+            seconds = len(packet) * self._seconds_a_byte[target]
+            # A link as fast as the sender's takes a packet in while it comes: only what is ahead of it delays it.
+            if self._receives_until[target] > when:
+                self._push(self._receives_until[target], target, packet)
+                continue
+            self._receives_until[target] = when + seconds
+            os.write(self._devices[target], packet)
+
+
+def _settings(values: dict[str, str]) -> None:
+    for name, value in values.items():
+        Path("/proc/sys/net/ipv4", name).write_text(value)
+
+
+def main() -> None:
+    """Makes the hosts told on standard input, answers with the namespaces' paths, and is their wire."""
+    parent, hosts, addresses, prefix, settings = json.loads(sys.stdin.readline())
+    namespace.die_with_parent(parent)
+    spaces, devices = [], []
+    for address in addresses:
+        spaces.append(f"/proc/{os.getpid()}/fd/{namespace.unshare()}")
+        _settings(settings)
+        devices.append(namespace.open_tun(address, prefix, MTU))
+    print(json.dumps(spaces), flush=True)
+    Wire(devices, addresses, hosts).carry(sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Runs a function on several ranks: processes forked from one that has torch imported, joined over Gloo on loopback."""
+
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed", "torusgd.sync.allreduce"])
+
+
+def _rank(function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, answers: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        dist.init_process_group("gloo")
+        answers.put((rank, function(*arguments), None))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+    answers.close()
+    answers.join_thread()
+    time.sleep(0.5 if rank == 0 else 0)  # rank 0 holds the store that the others may still be talking to
+    os._exit(0)
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, expected: int = 0, timeout: float = 100
+) -> list[Any]:
+    """What `function(*arguments)` returns on each rank of a world of `size`, in rank order; fails if a rank does.
+
+    With `expected`, only so many ranks answer (the test loses the others on purpose).
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answers = _CONTEXT.Queue()
+    processes = [
+        _CONTEXT.Process(target=_rank, args=(function, rank, size, port, arguments, answers), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(results) < (expected or size):
+            rank, result, error = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            assert error is None, f"rank {rank}: {error}"
+            results[rank] = result
+    except queue.Empty:
+        raise AssertionError(f"after {timeout} s only ranks {sorted(results)} of {size} had ended") from None
+    finally:
+        for process in processes:
+            process.join(5 if len(results) == size else 0)
+            process.kill()
+    return [results[rank] for rank in sorted(results)]
