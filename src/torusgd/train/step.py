@@ -147,7 +147,10 @@ class Stepper:
     def _update(self, step: Step, totals: Totals) -> None:
         if not bool(totals.batch_norm.isfinite().all()):
             layer = self.batch_norm.name_of(int((~totals.batch_norm.isfinite()).nonzero()[0]))
-            raise RunError(f"step {step.index}: {layer}: a batch statistic is not finite; lower rate.lr")
+            raise RunError(
+                f"step {step.index}: {layer}: a batch statistic is not finite, or beyond 2**57; the run has diverged: "
+                "lower rate.lr or lengthen rate.warmup.length"
+            )
         self.reducer.apply_mean()
         self.precision.accept(self.reducer.parameters)
         set_hyperparameters(

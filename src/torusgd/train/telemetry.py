@@ -163,7 +163,7 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
         padding=(0, 1, 0, 0),
     )
     has_plain = any(not span.stage.augment for span in schedule.spans)
-    columns = ["stage", "steps", "epochs", "images", "batch", "rate", "from", "to", "momentum"]
+    columns = ["stage", "steps", "epochs", "images", "batch", "rate", "last", "momentum"]
     for column in [*columns, *(["augment"] if has_plain else [])]:
         table.add_column(column, justify="right", no_wrap=True)
     for number, span in enumerate(schedule.spans, 1):
@@ -175,7 +175,6 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
             str(span.stage.images_per_worker),
             f"{span.batch:,}",
             f"{span.lr:.4g}",
-            f"{first.lr:.2g}",
             f"{last.lr:.2g}",
             f"{span.momentum:.4g}",
         ]

@@ -1,0 +1,102 @@
+"""The thesis: weights, loss, top-1 and counts are equal, bit for bit, on any number of ranks."""
+
+import json
+import multiprocessing as mp
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torusgd.recipes import load_recipe
+from torusgd.runtime import RuntimeOptions, join
+from torusgd.train.folder import RunFolder
+from torusgd.train.run import Job, Run
+from torusgd.train.signals import StopFlag
+
+from .runs import events
+
+# Real digits over a change of stage, with dropout, shifts, batch norm, LARS, and a polish of uneven batches.
+BASE = (
+    "stages=[{until: 3st, images_per_worker: 3}, {until: 5st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
+    "rate={lr: 4.0, warmup: {length: 2st}}",
+    "evaluate={every: 3st, images_per_chunk: 50}",
+    "polish={images_per_batch: 100}",
+)
+CASES: dict[str, tuple[str, ...]] = {
+    "float32": (),
+    "bfloat16": ("precision=bfloat16",),
+    "float16": ("precision=float16", "loss_scale.initial=1.0e+12"),
+    "torn images": (
+        "data={source: tests.train.sources:Torn, image_size: 8, channels: 1, mean: [0.5], std: [0.25], max_replaced: 1.0}",
+    ),
+    "small buckets": (),
+}
+COMPARED = (
+    "weights_sha256", "top1", "top5", "loss", "train_loss", "replaced_images", "excluded_images", "redone_steps",
+    "skipped_steps", "top1_before_polish",
+)  # fmt: skip
+
+
+def rank_main(rank: int, size: int, port: int, out: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    ranks = join("cpu", timeout=60)
+    for name, overrides in CASES.items():
+        recipe = load_recipe("digits", [*BASE, *overrides]).recipe.resolve(
+            precision="float32", memory_format="channels_last"
+        )
+        path = Path(out) / name
+        if rank == 0:
+            path.mkdir()
+            RunFolder(path).claim(recipe, fresh=False)
+        dist.barrier()
+        options = RuntimeOptions(bucket_mib=0.001 if name == "small buckets" else 4.0)
+        Run(Job(recipe, options, "cpu", path), ranks, StopFlag(), restarts=0).run()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_world(size: int, out: Path) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=rank_main, args=(r, size, port, str(out))) for r in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=200)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * size
+    results = {}
+    for name in CASES:
+        summary = json.loads((out / name / "summary.json").read_text())
+        told = [{k: v for k, v in e.items() if "seconds" not in k} for e in events(out / name)]
+        results[name] = {key: summary[key] for key in COMPARED} | {"events": told}
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_world(1, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7])
+def test_same_bits_on_any_number_of_ranks(size: int, alone: dict[str, Any], tmp_path: Path) -> None:
+    assert run_world(size, tmp_path) == alone
+
+
+def test_cases_are_what_they_claim(alone: dict[str, Any]) -> None:
+    hashes = {name: result["weights_sha256"] for name, result in alone.items()}
+    assert hashes["float32"] == hashes["small buckets"]
+    assert len(set(hashes.values())) == len(hashes) - 1
+    assert alone["torn images"]["replaced_images"] > 0
+    assert alone["torn images"]["excluded_images"] > 0
+    assert alone["float16"]["skipped_steps"] > 0

@@ -1,0 +1,176 @@
+"""One step: against a plain loop, and what happens on overflow, divergence, and an unread image."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torusgd.data.loader import Loader
+from torusgd.data.order import StreamOrder
+from torusgd.data.pipeline import Pipeline
+from torusgd.data.sources import open_sources
+from torusgd.errors import RunError
+from torusgd.models import build_model
+from torusgd.optim import build_optimizer
+from torusgd.recipes import load_recipe
+from torusgd.runtime import Ranks
+from torusgd.schedule import Schedule
+from torusgd.sync.allreduce import native
+from torusgd.train.step import Stepper
+from torusgd.weights import weights_sha256
+
+from .runs import TINY, events, run_here
+
+PLAIN = ("model.options={dropout: 0.0}", "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}")
+
+
+def make_stepper(*overrides: str) -> Stepper:
+    recipe = load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
+    source, _ = open_sources(recipe.data, None, recipe.seed)
+    loader = Loader(Pipeline(source, recipe.data, 0), StreamOrder(len(source), 0), threads=1, ahead=2)
+    model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
+    optimizer = build_optimizer(recipe.optimizer, model, recipe.rate.lr)
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    return Stepper(recipe, Schedule(recipe, len(source)), model, optimizer, loader, ranks, native(), 4.0, lambda: False)
+
+
+def test_a_step_is_that_of_a_plain_loop() -> None:
+    """Ours with exact sums, against torch's SGD on the mean gradient of the virtual workers."""
+    ours, plain = make_stepper(*PLAIN), make_stepper(*PLAIN)
+    plain.reducer.close()
+    model, recipe = plain.model, plain.recipe
+    decayed = {n: p for n, p in model.named_parameters() if p.dim() > 1}
+    rest = [p for n, p in model.named_parameters() if n not in decayed]
+    groups = [{"params": list(decayed.values()), "weight_decay": 1e-3}, {"params": rest, "weight_decay": 0.0}]
+    sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    momenta = {m: 0.1 for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    running = {m: (torch.zeros(m.num_features), torch.ones(m.num_features)) for m in momenta}
+    order = StreamOrder(96, 0)
+    for index in range(len(ours.schedule)):
+        step = ours.schedule[index]
+        ours.run(index)
+        sgd.zero_grad()
+        sums = {m: (torch.zeros(m.num_features), torch.zeros(m.num_features)) for m in momenta}
+        for worker in range(recipe.virtual_workers):
+            batch = plain._loader._pipeline.training_batch(  # type: ignore[attr-defined]
+                *order.at(step.share(worker), step.images_per_worker), step.augment
+            )
+            loss = F.cross_entropy(model(batch.images), batch.targets, label_smoothing=recipe.label_smoothing)
+            (loss / recipe.virtual_workers).backward()
+            for m in momenta:
+                sums[m][0].add_(m.running_mean / recipe.virtual_workers)
+                sums[m][1].add_(m.running_var / recipe.virtual_workers)
+        for m, (mean, var) in sums.items():
+            running[m][0].lerp_(mean, 0.1)
+            running[m][1].lerp_(var, 0.1)
+        for group in sgd.param_groups:
+            group["lr"], group["momentum"] = step.lr, step.momentum
+        sgd.step()
+        ours.batch_norm.show(index + 1)
+        for (name, p), q in zip(ours.model.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        for mine, theirs in zip(ours.batch_norm.layers.values(), running, strict=True):
+            torch.testing.assert_close(mine.running_mean, running[theirs][0], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(mine.running_var, running[theirs][1], rtol=1e-4, atol=1e-6)
+            assert mine.num_batches_tracked == index + 1
+
+
+def test_an_overflow_is_told_and_redone_without_a_trace() -> None:
+    undisturbed, disturbed = make_stepper(), make_stepper()
+    for index in range(len(undisturbed.schedule)):
+        undisturbed.run(index)
+        if index == 2:
+            bounds = disturbed.reducer.sum.state()
+            bounds[3] /= 1e5  # as if this gradient had grown a hundred thousand times since the last step
+            disturbed.reducer.sum.load_state(bounds)
+        result = disturbed.run(index)
+        assert result.redone == (index == 2)
+        assert result.overflowed == ([disturbed.reducer.names[3]] if index == 2 else [])
+    disturbed.batch_norm.show(4)
+    undisturbed.batch_norm.show(4)
+    # The scale of a redone step is measured, not the bound of the step before: equal but for the last bits.
+    for a, b in zip(disturbed.model.state_dict().values(), undisturbed.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_overflow_is_told_in_the_events(tmp_path: Path) -> None:
+    """A natural one: the rate makes the gradients grow by far more than the headroom in a step."""
+    run_here(
+        tmp_path,
+        "rate={lr: 300.0, decay: {shape: constant}}",
+        "rate.warmup=null",
+        "stages.1={until: 9st, images_per_worker: 3}",
+    )
+    redone = [event for event in events(tmp_path) if event.get("redone")]
+    assert redone
+    assert all(event["overflowed"] for event in redone)
+
+
+def test_divergence_ends_the_run_naming_step_and_layer(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"step \d+: .*(not finite)"):
+        run_here(
+            tmp_path,
+            *PLAIN,
+            "rate={lr: 1.0e+30, decay: {shape: constant}}",
+            "stages.1.momentum=0.9",
+            "stages.1.lr=1.0e+30",
+        )
+
+
+def test_parameters_without_a_gradient_count_as_zero(tmp_path: Path) -> None:
+    summary, _ = run_here(tmp_path, "model={name: 'tests.train.test_step:Forgetful'}")
+    assert summary["steps"] == 4
+
+
+class Forgetful(nn.Module):
+    """A network that doesn't use all it has."""
+
+    def __init__(self, classes: int, channels: int) -> None:
+        super().__init__()
+        self.unused_first = nn.Linear(7, 7)
+        self.head = nn.Linear(channels * 64, classes)
+        self.unused_last = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.flatten(1))
+
+
+def test_vanished_images_end_the_run_with_a_line(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="can't read training images"):
+        run_here(tmp_path, "data.source=tests.train.test_step:Vanishing")
+
+
+class Vanishing:
+    """A source whose files vanish."""
+
+    classes = ("a", "b", "c", "d")
+    shape = (8, 8, 1)
+
+    def __init__(self, path: object, split: str, **options: object) -> None:
+        self.labels = torch.arange(96).numpy() % 4
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 96
+
+    def read(self, index: int):
+        self.reads += 1
+        if self.reads > 30:
+            raise FileNotFoundError(2, "No such file or directory", f"image-{index}.png")
+        return torch.zeros(8, 8, 1, dtype=torch.uint8).numpy()
+
+
+def test_same_recipe_same_hash_another_seed_another(tmp_path: Path) -> None:
+    first, again, other = (run_here(tmp_path / str(i), *o)[0] for i, o in enumerate(((), (), ("seed=1",))))
+    assert first["weights_sha256"] == again["weights_sha256"] != other["weights_sha256"]
+
+
+def test_hash_is_that_of_the_saved_file(tmp_path: Path) -> None:
+    from torusgd.weights import load_weights
+
+    summary, _ = run_here(tmp_path)
+    tensors, metadata = load_weights(tmp_path / "model.safetensors")
+    assert weights_sha256(tensors) == summary["weights_sha256"]
+    assert metadata["recipe_sha256"] == summary["recipe_sha256"]
