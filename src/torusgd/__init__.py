@@ -1,1 +1,25 @@
-"""torusgd: training image classifiers with large mini-batches on many machines."""
+"""torusgd: training image classifiers with large mini-batches on many machines, without losing accuracy.
+
+The pieces are usable alone: `Schedule` and `StreamOrder` in your own loop, `Lars` as any torch optimiser, `polish` on
+any model with batch norm.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Lars": "optim",
+    "Recipe": "recipe",
+    "Schedule": "schedule",
+    "StreamOrder": "data.order",
+    "load_recipe": "recipes",
+    "polish": "train.polish",
+}
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - the names are looked up below
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: `torusgd --help` needs no torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'torusgd' has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

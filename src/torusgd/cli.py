@@ -1,30 +1,42 @@
 """The command line: sub-commands only, no logic."""
 
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from . import __doc__ as about
 from .errors import RunError, UserError
+from .train.signals import EXIT_BASE, Stopped, raise_on_stop
 
-app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
+
+app = typer.Typer(help=ABOUT, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A built-in recipe's name, or a YAML file.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a key of the recipe; repeatable.")
+]
+DataPath = Annotated[Path | None, typer.Option("--data", help="Folder or file of the data set.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="cpu or cuda. Default: cuda where there is a GPU.")]
+CheckpointPath = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="A run's folder, a checkpoint's folder or a weight file.")
+]
+ModelName = Annotated[str | None, typer.Option("--model", help="The network, for weights trained elsewhere.")]
+ClassesFile = Annotated[
+    str | None, typer.Option("--classes", help="File in the data folder: the class folders in the weights' order.")
 ]
 
 
 @app.command()
 def train(
     recipe: RecipeName,
-    data: Annotated[Path | None, typer.Option(help="Folder or file of the data set.")] = None,
+    data: DataPath = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/RECIPE.")] = None,
     workers: Annotated[int | None, typer.Option(help="Ranks to start here. Default: GPUs, else cores.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is a GPU.")] = None,
+    device: DeviceName = None,
     overrides: Overrides = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps in all.")] = None,
     checkpoint_every: Annotated[str | None, typer.Option(help="Such as 50st, 1ep, 1e6sa. Default: 1ep.")] = None,
@@ -41,6 +53,37 @@ def train(
     raise typer.Exit(run(recipe, overrides or [], flags, data, out, max_steps, init, fresh))
 
 
+@app.command("eval")
+def evaluate(
+    checkpoint: CheckpointPath,
+    data: DataPath = None,
+    model: ModelName = None,
+    classes: ClassesFile = None,
+    device: DeviceName = None,
+    overrides: Overrides = None,
+) -> None:
+    """Tell the accuracy of trained weights on held-out images."""
+    from .train.assess import eval_command
+
+    eval_command(checkpoint, data, model, classes, device, overrides or [])
+
+
+@app.command()
+def polish(
+    checkpoint: CheckpointPath,
+    data: DataPath = None,
+    model: ModelName = None,
+    classes: ClassesFile = None,
+    device: DeviceName = None,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Weight file to write. Default: NAME-polished.safetensors.")] = None,
+) -> None:
+    """Give trained weights exact batch-norm statistics, from un-augmented training images (Final Polishing)."""
+    from .train.assess import polish_command
+
+    polish_command(checkpoint, data, model, classes, device, overrides or [], out)
+
+
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="Show this one with its source.")] = None) -> None:
     """List the built-in recipes, or show one with its source."""
@@ -54,16 +97,60 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Show this one with 
         typer.echo(f"{each:{width}}  {load_recipe(each).recipe.description}")
 
 
+data_app = typer.Typer(help="Get and look at data sets.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+@data_app.command("fetch")
+def fetch_data(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="fashion-mnist")],
+    out: Annotated[Path | None, typer.Option(help="Folder to put it in.")] = None,
+) -> None:
+    """Find or fetch a public data set, and check its files."""
+    import logging
+
+    from .data.fetch import fetch
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    folder = fetch(name, out)
+    typer.echo(f"{name} is in {folder}; train with --data {folder}")
+
+
+@data_app.command("info")
+def data_info(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A data set's folder or file.")],
+    check: Annotated[bool, typer.Option("--check", help="Decode every image, and name those that can't be.")] = False,
+) -> None:
+    """Tell what a data set holds."""
+    from .data.info import describe, undecodable
+
+    for line in describe(path).lines():
+        typer.echo(line)
+    if check:
+        bad = 0
+        for bad, reason in enumerate(undecodable(path), 1):  # noqa: B007 - counted
+            typer.echo(f"undecodable: {reason}")
+        typer.echo(f"undecodable images: {bad}")
+
+
 def main() -> None:
-    """Runs the command line; a user's mistake is one line and exit code 2, another end of a run is 1."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    """Runs the command line. No traceback but a defect's: a mistake is one line and exit code 2, another end is 1."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what goes wrong there comes back as an exception
+    raise_on_stop()
     try:
         app()
     except UserError as error:
-        print(f"torusgd: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(2, str(error))
     except RunError as error:
-        print(f"torusgd: {error}", file=sys.stderr)
-        sys.exit(1)
+        _end(1, str(error))
+    except Stopped as stop:
+        _end(EXIT_BASE + stop.number, f"stopped by {signal.Signals(stop.number).name}")
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        _end(1, str(error))
+
+
+def _end(code: int, line: str) -> NoReturn:
+    print(f"torusgd: {line}", file=sys.stderr)
+    sys.exit(code)

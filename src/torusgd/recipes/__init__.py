@@ -74,8 +74,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
     tree = _parse(text, f"recipe {name}")
     if not isinstance(tree, dict):
         raise UserError(f"recipe {name}: needs keys and values, such as 'model: {{name: resnet50}}'")
-    for item in overrides:
-        _override(tree, item)
+    apply_overrides(tree, overrides)
     runtime = tree.pop("runtime", None) or {}
     return Loaded(
         validate(Recipe, tree, f"recipe {name}"), validate(RuntimeOptions, runtime, f"recipe {name}: runtime")
@@ -99,6 +98,12 @@ def _parse(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"{where}:{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Changes plain values in place by items `key.path=value`; UserError for one that leads nowhere."""
+    for item in overrides:
+        _override(tree, item)
 
 
 def _override(tree: dict[str, Any], item: str) -> None:

@@ -41,7 +41,10 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, str]) -> Path:
-    """Writes one checkpoint under `folder`, whole or not at all; OSError as it comes."""
+    """Writes one checkpoint under `folder`, whole or not at all; OSError as it comes.
+
+    A folder of its step can only stand there already if it was passed over as damaged: it is replaced.
+    """
     final = folder / f"step-{checkpoint.step:08d}"
     temporary = folder / f".{final.name}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -51,11 +54,12 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
         save_weights(temporary / FILES[1], checkpoint.state, {})
         write_text(temporary / FILES[2], json.dumps(checkpoint.progress, indent=1))
         write_text(temporary / MANIFEST, json.dumps({name: _file_sha256(temporary / name) for name in FILES}, indent=1))
+        _flush_folder(temporary)
         if final.exists():
             shutil.rmtree(final)
         os.replace(temporary, final)
         _flush_folder(folder)
-    except OSError:
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
@@ -81,11 +85,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def newest_checkpoint(folder: Path, tell: Callable[[str], None]) -> Checkpoint | None:
     """The newest good checkpoint; `tell` hears of each damaged one that is passed over."""
-    for path in list_checkpoints(folder):
+    paths = list_checkpoints(folder)
+    for number, path in enumerate(paths, 1):
         try:
             return read_checkpoint(path)
         except UserError as error:
-            tell(f"{error}; falling back to the one before")
+            is_last = number == len(paths)
+            then = "none is left: starting from the beginning" if is_last else f"falling back to {paths[number].name}"
+            tell(f"{error}; {then}")
     return None
 
 
@@ -131,8 +138,11 @@ class CheckpointWriter:
         self._pool.shutdown()
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        write_checkpoint(self._folder, checkpoint, self._metadata)
-        for old in list_checkpoints(self._folder)[self._keep :]:
+        written = write_checkpoint(self._folder, checkpoint, self._metadata)
+        standing = list_checkpoints(self._folder)
+        # Those of later steps were passed over as damaged, or this run would have gone on from there.
+        later = [path for path in standing if path.name > written.name]
+        for old in later + standing[len(later) + self._keep :]:
             shutil.rmtree(old, ignore_errors=True)
 
 

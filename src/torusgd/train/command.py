@@ -8,8 +8,9 @@ from rich.console import Console
 
 from ..errors import UserError
 from ..recipes import load_recipe, validate
-from ..runtime import RuntimeOptions, resolve_auto, resolve_device
-from .launch import train as run_job
+from ..runtime import RuntimeOptions, ranks_are_given, resolve_auto, resolve_device
+from .joined import join_and_train
+from .launch import launch
 from .run import Job
 
 
@@ -37,7 +38,8 @@ def train(
         raise UserError(f"--init {init}: no such file")
     recipe = resolve_auto(recipe, device)
     folder = out or Path("runs") / recipe.name
-    ending = run_job(Job(recipe, options, device, folder, data, init, max_steps), fresh)
+    run = join_and_train if ranks_are_given() else launch
+    ending = run(Job(recipe, options, device, folder, data, init, max_steps), fresh)
     if ending.summary:
         show_result(ending.summary, folder)
     return ending.code

@@ -1,34 +1,37 @@
-"""Starting the ranks: through torch's elastic agent on this machine, or as the rank that a launcher started.
+"""Starting the ranks on this machine through torch's elastic agent, and starting them again when one is lost.
 
-A rank that dies is started again, with all others, from the last checkpoint. A user's mistake, or a run that can't go
-on, ends all ranks at once with one line.
+All ranks start again from the last checkpoint when one dies or no longer answers. A user's mistake, a defect, or a
+run that can't go on ends them all with one line.
 """
 
-import json
 import logging
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
-import socket
+import signal
 import sys
 import tempfile
-import time
-import traceback
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from rich.console import Console
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..errors import RunError, UserError
-from ..runtime import join, ranks_are_given, resolve_workers
-from ..schedule import Schedule
+from ..errors import RunError
+from ..runtime import join, resolve_workers
+from .checkpoint import list_checkpoints
 from .folder import RunFolder
-from .run import Job, Run
-from .signals import StopFlag, die_with_parent
-from .state import broadcast_text
+from .problems import Notes, Problem, problem_of
+from .run import Job, Run, steps_asked
+from .signals import EXIT_BASE, StopFlag, Stopped, die_with_launcher, end_on_stop, held_back, raise_on_stop
 from .telemetry import warn
 
 MAX_RESTARTS = 20
@@ -44,34 +47,43 @@ class Ending:
     summary: dict[str, Any]
 
 
-def train(job: Job, fresh: bool) -> Ending:
-    """Runs a job to its end, on ranks of its own or as one of the ranks that the environment describes.
+def launch(job: Job, fresh: bool) -> Ending:
+    """Runs a job to its end on ranks of its own.
 
     Raises:
         UserError: The job can't be run as given.
         RunError: The run can't go on.
     """
-    return _join(job, fresh) if ranks_are_given() else _launch(job, fresh)
-
-
-def _launch(job: Job, fresh: bool) -> Ending:
     folder = RunFolder(job.out)
     workers = resolve_workers(job.options, job.device, job.recipe)
     with folder.lock():
         folder.claim(job.recipe, fresh)
-        summary = folder.finished(_steps_asked(job))
-        if summary is not None:
-            return Ending(0, summary)
-        with tempfile.TemporaryDirectory(prefix="torusgd-") as notes:
-            return _agent(job, workers, Path(notes))
+        summary = folder.finished(steps_asked(job))
+        return Ending(0, summary) if summary is not None else _supervise(job, workers, folder)
 
 
-def _agent(job: Job, workers: int, notes: Path) -> Ending:
-    """Runs torch's elastic agent in this process until all ranks have ended."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _supervise(job: Job, workers: int, folder: RunFolder) -> Ending:
+    """Runs the ranks until they end well or for good."""
+    _prepare_ranks()
+    for restarts in range(MAX_RESTARTS + 1):
+        with tempfile.TemporaryDirectory(prefix="torusgd-") as name, _stoppable(Notes(Path(name))) as notes:
+            try:
+                results = _run_ranks(job, workers, restarts, name)
+            except ChildFailedError as error:
+                _raise_told(notes)
+                lost = _describe_loss(error.get_first_failure(), notes, workers, job.options.timeout)
+            except (Stopped, SignalException) as stop:
+                number = stop.number if isinstance(stop, Stopped) else int(stop.sigval)
+                return _stopped(number, folder)
+            else:
+                number = next((result["signal"] for result in results.values() if result["signal"]), 0)
+                return _stopped(number, folder) if number else Ending(0, results[0]["summary"])
+        again = f"restart {restarts + 1} of {MAX_RESTARTS}"
+        warn(f"{lost}; all ranks start again from {_last_checkpoint(folder)} ({again})")
+    raise RunError(f"{lost}, after {MAX_RESTARTS} restarts; {_last_checkpoint(folder)} is good")
+
+
+def _run_ranks(job: Job, workers: int, restarts: int, notes: str) -> dict[int, Any]:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -80,124 +92,103 @@ def _agent(job: Job, workers: int, notes: Path) -> Ending:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
-        max_restarts=MAX_RESTARTS,
+        start_method="forkserver",
+        max_restarts=0,  # the loop of `_supervise` can tell why
+        monitor_interval=0.1,
         shutdown_timeout=STOP_SECONDS,
+        signals_to_handle="SIGQUIT",  # the others are ours
     )
-    try:
-        results = elastic_launch(config, launched_rank)(job, os.getpid(), str(notes))
-    except SignalException as error:
-        warn(f"stopped by {error.sigval.name}; give the same command again to go on")
-        return Ending(128 + int(error.sigval), {})
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        raise RunError(
-            f"rank {rank} died again and again ({how}, {MAX_RESTARTS} restarts); the last checkpoint is in {job.out}"
-        ) from None
-    problem = _read_problem(notes)
-    if problem is not None:
-        raise (UserError if problem["code"] == 2 else RunError)(problem["text"])
-    signals = [result["signal"] for result in results.values() if result.get("signal")]
-    if signals:
-        warn(f"stopped by signal {signals[0]}; give the same command again to go on")
-        return Ending(128 + signals[0], {})
-    return Ending(0, results[0]["summary"])
+    return elastic_launch(config, launched_rank)(job, restarts, notes)
 
 
-def launched_rank(job: Job, launcher: int, notes: str) -> dict[str, Any]:
-    """One rank under our own launcher: its result, or nothing when the run has ended with a problem."""
-    die_with_parent(launcher)
+def _prepare_ranks() -> None:
+    """Starts the process that ranks are forked from: it imports torch once for all of them, and for each restart.
+
+    It holds no state and starts no thread. Stop signals are held back in it, and in each rank until it takes them,
+    so that a Ctrl-C, which reaches all processes of a terminal, ends none of them half-way.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    multiprocessing.set_forkserver_preload([__name__])
+    multiprocessing.resource_tracker.ensure_running()  # would end the holding back if it were started within
+    with held_back():
+        multiprocessing.forkserver.ensure_running()
+
+
+def launched_rank(job: Job, restarts: int, notes_folder: str) -> dict[str, Any]:
+    """One rank under our own launcher. It returns only when all is well: else it tells why and exits."""
+    notes, rank = Notes(Path(notes_folder)), int(os.environ["RANK"])
+    die_with_launcher()
+    end_on_stop()
+    _leave_if_stopping(notes)
     stop = StopFlag()
-    stop.install()
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    folder = Path(notes)
-    if _read_problem(folder) is not None:
-        return {}
-    if restarts and os.environ["RANK"] == "0":
-        warn(f"a rank was lost; all ranks start again from the last checkpoint (restart {restarts} of {MAX_RESTARTS})")
     try:
         ranks = join(job.device, job.options.timeout)
+        stop.install()
         outcome = Run(job, ranks, stop, restarts).run()
         dist.barrier()
     except Exception as error:
-        if isinstance(error, UserError | RunError):
-            _note_problem(folder, str(error), 2 if isinstance(error, UserError) else 1)
-        elif _is_lost_peer(error):
-            # The peer may have ended for a reason that it has told; else it was lost, and the agent starts us again.
-            time.sleep(0.5)
-            if _read_problem(folder) is None:
-                os._exit(1)
-        else:
-            traceback.print_exc()
-            _note_problem(folder, f"{type(error).__name__} on rank {os.environ['RANK']} (see above)", 1)
-        return {}
+        notes.write(rank, problem_of(error, rank))
+        _leave()
+    # From here on the agent waits for the result, or, if it is stopping, for the exit.
+    end_on_stop()
+    _leave_if_stopping(notes)
     return {"summary": outcome.summary, "signal": outcome.signal}
 
 
-def _join(job: Job, fresh: bool) -> Ending:
-    """This process is a rank that torchrun or another launcher started."""
-    die_with_parent(os.getppid())
-    stop = StopFlag()
-    stop.install()
-    ranks = join(job.device, job.options.timeout)
-    folder = RunFolder(job.out)
-    lock = folder.lock()
-    answer: dict[str, Any] = {}
-    if ranks.is_first:
-        try:
-            lock.__enter__()
-            folder.claim(job.recipe, fresh)
-            answer = {"summary": folder.finished(_steps_asked(job))}
-        except UserError as error:
-            answer = {"problem": str(error)}
-    answer = json.loads(broadcast_text(json.dumps(answer), ranks.device))
-    if "problem" in answer:
-        raise UserError(answer["problem"])
-    if answer["summary"] is not None:
-        return Ending(0, answer["summary"])
+def _leave_if_stopping(notes: Notes) -> None:
+    if notes.is_stopping():
+        _leave()
+
+
+def _leave() -> None:
+    """Closes all connections, so that the other ranks notice at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+@contextmanager
+def _stoppable(notes: Notes) -> Iterator[Notes]:
+    """Stop signals reach ranks in every state of their life; the terminal's cursor comes back."""
+    raise_on_stop(before=notes.stop)
     try:
-        outcome = Run(job, ranks, stop, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))).run()
-        if dist.is_initialized():
-            dist.barrier()
-    except RuntimeError as error:
-        if isinstance(error, RunError) or not _is_lost_peer(error):
-            raise
-        raise RunError(
-            f"rank {ranks.rank} on {socket.gethostname()}: lost another rank ({str(error).splitlines()[0]}); "
-            "the last checkpoint is good"
-        ) from None
+        yield notes
     finally:
-        if ranks.is_first:
-            lock.__exit__(None, None, None)
-    return Ending(128 + outcome.signal if outcome.signal else 0, outcome.summary if ranks.is_first else {})
+        raise_on_stop()
+        console = Console()
+        if console.is_terminal:
+            console.show_cursor()
 
 
-def _steps_asked(job: Job) -> int:
-    """Steps of the whole job; opening the data also finds a wrong path before any rank is started."""
-    from ..data.sources import open_sources
-
-    train_source, _ = open_sources(job.recipe.data, job.data, job.recipe.seed)
-    steps = len(Schedule(job.recipe, len(train_source)))
-    return min(steps, job.max_steps or steps)
-
-
-def _is_lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because another rank is gone; Gloo tells it as a plain RuntimeError."""
-    text = str(error)
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and any(word in text for word in ("gloo", "Gloo", "Connection", "NCCL", "Timed out"))
-    )
+def _raise_told(notes: Notes) -> None:
+    """Raises the problem that a rank has told, if any; the rank that can say most about it is heard."""
+    told = [problem for problem in notes.read().values() if not problem.is_loss]
+    if told:
+        first = max(told, key=lambda problem: (bool(problem.trace), len(problem.text)))
+        print(first.trace, end="", file=sys.stderr)
+        raise first.error()
 
 
-def _note_problem(folder: Path, text: str, code: int) -> None:
-    note = folder / f"problem-{os.environ['RANK']}.json"
-    temporary = note.with_suffix(".partial")
-    temporary.write_text(json.dumps({"text": text, "code": code}))
-    temporary.rename(note)
+def _describe_loss(first: tuple[int, ProcessFailure], notes: Notes, workers: int, timeout: float) -> str:
+    rank, failure = first
+    survivors: dict[int, Problem] = notes.read()
+    silent = [str(rank) for rank in range(workers) if rank not in survivors]
+    if failure.exitcode < 0:
+        return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}"
+    if not silent:
+        return f"the ranks lost each other ({survivors[rank].text})"
+    return f"rank {', '.join(silent)} gave no answer within {timeout:g} s"
 
 
-def _read_problem(folder: Path) -> dict[str, Any] | None:
-    """The first problem that a rank has told; a rank's own reason before another's word of it."""
-    notes = sorted(folder.glob("problem-*.json"))
-    return json.loads(notes[0].read_text()) if notes else None
+def _stopped(number: int, folder: RunFolder) -> Ending:
+    name = signal.Signals(number).name
+    warn(f"stopped by {name}; the same command goes on from {_last_checkpoint(folder)}")
+    return Ending(EXIT_BASE + number, {})
+
+
+def _last_checkpoint(folder: RunFolder) -> str:
+    last = next(iter(list_checkpoints(folder.checkpoints)), None)
+    return f"the checkpoint of step {int(last.name.removeprefix('step-'))}" if last else "the beginning"

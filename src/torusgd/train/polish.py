@@ -7,14 +7,21 @@ form, with exact sums, is ours. The first form is a last stage with `augment: fa
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..data.pipeline import Pipeline
+from ..recipe import Recipe
+from ..runtime import Ranks
 from ..sync.allreduce import native
 from ..sync.exact import FULL, decode, encode
 from ..sync.work import AllReduce
+from .evaluate import read_ahead
+from .precision import Precision
 
 
 @torch.no_grad()
@@ -84,3 +91,33 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
         layer.running_mean.copy_(mean)
         layer.running_var.copy_(variance + (square - mean.square()).clamp(min=0))
     return int(message[len(counts) - 1])
+
+
+def polish_by_recipe(
+    model: nn.Module, pipeline: Pipeline, recipe: Recipe, ranks: Ranks, allreduce: AllReduce, precision: Precision
+) -> int:
+    """Polishes over the training images that a recipe names, in index order, batch i on rank i mod N.
+
+    Args:
+        model: As for `polish`.
+        pipeline: Of the training images.
+        recipe: Its `polish` section says how many images, and how many in a batch; without one, all images in
+            batches of the last stage's images per worker.
+        ranks: This process among the others.
+        allreduce: Sums over ranks.
+        precision: As in training.
+
+    Returns:
+        The number of images over all ranks.
+    """
+    how = recipe.polish
+    count = min((how and how.images) or len(pipeline.source), len(pipeline.source))
+    size = (how and how.images_per_batch) or recipe.stages[-1].images_per_worker
+    cuts = [*range(0, count, size), count]
+    # An image alone has no variance where a layer sees one pixel: the last one joins the batch before.
+    if count - cuts[-2] == 1 and len(cuts) > 2:
+        del cuts[-2]
+    chunks = [np.arange(start, stop) for start, stop in pairwise(cuts)]
+    batches = read_ahead(pipeline, chunks[ranks.rank :: ranks.size])
+    with precision.autocast():
+        return polish(model, (precision.place(batch.images, ranks.device) for batch in batches), allreduce)

@@ -37,7 +37,7 @@ class Precision:
 
     def place(self, images: Tensor, device: torch.device) -> Tensor:
         """Images (n, c, h, w) on the device in the recipe's memory format."""
-# A new tensor, since one channel counts as both formats and the first convolution would choose the other.
+        # A new tensor, since one channel counts as both formats and the first convolution would choose the other.
         placed = torch.empty(images.shape, dtype=images.dtype, device=device, memory_format=self._format)
         return placed.copy_(images, non_blocking=True)
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..data.loader import Loader
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline
@@ -18,15 +16,15 @@ from ..duration import Duration
 from ..errors import RunError, UserError
 from ..models import build_model
 from ..optim import build_optimizer
-from ..recipe import Polish, Recipe
+from ..recipe import Recipe
 from ..runtime import Ranks, RuntimeOptions, check_world_size, conditions, prepare_numerics
 from ..schedule import Schedule
 from ..sync.allreduce import native
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
 from .checkpoint import CheckpointWriter, newest_checkpoint
-from .evaluate import Evaluation, evaluate, read_ahead
+from .evaluate import Evaluation, evaluate
 from .folder import RunFolder
-from .polish import polish
+from .polish import polish_by_recipe
 from .signals import StopFlag
 from .state import RunState, broadcast_text
 from .step import Stepper, StepResult
@@ -189,7 +187,8 @@ class Run:
         assert evaluation is not None
         before = evaluation.top1
         if recipe.polish is not None:
-            self._polish(recipe.polish)
+            polish_by_recipe(model, self.training, recipe, self.ranks, self.allreduce, self.stepper.precision)
+            self.stepper.batch_norm.take()
             evaluation = self._evaluate(lambda: False)
             assert evaluation is not None
             if self.telemetry is not None:
@@ -233,22 +232,6 @@ class Run:
                 ) from None
         return summary
 
-    def _polish(self, how: Polish) -> None:
-        source = self.training.source
-        count = min(how.images or len(source), len(source))
-        size = how.images_per_batch or self.job.recipe.stages[-1].images_per_worker
-        starts = range(self.ranks.rank * size, count, self.ranks.size * size)
-        chunks = [np.arange(start, min(start + size, count)) for start in starts]
-        precision = self.stepper.precision
-        images = (
-            precision.place(batch.images, self.ranks.device)
-            for batch in read_ahead(self.training, chunks)
-            if len(batch.images) > 1  # one image has no variance where a layer sees one pixel
-        )
-        with precision.autocast():
-            polish(self.stepper.model, images, self.allreduce)
-        self.stepper.batch_norm.take()
-
     def _restore(self) -> None:
         """Takes the newest good checkpoint, or the weights of --init; rank 0 reads, all ranks get."""
         state, stepper = self.state, self.stepper
@@ -269,6 +252,11 @@ class Run:
         if problem:
             raise UserError(problem)
         state.share(stepper)
+        if state.step > self.steps:
+            raise UserError(
+                f"--max-steps {self.steps}: the run in {self.job.out} has done {state.step} steps already; give at "
+                "least as many, or --fresh"
+            )
 
     def _greet(self, telemetry: Telemetry) -> None:
         state = self.state
@@ -299,3 +287,10 @@ class Run:
     def _metadata(self) -> dict[str, str]:
         recipe = json.dumps(self.job.recipe.as_dict())
         return {"classes": json.dumps(self.classes), "recipe": recipe, "recipe_sha256": self.state.recipe_sha256}
+
+
+def steps_asked(job: Job) -> int:
+    """Steps of the whole job. Opening the data also finds a wrong path before any rank is started; UserError."""
+    train, _ = open_sources(job.recipe.data, job.data, job.recipe.seed)
+    steps = len(Schedule(job.recipe, len(train)))
+    return min(steps, job.max_steps or steps)

@@ -1,4 +1,7 @@
-"""Signals of a rank: SIGTERM and SIGINT ask for a stop after the current step; a rank dies with its launcher."""
+"""Signals: a stop is asked for with SIGTERM, SIGINT or SIGHUP, and nothing outlives the process that started it.
+
+A process that holds no training state ends at once (`Stopped`); a rank in training finishes its step (`StopFlag`).
+"""
 
 import ctypes
 import os
@@ -6,9 +9,60 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
 from types import FrameType
 
-EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+EXIT_BASE = 128
+"""a process that a signal stopped exits with this plus the signal's number"""
+
+
+REPEAT_SECONDS = 3.0
+
+
+class Stopped(BaseException):
+    """A stop signal came. Not an Exception: it passes every handler on its way out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def raise_on_stop(before: Callable[[], object] = lambda: None) -> None:
+    """Lets a stop signal call `before` and raise `Stopped` in the main thread.
+
+    `timeout` and others send a signal twice, to the process and to its group: a repetition within 3 s does nothing,
+    a later one breaks off what the first began.
+    """
+    first = 0.0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if first and time.monotonic() - first < REPEAT_SECONDS:
+            return
+        first = first or time.monotonic()
+        before()
+        raise Stopped(number)
+
+    _set_all(stop)
+
+
+def end_on_stop() -> None:
+    """Lets a stop signal end this process at once and silently, as long as there is nothing to save."""
+    _set_all(signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Stop signals wait until the block's end; a process started in it never gets them, until it unblocks them."""
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
 class StopFlag:
@@ -18,9 +72,8 @@ class StopFlag:
         self.signal = 0
 
     def install(self) -> None:
-        """Takes SIGTERM and SIGINT (main thread only)."""
-        for number in EXIT_CODES:
-            signal.signal(number, self._remember)
+        """Takes the stop signals (main thread only)."""
+        _set_all(self._remember)
 
     def __call__(self) -> bool:
         return self.signal != 0
@@ -29,18 +82,35 @@ class StopFlag:
         self.signal = self.signal or number
 
 
-def die_with_parent(parent: int) -> None:
-    """Ends this process at once when its launcher (a process id) is gone: no orphan goes on or writes a checkpoint."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+def die_with_launcher() -> None:
+    """Ends this rank at once when the process that started it through multiprocessing is gone."""
+    launcher = parent_process()
+    assert launcher is not None, "called in a process of multiprocessing"
+
+    def watch() -> None:
+        launcher.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="torusgd-launcher-watch").start()
+    _die_with_parent()  # the fork server, whose end would leave the launcher without word of this rank
+
+
+def die_with_agent() -> None:
+    """Ends this rank at once when the agent of torchrun, its parent, is gone: torchrun's ranks would go on."""
+    parent = os.getppid()
+    _die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _set_all(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for number in STOP_SIGNALS:
+        # Whom nohup shields from the end of the terminal stays shielded.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
