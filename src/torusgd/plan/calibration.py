@@ -1,18 +1,21 @@
 """The calibrated parameters: a few factors on the stated values of clusters and software profiles.
 
 A cluster file and a profile state what is known from data sheets, logs and papers. What the published results say
-beyond that is one factor a parameter, fitted by `torusgd.plan.fit` and kept in calibration.yaml: never one a row.
+beyond that is one factor a parameter, fitted by `torusgd.plan.fit` and kept in calibrated.json: never one a row.
 """
 
 import copy
+import json
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from ..recipe import Positive, Section
+from ..recipe import NotNegative, Positive, Section
 from ..recipes import _parse, validate
+
+Factors = dict[str, float]
+"""parameter's name: factor"""
 
 
 class Parameter(Section):
@@ -21,49 +24,65 @@ class Parameter(Section):
     name: str
     meaning: str
     targets: tuple[str, ...]
-    """values that it multiplies, such as software/nnl-fp16:math"""
+    """values that it multiplies, such as software/nnl-fp16:math; a star in a file's name stands for several"""
     spread: Positive
     """how far from 1 it may well lie: standard deviation of its logarithm before any row is seen"""
-    factor: Positive = 1.0
-    """as fitted"""
+
+    def keys(self, folder: str, name: str) -> list[str]:
+        """The keys of a file that it aims at."""
+        pairs = [target.partition(":") for target in self.targets]
+        return [key for pattern, _, key in pairs if fnmatchcase(f"{folder}/{name}", pattern)]
 
 
-class Calibration(Section):
-    """All fitted factors."""
+class Parameters(Section):
+    """parameters.yaml."""
 
     parameters: tuple[Parameter, ...]
-    errors: dict[str, float] = {}
-    """software: spread of the logarithm of predicted over published, leave-one-out where that can be had"""
+    outliers: dict[str, str]
+    """published rows that are not fitted, and the physics that the model misses there"""
 
 
-Factors = dict[str, float]
-"""parameter's name: factor"""
+class Calibrated(Section):
+    """calibrated.json, which the fit writes."""
+
+    factors: Factors
+    errors: dict[str, NotNegative]
+    """software profile: spread of the logarithm of its predictions"""
+    left_out: dict[str, Positive]
+    """published row: predicted by the fit of all others"""
 
 
 @cache
-def load_calibration() -> Calibration:
-    """The calibration that ships with torusgd."""
-    text = files(__package__).joinpath("calibration.yaml").read_text()
-    return validate(Calibration, _parse(text, "calibration.yaml"), "calibration.yaml")
+def load_parameters() -> Parameters:
+    """What is fitted."""
+    text = files(__package__).joinpath("parameters.yaml").read_text()
+    return validate(Parameters, _parse(text, "parameters.yaml"), "parameters.yaml")
 
 
-def shipped_factors() -> Factors:
-    """The fitted factors."""
-    return {parameter.name: parameter.factor for parameter in load_calibration().parameters}
+@cache
+def load_calibrated() -> Calibrated:
+    """What the fit found."""
+    return validate(
+        Calibrated, json.loads(files(__package__).joinpath("calibrated.json").read_text()), "calibrated.json"
+    )
 
 
 def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | None = None) -> dict[str, Any]:
-    """`tree` with every value that a parameter aims at multiplied by its factor (the shipped one if not given)."""
-    factors = shipped_factors() if factors is None else factors
+    """`tree`, a cluster or profile that ships, with every value that a parameter aims at multiplied by its factor.
+
+    Without `factors` by those found, and a profile gets its error beside them. A value that a file leaves to its
+    default is not multiplied.
+    """
+    found = load_calibrated() if factors is None else Calibrated(factors=factors, errors={}, left_out={})
     result = copy.deepcopy(tree)
-    for parameter in load_calibration().parameters:
-        for target in parameter.targets:
-            file, _, path = target.partition(":")
-            if file == f"{folder}/{name}":
-                *parents, last = path.split(".")
-                node = result
-                for key in parents:
-                    node = node[key]
-                assert last in node, f"{target}: the file must state the value that is calibrated"
-                node[last] = float(TypeAdapter(float).validate_python(node[last])) * factors[parameter.name]
+    for parameter in load_parameters().parameters:
+        for key in parameter.keys(folder, name):
+            *parents, last = key.split(".")
+            node = result
+            for part in parents:
+                node = node.get(part, {})
+            if last in node:
+                node[last] = float(node[last]) * found.factors[parameter.name]
+    if folder == "software" and name in found.errors:
+        result["error"] = found.errors[name]
     return result

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import UserError
+from ..recipe import Section
 from ..recipes import _parse, validate
 from .calibration import calibrated
-from .describe import Cluster, Section, Software
+from .describe import Cluster, Software
 
 D = TypeVar("D", bound=Section)
 

@@ -43,9 +43,7 @@ def kernel_seconds(
     return (launch + memory_seconds) * left + math_seconds
 
 
-def pass_seconds(
-    cost: ModelCost, device: Device, software: Software, images: float, linear_share: float = 1.0
-) -> Pass:
+def pass_seconds(cost: ModelCost, device: Device, software: Software, images: float, linear_share: float = 1.0) -> Pass:
     """A pass over `images` images on one device, which keeps `linear_share` of the weights of linear layers."""
     forward = kernel_seconds(cost.forward, device, software, images, linear_share).sum()
     backward = kernel_seconds(cost.backward, device, software, images, linear_share)

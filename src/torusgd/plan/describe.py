@@ -55,6 +55,8 @@ class Cluster(Section):
     devices_per_node: Count = 1
     nodes: Count | None = None
     """null: as many as asked for"""
+    crowding: NotNegative = 0.0
+    """by what share compute slows when all devices of a node work, as they share memory and power; less with fewer"""
     inside: Link
     between: Link
     rack_nodes: Count | None = None

@@ -5,14 +5,15 @@ spread: Gauss-Newton with a shrinking step, a handful of parameters, no library.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
-from .calibration import Factors, Parameter, load_calibration
+from .calibration import Calibrated, Factors, Parameter, load_parameters
+from .layers import Array
 from .published import Row, predict, system_of
 
 ROW_SPREAD = 0.04
@@ -36,25 +37,24 @@ class Check:
 
 def aims_at(parameter: Parameter, row: Row) -> bool:
     """Whether a parameter has a say in a row."""
-    files = {target.partition(":")[0] for target in parameter.targets}
-    return bool(files & {f"clusters/{row.cluster}", f"software/{row.software}"})
+    return bool(parameter.keys("clusters", row.cluster) or parameter.keys("software", row.software))
 
 
 def fit_factors(rows: Sequence[Row], start: Factors | None = None) -> Factors:
     """The factors that fit `rows` best; without rows all are 1."""
-    parameters = load_calibration().parameters
+    parameters = load_parameters().parameters
     names = [parameter.name for parameter in parameters]
     spreads = np.array([parameter.spread for parameter in parameters])
     x = np.log([(start or {}).get(name, 1.0) for name in names])
 
-    def residuals(at: np.ndarray, which: Sequence[int]) -> np.ndarray:
+    def residuals(at: Array, which: Sequence[int]) -> Array:
         factors = dict(zip(names, np.exp(at).tolist(), strict=True))
         return np.array([_log_error(rows[i], factors) for i in which]) / ROW_SPREAD
 
     everyone = range(len(rows))
     mine = [[i for i in everyone if aims_at(parameter, rows[i])] for parameter in parameters]
 
-    def objective(at: np.ndarray, errors: np.ndarray) -> float:
+    def objective(at: Array, errors: Array) -> float:
         return float((errors**2).sum() + ((at / spreads) ** 2).sum())
 
     errors = residuals(x, everyone)
@@ -85,21 +85,37 @@ def _log_error(row: Row, factors: Factors) -> float:
     return math.log(predict(row, system_of(row, factors)) / row.value)
 
 
-def leave_one_out(rows: Sequence[Row], outliers: Mapping[str, str], start: Factors) -> list[Check]:
-    """Each row predicted from the fit of all others; `outliers` are never fitted to."""
-    fitted = [row for row in rows if row.id not in outliers]
-    members = defaultdict(list)
-    for row in rows:
-        members[row.cluster, row.software].append(row.id)
+def leave_one_out(rows: Sequence[Row], factors: Factors) -> list[Check]:
+    """Each row predicted by the fit of all others; `factors`, the fit of all, is where each begins."""
+    outliers = load_parameters().outliers
+    members = Counter((row.cluster, row.software) for row in rows)
     checks = []
     for row in rows:
-        others = [other for other in fitted if other.id != row.id]
-        factors = fit_factors(others, start) if row.id not in outliers else fit_factors(fitted, start)
-        predicted = predict(row, system_of(row, factors))
-        checks.append(Check(row, predicted, len(members[row.cluster, row.software]) > 1))
+        others = [other for other in rows if other.id != row.id and other.id not in outliers]
+        predicted = predict(row, system_of(row, fit_factors(others, factors)))
+        checks.append(Check(row, predicted, members[row.cluster, row.software] > 1))
     return checks
 
 
 def spread_of(errors: Sequence[float]) -> float:
-    """A robust standard deviation of the logarithm: 1.4826 times the median of |log(1 + error)|."""
-    return 1.4826 * median(abs(math.log1p(error)) for error in errors)
+    """A robust standard deviation of the logarithm, 1.4826 times the median size; at least 5 % as rows are so few."""
+    return max(0.05, 1.4826 * median(abs(math.log1p(error)) for error in errors))
+
+
+def calibrate(rows: Sequence[Row]) -> tuple[Calibrated, list[Check]]:
+    """Fits everything to `rows`, leaving out the outliers, and checks each row; takes half a minute."""
+    outliers = load_parameters().outliers
+    factors = fit_factors([row for row in rows if row.id not in outliers])
+    checks = leave_one_out(rows, factors)
+    errors = defaultdict(list)
+    for check in checks:
+        if check.row.id not in outliers:
+            errors[check.row.software].append(check.error)
+    return (
+        Calibrated(
+            factors={name: float(f"{factor:.6g}") for name, factor in factors.items()},
+            errors={software: round(spread_of(each), 4) for software, each in sorted(errors.items())},
+            left_out={check.row.id: float(f"{check.predicted:.6g}") for check in checks},
+        ),
+        checks,
+    )

@@ -1,8 +1,8 @@
 """Das et al. (arXiv 1602.06709): the balance of compute and communication, hybrid parallelism, and what overlap hides.
 
 G groups of N / G nodes: model-parallel inside a group, data-parallel across groups. G = N is pure data parallelism,
-G = 1 pure model parallelism. All volumes are bytes a node and step; `overlap` in 0..1 is how far sending and receiving go
-on at the same time.
+G = 1 pure model parallelism. All volumes are bytes a node and step; `overlap` in 0..1 is how far sending and receiving
+go on at the same time.
 """
 
 import math
@@ -13,7 +13,7 @@ from .layers import Layer
 
 
 def data_parallel_ratio(layer: Layer, images_per_node: float, overlap: float = 1.0, size: int = 4) -> float:
-    """FLOP a byte of a layer whose weights travel: 1.5 * ow*oh * images for 32 bits and full overlap, for any kernel."""
+    """FLOP a byte of a layer whose weights travel: 1.5 * ow*oh * images with 32 bits and full overlap."""
     flops = 3 * 2 * layer.macs * images_per_node
     return flops / (size * layer.weights * (2 - overlap))
 
@@ -60,7 +60,9 @@ def best_groups(layer: Layer, nodes: int, batch: int, overlap: float = 0.0, size
     return min(divisors, key=lambda groups: sum(hybrid_volume(layer, nodes, batch, groups, overlap, size)))
 
 
-def bubbles(layers: Sequence[Layer], volumes: Sequence[float], images: float, flops: float, bandwidth: float) -> list[float]:
+def bubbles(
+    layers: Sequence[Layer], volumes: Sequence[float], images: float, flops: float, bandwidth: float
+) -> list[float]:
     """Seconds that each layer's new weights are late.
 
     A layer's gradients leave after its weight-gradient pass, first in first out, and hide behind the backward passes of

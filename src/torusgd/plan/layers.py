@@ -30,8 +30,6 @@ _NO_KERNEL = frozenset(
     {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "as_strided", "unsqueeze"}
     | {"squeeze", "slice", "select", "reshape", "split", "empty", "empty_like"}
 )
-# Results or counters of less than this many values (a loss, num_batches_tracked) are no work worth a line.
-_SMALL = 256
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ class _Trace(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         read, wrote = _count((args, kwargs)), _count(out)
-        if name not in _NO_KERNEL and read + wrote >= _SMALL:
+        if name not in _NO_KERNEL and _is_float(out):  # integers are batch norm's counters
             self.rows.append(_Row(name, _flops(func, name, args, kwargs or {}, out), read + wrote))
             self.written += wrote
         return out
@@ -195,6 +193,10 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
         return 2 * grad.numel() * weight[0].numel() * sum(args[-1][:2])
     count = flop_registry.get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=out)) if count else 0
+
+
+def _is_float(tree: Any) -> bool:
+    return any(leaf.is_floating_point() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _count(tree: Any) -> int:

@@ -1,11 +1,13 @@
 """What an all-reduce costs on a cluster: alpha-beta terms an axis, shared network cards, tapered racks.
 
 Devices are numbered node by node. An axis is a set of devices `stride` apart: stride 1 is horizontal (neighbours), a
-stride of X is the vertical axis of a Y x X grid. By symmetry one representative device is priced, so that 100,000 cost no
-more than 8. Formulas: papers' 2 (P-1) alpha + 2 (P-1)/P n / B for a ring, its kin for the rest; docs/methods/planner.md.
+stride of X is the vertical axis of a Y x X grid. By symmetry one representative device is priced, so that 100,000 cost
+no more than 8. A ring of P takes 2 (P-1) alpha + 2 (P-1)/P n / B; the others' formulas are in docs/methods/planner.md.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from .describe import Cluster, Communication
@@ -126,38 +128,45 @@ def phases(cluster: Cluster, communication: Communication, ranks: int, size: flo
     """The parts of one all-reduce of `size` bytes over the first `ranks` devices, in order."""
     if ranks == 1:
         return ()
+    if communication.algorithm in ("torus", "hierarchical"):
+        return _on_grid(cluster, communication, ranks, size)
+    if communication.algorithm == "in-network":
+        return _in_network(cluster, ranks, size, communication.message)
     message, flat = communication.message, Axis(ranks, 1)
+    ring = partial(_summed, cluster, flat, size, "ring", message)
+    double_tree = partial(tree, cluster, ranks, size, message)
+    seconds: dict[str, Callable[[], float]] = {
+        "native": ring,
+        "ring": ring,
+        "halving-doubling": partial(_summed, cluster, flat, size, "halving", message),
+        "doubling": partial(_summed, cluster, flat, size, "doubling", message),
+        "direct": partial(_summed, cluster, flat, size, "direct", message),
+        "tree": double_tree,
+        "nccl": lambda: min(ring(), double_tree()),
+    }
+    return (Phase("flat", seconds[communication.algorithm]()),)
 
-    def summed(axis: Axis, bytes_: float, method: str) -> float:
-        if method == "doubling":
-            return doubling(cluster, axis, bytes_, message)
-        return 2 * reduce_scatter(cluster, axis, bytes_, method, message)
 
-    match communication.algorithm:
-        case "native" | "ring":
-            return (Phase("flat", summed(flat, size, "ring")),)
-        case "halving-doubling":
-            return (Phase("flat", summed(flat, size, "halving")),)
-        case "doubling" | "direct":
-            return (Phase("flat", summed(flat, size, communication.algorithm)),)
-        case "tree":
-            return (Phase("flat", tree(cluster, ranks, size, message)),)
-        case "nccl":
-            return (Phase("flat", min(tree(cluster, ranks, size, message), summed(flat, size, "ring"))),)
-        case "in-network":
-            return _in_network(cluster, ranks, size, message)
+def _summed(cluster: Cluster, axis: Axis, size: float, method: str, message: float) -> float:
+    """Seconds of an all-reduce along one axis."""
+    if method == "doubling":
+        return doubling(cluster, axis, size, message)
+    return 2 * reduce_scatter(cluster, axis, size, method, message)
+
+
+def _on_grid(cluster: Cluster, communication: Communication, ranks: int, size: float) -> tuple[Phase, ...]:
     rows, columns = grid_of(communication, cluster, ranks)
     across, down = Axis(columns, 1), Axis(rows, columns)
     vertical, horizontal = communication.methods
+    message = communication.message
+    half = reduce_scatter(cluster, across, size, horizontal, message)
     if communication.algorithm == "torus":
-        half = reduce_scatter(cluster, across, size, horizontal, message)
-        middle = summed(down, size / columns, vertical)
+        middle = _summed(cluster, down, size / columns, vertical, message)
         return (Phase("horizontal", half), Phase("vertical", middle), Phase("horizontal", half))
-    # Hierarchical: the row's sum is gathered on its leader; one flow a row leaves the node.
-    leader = Cluster.model_copy(cluster, update={"devices_per_node": max(1, cluster.devices_per_node // columns)})
-    gather = reduce_scatter(cluster, across, size, horizontal, message) * 2
-    middle = 2 * reduce_scatter(leader, Axis(rows, 1), size, vertical, message)
-    return (Phase("horizontal", gather), Phase("vertical", middle), Phase("horizontal", gather))
+    # The row's sum is gathered on its leader, which takes as long again; only leaders use the cards of a node.
+    leaders = cluster.model_copy(update={"devices_per_node": max(1, cluster.devices_per_node // columns)})
+    middle = _summed(leaders, Axis(rows, 1), size, vertical, message)
+    return (Phase("horizontal", 2 * half), Phase("vertical", middle), Phase("horizontal", 2 * half))
 
 
 def _in_network(cluster: Cluster, ranks: int, size: float, message: float) -> tuple[Phase, ...]:

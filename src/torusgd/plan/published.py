@@ -91,7 +91,9 @@ def read_rows(path: str | Path | None = None) -> list[Row]:
     reader = csv.DictReader(text.splitlines())
     missing = [name for name in (*COLUMNS, "metric", "value", "unit") if name not in (reader.fieldnames or ())]
     if missing:
-        raise UserError(f"{where}: the column {missing[0]} is missing; the first line must name {', '.join(COLUMNS)}, ...")
+        raise UserError(
+            f"{where}: the column {missing[0]} is missing; the first line must name {', '.join(COLUMNS)}, ..."
+        )
     rows = [_row(record, f"{where}: row {record['id'] or number}") for number, record in enumerate(reader, 2)]
     if not rows:
         raise UserError(f"{where}: has no rows")
@@ -193,4 +195,5 @@ def predict_row(row: Row) -> Prediction:
     """The row with its band, by the calibration that ships."""
     system = system_of(row)
     values = [predict(row, system, quantile) for quantile in (0.5, LOW, HIGH)]
-    return Prediction(row, values[0], *widened(values, system.software.error))
+    low, high = widened(values, system.software.error)
+    return Prediction(row, values[0], low, min(high, 1.0) if row.metric == "scaling_efficiency" else high)

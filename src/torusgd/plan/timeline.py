@@ -85,6 +85,7 @@ def step_time(
     split = _split_layers(cost, software, devices)
     own = (software.communication.linear_groups or 1) / devices if split else 1.0
     work = pass_seconds(cost, cluster.device, software, images, own)
+    work = _crowded(work, cluster, devices)
     forward, backward = work.forward * passes, work.backward * passes
     sent = _sum_gradients(cost, cluster, software, devices, work, {layer.name for layer in split})
     exchange = sum(_activations(layer, cluster, software, devices, images * passes) for layer in split)
@@ -100,6 +101,14 @@ def step_time(
     return StepTime(
         forward, backward, sent.exposed, contention, exchange, coordination, update, waiting, jitter, sent.hidden
     )
+
+
+def _crowded(work: Pass, cluster: Cluster, devices: int) -> Pass:
+    neighbours = min(devices, cluster.devices_per_node) - 1
+    if not cluster.crowding or not neighbours:
+        return work
+    factor = 1 + cluster.crowding * neighbours / (cluster.devices_per_node - 1)
+    return Pass(work.forward * factor, work.backward * factor, work.ready * factor)
 
 
 def _stretch(jitter: float, devices: int, quantile: float) -> float:
@@ -157,7 +166,7 @@ def _split_layers(cost: ModelCost, software: Software, devices: int) -> list[Lay
 
 
 def _activations(layer: Layer, cluster: Cluster, software: Software, devices: int, images: int) -> float:
-    """All-gather of a split layer's inputs in forward, reduce-scatter of their gradients in backward: both are waited for."""
+    """Inputs of a split layer all-gathered in forward, their gradients reduce-scattered in backward: waited for."""
     groups = software.communication.linear_groups or devices
     size = software.communication.wire_bits // 8
     bytes_, _ = hybrid_volume(layer, devices, images * devices, groups, size=size)
@@ -169,7 +178,7 @@ def _activations(layer: Layer, cluster: Cluster, software: Software, devices: in
 def _weights_across_groups(
     cost: ModelCost, software: Software, devices: int, work: Pass, split: set[str]
 ) -> list[Bucket]:
-    """The strips of split layers, summed over the groups. They are priced as sums over all devices, whose volume is equal."""
+    """The strips of split layers, summed over the groups; priced as sums over all devices of an equal volume."""
     groups = software.communication.linear_groups or devices
     if groups == 1 or not split:
         return []

@@ -1,0 +1,209 @@
+"""A recipe on a cluster: the same Recipe and Schedule that a run takes, walked through the cost model instead."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..data.sources import open_sources
+from ..errors import UserError
+from ..models.build import _construct
+from ..recipe import Model, Recipe
+from ..schedule import Schedule
+from .compute import memory_bytes
+from .describe import Cluster, Communication, Software
+from .layers import ModelCost, read_model
+from .run import HIGH, LOW, RunTime, Span, run_time, widened
+from .timeline import StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned: a recipe's network and its steps."""
+
+    cost: ModelCost
+    spans: tuple[Span, ...]
+    train_images: int
+    eval_images: int
+    evaluations: int
+
+    @property
+    def images(self) -> int:
+        """Training images of the whole run."""
+        return sum(span.steps * span.images * span.workers for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted run."""
+
+    devices: int
+    steps: tuple[StepTime, ...]
+    """one of each stage"""
+    batches: tuple[int, ...]
+    run: RunTime
+    low: float
+    high: float
+    """seconds of the run within which it should lie: the slowest device's luck, and the profile's own error"""
+    images_per_second: float
+    """over all steps"""
+    efficiency: float
+    """of a device, against one device alone with the same virtual workers each"""
+    memory: float
+    """bytes a device needs, about"""
+    limit: str
+    """what holds it back most, in words"""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; all times in seconds."""
+        stages = [
+            {"batch": batch, "seconds": step.seconds, **asdict(step)}
+            for batch, step in zip(self.batches, self.steps, strict=True)
+        ]
+        run = {"start": self.run.start, "training": self.run.training, "evaluation": self.run.evaluation}
+        return {
+            "devices": self.devices,
+            "seconds": self.run.seconds,
+            "low": self.low,
+            "high": self.high,
+            "images_per_second": self.images_per_second,
+            "efficiency": self.efficiency,
+            "memory_bytes": self.memory,
+            "limit": self.limit,
+            "run": run,
+            "stages": stages,
+        }
+
+
+def job_of(recipe: Recipe, path: Path | None = None) -> Job:
+    """Reads a recipe's network and lays out its steps.
+
+    Args:
+        recipe: What is to be trained.
+        path: Its data, looked at only where the recipe does not say how many training images there are.
+
+    Raises:
+        UserError: The number of images or classes is neither told nor found, or the network can't be read.
+    """
+    train, held_out, classes = _counts(recipe, path)
+    schedule = Schedule(recipe, train)
+    spans = tuple(
+        Span(span.stop_step - span.first_step, span.stage.images_per_worker, recipe.virtual_workers)
+        for span in schedule.spans
+    )
+    evaluations = len(schedule.boundaries(recipe.evaluate.every, recipe.evaluate.first))
+    data = recipe.data
+    options = json.dumps(dict(recipe.model.options), sort_keys=True)
+    cost = _cost(recipe.model.name, options, classes, data.channels, data.image_size)
+    return Job(cost, spans, train, held_out, evaluations)
+
+
+def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
+    """Training images, held-out images (as ImageNet's 1 in 25 where nothing tells) and classes."""
+    data = recipe.data
+    if data.train_images is not None and data.classes is not None:
+        return data.train_images, data.eval_images or round(data.train_images / 25), data.classes
+    try:
+        train, held_out = open_sources(data, path, recipe.seed)
+    except UserError as error:
+        raise UserError(
+            f"{error}; a plan needs the data, or --set data.train_images=50000 --set data.classes=1000"
+        ) from error
+    return len(train), len(held_out), data.classes or len(train.classes)
+
+
+@cache
+def _cost(name: str, options: str, classes: int, channels: int, pixels: int) -> ModelCost:
+    model = Model(name=name, options=json.loads(options))
+
+    def build() -> nn.Module:
+        return _construct(model, classes=classes, channels=channels)
+
+    with torch.random.fork_rng(devices=[]):
+        return read_model(build, (channels, pixels, pixels))
+
+
+def software_for(recipe: Recipe, software: Software) -> Software:
+    """The profile with the recipe's own precision and width on the wire, which are the recipe's to say."""
+    bits = 16 if recipe.reduction in ("float16", "bfloat16") else 32
+    how = software.communication.model_copy(update={"wire_bits": bits})
+    precision = software.precision if recipe.precision == "auto" else recipe.precision
+    return software.model_copy(update={"precision": precision, "communication": how})
+
+
+def with_communication(software: Software, **changes: Any) -> Software:
+    """The profile with other ways to communicate, such as algorithm="torus"."""
+    how = Communication.model_validate({**software.communication.model_dump(), **changes}, strict=False)
+    return software.model_copy(update={"communication": how})
+
+
+def forecast(job: Job, cluster: Cluster, software: Software, devices: int) -> Forecast:
+    """Predicts the run of a job.
+
+    Raises:
+        UserError: More devices than virtual workers.
+    """
+    workers = min(span.workers for span in job.spans)
+    if devices > workers:
+        raise UserError(
+            f"devices = {devices}: the recipe has {workers} virtual workers to share; use at most {workers}, "
+            f"or --set virtual_workers={devices}"
+        )
+    runs = [
+        run_time(job.cost, cluster, software, devices, job.spans, job.evaluations, job.eval_images, quantile)
+        for quantile in (0.5, LOW, HIGH)
+    ]
+    low, high = widened([run.seconds for run in runs], software.error)
+    run = runs[0]
+    shares = [math.ceil(span.workers / devices) for span in job.spans]
+    alone = sum(
+        span.steps * step_time(job.cost, cluster, software, 1, span.images, share).seconds
+        for span, share in zip(job.spans, shares, strict=True)
+    )
+    balance = sum(span.steps * span.workers / devices / share for span, share in zip(job.spans, shares, strict=True))
+    efficiency = alone / run.training * balance / sum(span.steps for span in job.spans)
+    return Forecast(
+        devices=devices,
+        steps=run.steps,
+        batches=tuple(span.images * span.workers for span in job.spans),
+        run=run,
+        low=low,
+        high=high,
+        images_per_second=job.images / run.training,
+        efficiency=efficiency,
+        memory=memory_bytes(job.cost, software, max(span.images for span in job.spans)),
+        limit=_limit(job, cluster, software, run, devices),
+    )
+
+
+def _limit(job: Job, cluster: Cluster, software: Software, run: RunTime, devices: int) -> str:
+    """The largest part of a run that is not arithmetic or memory traffic, with its remedy."""
+    weights = [span.steps for span in job.spans]
+
+    def total(name: str) -> float:
+        values = [getattr(step, name) for step in run.steps]
+        return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+    compute = total("compute")
+    quick = software.model_copy(update={"launch": 0.0})
+    without = sum(
+        weight * step_time(job.cost, cluster, quick, devices, span.images, math.ceil(span.workers / devices)).compute
+        for weight, span in zip(weights, job.spans, strict=True)
+    )
+    remedies = {
+        "communication": (total("communication"), "try --best for another grid, algorithm or bucket size"),
+        "kernel launches": (compute - without, "more images a virtual worker, fused kernels or CUDA graphs"),
+        "slow devices": (total("jitter"), "fewer devices, or find the slow ones"),
+        "the optimiser": (total("update"), "a sharded update"),
+        "input": (total("input"), "faster decoding, or more cores for it"),
+        "start and evaluation": (run.start + run.evaluation, "evaluate less often"),
+    }
+    name, (seconds, remedy) = max(remedies.items(), key=lambda item: item[1][0])
+    if seconds < 0.02 * run.seconds:
+        return "arithmetic and memory of the devices: more devices help"
+    return f"{name}: {100 * seconds / run.seconds:.0f} % of the time; {remedy}"
