@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +39,13 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     """Writes a safetensors file whole or not at all; OSError as it comes."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(path) as temporary:
-        save_file(plain, temporary, metadata=dict(metadata))
+        try:
+            save_file(plain, temporary, metadata=dict(metadata))
+        except safetensors.SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
 def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
