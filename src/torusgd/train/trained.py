@@ -68,7 +68,7 @@ def open_trained(
 
 
 def find_weights(path: Path) -> Path:
-    """The weight file of a run's folder (finished, else its newest checkpoint) or of a checkpoint's; a file is itself."""
+    """The weight file of a run's folder (finished, else its newest checkpoint), of a checkpoint's, or itself."""
     if path.is_file():
         return path
     newest = list_checkpoints(path / "checkpoints") if path.is_dir() else []
