@@ -14,7 +14,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,8 +145,8 @@ def _leave_if_stopping(notes: Notes) -> None:
 
 def _leave() -> None:
     """Closes all connections, so that the other ranks notice at once."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(1)
 
 

@@ -40,6 +40,8 @@ def problem_of(error: Exception, rank: int) -> Problem:
         return Problem(line, 2)
     if isinstance(error, RunError):
         return Problem(line, 1)
+    if isinstance(error, BrokenPipeError):
+        return Problem("nobody reads the output any more; the last checkpoint is good", 1)
     if isinstance(error, OSError):
         return Problem(f"rank {rank}: {line}", 1)
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO.search(str(error))):

@@ -72,6 +72,12 @@ class RunState:
             UserError: It belongs to another recipe, data set or initial weights.
         """
         progress = checkpoint.progress
+        names = {f.name for f in fields(self)} - {"resumed_from"}
+        if not names <= progress.keys():
+            raise UserError(
+                f"the checkpoint of step {checkpoint.step} was written by another version of torusgd (it lacks "
+                f"{min(names - progress.keys())}); choose another --out, or give --fresh"
+            )
         for key, what in (
             ("recipe_sha256", "another recipe"),
             ("train_images", "another data set"),
@@ -88,11 +94,10 @@ class RunState:
         for name, tensor in checkpoint.state.items():
             if name.startswith("momentum/"):
                 parameter = parameters[name.removeprefix("momentum/")]
-                stepper.optimizer.state[parameter]["momentum_buffer"] = tensor.to(parameter.device)
+                stepper.optimizer.state[parameter]["momentum_buffer"] = tensor.to(parameter.device, copy=True)
         stepper.reducer.sum.load_state(checkpoint.state["gradient_bounds"])
         now = self.conditions
-        names = {f.name for f in fields(self)} - {"conditions", "resumed_from"}
-        for name in names:
+        for name in names - {"conditions"}:
             setattr(self, name, progress[name])
         if progress["conditions"] != now:
             self.other_conditions.append(progress["conditions"])

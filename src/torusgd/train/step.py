@@ -94,6 +94,7 @@ class Stepper:
         self._workers = ranks.share_of(recipe.virtual_workers)
         self._batches: Iterator[Batch] = iter(())
         self._next_step = -1
+        self._failure = ""  # why this rank can't read its images
 
     def run(self, index: int) -> StepResult:
         """Takes step `index`; the model then holds the updated weights.
@@ -112,7 +113,8 @@ class Stepper:
             totals = self._pass(step)
             verdict = self.reducer.finish()
             if totals.failed:
-                raise RunError(f"step {index}: {totals.failed} of {self.ranks.size} ranks can't read training images")
+                share = f"{totals.failed} of {self.ranks.size} ranks"
+                raise RunError(f"step {index}: {share} can't read training images{self._failure}")
             if verdict.nonfinite or not verdict.overflow:
                 break
             overflowed += [self.reducer.names[slot] for slot in verdict.overflow]
@@ -218,19 +220,12 @@ class Stepper:
             return next(self._batches)
         except OSError as error:
             if not self._failure:
-                self._failure = f"rank {self.ranks.rank}: can't read training images: {error}"
+                self._failure = f" (rank {self.ranks.rank}: {error})"
             self._statistics.count("failed", 1)
             self._batches = iter(())
             return None
         except StopIteration:
             return None
-
-    _failure = ""
-
-    @property
-    def failure(self) -> str:
-        """Why this rank can't read its images, or nothing."""
-        return self._failure
 
     def _seek(self, index: int) -> None:
         shares = (

@@ -1,17 +1,19 @@
 """What a run tells: a progress line, `events.jsonl`, and TensorBoard where it is asked for. Rank 0 only."""
 
+import errno
 import json
+import os
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from ..errors import UserError
+from ..errors import RunError, UserError
 from ..recipe import Recipe
 from ..schedule import Schedule
 from ..weights import write_text
@@ -41,7 +43,7 @@ class Telemetry:
         self._path = folder / "events.jsonl"
         self._board = _open_tensorboard(folder / "tensorboard", first_step) if tensorboard else None
         _drop_later_events(self._path, first_step)
-        self._file: IO[str] = self._path.open("a", buffering=1)
+        self._file = self._path.open("ab", buffering=0)  # a line a write: what was told stays told
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()
         self._speed = 0.0
@@ -143,7 +145,15 @@ class Telemetry:
         return (last.start + last.batch) / self._schedule.train_images
 
     def _write(self, event: dict[str, Any]) -> None:
-        self._file.write(json.dumps(event) + "\n")
+        line = json.dumps(event).encode() + b"\n"
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RunError(
+                f"{self._path}: can't be written: {error.strerror}; the last checkpoint is good: free space and give "
+                "the same command again"
+            ) from None
 
 
 def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
@@ -189,13 +199,17 @@ def _clock(seconds: float) -> str:
 
 
 def _drop_later_events(path: Path, first_step: int) -> None:
-    """After a resume, steps are told again; what an earlier attempt told of them goes, and a torn last line too."""
+    """After a resume, steps are told again; what an earlier attempt told of them goes, and a torn last line too.
+
+    So does the polish of this step, which is done again.
+    """
     if not path.exists():
         return
     kept = []
     for line in path.read_text().splitlines():
         try:
-            if json.loads(line)["step"] <= first_step:
+            event = json.loads(line)
+            if event["step"] < first_step or (event["step"] == first_step and event.get("event") != "polished"):
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
