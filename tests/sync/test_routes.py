@@ -8,27 +8,23 @@ from hypothesis import strategies as st
 
 from torusgd.errors import UserError
 from torusgd.sync.algorithms import FLAT, Plan, parse_grid, plan, squarest
+from torusgd.sync.routes import METHODS
 
 PLANS = st.integers(1, 13).flatmap(
     lambda ranks: st.one_of(
         st.builds(plan, st.sampled_from(list(FLAT)), st.just(ranks), chunks=st.integers(1, 3)),
         st.builds(
             plan,
-            st.just("torus"),
+            st.sampled_from([f"torus:{v},{h}" for v in METHODS for h in METHODS]),
             st.just(ranks),
             st.sampled_from([(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]),
-            st.tuples(*[st.sampled_from(["ring", "halving", "direct", "doubling"])] * 2),
             st.integers(1, 3),
         ),
         st.builds(
             plan,
-            st.just("hierarchical"),
+            st.sampled_from([f"hierarchical:{v},{h}" for v in METHODS for h in METHODS if h != "doubling"]),
             st.just(ranks),
             st.sampled_from([(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]),
-            st.tuples(
-                st.sampled_from(["ring", "halving", "direct", "doubling"]),
-                st.sampled_from(["ring", "halving", "direct"]),
-            ),
             st.integers(1, 3),
         ),
     )
@@ -126,7 +122,12 @@ def test_grids():
     for text in ("4", "4x", "0x4", "4x4x4", "axb"):
         with pytest.raises(UserError, match="grid"):
             parse_grid(text)
-    with pytest.raises(UserError, match=r"3x5.*15 places for 16 ranks"):
+    with pytest.raises(UserError, match="3x5: has 15 places; give Y x X = 16"):
         plan("torus", 16, (3, 5))
     with pytest.raises(UserError, match="unknown"):
         plan("tree", 16)
+    for name in ("torus:ring", "torus:ring,tree", "hierarchical:ring,doubling"):
+        with pytest.raises(UserError, match="VERTICAL,HORIZONTAL"):
+            plan(name, 16)
+    assert plan("torus:halving,ring", 12).name == "torus:halving,ring"
+    assert str(plan("torus", 12, (4, 3), chunks=2)) == "torus 4x3 in 2 chunks"

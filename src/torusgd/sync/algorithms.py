@@ -1,6 +1,5 @@
 """The named algorithms: each gives every rank its routes for a tensor of a given length."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,9 +22,15 @@ class Plan:
 
     algorithm: str
     grid: tuple[int, int]
-    horizontal: str
     vertical: str
+    horizontal: str
     chunks: int = 1
+
+    @property
+    def name(self) -> str:
+        """What `plan` was given: the algorithm, with the methods of its axes where they are not rings."""
+        methods = f"{self.vertical},{self.horizontal}"
+        return self.algorithm if self.algorithm in FLAT or methods == "ring,ring" else f"{self.algorithm}:{methods}"
 
     def routes(self, rank: int, length: int) -> list[list[Round]]:
         """The rounds of `rank` for each chunk of a tensor of `length` elements."""
@@ -44,40 +49,35 @@ class Plan:
         return Axis(row, x, self.horizontal), Axis(column, y, self.vertical)
 
     def __str__(self) -> str:
-        text = self.algorithm
-        if self.algorithm in GRIDS:
-            text += f" {self.grid[0]}x{self.grid[1]} ({self.vertical} x {self.horizontal})"
-        return text + (f" in {self.chunks} chunks" if self.chunks > 1 else "")
+        grid = f" {self.grid[0]}x{self.grid[1]}" if self.algorithm in GRIDS else ""
+        return self.name + grid + (f" in {self.chunks} chunks" if self.chunks > 1 else "")
 
 
-def plan(
-    algorithm: str,
-    ranks: int,
-    grid: tuple[int, int] | None = None,
-    methods: Sequence[str] = ("ring", "ring"),
-    chunks: int = 1,
-) -> Plan:
+def plan(name: str, ranks: int, grid: tuple[int, int] | None = None, chunks: int = 1) -> Plan:
     """The plan of a named algorithm on `ranks` ranks.
 
-    `grid` and `methods` (vertical, horizontal) are the torus' and the hierarchical algorithm's; without a grid the
-    squarest one, rows at least as long as columns. UserError where name, grid and number of ranks don't fit together.
+    `torus` and `hierarchical` take a grid, the squarest one by default with rows at least as long as columns, and the
+    methods of the vertical and the horizontal axis after a colon, rings by default. UserError where name, grid and
+    number of ranks don't fit together.
 
-    >>> str(plan("torus", 12, methods=("halving", "ring")))
-    'torus 3x4 (halving x ring)'
+    >>> str(plan("torus:halving,ring", 12))
+    'torus:halving,ring 3x4'
     """
+    algorithm, _, methods = name.partition(":")
+    if algorithm not in SCHEDULED or (methods and algorithm in FLAT):
+        raise UserError(f"allreduce {name}: unknown; one of auto, native, {', '.join(SCHEDULED)}")
+    if grid is not None and grid[0] * grid[1] != ranks:
+        raise UserError(
+            f"grid {grid[0]}x{grid[1]}: has {grid[0] * grid[1]} places; give Y x X = {ranks} for {ranks} ranks"
+        )
     if algorithm in FLAT:
-        if grid is not None and grid[0] * grid[1] != ranks:
-            raise UserError(f"grid {grid[0]}x{grid[1]}: has {grid[0] * grid[1]} places for {ranks} ranks")
         return Plan(algorithm, (1, ranks), FLAT[algorithm], FLAT[algorithm], chunks)
-    if algorithm not in GRIDS:
-        raise UserError(f"allreduce {algorithm}: unknown; one of auto, native, {', '.join(SCHEDULED)}")
-    rows, columns = grid or squarest(ranks)
-    if rows * columns != ranks:
-        raise UserError(f"grid {rows}x{columns}: has {rows * columns} places for {ranks} ranks; give Y x X = {ranks}")
-    vertical, horizontal = methods
-    assert {vertical, horizontal} <= set(METHODS), methods
-    assert algorithm != "hierarchical" or horizontal != "doubling", "a leader's row needs a reduce-scatter"
-    return Plan(algorithm, (rows, columns), horizontal, vertical, chunks)
+    vertical, _, horizontal = (methods or "ring,ring").partition(",")
+    # A leader's row must be a reduce-scatter: doubling leaves the whole sum everywhere.
+    rows = METHODS if algorithm == "torus" else tuple(method for method in METHODS if method != "doubling")
+    if vertical not in METHODS or horizontal not in rows:
+        raise UserError(f"allreduce {name}: write {algorithm}:VERTICAL,HORIZONTAL, each one of {', '.join(rows)}")
+    return Plan(algorithm, grid or squarest(ranks), vertical, horizontal, chunks)
 
 
 def squarest(ranks: int) -> tuple[int, int]:
@@ -95,3 +95,8 @@ def parse_grid(text: str) -> tuple[int, int]:
     if rows < 1 or columns < 1:
         raise UserError(f"grid {text}: write vertical x horizontal, such as 4x8")
     return rows, columns
+
+
+def usual_chunks(size: int) -> int:
+    """Chunks for `size` bytes where nobody measured: pieces of 2 MiB, four at most."""
+    return max(1, min(4, size >> 21))

@@ -7,7 +7,6 @@ the order of calls, so several all-reduces, and the chunks of one, are on their 
 
 import queue
 import threading
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from .algorithms import Plan
 from .routes import Message, Round
-from .work import Done, Work, check_tensor
+from .work import Work
 
 LANES = 2
 """threads that carry messages; an all-reduce stays in one lane, so that a short one need not wait for a long one"""
@@ -128,16 +127,17 @@ class _Trip:
 
 
 class GlooEngine:
-    """An all-reduce by routes over the ranks of a Gloo group that nothing else uses; `close` destroys the group.
+    """Carries messages between the ranks of a Gloo group that nothing else uses; `close` destroys the group.
 
-    `choose` gives the plan for a tensor of so many bytes, the same on every rank. A message that takes longer than the
-    group's timeout makes `wait` raise, and the engine is of no more use.
+    Every rank makes the same calls in the same order. A message that takes longer than the group's timeout makes `wait`
+    raise, and the engine is of no more use.
     """
 
-    def __init__(self, name: str, choose: Callable[[int], Plan], group: dist.ProcessGroup) -> None:
-        self.name = name
-        self._choose, self._group = choose, group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+    device = torch.device("cpu")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
         self._woven: dict[tuple[Plan, int], list[_Turn]] = {}
         self._started = 0
         self._lanes = [queue.SimpleQueue[_Trip | None]() for _ in range(LANES)]
@@ -145,35 +145,37 @@ class GlooEngine:
         for thread in self._threads:
             thread.start()
 
-    def start(self, tensor: torch.Tensor) -> Work:
-        """See `AllReduce`."""
-        check_tensor(tensor)
-        if self._size == 1 or tensor.numel() == 0:
-            return Done()
-        plan = self._choose(tensor.numel() * tensor.element_size())
-        trip = _Trip(self, tensor, self._turns(plan, tensor.numel()), self._started % _TRIPS * _TAGS)
+    def run(self, tensor: torch.Tensor, plan: Plan) -> Work:
+        """Sums a 1-D contiguous tensor in place by a plan, the same on every rank."""
+        key = plan, tensor.numel()
+        if key not in self._woven:
+            self._woven[key] = _weave(plan.routes(self._rank, tensor.numel()))
+        return self._depart(tensor, self._woven[key])
+
+    def carry(self, tensor: torch.Tensor, routes: list[list[Round]]) -> Work:
+        """Carries out routes that are no plan's, as measurements do."""
+        return self._depart(tensor, _weave(routes))
+
+    def _depart(self, tensor: torch.Tensor, turns: list[_Turn]) -> Work:
+        trip = _Trip(self, tensor, turns, self._started % _TRIPS * _TAGS)
         self._lanes[self._started % LANES].put(trip)
         self._started += 1
         return trip
 
-    def _turns(self, plan: Plan, length: int) -> list[_Turn]:
-        key = plan, length
-        if key not in self._woven:
-            self._woven[key] = _weave(plan.routes(self._rank, length))
-        return self._woven[key]
-
     def send(self, piece: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Sends to a rank of the group."""
         work = dist.isend(piece, group=self._group, tag=tag, group_dst=peer)
         assert work is not None
         return work
 
     def receive(self, target: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Posts a receive from a rank of the group."""
         work = dist.irecv(target, group=self._group, tag=tag, group_src=peer)
         assert work is not None
         return work
 
     def close(self) -> None:
-        """See `AllReduce`."""
+        """Ends the threads and the group."""
         for lane in self._lanes:
             lane.put(None)
         for thread in self._threads:

@@ -4,6 +4,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from .algorithms import Plan
+from .routes import Round
+
 
 @runtime_checkable
 class Work(Protocol):
@@ -30,6 +33,22 @@ class AllReduce(Protocol):
 
     def close(self) -> None:
         """Ends the threads and groups that it began; every rank calls it, with nothing on its way."""
+
+
+class Engine(Protocol):
+    """Carries out plans: what the algorithms by name and the measurements stand on."""
+
+    device: torch.device
+    """where its tensors live"""
+
+    def run(self, tensor: torch.Tensor, plan: Plan) -> Work:
+        """Sums a 1-D contiguous tensor in place by a plan, the same on every rank."""
+
+    def carry(self, tensor: torch.Tensor, routes: list[list[Round]]) -> Work:
+        """Carries out routes that are no plan's, as measurements do."""
+
+    def close(self) -> None:
+        """Ends what it began."""
 
 
 class Done:

@@ -1,0 +1,234 @@
+"""A measured network, and what follows from it: which algorithm runs at which size, and how large buckets should be."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import UserError
+from .algorithms import GRIDS, SCHEDULED, Plan, plan, squarest
+from .cost import Network, Terms, seconds
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_MARGIN = 0.97
+"""an algorithm replaces the backend's own where it takes at most this part of its time"""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Link(_Part):
+    """One kind of link: seconds a round and a byte, each with its standard error."""
+
+    latency: Seconds
+    latency_error: Seconds
+    per_byte: Seconds
+    per_byte_error: Seconds
+
+    def __str__(self) -> str:
+        rate = 8e-9 / self.per_byte if self.per_byte else float("inf")
+        return f"{self.latency * 1e3:.2f} ms and {rate:.2f} Gb/s"
+
+
+class Timing(_Part):
+    """One algorithm at one size: median seconds of an all-reduce."""
+
+    size: Annotated[int, Field(ge=1)]
+    """bytes"""
+    algorithm: str
+    grid: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None
+    chunks: Annotated[int, Field(ge=1)]
+    median: Seconds
+
+    def plan(self, ranks: int) -> Plan | None:
+        """The plan to run; None for the backend's own all_reduce."""
+        return None if self.algorithm == "native" else plan(self.algorithm, ranks, self.grid, self.chunks)
+
+
+class Profile(_Part):
+    """What `tune` measured: `hosts` holds the host of each rank, `inside` and `between` the links within and across."""
+
+    version: Literal[1] = 1
+    backend: str
+    hosts: Annotated[tuple[int, ...], Field(min_length=1)]
+    message: Seconds
+    """seconds of work that each message costs a rank, beyond its round"""
+    inside: Link | None
+    between: Link | None
+    timings: tuple[Timing, ...]
+    """the algorithms tried, native among them at every size"""
+
+    @property
+    def network(self) -> Network:
+        """The links as the cost formulas take them."""
+        links = [
+            None if link is None else Terms(link.latency, link.per_byte, link.latency_error, link.per_byte_error)
+            for link in (self.inside, self.between)
+        ]
+        return Network(self.hosts, links[0], links[1], self.message)
+
+    def save(self, path: Path) -> None:
+        """Writes JSON."""
+        path.write_text(self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Profile":
+        """Reads what `save` wrote; UserError says what is wrong with it."""
+        try:
+            return cls.parse(path.read_text())
+        except OSError as error:
+            raise UserError(f"profile {path}: {error.strerror}; make one with torusgd tune --out {path}") from None
+        except UserError as error:
+            raise UserError(f"profile {path}: {error}") from None
+
+    @classmethod
+    def parse(cls, text: str) -> "Profile":
+        """From JSON text."""
+        try:
+            profile = cls.model_validate_json(text)
+            for timing in profile.timings:
+                timing.plan(len(profile.hosts))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise UserError(f"{place}: {first['msg']}; make it anew with torusgd tune") from None
+        return profile
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs at one size; `plan` is None for the backend's own all_reduce."""
+
+    plan: Plan | None
+    why: str
+
+    @property
+    def algorithm(self) -> str:
+        """Its name."""
+        return "native" if self.plan is None else self.plan.algorithm
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """Vertical times horizontal, where the algorithm has one."""
+        return None if self.plan is None or self.plan.algorithm not in GRIDS else self.plan.grid
+
+
+def choose(profile: Profile, size: int, ranks: int) -> Choice:
+    """The algorithm for `size` bytes on `ranks` ranks.
+
+    On the profile's own ranks: the fastest of those timed at the nearest size. On any other number: the least by the
+    cost formulas, with as many ranks a host as the profile has, and never native, of which there is no formula.
+    """
+    if ranks == 1:
+        return Choice(None, "one rank has nothing to sum")
+    if ranks == len(profile.hosts) and profile.timings:
+        best, seconds_best, seconds_native = expect(profile, size)
+        return Choice(best, f"measured: {seconds_best * 1e3:.1f} ms against {seconds_native * 1e3:.1f} ms native")
+    each = max(1, profile.hosts.count(profile.hosts[0]))
+    network = profile.network._replace(hosts=tuple(rank // each for rank in range(ranks)))
+    best_plan, predicted = rank_plans(size, network)[0]
+    return Choice(best_plan, f"predicted {predicted * 1e3:.1f} ms; the profile is of {len(profile.hosts)} ranks")
+
+
+def expect(profile: Profile, size: int) -> tuple[Plan | None, float, float]:
+    """What to run for `size` bytes on the profile's own ranks, its expected seconds, and native's.
+
+    Each timing at the nearest size is carried over to this one by the difference of the formula. Native gets what no
+    algorithm can do without, the transfer of 2 (P - 1) / P of the bytes: where we know least, it is preferred.
+    """
+    ranks, network = len(profile.hosts), profile.network
+    sizes = {timing.size for timing in profile.timings}
+    nearest = min(sizes, key=lambda known: max(known / max(size, 1), size / known))
+    per_byte = min(link.per_byte for link in (profile.inside, profile.between) if link is not None)
+    native = 0.0
+    rivals: list[tuple[Plan, float]] = []
+    for timing in profile.timings:
+        if timing.size == nearest and (how := timing.plan(ranks)) is not None:
+            change = seconds(how, size, network) - seconds(how, nearest, network)
+            rivals.append((how, max(0.0, timing.median + change)))
+        elif timing.size == nearest:
+            native = max(0.0, timing.median + 2 * (ranks - 1) / ranks * per_byte * (size - nearest))
+    how, least = min(rivals, key=lambda rival: rival[1])
+    return (how, least, native) if least <= _MARGIN * native else (None, native, native)
+
+
+def rank_plans(size: int, network: Network) -> list[tuple[Plan, float]]:
+    """Every algorithm and grid worth a trial, each with its best number of chunks, by predicted seconds."""
+    ranked = []
+    for variants in candidates(network.hosts):
+        priced = [(how, seconds(how, size, network)) for how in variants]
+        ranked.append(min(priced, key=lambda pair: pair[1]))
+    return sorted(ranked, key=lambda pair: pair[1])
+
+
+def candidates(hosts: Sequence[int]) -> list[list[Plan]]:
+    """Algorithms and grids worth a trial on these ranks, each in 1, 2 and 4 chunks."""
+    ranks = len(hosts)
+    each = ranks_a_host(hosts)
+    grids = {squarest(ranks), (ranks // each, each)} - {(1, ranks), (ranks, 1)}
+    names: list[tuple[str, tuple[int, int] | None]] = [(name, None) for name in SCHEDULED if name not in GRIDS]
+    names += [(f"torus:{methods}", grid) for grid in sorted(grids) for methods in _TORUS_METHODS]
+    if 1 < each < ranks:
+        names.append(("hierarchical", (ranks // each, each)))
+    return [[plan(name, ranks, grid, chunks) for chunks in (1, 2, 4)] for name, grid in names]
+
+
+_TORUS_METHODS = ("ring,ring", "halving,halving", "direct,direct", "doubling,direct", "ring,direct")
+
+
+def ranks_a_host(hosts: Sequence[int]) -> int:
+    """How many neighbouring ranks share a host, if all hosts have as many; else 1."""
+    each = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
+    regular = len(hosts) % each == 0 and all(
+        host == hosts[i - i % each] and (i < each or i % each or host != hosts[i - 1]) for i, host in enumerate(hosts)
+    )
+    return each if regular else 1
+
+
+def explain(profile: Profile, source: str) -> str:
+    """One line: the network, and what runs at which size."""
+    ranks = len(profile.hosts)
+    links = [
+        f"{link} {where} hosts" for link, where in ((profile.between, "between"), (profile.inside, "inside")) if link
+    ]
+    spans: list[tuple[str, int]] = []
+    for size in sorted({timing.size for timing in profile.timings}):
+        chosen = choose(profile, size, ranks).plan
+        name = "native" if chosen is None else str(chosen)
+        if spans and spans[-1][0] == name:
+            spans.pop()
+        spans.append((name, size))
+    parts = [f"{name} to about {_bytes(size)}" for name, size in spans[:-1]] + [
+        f"{name} above" for name, _ in spans[-1:]
+    ]
+    across = f"{ranks} ranks on {len(set(profile.hosts))} hosts"
+    return f"allreduce auto: {across}; {'; '.join(links)}; {', '.join(parts) or 'native'} ({source})"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
+
+
+def bucket_bytes(profile: Profile, ready: Sequence[tuple[float, int]]) -> int:
+    """The bucket size, in bytes, with which the last gradient is summed earliest.
+
+    Args:
+        profile: Its timings give an all-reduce's time.
+        ready: (seconds since backward began, bytes) of each gradient, in the order in which they become ready.
+
+    Buckets leave one after another, as on one link; of equal sizes the larger is taken, which costs fewer messages.
+    """
+
+    def finish(limit: int) -> float:
+        end, waiting = 0.0, 0
+        for i, (when, size) in enumerate(ready):
+            waiting += size
+            if waiting >= limit or i == len(ready) - 1:
+                end, waiting = max(end, when) + expect(profile, waiting)[1], 0
+        return end
+
+    limits = [1 << power for power in range(27, 16, -1)]
+    return min(limits, key=finish)

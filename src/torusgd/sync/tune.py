@@ -1,0 +1,196 @@
+"""Measures a network with the ranks at hand: links as alpha-beta terms, and the algorithms against each other.
+
+Every rank takes part and ends with the same profile: times are the slowest rank's, agreed by a MAX all-reduce.
+"""
+
+import hashlib
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .native import Native
+from .profile import Link, Profile, Timing, rank_plans, ranks_a_host
+from .routes import Message, Round
+from .work import Engine, Work
+
+_SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
+_SHORT_SIZES = tuple(1 << power for power in (13, 17, 20, 22))
+_LINK_BYTES = (1 << 10, 1 << 16, 1 << 18)
+_ROUNDS = 8
+"""dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
+_FAN = 8
+
+
+class Bench:
+    """Times work on all ranks; `control` is a Gloo group of the same ranks, for barriers and agreement."""
+
+    def __init__(self, engine: Engine, native: Native, control: dist.ProcessGroup) -> None:
+        self.engine, self.native, self.control = engine, native, control
+        self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
+
+    def time(self, start: Callable[..., Work], *arguments: object) -> float:
+        """Seconds on this rank from a barrier to the end of the work that `start(*arguments)` begins."""
+        dist.barrier(self.control)
+        begin = time.perf_counter()
+        start(*arguments).wait()
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)
+        return time.perf_counter() - begin
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over the ranks: the same list everywhere."""
+        agreed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, self.control)
+        return agreed.tolist()
+
+    def zeros(self, size: int) -> torch.Tensor:
+        """A float32 tensor of so many bytes (at least one element)."""
+        return torch.zeros(max(1, size // 4), device=self.engine.device)
+
+
+def measure(bench: Bench, seconds: float, short: bool = False) -> Profile:
+    """A profile in about `seconds`: sizes are tried from small to large until the time is up.
+
+    `short` is the probe before a run without a profile: fewer sizes, rivals and repetitions.
+    """
+    begin = time.perf_counter()
+    hosts = hosts_of(bench.control)
+    each, repetitions = ranks_a_host(hosts), 2 if short else 4
+    inside, between, message = _links(bench, hosts, each, repetitions)
+    profile = Profile(
+        backend=dist.get_backend(bench.control) if bench.engine.device.type == "cpu" else "nccl",
+        hosts=hosts,
+        message=message,
+        inside=inside,
+        between=between,
+        timings=(),
+    )
+    timings: list[Timing] = []
+    for size in _SHORT_SIZES if short else _SIZES:
+        before = time.perf_counter()
+        timings += _rivals(bench, profile, size, 3 if short else 5, repetitions + 1)
+        now = time.perf_counter()
+        if bench.slowest([now - begin + (now - before)])[0] > seconds:
+            break
+    return profile.model_copy(update={"timings": tuple(timings)})
+
+
+def _rivals(bench: Bench, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
+    """Times native and the most promising plans in turn; the first repetition warms up and is dropped."""
+    plans = [how for how, _ in rank_plans(size, profile.network)[:rivals]]
+    rows = [
+        [
+            bench.time(bench.native.start, bench.zeros(size)),
+            *[bench.time(bench.engine.run, bench.zeros(size), how) for how in plans],
+        ]
+        for _ in range(repetitions)
+    ]
+    flat = bench.slowest([value for row in rows[1:] for value in row])
+    medians = [statistics.median(flat[i :: len(rows[0])]) for i in range(len(rows[0]))]
+    described = [("native", None, 1), *[(how.name, how.grid, how.chunks) for how in plans]]
+    return [
+        Timing(size=size, algorithm=name, grid=grid, chunks=chunks, median=median)
+        for (name, grid, chunks), median in zip(described, medians, strict=True)
+    ]
+
+
+def _links(bench: Bench, hosts: tuple[int, ...], each: int, repetitions: int) -> tuple[Link | None, Link | None, float]:
+    """The link within hosts, the link between them (one rank of each host at work), and the cost of a message."""
+    rank, size = bench.rank, bench.size
+    host = [r for r in range(size) if hosts[r] == hosts[rank]]
+    leaders = [r for r in range(size) if hosts.index(hosts[r]) == r]
+    inside = _link(bench, host, repetitions) if each > 1 else None
+    between = _link(bench, leaders, repetitions) if len(leaders) > 1 else None
+    fan = min(_FAN, size - 1)
+    few, many = (bench.slowest([_fan(bench, n, repetitions)])[0] for n in (1, fan))
+    return inside, between, max(0.0, many - few) / max(1, fan - 1)
+
+
+def _link(bench: Bench, members: list[int], repetitions: int) -> Link:
+    """Times chains of rounds around the members; ranks outside look on."""
+    points = []
+    for size in _LINK_BYTES:
+        for _ in range(repetitions):
+            one, chain = (bench.time(_shift, bench, members, size, rounds) for rounds in (1, 1 + _ROUNDS))
+            points.append((size, one, chain))
+    flat = bench.slowest([value for _, one, chain in points for value in (one, chain)])
+    rounds = [max(1e-9, (chain - one) / _ROUNDS) for one, chain in zip(flat[::2], flat[1::2], strict=True)]
+    return fit([size for size, _, _ in points], rounds)
+
+
+def _shift(bench: Bench, members: list[int], size: int, rounds: int) -> Work:
+    """Every member sends `size` bytes to the next and waits for the one before, `rounds` times."""
+    tensor = bench.zeros(2 * size * rounds)
+    route = [Round() for _ in range(rounds)]
+    if bench.rank in members:
+        place, half = members.index(bench.rank), tensor.numel() // 2
+        after, before = members[(place + 1) % len(members)], members[place - 1]
+        step = half // rounds
+        route = [
+            Round(
+                (Message(after, i * step, (i + 1) * step),),
+                copies=(Message(before, half + i * step, half + (i + 1) * step),),
+            )
+            for i in range(rounds)
+        ]
+    return bench.engine.carry(tensor, [route])
+
+
+def _fan(bench: Bench, peers: int, repetitions: int) -> float:
+    """Median seconds of one round with a small message to each of several ranks."""
+    tensor, size = bench.zeros(8 * bench.size), bench.size
+    after = tuple(Message((bench.rank + i) % size, 0, 1) for i in range(1, peers + 1))
+    before = tuple(Message((bench.rank - i) % size, i, i + 1) for i in range(1, peers + 1))
+    route = [Round(after, copies=before)]
+    return statistics.median(bench.time(bench.engine.carry, tensor, [route]) for _ in range(repetitions + 1))
+
+
+def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
+    """Least squares of time = latency + per_byte * size, relative errors weighed alike, with standard errors.
+
+    A negative term becomes zero and the other is fitted alone.
+    """
+    x, y = np.asarray(sizes, float), np.asarray(times, float)
+    columns = np.stack([1 / y, x / y], axis=1)
+    terms, errors = _solve(columns)
+    for kept, other in ((0, 1), (1, 0)):
+        if terms[other] < 0:
+            alone, error = _solve(columns[:, [kept]])
+            terms[kept], terms[other], errors[kept], errors[other] = alone[0], 0.0, error[0], 0.0
+    return Link(
+        latency=float(terms[0]),
+        latency_error=float(errors[0]),
+        per_byte=float(terms[1]),
+        per_byte_error=float(errors[1]),
+    )
+
+
+def _solve(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Coefficients that bring each row to 1, and their standard errors."""
+    ones = np.ones(len(columns))
+    terms = np.linalg.lstsq(columns, ones, rcond=None)[0]
+    freedom = max(1, len(columns) - columns.shape[1])
+    variance = float(((columns @ terms - ones) ** 2).sum()) / freedom
+    return terms, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)) * variance)
+
+
+def hosts_of(control: dist.ProcessGroup) -> tuple[int, ...]:
+    """The host of each rank, numbered by first appearance; network namespaces count as hosts of their own."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        machine = ""
+    name = hashlib.sha256(f"{socket.gethostname()} {machine}".encode()).digest()
+    mine = torch.tensor([int.from_bytes(name[:7], "big")])
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size(control))]
+    dist.all_gather(everyone, mine, control)
+    names = [int(other) for other in everyone]
+    order = list(dict.fromkeys(names))
+    return tuple(order.index(name) for name in names)
