@@ -1,6 +1,7 @@
 """A folder a class of JPEG and PNG files: the ImageNet layout, train/CLASS/*.jpg and val/CLASS/*.jpg."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -103,23 +104,34 @@ def class_folders(root: Path) -> tuple[str, ...]:
     Raises:
         UserError: There is none.
     """
-    with os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    names = [entry.name for entry in _entries(root) if _is(entry.is_dir)]
     if not names:
         raise UserError(f"{root}: has no class folders; wanted is {root.name}/CLASS/*.jpg")
-    return tuple(names)
+    return tuple(sorted(names))
 
 
 def _pictures(folder: Path) -> list[str]:
     """The names of the picture files right in the folder, sorted; none where the folder is missing."""
     if not folder.is_dir():
         return []
-    with os.scandir(folder) as entries:
-        return sorted(
-            entry.name
-            for entry in entries
-            if entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") and entry.is_file()
-        )
+    return sorted(
+        entry.name for entry in _entries(folder) if entry.name.lower().endswith(SUFFIXES) and _is(entry.is_file)
+    )
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise UserError(f"{folder}: can't be listed ({error.strerror})") from error
+
+
+def _is(what: Callable[[], bool]) -> bool:
+    try:
+        return what()
+    except OSError:  # a link that leads round
+        return False
 
 
 def _listed(path: Path, classes: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -70,6 +70,7 @@ class Loader:
                 finally:
                     self.wait_seconds += time.perf_counter() - started
                 yield batch
+                del batch  # so that it isn't kept while the next one is waited for
                 if pending is not self._pending:
                     raise RuntimeError("this run of the loader was dropped when a newer one began, or by close()")
         finally:

@@ -34,7 +34,7 @@ _PAUSES = (0.1, 0.5)  # seconds before a failed read is tried again
 _SUBSTITUTES = 16  # undecodable images in a row; then something else is wrong
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Images ready for the network.
 

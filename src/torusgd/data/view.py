@@ -54,7 +54,7 @@ def render(image: Pixels, region: Region) -> Pixels:
     box = image[region.top : region.top + region.height, region.left : region.left + region.width]
     if (region.rows, region.columns) == (region.height, region.width):
         return np.array(box.transpose(2, 0, 1), order="C")  # a copy always: `image` may be memory in use again soon
-    planes = torch.from_numpy(np.ascontiguousarray(box)).permute(2, 0, 1)[None]
+    planes = torch.from_numpy(np.require(box, requirements=["C", "W"])).permute(2, 0, 1)[None]
     resized = torch.nn.functional.interpolate(
         planes, (region.rows, region.columns), mode="bilinear", antialias=True, align_corners=False
     )

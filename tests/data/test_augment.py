@@ -1,0 +1,106 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torusgd.data.augment import _power, draw_changes, mirror, random_region, shift
+from torusgd.recipe import Augment
+
+
+def changes(augment: Augment, count: int, seed: int = 0, epoch: int = 0):
+    return draw_changes(augment, seed, np.full(count, epoch), np.arange(count))
+
+
+@given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 500))
+@settings(deadline=None, max_examples=200)
+def test_every_box_lies_in_its_image(height: int, width: int, sample: int) -> None:
+    augment = Augment(crop="resized")
+    drawn = draw_changes(augment, 0, np.array([0]), np.array([sample]))
+    region = random_region(height, width, 32, augment, drawn.boxes[0])
+    assert region.height >= 1
+    assert region.width >= 1
+    assert 0 <= region.top <= height - region.height
+    assert 0 <= region.left <= width - region.width
+    assert (region.rows, region.columns) == (32, 32)
+
+
+def test_boxes_have_the_area_and_aspect_asked_for() -> None:
+    augment = Augment(crop="resized", area=(0.05, 0.9), aspect=(2 / 3, 3 / 2))
+    boxes = [random_region(600, 600, 224, augment, draws) for draws in changes(augment, 2000).boxes]
+    areas = np.array([box.height * box.width / 600**2 for box in boxes])
+    aspects = np.array([box.width / box.height for box in boxes])
+    assert areas.min() > 0.049
+    assert areas.max() < 0.905
+    assert aspects.min() > 0.66
+    assert aspects.max() < 1.51
+    # Log-uniform, so that wide and tall are equally frequent; boxes that did not fit make large areas a little rarer.
+    assert abs(np.log(aspects).mean()) < 0.02
+    assert abs(np.median(areas) - 0.46) < 0.03
+    # All over the image.
+    assert abs(np.mean([box.top / (601 - box.height) for box in boxes]) - 0.5) < 0.02
+    assert abs(np.mean([box.left / (601 - box.width) for box in boxes]) - 0.5) < 0.02
+
+
+def test_where_no_box_fits_the_largest_one_with_an_allowed_aspect_is_taken_from_the_middle() -> None:
+    augment = Augment(crop="resized", area=(1.0, 1.0))
+    (draws,) = changes(augment, 1).boxes
+    wide, tall = random_region(100, 1000, 8, augment, draws), random_region(1000, 100, 8, augment, draws)
+    assert (wide.top, wide.left, wide.height, wide.width) == (0, 433, 100, 133)
+    assert (tall.top, tall.left, tall.height, tall.width) == (433, 0, 133, 100)
+
+
+@given(st.floats(1.0, 100.0), st.floats(0, 1, exclude_max=True))
+@settings(deadline=None, max_examples=100)
+def test_powers_by_square_roots(base: float, exponent: float) -> None:
+    cut = int(exponent * 65536) / 65536
+    assert math.isclose(_power(base, exponent), base**cut, rel_tol=1e-12)
+
+
+def test_draws_are_keyed_by_seed_epoch_and_sample_only() -> None:
+    augment = Augment(crop="resized", flip=0.5)
+    whole = changes(augment, 50)
+    part = draw_changes(augment, 0, np.zeros(3, np.int64), np.array([40, 7, 7]))
+    assert np.array_equal(part.boxes, whole.boxes[[40, 7, 7]])
+    assert np.array_equal(part.mirrored, whole.mirrored[[40, 7, 7]])
+    for other in (changes(augment, 50, seed=1), changes(augment, 50, epoch=1)):
+        assert not np.isclose(whole.boxes, other.boxes).any()
+        assert (whole.mirrored != other.mirrored).any()
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.25, 1.0])
+def test_the_share_of_mirrored_images(probability: float) -> None:
+    mirrored = changes(Augment(flip=probability), 4000).mirrored
+    assert abs(mirrored.mean() - probability) < 0.03
+    assert probability not in (0.0, 1.0) or mirrored.mean() == probability
+
+
+@pytest.mark.parametrize("width", [7, 8, 24, 28])
+def test_mirror_reverses_the_chosen_images_and_leaves_its_input(width: int) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (5, 3, 4, width), dtype=np.uint8)
+    before = images.copy()
+    for chosen in ([True, False, True, False, False], [True] * 5, [False] * 5):
+        result = mirror(images, np.array(chosen))
+        assert np.array_equal(images, before)
+        for at, flipped in enumerate(chosen):
+            assert np.array_equal(result[at], images[at][:, :, ::-1] if flipped else images[at])
+
+
+def test_shift_moves_in_zeros() -> None:
+    images = np.random.default_rng(0).integers(1, 256, (3, 2, 4, 5), dtype=np.uint8)
+    moved = shift(images, 2, np.array([[2, 2], [0, 0], [4, 3]]))
+    assert np.array_equal(moved[0], images[0])  # the middle of the padded image is the image
+    assert np.array_equal(moved[1][:, 2:, 2:], images[1][:, :2, :3])
+    assert not moved[1][:, :2].any()
+    assert not moved[1][:, :, :2].any()
+    assert np.array_equal(moved[2][:, :2, :4], images[2][:, 2:, 1:])
+    assert not moved[2][:, 2:].any()
+
+
+def test_shifts_reach_every_offset_equally() -> None:
+    moves = changes(Augment(crop="shift", shift=2), 5000).moves
+    counts = np.bincount(moves[:, 0] * 5 + moves[:, 1], minlength=25)
+    assert len(counts) == 25
+    assert counts.min() > 140
+    assert counts.max() < 260

@@ -1,0 +1,186 @@
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from torusgd.data.decode import MAX_PIXELS, Undecodable, decode, decode_region, fit, picture_size
+from torusgd.data.view import Region, render, scaled
+
+from .pictures import encoded, photo, psnr
+
+
+def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert(mode))
+
+
+def exif_turned(picture: Image.Image) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # "turn by 90 degrees", which is ignored
+    return encoded(picture, exif=exif)
+
+
+PICTURES = {
+    "420": encoded(photo(61, 83), quality=90, subsampling="4:2:0"),
+    "444": encoded(photo(61, 83), quality=90, subsampling="4:4:4"),
+    "progressive": encoded(photo(61, 83), progressive=True),
+    "grey jpeg": encoded(photo(61, 83).convert("L")),
+    "exif": exif_turned(photo(61, 83)),
+    "rgb jpeg": encoded(photo(61, 83), keep_rgb=True),
+    "one pixel": encoded(photo(1, 1)),
+    "png": encoded(photo(61, 83), "PNG"),
+    "grey png": encoded(photo(61, 83).convert("L"), "PNG"),
+    "palette": encoded(photo(61, 83).convert("P"), "PNG"),
+    "alpha": encoded(photo(61, 83).convert("RGBA"), "PNG"),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pixels_are_those_of_pillow(name: str) -> None:
+    data = PICTURES[name]
+    assert picture_size(data) == by_pillow(data).shape[:2]
+    assert np.array_equal(decode(data, 3), by_pillow(data))
+    grey = decode(data, 1)
+    assert grey.shape[2] == 1
+    assert psnr(grey[..., 0], by_pillow(data, "L")) > 45  # a JPEG's own luma, not one made from clipped RGB
+
+
+def test_cmyk_is_close_to_what_pillow_makes_of_it() -> None:
+    data = encoded(photo(61, 83).convert("CMYK"), quality=95)
+    assert psnr(decode(data, 3), by_pillow(data)) > 40
+    assert psnr(decode(data, 1)[..., 0], by_pillow(data, "L")) > 40
+
+
+def test_16_bit_png_keeps_the_upper_byte() -> None:
+    values = (np.arange(100 * 90).reshape(100, 90) * 7).astype(np.uint16)
+    pixels = decode(encoded(Image.fromarray(values), "PNG"), 1)
+    assert np.abs(pixels[..., 0].astype(int) - (values >> 8)).max() <= 1
+
+
+JPEG, PNG = PICTURES["420"], PICTURES["png"]
+# A well-formed header that claims 65,535 x 65,535 pixels.
+HUGE_JPEG = JPEG.replace((61).to_bytes(2, "big") + (83).to_bytes(2, "big"), b"\xff" * 4)
+HUGE_PNG = PNG[:16] + (10**5).to_bytes(4, "big") * 2 + PNG[24:]
+BAD = {
+    "empty": (b"", "empty"),
+    "text": (b"not a picture at all\n" * 20, "neither JPEG nor PNG"),
+    "gif": (encoded(photo(9, 9), "GIF"), "neither JPEG nor PNG"),
+    "jpeg cut in half": (JPEG[: len(JPEG) // 2], "cut short"),
+    "jpeg without its last bytes": (JPEG[:-40], "cut short"),
+    "jpeg cut in its header": (JPEG[:100], "cut short"),
+    "jpeg of three bytes": (JPEG[:3], "cut short"),
+    "progressive jpeg cut": (PICTURES["progressive"][:-200], "cut short"),
+    "huge jpeg": (HUGE_JPEG, "65535 x 65535"),
+    "huge png": (HUGE_PNG, "100000 x 100000"),
+    "png cut": (PNG[: len(PNG) // 2], "cut short"),
+    "png cut in its header": (PNG[:20], "neither"),
+    "png with a wrong checksum": (PNG[:200] + bytes([PNG[200] ^ 255]) + PNG[201:], "damaged"),
+    "png header alone": (PNG[:60], "cut short"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_can_not_be_decoded_is_told(name: str) -> None:
+    data, reason = BAD[name]
+    assert HUGE_JPEG != JPEG
+    with pytest.raises(Undecodable, match=reason):
+        decode(data, 3)
+    with pytest.raises(Undecodable, match=reason):
+        decode_region(data, 3, lambda height, width: Region(0, 0, 8, 8, 8, 8))
+
+
+def test_every_cut_of_a_file_is_found_out_or_harmless() -> None:
+    for data in (JPEG, PNG):
+        for end in range(0, len(data) - 16, 97):
+            with pytest.raises(Undecodable):
+                decode(data[:end], 3)
+
+
+def test_random_damage_never_does_worse_than_undecodable() -> None:
+    random = np.random.default_rng(0)
+    for data in (JPEG, PNG, PICTURES["progressive"], encoded(photo(61, 83).convert("CMYK"))):
+        for _ in range(60):
+            broken = bytearray(data)
+            for at in random.integers(0, len(data), 5):
+                broken[at] = random.integers(0, 256)
+            try:
+                height, width = picture_size(bytes(broken))
+                if height * width > 10**6:
+                    continue  # a damaged size; reading so much is allowed, but slow
+                pixels = decode_region(bytes(broken), 3, lambda h, w: Region(0, 0, h, max(1, w // 2), 8, 8))
+            except Undecodable:
+                continue
+            assert pixels.shape == (3, 8, 8)
+
+
+def test_flaws_that_every_decoder_tolerates_are_no_damage() -> None:
+    frame = JPEG.index(b"\xff\xc0")
+    for data in (JPEG + b"more" * 50, JPEG[:frame] + b"\x00\x00\x00" + JPEG[frame:]):
+        assert np.array_equal(decode(data, 3), by_pillow(JPEG))
+
+
+def test_the_bound_admits_the_largest_cameras() -> None:
+    assert 200_000_000 < MAX_PIXELS < 500_000_000  # at most 1.5 GB of pixels
+
+
+@pytest.mark.parametrize("name", ["420", "444", "grey jpeg", "progressive", "exif", "restarts"])
+def test_a_region_is_the_same_as_cut_from_the_whole_picture(name: str) -> None:
+    """However the decoder saves work below the box, not one bit differs."""
+    data = PICTURES.get(name) or encoded(photo(61, 83), restart_marker_blocks=2)
+    whole = decode(data, 3)
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        top, left = random.integers(0, 60), random.integers(0, 82)
+        height, width = random.integers(1, 62 - top), random.integers(1, 84 - left)
+        region = Region(int(top), int(left), int(height), int(width), 40, 40)
+        assert np.array_equal(decode_region(data, 3, lambda h, w, region=region: region), render(whole, region))
+
+
+@pytest.mark.parametrize("subsampling", ["4:2:0", "4:2:2", "4:4:4"])
+def test_a_smaller_decode_loses_less_than_jpeg_does(subsampling: str) -> None:
+    picture = photo(700, 900, seed=3)
+    data = encoded(picture, quality=90, subsampling=subsampling)
+    full = decode(data, 3)
+    assert psnr(full, picture) < 40
+    shrinks = set()
+    for region in (Region(5, 7, 601, 699, 64, 64), Region(11, 30, 350, 333, 64, 64), Region(0, 0, 700, 900, 64, 82)):
+        shrink, taken = fit(region, 700, 900)
+        shrinks.add(shrink)
+        expected = by_pillow_region(full, taken)
+        assert psnr(decode_region(data, 3, lambda h, w, region=region: region), expected) > 43
+    assert shrinks == {2, 4}
+
+
+def by_pillow_region(pixels: np.ndarray, region: Region) -> np.ndarray:
+    box = Image.fromarray(pixels[region.top : region.top + region.height, region.left : region.left + region.width])
+    return np.asarray(box.resize((region.columns, region.rows), Image.BILINEAR)).transpose(2, 0, 1)
+
+
+def test_fit_keeps_enough_pixels_and_the_box_inside() -> None:
+    random = np.random.default_rng(1)
+    for _ in range(300):
+        height, width = (int(side) for side in random.integers(1, 3000, 2))
+        tall, wide = int(random.integers(1, height + 1)), int(random.integers(1, width + 1))
+        top, left = int(random.integers(0, height - tall + 1)), int(random.integers(0, width - wide + 1))
+        shrink, taken = fit(Region(top, left, tall, wide, 64, 64), height, width)
+        assert taken.top <= top < top + tall <= taken.top + taken.height <= height
+        assert taken.left <= left < left + wide <= taken.left + taken.width <= width
+        assert taken.height - tall < 2 * shrink
+        assert taken.top % shrink == taken.left % shrink == 0
+        assert shrink == 1 or (tall / shrink >= 96 and wide / shrink >= 96)
+
+
+@pytest.mark.parametrize("size", [(300, 350), (240, 130), (60, 70), (224, 224)])
+def test_resizing_is_pillows_antialiased_bilinear(size: tuple[int, int]) -> None:
+    pixels = np.asarray(photo(*size))
+    region = Region(0, 0, *size, 224, 224)
+    difference = render(pixels, region).astype(int) - by_pillow_region(pixels, region)
+    assert np.abs(difference).max() <= 1
+
+
+def test_the_shorter_side_is_scaled_as_torchvision_does() -> None:
+    assert scaled(375, 500, 256) == Region(0, 0, 375, 500, 256, 341)
+    assert scaled(500, 375, 256) == Region(0, 0, 500, 375, 341, 256)
+    strip = scaled(1, 100_000, 256)  # else 256 x 25,600,000 pixels
+    assert (strip.rows, strip.columns) == (256, 1024)
+    assert strip.left == (100_000 - 4) // 2

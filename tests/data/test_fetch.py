@@ -1,0 +1,128 @@
+import functools
+import gzip
+import hashlib
+import http.server
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torusgd.data import fetch as module
+from torusgd.data.fetch import DATA_SETS, DataSet, fetch, wrong_files
+from torusgd.errors import RunError, UserError
+
+FILES = {"a.gz": gzip.compress(b"first"), "b.gz": gzip.compress(b"second")}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[str]:
+    """A web server with the files."""
+    (tmp_path / "site").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / "site" / name).write_bytes(content)
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path / "site")
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def toy(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> DataSet:
+    """A data set that no Debian package ships."""
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
+    toy = DataSet("torusgd-no-such-package", tmp_path / "installed", site, digests)
+    monkeypatch.setitem(DATA_SETS, "toy", toy)
+    put_apt_get(tmp_path, "echo 'E: Unable to locate package' >&2; exit 100")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return toy
+
+
+def put_apt_get(root: Path, script: str) -> None:
+    """An apt-get that goes to no network."""
+    (root / "bin").mkdir(exist_ok=True)
+    (root / "bin" / "apt-get").write_text(f"#!/bin/sh\n{script}\n")
+    (root / "bin" / "apt-get").chmod(0o755)
+
+
+def test_the_site_is_the_last_way(toy: DataSet, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert fetch("toy") == Path("data/toy")
+        assert fetch("toy") == Path("data/toy")
+    assert not wrong_files(Path("data/toy"), toy)
+    assert sorted(os.listdir("data/toy")) == ["a.gz", "b.gz"]
+    assert [record.message for record in caplog.records] == [
+        f"toy: downloaded from {toy.site}, SHA-256 as expected",
+        "toy: already complete in data/toy",
+    ]
+
+
+def test_installed_files_are_used_where_they_are_or_copied(toy: DataSet, tmp_path: Path) -> None:
+    toy.installed.mkdir()
+    for name, content in FILES.items():
+        (toy.installed / name).write_bytes(content)
+    assert fetch("toy") == toy.installed
+    assert fetch("toy", tmp_path / "copy") == tmp_path / "copy"
+    assert not wrong_files(tmp_path / "copy", toy)
+
+
+def test_a_wrong_file_is_neither_taken_nor_left(toy: DataSet, tmp_path: Path) -> None:
+    (tmp_path / "site" / "b.gz").write_bytes(b"something else")
+    with pytest.raises(RunError, match=r"b\.gz is missing or has another SHA-256"):
+        fetch("toy")
+    assert os.listdir("data/toy") == []
+
+
+def test_a_damaged_file_is_fetched_again(toy: DataSet) -> None:
+    out = fetch("toy")
+    (out / "a.gz").write_bytes(b"")
+    assert fetch("toy") == out
+    assert not wrong_files(out, toy)
+
+
+def test_nothing_leads_to_it(toy: DataSet, tmp_path: Path) -> None:
+    (tmp_path / "site" / "a.gz").unlink()
+    with pytest.raises(
+        RunError, match=r"not copied from .*; not unpacked from .* locate package; not downloaded from .*404"
+    ):
+        fetch("toy")
+
+
+def test_mistakes_are_told(toy: DataSet, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no data set 'mnist'; there are fashion-mnist"):
+        fetch("mnist")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="can't write to"):
+        fetch("toy", tmp_path / "file" / "below")
+
+
+def test_the_package_is_unpacked_without_root(toy: DataSet, tmp_path: Path) -> None:
+    """With apt-get replaced by a script that lays down a real package; dpkg-deb is the real one."""
+    if not Path("/usr/bin/dpkg-deb").exists():
+        pytest.skip("no dpkg-deb on this machine")
+    tree = tmp_path / "tree"
+    content = tree / toy.installed.relative_to("/")
+    content.mkdir(parents=True)
+    for name, data in FILES.items():
+        (content / name).write_bytes(data)
+    (tree / "DEBIAN").mkdir()
+    (tree / "DEBIAN" / "control").write_text(
+        f"Package: {toy.package}\nVersion: 1\nArchitecture: all\nMaintainer: A <a@example.org>\nDescription: toy\n"
+    )
+    put_apt_get(tmp_path, f'exec dpkg-deb -b {tree} "$PWD/{toy.package}_1_all.deb"')
+    (tmp_path / "site" / "a.gz").unlink()  # so that no other way leads to it
+    assert not wrong_files(fetch("toy", tmp_path / "out"), toy)
+
+
+def test_only_encrypted_sites_are_named() -> None:
+    assert all(wanted.site.startswith("https://") for wanted in module.DATA_SETS.values())

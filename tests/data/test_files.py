@@ -1,0 +1,301 @@
+"""Sources that read files: IDX, arrays, and a folder a class. The files are untrusted."""
+
+import gzip
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torusgd.data import ArraySource, CorruptImage, open_sources
+from torusgd.data.arrays import open_arrays
+from torusgd.data.folder import Folder, open_folder
+from torusgd.data.idx import open_idx, read_idx
+from torusgd.errors import UserError
+from torusgd.recipe import Data
+
+from .pictures import encoded, photo, write_folder
+
+RANDOM = np.random.default_rng(0)
+IMAGES = {
+    "train": RANDOM.integers(0, 256, (9, 6, 5), dtype=np.uint8),
+    "t10k": RANDOM.integers(0, 256, (4, 6, 5), dtype=np.uint8),
+}
+LABELS = {"train": np.arange(9, dtype=np.uint8) % 3, "t10k": np.arange(4, dtype=np.uint8) % 3}
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def write_idx(root: Path, zipped: bool, separator: str = "-") -> Path:
+    for stem in ("train", "t10k"):
+        for part, array in (("images", IMAGES[stem]), ("labels", LABELS[stem])):
+            name = f"{stem}-{part}{separator}idx{array.ndim}-ubyte"
+            content = idx(array)
+            (root / (name + ".gz" if zipped else name)).write_bytes(gzip.compress(content) if zipped else content)
+    return root
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("separator", ["-", "."])
+def test_idx(tmp_path: Path, zipped: bool, separator: str) -> None:
+    data = Data(source="idx", image_size=5, channels=1, mean=(0.5,), std=(0.5,), options={"names": "x, y,z"})
+    train, held_out = open_sources(data, write_idx(tmp_path, zipped, separator), 0)
+    assert train.classes == ("x", "y", "z")
+    assert isinstance(train, ArraySource)
+    assert np.array_equal(train.read_many(np.arange(9))[..., 0], IMAGES["train"])
+    assert np.array_equal(held_out.read(3)[..., 0], IMAGES["t10k"][3])
+    assert np.array_equal(held_out.labels, LABELS["t10k"])
+    assert held_out.labels.dtype == np.int64
+
+
+GOOD = idx(IMAGES["train"])
+BAD_IDX = {
+    "empty": (b"", "no IDX file"),
+    "cut in the header": (GOOD[:10], "no IDX file"),
+    "another type": (GOOD[:2] + b"\x0d" + GOOD[3:], "no IDX file"),
+    "another number of dims": (GOOD[:3] + b"\x01" + GOOD[4:], "no IDX file"),
+    "one byte short": (GOOD[:-1], "only 269"),
+    "one byte more": (GOOD + b"\0", "it has more"),
+    "terabytes": (GOOD[:4] + b"\xff" * 12 + GOOD[16:], "are read"),
+    "text": (b"<html>not found</html>", "no IDX file"),
+}
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("name", BAD_IDX)
+def test_a_wrong_idx_file_is_told(tmp_path: Path, name: str, zipped: bool) -> None:
+    content, message = BAD_IDX[name]
+    file = tmp_path / ("images.gz" if zipped else "images")
+    file.write_bytes(gzip.compress(content) if zipped else content)
+    with pytest.raises(UserError, match=message):
+        read_idx(file, dims=3)
+
+
+def test_a_damaged_gzip_file_is_told(tmp_path: Path) -> None:
+    content = gzip.compress(GOOD)
+    for damaged in (content[:-20], content[:30] + b"\0\0\0\0" + content[34:], GOOD):
+        (tmp_path / "images.gz").write_bytes(damaged)
+        with pytest.raises(UserError, match="fetch it again"):
+            read_idx(tmp_path / "images.gz", dims=3)
+
+
+def test_a_gzip_file_that_swells_is_not_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "images.gz").write_bytes(gzip.compress(GOOD + bytes(50_000_000)))
+    import tracemalloc
+
+    tracemalloc.start()
+    with pytest.raises(UserError, match="it has more"):
+        read_idx(tmp_path / "images.gz", dims=3)
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
+
+
+def test_idx_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no train-images-idx3-ubyte"):
+        open_idx(tmp_path)
+    write_idx(tmp_path, zipped=False)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(LABELS["train"]))
+    with pytest.raises(UserError, match="4 images but 9 labels"):
+        open_idx(tmp_path)
+
+
+def arrays(**changes: Any) -> dict[str, Any]:
+    good = {
+        "train_images": IMAGES["train"],
+        "train_labels": LABELS["train"],
+        "eval_images": IMAGES["t10k"],
+        "eval_labels": LABELS["t10k"],
+    }
+    return {name: array for name, array in {**good, **changes}.items() if array is not None}
+
+
+@pytest.mark.parametrize("kind", ["npz", "npy"])
+def test_arrays(tmp_path: Path, kind: str) -> None:
+    colour = np.stack([IMAGES["train"]] * 3, axis=-1)
+    held_out_colour = np.stack([IMAGES["t10k"]] * 3, axis=-1)
+    contents = arrays(train_images=colour, eval_images=held_out_colour)
+    path = write_arrays(tmp_path, kind, contents)
+    train, held_out = open_sources(Data(source="arrays", image_size=5), path, 0)
+    assert train.classes == ("0", "1", "2")
+    assert np.array_equal(train.read(8), colour[8])
+    assert (len(train), len(held_out)) == (9, 4)
+
+
+def write_arrays(root: Path, kind: str, contents: dict[str, Any]) -> Path:
+    if kind == "npz":
+        np.savez(root / "set.npz", **contents)
+        return root / "set.npz"
+    for name, array in contents.items():
+        np.save(root / f"{name}.npy", array)
+    return root
+
+
+def test_npy_files_are_mapped_not_read(tmp_path: Path) -> None:
+    write_arrays(tmp_path, "npy", arrays())
+    train, _ = open_arrays(tmp_path)
+    base: Any = train.images
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap)
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("sprung",)
+
+
+@pytest.mark.parametrize("kind", ["npz", "npy"])
+def test_nothing_is_unpickled(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trapped = np.empty(9, dtype=object)
+    trapped[:] = [Trap() for _ in range(9)]
+    with pytest.raises(UserError, match="plain numbers"):
+        open_arrays(write_arrays(tmp_path, kind, arrays(train_images=trapped)))
+    assert not (tmp_path / "sprung").exists()
+
+
+BAD_ARRAYS = {
+    "float images": (arrays(train_images=IMAGES["train"] / 255), "train_images must be uint8"),
+    "flat images": (arrays(eval_images=IMAGES["t10k"].reshape(4, -1)), "eval_images must be uint8"),
+    "float labels": (arrays(train_labels=LABELS["train"] / 1.0), "train_labels must be 9 whole numbers"),
+    "fewer labels": (arrays(train_labels=LABELS["train"][:5]), "train_labels must be 9 whole numbers"),
+    "an array missing": (arrays(eval_labels=None), "eval_labels"),
+}
+
+
+@pytest.mark.parametrize("kind", ["npz", "npy"])
+@pytest.mark.parametrize("name", BAD_ARRAYS)
+def test_wrong_arrays_are_told(tmp_path: Path, name: str, kind: str) -> None:
+    contents, message = BAD_ARRAYS[name]
+    with pytest.raises(UserError, match=message):
+        open_arrays(write_arrays(tmp_path, kind, contents))
+
+
+def test_files_that_are_no_arrays_are_told(tmp_path: Path) -> None:
+    for content in (b"", b"text", b"PK\x03\x04 cut"):
+        (tmp_path / "set.npz").write_bytes(content)
+        with pytest.raises(UserError, match=r"set\.npz"):
+            open_arrays(tmp_path / "set.npz")
+    write_arrays(tmp_path, "npz", arrays())
+    whole = (tmp_path / "set.npz").read_bytes()
+    (tmp_path / "set.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"set\.npz"):
+        open_arrays(tmp_path / "set.npz")
+    write_arrays(tmp_path, "npy", arrays())
+    (tmp_path / "train_images.npy").write_bytes((tmp_path / "train_images.npy").read_bytes()[:-50])
+    with pytest.raises(UserError, match=r"train_images\.npy"):
+        open_arrays(tmp_path)
+
+
+def test_negative_labels_are_told(tmp_path: Path) -> None:
+    path = write_arrays(tmp_path, "npz", arrays(train_labels=LABELS["train"].astype(np.int8) - 1))
+    data = Data(source="arrays", image_size=5, channels=1, mean=(0.5,), std=(0.5,))
+    with pytest.raises(UserError, match="labels of the training images"):
+        open_sources(data, path, 0)
+
+
+def test_a_folder_lists_classes_and_files_by_name(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, train=3, val=2, classes=("wolf", "ape", "cow"))
+    (root / "train" / "ape" / "zz.PNG").write_bytes(encoded(photo(9, 9), "PNG"))
+    (root / "train" / "ape" / "notes.txt").write_text("not a picture")
+    (root / "train" / "ape" / ".hidden.jpg").write_text("not a picture")
+    (root / "train" / ".cache").mkdir()
+    train, val = open_folder(root, channels=3)
+    assert train.classes == val.classes == ("ape", "cow", "wolf")
+    assert train.labels.tolist() == [0] * 4 + [1] * 3 + [2] * 3
+    assert [Path(train.file(index)).name for index in range(4)] == ["000.jpg", "001.jpg", "002.jpg", "zz.PNG"]
+    assert train.read(3).shape == (9, 9, 3)
+    assert train.size(3) == (9, 9)
+    grey, _ = open_folder(root, channels=1)
+    assert grey.read(3).shape == (9, 9, 1)
+
+
+def test_a_list_of_classes_gives_their_order_and_names(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, classes=("n01", "n02", "n03"))
+    (root / "classes.txt").write_text("n03\ttabby cat\n\nn01\n")
+    train, val = open_folder(root, 3, classes="classes.txt")
+    assert train.classes == val.classes == ("tabby cat", "n01")
+    assert len(train) == 12
+    assert "n03" in train.file(0)
+
+
+@pytest.mark.parametrize("listed", ["../outside\n", "cat\ncat\n", "/etc\n", ".\n", "..\n", "\n \n", "bird\n"])
+def test_a_wrong_list_of_classes_is_told(tmp_path: Path, listed: str) -> None:
+    write_folder(tmp_path / "set")
+    write_folder(tmp_path / "outside")
+    (tmp_path / "set" / "classes.txt").write_text(listed)
+    with pytest.raises(UserError, match=r"classes\.txt: "):
+        open_folder(tmp_path / "set", 3, classes="classes.txt")
+
+
+def test_a_missing_or_unreadable_list_of_classes_is_told(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
+    for name in ("missing.txt", "binary", "train"):
+        with pytest.raises(UserError, match=r"data\.options\.classes: can't read"):
+            open_folder(tmp_path, 3, classes=name)
+
+
+def test_wrong_layouts_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no folder train; wanted are train/CLASS"):
+        open_folder(tmp_path, 3)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "loose.jpg").write_bytes(encoded(photo(9, 9)))
+    with pytest.raises(UserError, match="has no folder val"):
+        open_folder(tmp_path, 3)
+    (tmp_path / "val").mkdir()
+    with pytest.raises(UserError, match="has no class folders"):
+        open_folder(tmp_path, 3)
+    (tmp_path / "train" / "cat").mkdir()
+    (tmp_path / "val" / "cat").mkdir()
+    with pytest.raises(UserError, match="cat: no JPEG or PNG file"):
+        open_folder(tmp_path, 3)
+    (tmp_path / "train" / "cat" / "1.jpg").write_bytes(encoded(photo(9, 9)))
+    (tmp_path / "val" / "dog").mkdir()
+    with pytest.raises(UserError, match="dog: a class that"):
+        open_folder(tmp_path, 3)
+
+
+def test_links_that_go_round_and_special_files_are_passed_over(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", train=2)
+    (root / "train" / "cat" / "loop.jpg").symlink_to(root / "train" / "cat" / "loop.jpg")
+    (root / "train" / "cat" / "back").symlink_to(root)
+    os.mkfifo(root / "train" / "cat" / "pipe.jpg")  # to read it would wait for ever
+    (root / "train" / "dog" / "linked.jpg").symlink_to(root / "train" / "cat" / "000.jpg")
+    (root / "val" / "loop").symlink_to(root / "val" / "loop")
+    train, _ = open_folder(root, 3)
+    assert train.labels.tolist() == [0, 0, 1, 1, 1]
+    assert np.array_equal(train.read(4), train.read(0))
+
+
+def test_bad_pictures_are_corrupt_and_missing_ones_are_io_errors(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, train=4)
+    folder = root / "train" / "cat"
+    (folder / "000.jpg").write_text("a text named .jpg")
+    (folder / "001.jpg").write_bytes(b"")
+    (folder / "002.jpg").write_bytes((folder / "002.jpg").read_bytes()[:-300])
+    (folder / "003.jpg").write_bytes(encoded(photo(9, 9), "PNG"))  # by its content, not its name
+    train, _ = open_folder(root, 3)
+    for index, reason in enumerate(("neither JPEG nor PNG", "empty", "cut short")):
+        with pytest.raises(CorruptImage, match=reason) as raised:
+            train.read(index)
+        assert raised.value.index == index
+        assert f"{index:03}.jpg" in raised.value.reason
+    assert train.read(3).shape == (9, 9, 3)
+    (folder / "003.jpg").unlink()
+    with pytest.raises(FileNotFoundError):
+        train.read(3)
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, train=1)
+    with open(root / "train" / "cat" / "000.jpg", "r+b") as file:
+        file.truncate(1 << 40)  # sparse: it takes no room
+    train, _ = open_folder(root, 3)
+    assert isinstance(train, Folder)
+    with pytest.raises(CorruptImage, match="1099511627776 bytes"):
+        train.read(0)

@@ -1,0 +1,184 @@
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torusgd.data import Batch, Loader, Pipeline, Share, StreamOrder, open_sources
+from torusgd.data import pipeline as module
+
+from .own import Stripes
+from .pictures import folder_data, write_folder
+from .test_pipeline import own_data
+
+
+def shares(count: int, size: int = 4) -> Iterator[Share]:
+    return (Share(number * size, size, augment=number % 3 != 2) for number in range(count))
+
+
+def loader(source: Stripes, threads: int = 2, ahead: int = 3) -> Loader:
+    return Loader(Pipeline(source, own_data(), 0), StreamOrder(len(source), 0), threads, ahead)
+
+
+class Gated(Stripes):
+    """A source that waits in `read` until the test lets it go on."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.gate = threading.Semaphore(0)
+        self.lock = threading.Lock()
+        self.begun = 0
+
+    def read(self, index: int) -> np.ndarray:
+        with self.lock:
+            self.begun += 1
+        assert self.gate.acquire(timeout=60)
+        return super().read(index)
+
+
+def wait_until(condition: object) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("threads", "ahead"), [(1, 1), (1, 4), (3, 2), (4, 9)])
+def test_batches_are_those_of_the_pipeline_in_order_whatever_the_threads(
+    tmp_path: Path, threads: int, ahead: int
+) -> None:
+    source, _ = open_sources(folder_data(), write_folder(tmp_path), 0)
+    pipeline, order = Pipeline(source, folder_data(), 0), StreamOrder(len(source), 0)
+    background = Loader(pipeline, order, threads, ahead)
+    batches = list(background.run(shares(12)))
+    assert len(batches) == 12
+    for share, batch in zip(shares(12), batches, strict=True):
+        expected = pipeline.training_batch(*order.at(share.start, share.count), share.augment)
+        assert torch.equal(batch.images, expected.images)
+        assert torch.equal(batch.targets, expected.targets)
+    assert list(background.run([])) == []
+    background.close()
+
+
+def test_no_more_than_ahead_is_made() -> None:
+    source = Gated(30)
+    background = loader(source, threads=8, ahead=3)
+    asked: list[int] = []
+
+    def watched() -> Iterator[Share]:
+        for share in shares(20, size=1):
+            asked.append(share.start)
+            yield share
+
+    run = background.run(watched())
+    source.gate.release(1000)
+    for taken in range(1, 15):
+        next(run)
+        assert len(asked) <= taken + 3  # those handed over, and three ahead
+        assert source.begun <= taken + 3
+    background.close()
+
+
+def test_batches_handed_over_are_not_kept() -> None:
+    made: weakref.WeakSet[Batch] = weakref.WeakSet()
+
+    class Watched(Pipeline):
+        def training_batch(self, *arguments: Any) -> Batch:
+            batch = super().training_batch(*arguments)
+            made.add(batch)
+            return batch
+
+    background = Loader(Watched(Stripes(30), own_data(), 0), StreamOrder(30, 0), threads=2, ahead=2)
+    taken = 0
+    for _batch in background.run(shares(30)):
+        taken += 1
+        assert len(made) <= 1 + 2 + 2  # in hand, ahead, and in the threads' hands
+    assert taken == 30
+    background.close()
+
+
+def test_an_error_is_raised_where_it_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAUSES", ())
+    source = Stripes(30)
+    order = StreamOrder(30, 0)
+    source.unreadable[int(order.at(9, 1)[0][0])] = 99  # in the third batch
+    background = loader(source, threads=3, ahead=5)
+    run = background.run(shares(7))
+    assert len([next(run), next(run)]) == 2
+    with pytest.raises(OSError, match="out of reach"):
+        next(run)
+    source.unreadable.clear()
+    assert len(list(background.run(shares(7)))) == 7
+    background.close()
+
+
+def test_a_new_run_after_an_abandoned_one() -> None:
+    source = Gated(30)
+    source.gate.release(10_000)
+    background = loader(source, ahead=4)
+    first = background.run(shares(50))
+    abandoned = next(first)
+    again = list(background.run(shares(5)))
+    assert len(again) == 5
+    assert torch.equal(again[0].images, abandoned.images)
+    with pytest.raises(RuntimeError, match="newer one"):
+        next(first)
+    assert len(list(background.run(shares(2)))) == 2
+    background.close()
+
+
+def test_close_drops_what_was_not_begun() -> None:
+    before = set(threading.enumerate())
+    source = Gated(30)
+    background = loader(source, threads=1, ahead=6)
+    run = background.run(shares(20, size=1))
+    source.gate.release(1)
+    next(run)
+    wait_until(lambda: source.begun == 2)  # the next one waits at the gate, four more are queued
+    closing = threading.Thread(target=background.close)
+    closing.start()
+    source.gate.release(1000)
+    closing.join(timeout=60)
+    assert not closing.is_alive()
+    assert source.begun <= 3
+    assert not set(threading.enumerate()) - before
+    with pytest.raises(RuntimeError):
+        next(run)
+
+
+def test_time_kept_waiting_is_counted_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Gated(30)
+    background = loader(source, threads=1, ahead=1)
+    ticks = itertools.count()
+
+    def clock() -> int:
+        source.gate.release()  # nothing can be made before the loader has looked at the clock
+        return next(ticks)
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    run = background.run(shares(3, size=1))
+    for number in range(1, 4):
+        next(run)
+        assert background.wait_seconds == number  # one tick from before the wait to after it
+        next(ticks)  # the consumer computes
+    background.close()
+
+
+def test_the_consumers_threads_are_left_alone() -> None:
+    before = torch.get_num_threads()
+    background = loader(Stripes(30), threads=3)
+    list(background.run(shares(8)))
+    assert torch.get_num_threads() == before
+    background.close()
+
+
+def test_nonsense_is_refused() -> None:
+    for threads, ahead in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            loader(Stripes(5), threads, ahead)

@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torusgd.data import StreamOrder
+
+
+@given(st.integers(1, 40), st.integers(0, 2**63 - 1), st.lists(st.integers(0, 60), max_size=8))
+@settings(deadline=None, max_examples=50)
+def test_any_split_of_the_stream_gives_the_same_stream(length: int, seed: int, counts: list[int]) -> None:
+    whole, epochs = StreamOrder(length, seed).at(0, sum(counts))
+    order = StreamOrder(length, seed)
+    starts = np.cumsum([0, *counts])
+    parts = [order.at(int(start), count) for start, count in zip(starts, counts, strict=False)]
+    parts.reverse()  # the answer does not depend on what was asked before
+    again = [order.at(int(start), count) for start, count in reversed(list(zip(starts, counts, strict=False)))]
+    for (indices, epoch), (indices_again, epoch_again) in zip(parts, again, strict=True):
+        assert np.array_equal(indices, indices_again)
+        assert np.array_equal(epoch, epoch_again)
+    if counts:
+        assert np.array_equal(whole, np.concatenate([indices for indices, _ in reversed(parts)]))
+        assert np.array_equal(epochs, np.concatenate([epoch for _, epoch in reversed(parts)]))
+
+
+@given(st.integers(1, 50), st.integers(0, 1000), st.integers(0, 4))
+@settings(deadline=None, max_examples=50)
+def test_each_epoch_is_a_permutation_and_nothing_is_dropped(length: int, seed: int, epoch: int) -> None:
+    indices, epochs = StreamOrder(length, seed).at(epoch * length, length)
+    assert sorted(indices.tolist()) == list(range(length))
+    assert set(epochs.tolist()) == {epoch}
+
+
+def test_epochs_and_seeds_differ() -> None:
+    order = StreamOrder(1000, seed=1)
+    first, second = order.at(0, 1000)[0], order.at(1000, 1000)[0]
+    other = StreamOrder(1000, seed=2).at(0, 1000)[0]
+    for a, b in ((first, second), (first, other)):
+        assert np.mean(a == b) < 0.02
+
+
+def test_the_order_is_pinned() -> None:
+    """A checkpoint of an older version must go on with the same samples."""
+    indices, epochs = StreamOrder(7, seed=3).at(5, 12)
+    assert indices.tolist() == [1, 3, 0, 1, 3, 4, 2, 5, 6, 1, 4, 2]
+    assert epochs.tolist() == [0] * 2 + [1] * 7 + [2] * 3
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        StreamOrder(0, 0)
+    with pytest.raises(ValueError, match="negative"):
+        StreamOrder(3, 0).at(-1, 2)

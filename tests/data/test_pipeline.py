@@ -1,0 +1,305 @@
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from torusgd.data import ArraySource, Pipeline, Source, open_sources
+from torusgd.data import pipeline as module
+from torusgd.data.augment import draw_changes, random_region
+from torusgd.errors import RunError, UserError
+from torusgd.recipe import Augment, Data
+
+from .own import Stripes
+from .pictures import folder_data, psnr, write_folder
+
+EPOCH_0 = np.zeros(30, dtype=np.int64)
+
+
+def own_data(**changes: Any) -> Data:
+    augment = Augment(crop="resized", flip=0.5)
+    return Data(**{"source": "tests.data.own:stripes", "image_size": 16, "resize": 18, "augment": augment, **changes})
+
+
+def stripes(*arguments: Any, data: Data | None = None, seed: int = 0) -> tuple[Stripes, Pipeline]:
+    source = Stripes(30, *arguments)
+    return source, Pipeline(source, data or own_data(), seed)
+
+
+def synthetic(**changes: Any) -> tuple[Source, Data]:
+    values = {"image_size": 12, "train_images": 40, "eval_images": 20, "classes": 4}
+    data = Data(**{"source": "synthetic", "augment": Augment(crop="shift", shift=2, flip=0.5), **values, **changes})
+    return open_sources(data, None, 0)[0], data
+
+
+class OneByOne:
+    """A source without its fast ways of reading."""
+
+    def __init__(self, source: Source) -> None:
+        self.classes, self.labels, self.read = source.classes, source.labels, source.read
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+PIPELINES = {
+    "digits": lambda path: ("digits", {"image_size": 8, "channels": 1, "mean": (0.3,), "std": (0.2,)}, None),
+    "shifted": lambda path: (
+        "synthetic",
+        {"image_size": 12, "augment": Augment(crop="shift", shift=2, flip=0.5)},
+        None,
+    ),
+    "odd width": lambda path: ("synthetic", {"image_size": 13, "augment": Augment(flip=0.5)}, None),
+    "resized": lambda path: ("synthetic", {"image_size": 12, "resize": 15, "augment": Augment(crop="resized")}, None),
+    "folder": lambda path: (
+        "folder",
+        {"image_size": 24, "resize": 28, "augment": Augment(crop="resized", flip=0.5)},
+        path,
+    ),
+    "folder, shifted": lambda path: (
+        "folder",
+        {"image_size": 24, "resize": 28, "augment": Augment(crop="shift", shift=3, flip=0.5)},
+        path,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pipeline]:
+    root = write_folder(tmp_path_factory.mktemp("pictures"), train=10)
+    (root / "train" / "cat" / "004.jpg").write_text("torn")
+    made = {}
+    for name, make in PIPELINES.items():
+        kind, changes, path = make(root)
+        if kind == "synthetic":
+            changes = {"train_images": 20, "eval_images": 20, "classes": 4, **changes}
+        data = Data(source=kind, **changes)
+        made[name] = Pipeline(open_sources(data, path, 0)[0], data, seed=7)
+    return made
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@given(st.data())
+@settings(deadline=None, max_examples=10)
+def test_an_image_is_the_same_in_any_batch(pipelines: dict[str, Pipeline], name: str, data: st.DataObject) -> None:
+    pipeline = pipelines[name]
+    size = len(pipeline.source)
+    indices = np.array(data.draw(st.lists(st.integers(0, min(size, 20) - 1), min_size=1, max_size=12)))
+    epochs = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(indices), max_size=len(indices))))
+    cut = data.draw(st.integers(0, len(indices)))
+    for augment in (True, False):
+        whole = pipeline.training_batch(indices, epochs, augment)
+        parts = [
+            pipeline.training_batch(indices[part], epochs[part], augment) for part in (slice(0, cut), slice(cut, None))
+        ]
+        alone = [
+            pipeline.training_batch(indices[at : at + 1], epochs[at : at + 1], augment) for at in range(len(indices))
+        ]
+        for batches in (parts, alone):
+            assert torch.equal(whole.images, torch.cat([batch.images for batch in batches]))
+            assert torch.equal(whole.targets, torch.cat([batch.targets for batch in batches]))
+            assert whole.replaced == sum(batch.replaced for batch in batches)
+        assert whole.images.is_contiguous()
+        assert whole.images.dtype == torch.float32
+        assert whole.targets.dtype == torch.int64
+        assert whole.kept.tolist() == list(range(len(indices)))
+    whole = pipeline.validation_batch(indices)
+    alone = [pipeline.validation_batch(indices[at : at + 1]) for at in range(len(indices))]
+    assert torch.equal(whole.images, torch.cat([batch.images for batch in alone]))
+    assert torch.equal(whole.targets, torch.cat([batch.targets for batch in alone]))
+
+
+@pytest.mark.parametrize("changes", [{}, {"resize": 12}, {"image_size": 13}, {"augment": Augment(flip=0.5)}])
+def test_the_way_without_a_loop_gives_the_same_bits(changes: dict[str, Any]) -> None:
+    source, data = synthetic(**changes)
+    assert isinstance(source, ArraySource)
+    fast, slow = Pipeline(source, data, 1), Pipeline(OneByOne(source), data, 1)
+    indices = np.array([3, 3, 39, 0, 17])
+    epochs = np.array([0, 1, 0, 2, 0])
+    for augment in (True, False):
+        a, b = (pipeline.training_batch(indices, epochs, augment) for pipeline in (fast, slow))
+        assert torch.equal(a.images, b.images)
+    assert torch.equal(fast.validation_batch(indices).images, slow.validation_batch(indices).images)
+
+
+def test_pixels_are_normalised_by_channel() -> None:
+    source, data = synthetic(mean=(0.1, 0.5, 0.9), std=(0.5, 1.0, 2.0))
+    batch = Pipeline(source, data, 0).validation_batch(np.arange(5))
+    assert isinstance(source, ArraySource)
+    expected = (source.read_many(np.arange(5)) / 255 - np.array(data.mean)) / np.array(data.std)
+    assert np.allclose(batch.images.numpy(), expected.transpose(0, 3, 1, 2), atol=1e-6)
+    assert batch.targets.tolist() == source.labels[:5].tolist()
+
+
+def test_without_augmentation_training_images_look_as_in_evaluation(tmp_path: Path) -> None:
+    source, _ = open_sources(folder_data(), write_folder(tmp_path), 0)
+    pipeline = Pipeline(source, folder_data(), 0)
+    indices = np.arange(len(source))
+    plain = pipeline.training_batch(indices, np.full(len(source), 3), augment=False)
+    assert torch.equal(plain.images, pipeline.validation_batch(indices).images)
+
+
+def test_evaluation_is_torchvisions_resize_and_centre_crop(tmp_path: Path) -> None:
+    data = folder_data(image_size=30, resize=37, mean=(0.0,) * 3, std=(1.0,) * 3)
+    source, _ = open_sources(data, write_folder(tmp_path), 0)
+    images = Pipeline(source, data, 0).validation_batch(np.arange(8)).images
+    for index in range(8):
+        picture = Image.fromarray(source.read(index))
+        width, height = picture.size
+        short = min(width, height)
+        picture = picture.resize((37 * width // short, 37 * height // short), Image.BILINEAR)
+        left, top = round((picture.width - 30) / 2), round((picture.height - 30) / 2)
+        expected = np.asarray(picture.crop((left, top, left + 30, top + 30))).transpose(2, 0, 1)
+        assert psnr(images[index] * 255, expected) > 50
+
+
+def test_seeds_and_epochs_change_what_is_seen(tmp_path: Path) -> None:
+    source, _ = open_sources(folder_data(), write_folder(tmp_path), 0)
+    indices = np.arange(8)
+    first, other_epoch, other_seed = (
+        Pipeline(source, folder_data(), seed).training_batch(indices, np.full(8, epoch), augment=True).images
+        for seed, epoch in ((0, 0), (0, 1), (1, 0))
+    )
+    assert not any(torch.equal(a, b) for a, b in zip(first, other_epoch, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other_seed, strict=True))
+
+
+def test_augment_options_are_read() -> None:
+    source, data = synthetic(image_size=12, resize=16)
+    seen = []
+    for augment in (
+        Augment(),
+        Augment(flip=1.0),
+        Augment(crop="shift", shift=1),
+        Augment(crop="shift", shift=3),
+        Augment(crop="resized"),
+        Augment(crop="resized", area=(0.5, 0.6)),
+        Augment(crop="resized", aspect=(1.0, 1.1)),
+    ):
+        pipeline = Pipeline(source, data.model_copy(update={"augment": augment}), 0)
+        seen.append(pipeline.training_batch(np.arange(6), EPOCH_0[:6], augment=True).images)
+    assert len({images.numpy().tobytes() for images in seen}) == len(seen)
+
+
+def test_an_undecodable_image_is_replaced_by_a_keyed_one(caplog: pytest.LogCaptureFixture) -> None:
+    bad = (3, 11)
+    _, pipeline = stripes(bad)
+    _, clean = stripes()
+    indices, epochs = np.arange(12), EPOCH_0[:12]
+    with caplog.at_level(logging.WARNING):
+        batch = pipeline.training_batch(indices, epochs, augment=True)
+    assert batch.replaced == 2
+    assert [record.message for record in caplog.records] == [
+        "replaced in epoch 0: image 3: torn",
+        "replaced in epoch 0: image 11: torn",
+    ]
+    whole = clean.training_batch(indices, epochs, augment=True)
+    for at in range(12):
+        assert torch.equal(batch.images[at], whole.images[at]) == (at not in bad)
+    again = pipeline.training_batch(np.array([11, 3]), EPOCH_0[:2], augment=True)
+    assert torch.equal(again.images, batch.images[[11, 3]])
+    assert torch.equal(again.targets, batch.targets[[11, 3]])
+    later = pipeline.training_batch(np.array([3]), np.array([1]), augment=False)
+    assert not torch.equal(later.images, pipeline.training_batch(np.array([3]), EPOCH_0[:1], augment=False).images)
+
+
+def test_substitutes_bring_their_own_label() -> None:
+    source, pipeline = stripes(tuple(range(29)))  # only image 29 is whole
+    plain = pipeline.validation_batch(np.array([29]))
+    found = 0
+    for index in range(29):
+        try:
+            batch = pipeline.training_batch(np.array([index]), EPOCH_0[:1], augment=False)
+        except RunError:
+            continue
+        found += 1
+        assert batch.targets.tolist() == [source.labels[29]]
+        assert torch.equal(batch.images, plain.images)
+    assert found > 0
+
+
+def test_substitutes_are_bounded() -> None:
+    source, pipeline = stripes(tuple(range(30)))
+    with pytest.raises(RunError, match=r"16 substitutes in a row .* torn"):
+        pipeline.training_batch(np.array([0]), EPOCH_0[:1], augment=True)
+    assert len(source.reads) == 17
+
+
+def test_evaluation_leaves_undecodable_images_out_and_names_them(caplog: pytest.LogCaptureFixture) -> None:
+    _, pipeline = stripes((3, 5))
+    _, clean = stripes()
+    with caplog.at_level(logging.WARNING):
+        batch = pipeline.validation_batch(np.arange(8))
+    assert batch.kept.tolist() == [0, 1, 2, 4, 6, 7]
+    assert torch.equal(batch.images, clean.validation_batch(np.array([0, 1, 2, 4, 6, 7])).images)
+    assert batch.targets.tolist() == [0, 1, 2, 1, 0, 1]
+    assert batch.replaced == 0
+    assert [record.message for record in caplog.records] == [
+        "left out of evaluation: image 3: torn",
+        "left out of evaluation: image 5: torn",
+    ]
+    none = pipeline.validation_batch(np.array([3, 5]))
+    assert (none.images.shape, none.targets.shape, none.kept.shape) == ((0, 3, 16, 16), (0,), (0,))
+
+
+def test_trouble_in_reading_is_tried_again_and_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAUSES", (0.0, 0.0))
+    source, pipeline = stripes((), {4: 2})
+    batch = pipeline.training_batch(np.array([4]), EPOCH_0[:1], augment=True)
+    assert batch.replaced == 0
+    assert source.reads == [4, 4, 4]
+    source, pipeline = stripes((), {4: 3})
+    with pytest.raises(OSError, match="stripe 4 is out of reach"):
+        pipeline.training_batch(np.array([3, 4]), EPOCH_0[:2], augment=True)
+    source.unreadable[4] = 3
+    with pytest.raises(OSError, match="stripe 4 is out of reach"):
+        pipeline.validation_batch(np.array([3, 4]))
+
+
+def test_a_vanished_file_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAUSES", (0.0, 0.0))
+    source, _ = open_sources(folder_data(), write_folder(tmp_path), 0)
+    (tmp_path / "train" / "cat" / "002.jpg").unlink()
+    with pytest.raises(FileNotFoundError):
+        Pipeline(source, folder_data(), 0).training_batch(np.arange(4), EPOCH_0[:4], augment=True)
+
+
+def test_images_of_another_size_need_resize() -> None:
+    _, pipeline = stripes(data=own_data(resize=None, augment=Augment()))
+    with pytest.raises(UserError, match=r"data\.resize: null wants images of 16 x 16 pixels, .* 20 x 20"):
+        pipeline.validation_batch(np.array([0]))
+    with pytest.raises(UserError, match=r"data\.resize"):
+        pipeline.training_batch(np.array([0]), EPOCH_0[:1], augment=True)
+
+
+def test_images_of_another_kind_are_told() -> None:
+    _, pipeline = stripes(data=own_data(channels=1, mean=(0.5,), std=(0.5,)))
+    with pytest.raises(UserError, match=r"data\.channels: the recipe says 1, .* image 0 is uint8 \[20, 20, 3\]"):
+        pipeline.validation_batch(np.array([0]))
+
+
+def test_one_channel_of_a_folder(tmp_path: Path) -> None:
+    data = folder_data(channels=1, mean=(0.5,), std=(0.5,))
+    source, _ = open_sources(data, write_folder(tmp_path), 0)
+    batch = Pipeline(source, data, 0).training_batch(np.arange(4), EPOCH_0[:4], augment=True)
+    assert batch.images.shape == (4, 1, 24, 24)
+    assert len({image.numpy().tobytes() for image in batch.images}) == 4
+
+
+def test_the_augmentation_is_pinned() -> None:
+    """A run of an older version must go on with the same images; computed with integers and exact roots alone."""
+    augment = Augment(crop="resized", flip=0.5)
+    drawn = draw_changes(augment, 5, np.array([0, 0, 9]), np.array([0, 1, 1]))
+    assert drawn.boxes is not None
+    boxes = [random_region(375, 500, 224, augment, draws) for draws in drawn.boxes]
+    assert [(box.top, box.left, box.height, box.width) for box in boxes] == [
+        (97, 118, 212, 268),
+        (11, 118, 361, 336),
+        (2, 169, 373, 293),
+    ]
+    assert drawn.mirrored.tolist() == [False, False, False]

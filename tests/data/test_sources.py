@@ -1,0 +1,155 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torusgd.data import ArraySource, RegionSource, Source, open_sources
+from torusgd.errors import UserError
+from torusgd.recipe import Data
+
+from .own import Stripes
+from .pictures import folder_data, write_folder
+
+
+def grey(source: str, **changes: Any) -> Data:
+    return Data(**{"source": source, "image_size": 8, "channels": 1, "mean": (0.5,), "std": (0.5,), **changes})
+
+
+def synthetic(**changes: Any) -> Data:
+    values = {"image_size": 16, "train_images": 40, "eval_images": 20, "classes": 4}
+    return Data(**{"source": "synthetic", **values, **changes})
+
+
+def test_digits_are_split_the_same_for_every_seed() -> None:
+    train, held_out = open_sources(grey("digits"), None, seed=0)
+    assert (len(train), len(held_out)) == (1437, 360)
+    assert train.classes == tuple("0123456789")
+    assert isinstance(train, ArraySource)
+    assert isinstance(held_out, ArraySource)
+    everything = train.read_many(np.arange(1437))
+    assert (everything.shape, everything.dtype, everything.min(), everything.max()) == (
+        (1437, 8, 8, 1),
+        "uint8",
+        0,
+        255,
+    )
+    assert set(held_out.labels.tolist()) == set(range(10))
+    again, _ = open_sources(grey("digits"), None, seed=5)
+    assert np.array_equal(again.labels, train.labels)
+    from sklearn.datasets import load_digits
+
+    ours = np.concatenate([everything, held_out.read_many(np.arange(360))]).reshape(1797, 64)
+    theirs = np.round(load_digits().data * (255 / 16))
+    assert sorted(map(bytes, ours)) == sorted(map(bytes, theirs.astype(np.uint8)))  # each digit once
+
+
+def test_synthetic_images_are_a_function_of_seed_split_and_index() -> None:
+    train, held_out = open_sources(synthetic(), None, seed=3)
+    assert (len(train), len(held_out), train.classes) == (40, 20, ("0", "1", "2", "3"))
+    assert isinstance(train, ArraySource)
+    assert train.shape == (16, 16, 3)
+    many = train.read_many(np.array([5, 39, 5]))
+    assert np.array_equal(many[0], many[2])
+    assert np.array_equal(many[1], train.read(39))
+    assert not np.array_equal(train.read(5), train.read(9))  # of the same class
+    assert not np.array_equal(train.read(5), held_out.read(5))
+    other, _ = open_sources(synthetic(), None, seed=4)
+    assert not np.array_equal(train.read(5), other.read(5))
+    larger, _ = open_sources(synthetic(train_images=41), None, seed=3)
+    assert np.array_equal(larger.read(5), train.read(5))
+
+
+def test_synthetic_noise_is_read() -> None:
+    clean, half, noise = (
+        open_sources(synthetic(options={"noise": value}), None, seed=0)[0].read(0) for value in (0.0, 0.5, 1.0)
+    )
+    assert len(np.unique(clean.reshape(-1, 3), axis=0)) <= 16  # 4 x 4 tiles of one colour each
+    assert clean.std() != half.std() != noise.std()
+    assert abs(noise.mean() - 127) < 10
+
+
+def test_synthetic_images_can_be_learned() -> None:
+    """The nearest mean image of the training set tells most of the held-out classes, wherever the pattern lies."""
+    train, held_out = open_sources(synthetic(train_images=400, eval_images=100, image_size=8), None, seed=0)
+    assert isinstance(train, ArraySource)
+    assert isinstance(held_out, ArraySource)
+
+    def features(source: ArraySource) -> np.ndarray:
+        images = source.read_many(np.arange(len(source))).astype(float)
+        return np.sort(images.reshape(len(images), 64, 3), axis=1).reshape(len(images), -1)
+
+    known, asked = features(train), features(held_out)
+    means = np.stack([known[train.labels == label].mean(axis=0) for label in range(4)])
+    guesses = ((asked[:, None] - means) ** 2).sum(axis=2).argmin(axis=1)
+    assert (guesses == held_out.labels).mean() > 0.8
+
+
+def test_synthetic_makes_the_size_before_the_centre_crop() -> None:
+    train, _ = open_sources(synthetic(image_size=16, resize=20, classes=2), None, seed=0)
+    assert train.read(0).shape == (20, 20, 3)
+
+
+def test_the_first_images_are_taken() -> None:
+    whole, _ = open_sources(grey("digits"), None, 0)
+    few, held_out = open_sources(grey("digits", train_images=10, eval_images=7), None, 0)
+    assert (len(few), len(held_out)) == (10, 7)
+    assert isinstance(few, ArraySource)
+    assert few.shape == (8, 8, 1)
+    assert np.array_equal(few.labels, whole.labels[:10])
+    assert np.array_equal(few.read(9), whole.read(9))
+
+
+def test_a_part_of_a_folder_still_decodes_regions(tmp_path: Path) -> None:
+    train, _ = open_sources(folder_data(train_images=5), write_folder(tmp_path), 0)
+    assert isinstance(train, RegionSource)
+    assert not isinstance(train, ArraySource)
+    assert len(train) == 5
+
+
+def test_a_source_of_ones_own() -> None:
+    data = Data(source="tests.data.own:stripes", options={"count": 12}, image_size=16, resize=18)
+    train, held_out = open_sources(data, None, 0)
+    assert isinstance(train, Stripes)
+    assert isinstance(train, Source)
+    assert (len(train), len(held_out)) == (12, 6)
+
+
+MISTAKES = {
+    "unknown source": (grey("digit"), "digits, synthetic, idx"),
+    "path for digits": (grey("digits"), "take no --data"),
+    "option of digits": (grey("digits", options={"noise": 1}), r"data.options.noise: .* takes none"),
+    "option of synthetic": (synthetic(options={"nois": 1}), "it takes noise"),
+    "noise above 1": (synthetic(options={"noise": 1.5}), "from 0 to 1"),
+    "noise as text": (synthetic(options={"noise": "much"}), "from 0 to 1"),
+    "no size for synthetic": (synthetic(train_images=None), "data.train_images"),
+    "no path": (grey("idx"), "--data PATH"),
+    "no path for a folder": (folder_data(), "--data PATH"),
+    "classes": (grey("digits", classes=11), r"data.classes: the recipe says 11, .* have 10"),
+    "channels": (Data(source="digits", image_size=8), "data.channels: the recipe says 3, .* have 1"),
+    "too many images": (grey("digits", eval_images=361), "data.eval_images: the recipe wants 361 .* has 360"),
+    "own, not importable": (grey("no_such_module:source"), "can't import no_such_module"),
+    "own, not a source": (grey("tests.data.own:incomplete"), "no torusgd.data.Source"),
+    "own, labels": (Data(source="tests.data.own:mislabelled", image_size=8), r"in 0..2"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told_with_their_remedy(name: str, tmp_path: Path) -> None:
+    data, message = MISTAKES[name]
+    with pytest.raises(UserError, match=message):
+        open_sources(data, tmp_path if name == "path for digits" else None, 0)
+
+
+def test_a_missing_path_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file or folder"):
+        open_sources(folder_data(), tmp_path / "missing", 0)
+
+
+def test_missing_packages_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in ("sklearn.datasets", "simplejpeg"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)  # an import then fails
+    with pytest.raises(UserError, match=r"pip install 'torusgd\[digits\]'"):
+        open_sources(grey("digits"), None, 0)
+    with pytest.raises(UserError, match=r"pip install 'torusgd\[images\]'"):
+        open_sources(folder_data(), write_folder(tmp_path), 0)
