@@ -85,10 +85,18 @@ def polish(
 
 
 @app.command()
-def recipes(name: Annotated[str | None, typer.Argument(help="Show this one with its source.")] = None) -> None:
-    """List the built-in recipes, or show one with its source."""
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show this one with its source.")] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="Tell every key of a recipe, as Markdown.")] = False,
+) -> None:
+    """List the built-in recipes, show one with its source, or tell every key."""
     from .recipes import load_recipe, recipe_names, recipe_source
 
+    if keys:
+        from .recipes.reference import reference
+
+        typer.echo(reference(), nl=False)
+        return
     if name is not None:
         typer.echo(recipe_source(name), nl=False)
         return

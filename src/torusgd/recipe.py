@@ -61,16 +61,19 @@ class Data(Section):
     train_images: Count | None = None
     """use the first so many; null: all that the source has"""
     eval_images: Count | None = None
+    """held-out images; null: all"""
     image_size: Count
     """pixels a side after cropping"""
     resize: Count | None = None
     """shorter side, in pixels, before the centre crop of evaluation; null: no resize"""
     channels: Literal[1, 3] = 3
+    """1: grey, 3: red, green, blue"""
     classes: Annotated[int, Field(ge=2)] | None = None
     """null: as many as the source has"""
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     """a channel, for values in 0..1"""
     std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
+    """a channel, for values in 0..1"""
     augment: Augment = Augment()
     max_replaced: Fraction = 0.001
     """largest share of undecodable training images before the run stops"""
@@ -98,14 +101,18 @@ class Warmup(Section):
     """The rate climbs from `start` to the stage's rate."""
 
     length: Duration
+    """from the start of the run"""
     shape: Literal["linear", "quadratic"] = "linear"
+    """progress p or p ** 2, from `start` to the rate"""
     start: NotNegative = 0.0
+    """the rate of step 0"""
 
 
 class Decay(Section):
     """The factor on the rate after the warm-up, as a function of progress p from 0 at `start` to 1 at `end`."""
 
     shape: Literal["constant", "polynomial", "cosine", "step"] = "polynomial"
+    """how the factor falls"""
     power: Positive = 2.0
     """polynomial: (1 - p) ** power"""
     floor: Fraction = 0.0
@@ -117,6 +124,7 @@ class Decay(Section):
     milestones: tuple[Duration, ...] = ()
     """step: the rate is multiplied by `factor` at each"""
     factor: Positive = 0.1
+    """with shape: step"""
 
     @model_validator(mode="after")
     def _check(self) -> "Decay":
@@ -138,6 +146,7 @@ class Stage(Section):
     """A span with one batch size and one rate rule (batch-size control)."""
 
     until: Duration
+    """from the start of the run; the stage ends at the first step boundary at or after it"""
     images_per_worker: Count
     """images of each virtual worker a step"""
     lr: Positive | Literal["linear", "sqrt"] | None = None
@@ -152,10 +161,13 @@ class Optimizer(Section):
     """SGD or LARS with its exclusions."""
 
     name: Literal["sgd", "lars"] = "sgd"
+    """the update rule"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """of the first stage, and of every stage that gives none"""
     nesterov: bool = False
     """sgd only"""
     weight_decay: NotNegative = 0.0
+    """added to the gradient, times the weight"""
     no_decay: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
     """parameters without weight decay"""
     ramp_weight_decay: bool = False
@@ -186,9 +198,9 @@ class Evaluate(Section):
     """When and how the held-out images are classified."""
 
     every: Duration | None = Duration(1, "ep")
-    """null: at the end only"""
+    """from one evaluation to the next; null: at the end only"""
     first: Duration | None = None
-    """null: after `every`"""
+    """the first evaluation; null: after `every`"""
     images_per_chunk: Count = 100
     """images of one forward pass; logits depend on it, so it is part of the recipe"""
 
@@ -206,6 +218,7 @@ class LossScale(Section):
     """Dynamic loss scaling, with precision: float16."""
 
     initial: Positive = 65536.0
+    """factor on the loss at step 0"""
     growth_interval: Count = 2000
     """accepted steps after which the scale is doubled"""
 
@@ -214,19 +227,27 @@ class Recipe(Section):
     """What is computed. Two runs with equal recipes (and conditions) end with equal weights."""
 
     name: str
+    """runs lie in runs/NAME unless --out is given"""
     description: str = ""
+    """one line for the list of recipes"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """of the initial weights and of every random draw"""
     data: Data
     model: Model
     virtual_workers: Count
+    """V: the batch of a step is V * images_per_worker; at most so many ranks can share it"""
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     rate: Rate
     optimizer: Optimizer = Optimizer()
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """share of the target spread evenly over all classes"""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """of the passes (autocast); auto: the fastest of the device, written to the recipe of the run"""
     loss_scale: LossScale = LossScale()
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    """of the activations"""
     reduction: Literal["exact", "float32", "float16", "bfloat16"] = "exact"
+    """how gradients are summed; only exact gives the same bits on any number of ranks"""
     threads: Count = 1
     """threads of each rank; bits differ between 1 and 2"""
     evaluate: Evaluate = Evaluate()

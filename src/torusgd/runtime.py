@@ -29,7 +29,9 @@ class RuntimeOptions(Section):
     bucket_mib: Annotated[float, Field(gt=0)] = 4.0
     """size of a bucket, the run of gradients that travels together, in MiB of int32 or float32"""
     checkpoint_every: Duration = Duration(1, "ep")
+    """from one checkpoint to the next"""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """the newest so many stay"""
     tensorboard: bool = False
     """also write TensorBoard files into the run's folder"""
     timeout: Annotated[float, Field(gt=0)] = 120.0
