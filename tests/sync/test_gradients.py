@@ -16,8 +16,10 @@ SIZES = (5, 3000, 1, 700)
 
 def gradients(workers: int, seed: int, scale: float = 1.0) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [[torch.randn(n, generator=generator) * scale * 10.0 ** (i - 3) for i, n in enumerate(SIZES)]
-            for _ in range(workers)]
+    return [
+        [torch.randn(n, generator=generator) * scale * 10.0 ** (i - 3) for i, n in enumerate(SIZES)]
+        for _ in range(workers)
+    ]
 
 
 def run(total, by_rank: list[list[list[torch.Tensor]]]):

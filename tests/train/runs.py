@@ -1,7 +1,7 @@
 """Small runs for tests: in this process, or on several ranks through the command line."""
 
+import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +38,7 @@ def run_here(out: Path, *overrides: str, tiny: bool = True) -> tuple[dict[str, A
     threads = torch.get_num_threads()
     try:
         run = Run(Job(recipe, RuntimeOptions(), "cpu", out), Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0)
-        console = Console(width=200, record=True, file=open(os.devnull, "w"))
+        console = Console(width=200, record=True, file=io.StringIO())
         console.print(plan_table(recipe, run.schedule, 1))
         return run.run().summary, console.export_text()
     finally:

@@ -31,7 +31,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "bfloat16": ("precision=bfloat16",),
     "float16": ("precision=float16", "loss_scale.initial=1.0e+12"),
     "torn images": (
-        "data={source: tests.train.sources:Torn, image_size: 8, channels: 1, mean: [0.5], std: [0.25], max_replaced: 1.0}",
+        "data={source: tests.train.sources:Torn, image_size: 8, channels: 1, mean: [0.5], std: [0.25]}",
+        "data.max_replaced=1.0",
     ),
     "small buckets": (),
 }

@@ -7,6 +7,7 @@ in Ginsburg's NVCaffe: a batch norm after each of the five convolutions, two of 
 from torch import Tensor, nn
 
 from ..errors import UserError
+from .pooling import MaxPool2d
 
 
 class AlexNetBN(nn.Module):
@@ -60,7 +61,7 @@ def _convolution(
 
 def _pool() -> nn.MaxPool2d:
     # Caffe rounds up: 55 and 54 pixels (from 227 and 224) both become 27.
-    return nn.MaxPool2d(3, stride=2, ceil_mode=True)
+    return MaxPool2d(3, stride=2, ceil_mode=True)
 
 
 def alexnet_bn(*, classes: int, channels: int, dropout: float = 0.5) -> AlexNetBN:

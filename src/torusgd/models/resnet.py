@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from .pooling import MaxPool2d
+
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut, (N, inputs, H, W) -> (N, width, H / stride, W / stride)."""
@@ -97,7 +99,7 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.maxpool = MaxPool2d(3, stride=2, padding=1)
         self.layer1 = _layer(block, 64, 64, depths[0], stride=1)
         self.layer2 = _layer(block, 64 * block.expansion, 128, depths[1], stride=2)
         self.layer3 = _layer(block, 128 * block.expansion, 256, depths[2], stride=2)

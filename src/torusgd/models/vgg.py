@@ -3,6 +3,7 @@
 from torch import nn
 
 from .plain import PlainNet, convolution
+from .pooling import MaxPool2d
 
 _WIDTHS: tuple[int | None, ...] = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
 """channels of the 3x3 convolutions in turn; None: a 2x2 pooling"""
@@ -13,7 +14,7 @@ def vgg_a(*, classes: int, channels: int, dropout: float = 0.5) -> PlainNet:
     features: list[nn.Module] = []
     for width in _WIDTHS:
         if width is None:
-            features.append(nn.MaxPool2d(2))
+            features.append(MaxPool2d(2))
         else:
             features += convolution(channels, width, 3, padding=1)
             channels = width

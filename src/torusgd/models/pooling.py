@@ -1,0 +1,53 @@
+"""Max pooling whose gradient has the same bits on every run, on GPUs too.
+
+CUDA's own gradient of max pooling adds with atomics, in no fixed order, and refuses to run where deterministic
+algorithms are asked for. This one adds the k * k positions of the window one after the other.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class MaxPool2d(nn.MaxPool2d):
+    """`torch.nn.MaxPool2d` of one window size, stride and padding; deterministic where torch is asked to be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, c, h, w) -> (n, c, oh, ow)."""
+        if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+            pooled: Tensor = OrderedMaxPool.apply(x, self.kernel_size, self.stride, self.padding, self.ceil_mode)
+            return pooled
+        return super().forward(x)
+
+
+class OrderedMaxPool(torch.autograd.Function):
+    """Max pooling with a gradient that is added in one fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: int, stride: int, padding: int, ceil_mode: bool) -> Tensor:
+        """Torch's own forward, which is deterministic; the positions of the maxima are kept."""
+        pooled, positions = F.max_pool2d(x, window, stride, padding, ceil_mode=ceil_mode, return_indices=True)
+        ctx.save_for_backward(positions)
+        ctx.shape, ctx.window, ctx.stride, ctx.padding = x.shape, window, stride, padding
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Each position in the window gets its share by strided addition: no two windows meet at one position."""
+        (grad,) = grads
+        (positions,) = ctx.saved_tensors
+        n, c, h, w = ctx.shape
+        rows = torch.arange(grad.shape[2], device=grad.device)[:, None] * ctx.stride - ctx.padding
+        columns = torch.arange(grad.shape[3], device=grad.device) * ctx.stride - ctx.padding
+        place = (positions // w - rows) * ctx.window + (positions % w - columns)
+        # With ceil_mode the last windows reach beyond the padding.
+        reach = [(size - 1) * ctx.stride + ctx.window for size in grad.shape[2:]]
+        padded = grad.new_zeros(n, c, max(h + 2 * ctx.padding, reach[0]), max(w + 2 * ctx.padding, reach[1]))
+        for i in range(ctx.window):
+            for j in range(ctx.window):
+                share = grad.masked_fill(place != i * ctx.window + j, 0.0)
+                down, right = i + ctx.stride * grad.shape[2], j + ctx.stride * grad.shape[3]
+                padded[:, :, i : down : ctx.stride, j : right : ctx.stride] += share
+        return padded[:, :, ctx.padding : ctx.padding + h, ctx.padding : ctx.padding + w], None, None, None, None
