@@ -115,7 +115,7 @@ def prepare_numerics(recipe: Recipe, device: torch.device) -> None:
         if exact:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def resolve_auto(recipe: Recipe, device: str) -> Recipe:
