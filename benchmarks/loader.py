@@ -1,0 +1,79 @@
+"""Threads against processes: our Loader and torch's DataLoader run the same Pipeline over the same JPEG files.
+
+    python benchmarks/loader.py [--workers 2] [--rounds 7]
+
+Pictures as in benchmarks/decode.py. The consumer only takes the batches. The sides take turns within each round; each
+starts its workers once, before the clock runs.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from decode import PICTURES, SIZE, write_pictures
+from torusgd.data import Loader, Pipeline, Share, StreamOrder, open_sources
+from torusgd.recipe import Augment, Data
+
+BATCH, BATCHES = 32, 12
+
+
+class Batches(Dataset[torch.Tensor]):
+    """Item i is the i-th batch of the stream."""
+
+    def __init__(self, pipeline: Pipeline, order: StreamOrder) -> None:
+        self.pipeline, self.order = pipeline, order
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self.pipeline.training_batch(*self.order.at(number * BATCH, BATCH), augment=True).images
+
+
+def images_per_second(run: Callable[[], int]) -> float:
+    started = time.perf_counter()
+    return run() / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    data = Data(source="folder", image_size=SIZE, augment=Augment(crop="resized", flip=0.5))
+    shares = [Share(number * BATCH, BATCH, augment=True) for number in range(BATCHES)]
+    with tempfile.TemporaryDirectory() as folder:
+        write_pictures(Path(folder), 375, 500, 90)
+        source, _ = open_sources(data, Path(folder), seed=0)
+        pipeline, order = Pipeline(source, data, 0), StreamOrder(PICTURES, 0)
+        processes = DataLoader(
+            Batches(pipeline, order), batch_size=None, num_workers=args.workers, persistent_workers=True
+        )
+        sides: dict[str, Callable[[], int]] = {"processes": lambda: sum(len(images) for images in processes)}
+        for threads in sorted({1, args.workers}):
+            loader = Loader(pipeline, order, threads, ahead=2 * args.workers)
+            sides[f"{threads} thread{'s' if threads > 1 else ''}"] = lambda loader=loader: sum(
+                len(batch.images) for batch in loader.run(shares)
+            )
+        for run in sides.values():
+            run()
+        rounds = [{name: images_per_second(run) for name, run in sides.items()} for _ in range(args.rounds)]
+    print(f"{BATCHES} batches of {BATCH} JPEGs of 500 x 375, {args.workers} worker processes, {args.rounds} rounds")
+    for name in sides:
+        speeds = [speed[name] for speed in rounds]
+        ratio = statistics.median(speed[name] / speed["processes"] for speed in rounds)
+        low, high = min(speeds), max(speeds)
+        print(
+            f"{name:10} {statistics.median(speeds):7.0f} images/s ({low:.0f} to {high:.0f}), {ratio:.2f} of processes"
+        )
+
+
+if __name__ == "__main__":
+    main()
