@@ -198,6 +198,13 @@ def test_negative_labels_are_told(tmp_path: Path) -> None:
         open_sources(data, path, 0)
 
 
+def test_images_without_pixels_are_told(tmp_path: Path) -> None:
+    empty = np.zeros((9, 0, 5), np.uint8)
+    data = Data(source="arrays", image_size=5, channels=1, mean=(0.5,), std=(0.5,))
+    with pytest.raises(UserError, match="no pixels"):
+        open_sources(data, write_arrays(tmp_path, "npz", arrays(train_images=empty)), 0)
+
+
 def test_a_folder_lists_classes_and_files_by_name(tmp_path: Path) -> None:
     root = write_folder(tmp_path, train=3, val=2, classes=("wolf", "ape", "cow"))
     (root / "train" / "ape" / "zz.PNG").write_bytes(encoded(photo(9, 9), "PNG"))

@@ -129,7 +129,8 @@ class Pipeline:
         return torch.empty(count, self._data.channels, size, size).numpy()
 
     def _batch(self, out: Float32, indices: Int64, kept: Int64, replaced: int) -> Batch:
-        return Batch(torch.from_numpy(out), torch.from_numpy(self.source.labels[indices]), kept, replaced)
+        targets = self.source.labels[indices].astype(np.int64)
+        return Batch(torch.from_numpy(out), torch.from_numpy(targets), kept, replaced)
 
     def _whole_batch(self, indices: Int64, drawn: Changes | None) -> Pixels | None:
         """The images at their final size without a loop, uint8 [n, channels, size, size], where that can be."""

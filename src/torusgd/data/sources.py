@@ -181,6 +181,10 @@ def _check(source: Source, word: str, data: Data) -> None:
         raise UserError(f"data.classes: the recipe says {data.classes}, the {word} images have {classes}")
     if len(labels) != len(source) or labels.min() < 0 or labels.max() >= classes:
         raise UserError(f"data.source: labels of the {word} images must be {len(source)} numbers in 0..{classes - 1}")
+    if isinstance(source, ArraySource) and 0 in source.shape:
+        raise UserError(
+            f"data.source: the {word} images of {data.source} have no pixels, their shape is {source.shape}"
+        )
     if isinstance(source, ArraySource) and source.shape[2] != data.channels:
         raise UserError(
             f"data.channels: the recipe says {data.channels}, the {word} images have {source.shape[2]};"
