@@ -12,7 +12,9 @@ from ..errors import UserError
 from .algorithms import GRIDS, SCHEDULED, Plan, plan, usual_chunks
 from .engine import GlooEngine
 from .native import Native
+from .nccl import NcclEngine
 from .profile import Profile, choose, explain, ranks_a_host
+from .staged import StagedEngine
 from .tune import Bench, hosts_of, measure
 from .work import AllReduce, Done, Engine, Work, check_tensor
 
@@ -26,11 +28,18 @@ class Planned:
     """Sums by the plan that `choose` gives for a number of bytes, or natively where it gives None."""
 
     def __init__(
-        self, name: str, engine: Engine, native: Native, choose: Callable[[int], Plan | None], explanation: str
+        self,
+        name: str,
+        engine: Engine,
+        native: Native,
+        choose: Callable[[int], Plan | None],
+        explanation: str,
+        groups: list[dist.ProcessGroup],
     ) -> None:
         self.name = name
         self.explanation = explanation
         """one line: what runs, and why"""
+        self._groups = groups
         self._engine, self._native, self._choose = engine, native, lru_cache(1024)(choose)
 
     def start(self, tensor: torch.Tensor) -> Work:
@@ -44,6 +53,8 @@ class Planned:
     def close(self) -> None:
         """See `AllReduce`."""
         self._engine.close()
+        for group in self._groups:
+            dist.destroy_process_group(group)
 
 
 def native(group: dist.ProcessGroup | None = None) -> Native:
@@ -84,30 +95,32 @@ def create(
         return own
     if name != "auto":
         plan(name, size, grid)
-    control = _gloo_group(group, timeout)
-    engine = _engine(control, group, torch.device(device), timeout)
+    control = _new_group(group, "gloo", timeout)
+    groups, target = [control], torch.device(device)
+    engine: Engine
+    if target.type == "cpu":
+        engine = GlooEngine(control)
+    elif "nccl" not in dist.get_backend_config(group):
+        engine = StagedEngine(GlooEngine(control), target)
+    else:
+        groups.append(_new_group(group, "nccl", timeout))
+        engine = NcclEngine(groups[1], target)
     if name == "auto":
         known, source = _profile(profile, Bench(engine, own, control))
-        return Planned(name, engine, own, lambda n: choose(known, n, size).plan, explain(known, source))
+        return Planned(name, engine, own, lambda n: choose(known, n, size).plan, explain(known, source), groups)
     if grid is None and name.partition(":")[0] in GRIDS:
         grid = _natural_grid(hosts_of(control))
     why = f"allreduce {plan(name, size, grid)}: as asked for"
-    return Planned(name, engine, own, lambda n: plan(name, size, grid, usual_chunks(n)), why)
+    return Planned(name, engine, own, lambda n: plan(name, size, grid, usual_chunks(n)), why, groups)
 
 
-def _gloo_group(group: dist.ProcessGroup | None, timeout: float | None) -> dist.ProcessGroup:
-    """A new Gloo group of the same ranks: messages get connections of their own."""
+def _new_group(group: dist.ProcessGroup | None, backend: str, timeout: float | None) -> dist.ProcessGroup:
+    """A new group of the same ranks: messages get connections of their own."""
     limit = None if timeout is None else timedelta(seconds=timeout)
     if group is None or group == dist.group.WORLD:
-        return dist.new_group(timeout=limit, backend="gloo")
+        return dist.new_group(timeout=limit, backend=backend)
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
-
-
-def _engine(
-    control: dist.ProcessGroup, group: dist.ProcessGroup | None, device: torch.device, timeout: float | None
-) -> Engine:
-    return GlooEngine(control)
+    return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=True)
 
 
 def _natural_grid(hosts: tuple[int, ...]) -> tuple[int, int] | None:

@@ -127,7 +127,7 @@ class _Trip:
 
 
 class GlooEngine:
-    """Carries messages between the ranks of a Gloo group that nothing else uses; `close` destroys the group.
+    """Carries messages between the ranks of a Gloo group that nothing else sends in.
 
     Every rank makes the same calls in the same order. A message that takes longer than the group's timeout makes `wait`
     raise, and the engine is of no more use.
@@ -175,12 +175,11 @@ class GlooEngine:
         return work
 
     def close(self) -> None:
-        """Ends the threads and the group."""
+        """Ends the threads."""
         for lane in self._lanes:
             lane.put(None)
         for thread in self._threads:
             thread.join()
-        dist.destroy_process_group(self._group)
 
 
 def _work(lane: "queue.SimpleQueue[_Trip | None]") -> None:
