@@ -21,6 +21,11 @@ Overrides = Annotated[
 ]
 DataPath = Annotated[Path | None, typer.Option("--data", help="Folder or file of the data set.")]
 DeviceName = Annotated[str | None, typer.Option("--device", help="cpu or cuda. Default: cuda where there is a GPU.")]
+AllReduceName = Annotated[
+    str | None, typer.Option("--allreduce", help="auto, native, ring, torus, hierarchical, halving-doubling, doubling.")
+]
+GridSize = Annotated[str | None, typer.Option("--grid", metavar="YxX", help="Ranks vertically by horizontally.")]
+ProfileFile = Annotated[Path | None, typer.Option("--profile", help="A file of torusgd tune, for --allreduce auto.")]
 CheckpointPath = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="A run's folder, a checkpoint's folder or a weight file.")
 ]
@@ -41,6 +46,9 @@ def train(
     max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps in all.")] = None,
     checkpoint_every: Annotated[str | None, typer.Option(help="Such as 50st, 1ep, 1e6sa. Default: 1ep.")] = None,
     init: Annotated[Path | None, typer.Option(help="Weights to start from, .safetensors or .pth.")] = None,
+    allreduce: AllReduceName = None,
+    grid: GridSize = None,
+    profile: ProfileFile = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in --out and begin anew.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
 ) -> None:
@@ -48,7 +56,8 @@ def train(
     from .train.command import train as run
 
     flags = {
-        "device": device, "workers": workers, "checkpoint_every": checkpoint_every, "tensorboard": tensorboard or None,
+        "device": device, "allreduce": allreduce, "grid": grid, "profile": str(profile) if profile else None,
+        "workers": workers, "checkpoint_every": checkpoint_every, "tensorboard": tensorboard or None,
     }  # fmt: skip
     raise typer.Exit(run(recipe, overrides or [], flags, data, out, max_steps, init, fresh))
 

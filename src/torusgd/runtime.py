@@ -26,6 +26,12 @@ class RuntimeOptions(Section):
     """null: cuda where there is a GPU"""
     workers: Annotated[int, Field(ge=1)] | None = None
     """ranks on this machine; null: as many as GPUs, else as cores"""
+    allreduce: str = "native"
+    """auto, native, ring, torus, hierarchical, halving-doubling, doubling or direct; auto measures and picks"""
+    grid: Annotated[str, Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$")] | None = None
+    """YxX, vertical by horizontal ranks, for torus and hierarchical; null: hosts by ranks a host"""
+    profile: str | None = None
+    """for auto: a file of torusgd tune; null: a probe of a few seconds"""
     bucket_mib: Annotated[float, Field(gt=0)] = 4.0
     """size of a bucket, the run of gradients that travels together, in MiB of int32 or float32"""
     checkpoint_every: Duration = Duration(1, "ep")
@@ -36,6 +42,14 @@ class RuntimeOptions(Section):
     """also write TensorBoard files into the run's folder"""
     timeout: Annotated[float, Field(gt=0)] = 120.0
     """seconds after which a rank that doesn't answer ends the step"""
+
+    @property
+    def grid_size(self) -> tuple[int, int] | None:
+        """(vertical, horizontal)."""
+        if self.grid is None:
+            return None
+        vertical, horizontal = self.grid.split("x")
+        return int(vertical), int(horizontal)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ class Native:
     """`torch.distributed.all_reduce` on `group` (None: the default one); it makes no group of its own."""
 
     name = "native"
+    explanation = "allreduce native: the backend's own"
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group

@@ -19,7 +19,7 @@ from ..optim import build_optimizer
 from ..recipe import Recipe
 from ..runtime import Ranks, RuntimeOptions, check_world_size, conditions, prepare_numerics
 from ..schedule import Schedule
-from ..sync.allreduce import native
+from ..sync.allreduce import create
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
 from .checkpoint import CheckpointWriter, newest_checkpoint
 from .evaluate import Evaluation, evaluate
@@ -88,7 +88,13 @@ class Run:
             seed=recipe.seed,
         ).to(ranks.device)
         optimizer = build_optimizer(recipe.optimizer, model, recipe.rate.lr)
-        self.allreduce = native()
+        self.allreduce = create(
+            options.allreduce,
+            grid=options.grid_size,
+            profile=Path(options.profile) if options.profile else None,
+            device=ranks.device,
+            timeout=options.timeout,
+        )
         self.loader = Loader(self.training, StreamOrder(len(train), recipe.seed), threads=1, ahead=4)
         self.stepper = Stepper(
             recipe, self.schedule, model, optimizer, self.loader, ranks, self.allreduce, options.bucket_mib, stop
@@ -119,6 +125,7 @@ class Run:
             return Outcome(summary=self._finish())
         finally:
             self.loader.close()
+            self.allreduce.close()
             writer.close()
             if self.telemetry is not None:
                 self.telemetry.close()
@@ -261,6 +268,8 @@ class Run:
     def _greet(self, telemetry: Telemetry) -> None:
         state = self.state
         telemetry.console.print(plan_table(self.job.recipe, self.schedule, self.ranks.size))
+        if self.ranks.size > 1 and self.job.options.allreduce != "native":
+            telemetry.say(self.allreduce.explanation)
         if state.step:
             telemetry.say(f"resumed from the checkpoint of step {state.step}")
         if state.other_conditions and state.other_conditions[-1] != state.conditions:
