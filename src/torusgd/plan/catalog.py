@@ -61,6 +61,10 @@ def _load(folder: str, kind: str, name: str, model: type[D]) -> D:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{kind} {name}: can't be read: {getattr(error, 'strerror', None) or error}") from error
         return validate(model, _mapping(text, f"{kind} {name}"), f"{kind} {name}")
+    if (folder, name) == ("clusters", "local"):
+        raise UserError(
+            "cluster local: is this machine, as measured; torusgd tune --out profile.json, then --profile it"
+        )
     known = _names(folder)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)

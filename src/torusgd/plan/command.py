@@ -11,14 +11,16 @@ from rich.console import Console
 from ..errors import UserError
 from ..recipes import load_recipe
 from ..sync.algorithms import parse_grid
+from ..sync.profile import Profile
 from .best import best
 from .catalog import load_cluster, load_software
-from .describe import Software
+from .describe import Cluster, Software
 from .forecast import forecast, job_of, software_for, with_communication
+from .local import local_cluster, measured_software
 from .plot import plot_sweep
 from .published import predict_row, read_rows
 from .show import price_of, show_best, show_forecast, show_published, show_sweep
-from .sweep import device_counts, fixed_batch, sweep
+from .sweep import device_counts, sweep
 
 _ALGORITHMS = ("ring", "torus", "hierarchical", "halving-doubling", "doubling", "direct", "native", "tree", "nccl")
 
@@ -36,6 +38,8 @@ def plan(
     search: bool = False,
     price: float | None = None,
     data: Path | None = None,
+    profile: Path | None = None,
+    measured: Path | None = None,
     plot: Path | None = None,
     json_file: Path | None = None,
 ) -> int:
@@ -53,6 +57,8 @@ def plan(
         search: Also look for better settings (--best).
         price: Of a device and hour.
         data: The data set, where the recipe does not say how large it is.
+        profile: What torusgd tune measured; with cluster local.
+        measured: Folder of a finished run of this recipe with one worker, whose steps the plan takes for compute.
         plot: Picture of the sweep, .svg or .png.
         json_file: Where to write all of it.
 
@@ -60,21 +66,24 @@ def plan(
         UserError: The input is wrong.
     """
     console = Console(highlight=False, soft_wrap=True)
-    recipe = load_recipe(name, overrides).recipe
-    machine = load_cluster(cluster)
-    profile = _communicating(
-        software_for(recipe, load_software(software or machine.software)), devices, grid, allreduce
-    )
     _check(devices, price)
+    recipe = load_recipe(name, overrides).recipe
+    machine = _machine(cluster, profile)
+    program = software_for(recipe, load_software(software or machine.software))
+    program = _communicating(program, devices, grid, allreduce)
     job = job_of(recipe, path=data)
-    title = f"{recipe.name} on {devices:,} x {machine.device.name} ({machine.name}, {profile.name})"
+    if measured is not None:
+        program = measured_software(job, machine, program, measured)
+    elif profile is not None:
+        raise UserError("--profile: is of the network alone; add --measured RUN, a run of this recipe with one worker")
+    title = f"{recipe.name} on {devices:,} x {machine.device.name} ({machine.name}, {program.name})"
     console.print(title, markup=False)
-    now = forecast(fixed_batch(job, devices), machine, profile, devices)
+    now = forecast(job, machine, program, devices)
     show_forecast(console, now, price)
     found: dict[str, Any] = {
         "recipe": recipe.name,
         "cluster": machine.name,
-        "software": profile.name,
+        "software": program.name,
         **now.as_dict(),
         **({"cost": price_of(now, price)} if price is not None else {}),
     }
@@ -85,7 +94,7 @@ def plan(
     if machine.nodes is not None and devices > machine.nodes * machine.devices_per_node:
         console.print(f"note: {machine.name} has {machine.nodes * machine.devices_per_node:,} devices")
     if over or plot is not None:
-        curve = sweep(job, machine, profile, device_counts(devices, job.spans[0].workers))
+        curve = sweep(job, machine, program, device_counts(devices, job.spans[0].workers))
         show_sweep(console, curve, price)
         found["sweep"] = [f.as_dict() for f in curve.forecasts]
         found["knee"] = curve.knee
@@ -93,7 +102,7 @@ def plan(
             plot_sweep(curve, title, plot)
             console.print(f"wrote {plot}", markup=False)
     if search:
-        chosen = best(fixed_batch(job, devices), machine, profile, devices)
+        chosen = best(job, machine, program, devices)
         show_best(console, chosen)
         found["best"] = {**chosen.forecast.as_dict(), "choices": [asdict(choice) for choice in chosen.choices]}
     _write(json_file, found)
@@ -122,6 +131,14 @@ def _communicating(software: Software, devices: int, grid: str | None, allreduce
         if changes.get("algorithm", software.communication.algorithm) not in ("torus", "hierarchical"):
             changes["algorithm"] = "torus"
     return with_communication(software, **changes) if changes else software
+
+
+def _machine(cluster: str, profile: Path | None) -> Cluster:
+    if profile is None:
+        return load_cluster(cluster)
+    if cluster != "local":
+        raise UserError(f"--profile {profile}: goes with --cluster local, not {cluster}")
+    return local_cluster(Profile.load(profile))
 
 
 def _check(devices: int, price: float | None) -> None:

@@ -68,12 +68,14 @@ def memory_bytes(cost: ModelCost, software: Software, images: float) -> float:
     return images * cost.activations * size * kept + cost.parameters * 16
 
 
-def matched(software: Software, cost: ModelCost, device: Device, images: float, seconds: float) -> Software:
-    """The profile with its efficiencies scaled so that a pass and update of `images` images take `seconds`.
+def matched(
+    software: Software, cost: ModelCost, device: Device, images: float, seconds: float, passes: int = 1
+) -> Software:
+    """The profile with its efficiencies scaled so that `passes` passes of `images` images and an update take `seconds`.
 
     For a device that was measured: one worker's step is enough to plan for more of them.
     """
     now = pass_seconds(cost, device, software, images)
-    factor = (now.forward + now.backward + update_seconds(cost, device, software, 1)) / seconds
+    factor = (passes * (now.forward + now.backward) + update_seconds(cost, device, software, 1)) / seconds
     scaled = {"math": software.math * factor, "memory": software.memory * factor, "launch": software.launch / factor}
     return software.model_copy(update=scaled)

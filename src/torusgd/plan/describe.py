@@ -9,11 +9,22 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ..recipe import Count, Fraction, NotNegative, Positive, Section
+from ..sync.profile import Profile
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Method = Literal["ring", "halving", "doubling", "direct"]
 Algorithm = Literal[
-    "native", "ring", "halving-doubling", "doubling", "direct", "torus", "hierarchical", "tree", "nccl", "in-network"
+    "auto",
+    "native",
+    "ring",
+    "halving-doubling",
+    "doubling",
+    "direct",
+    "torus",
+    "hierarchical",
+    "tree",
+    "nccl",
+    "in-network",
 ]
 Grid = Annotated[tuple[Count, Count], Field(strict=False)]
 
@@ -67,6 +78,8 @@ class Cluster(Section):
     """switches can add (SHARP)"""
     software: str = "torusgd"
     """profile used when none is named"""
+    profile: Profile | None = None
+    """what torusgd tune measured, where the machine is this one"""
 
 
 class Buckets(Section):
@@ -91,7 +104,7 @@ class Communication(Section):
     """How gradients are summed."""
 
     algorithm: Algorithm = "native"
-    """`nccl`: the faster of ring and tree; `native` is taken for a ring"""
+    """`auto`: what torusgd would choose; `nccl`: the faster of ring and tree; `native` is taken for a ring"""
     grid: Literal["node", "square"] = "square"
     """of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows"""
     grids: tuple[Grid, ...] = ()
@@ -100,8 +113,8 @@ class Communication(Section):
     """of the vertical and the horizontal axis, with torus and hierarchical"""
     wire_bits: Literal[16, 32] = 32
     buckets: Buckets = Buckets()
-    overlap: Literal["none", "backward", "forward"] = "none"
-    """what communication hides behind; `forward`: backward and the next step's forward"""
+    overlap: bool = False
+    """buckets leave while backward runs"""
     pipelined: bool = False
     """buckets on different axes of a grid travel at the same time"""
     contention: Fraction = 0.0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from ..sync.profile import expect
 from .describe import Cluster, Communication
 
 
@@ -128,6 +129,8 @@ def phases(cluster: Cluster, communication: Communication, ranks: int, size: flo
     """The parts of one all-reduce of `size` bytes over the first `ranks` devices, in order."""
     if ranks == 1:
         return ()
+    if communication.algorithm == "auto":
+        return _chosen(cluster, communication, ranks, size)
     if communication.algorithm in ("torus", "hierarchical"):
         return _on_grid(cluster, communication, ranks, size)
     if communication.algorithm == "in-network":
@@ -145,6 +148,19 @@ def phases(cluster: Cluster, communication: Communication, ranks: int, size: flo
         "nccl": lambda: min(ring(), double_tree()),
     }
     return (Phase("flat", seconds[communication.algorithm]()),)
+
+
+def _chosen(cluster: Cluster, communication: Communication, ranks: int, size: float) -> tuple[Phase, ...]:
+    """What was measured on just these ranks, or else the fastest by the formulas."""
+    profile = cluster.profile
+    if profile is not None and profile.timings and len(profile.hosts) == ranks:
+        return (Phase("flat", expect(profile, round(size))[1]),)
+    tried = [communication.model_copy(update={"algorithm": name}) for name in ("ring", "halving-doubling", "doubling")]
+    for grid in ("square", "node"):
+        for methods in (("ring", "ring"), ("halving", "halving"), ("direct", "direct")):
+            change = {"algorithm": "torus", "grid": grid, "grids": (), "methods": methods}
+            tried.append(communication.model_copy(update=change))
+    return min((phases(cluster, how, ranks, size) for how in tried), key=lambda parts: sum(p.seconds for p in parts))
 
 
 def _summed(cluster: Cluster, axis: Axis, size: float, method: str, message: float) -> float:

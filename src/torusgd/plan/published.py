@@ -105,9 +105,13 @@ def _row(record: dict[str, str | None], where: str) -> Row:
     devices = _number(fields["devices"], where, "devices")
     images = [_number(part, where, "batch_per_device") for part in fields["batch_per_device"].split(">") if part]
     batches = [_number(part, where, "global_batch") for part in fields["global_batch"].split(">") if part]
+    if devices < 1:
+        raise UserError(f"{where}: devices: needs at least 1, got {fields['devices']}")
     if batches and not images:
-        images = [batch / devices for batch in batches]
-    if batches and [each * devices for each in images] != batches:
+        images = [math.ceil(batch / devices) for batch in batches]
+    # Published batches are rounded (32K); an image a device is no rounding.
+    shares = [batch / devices for batch in batches]
+    if batches and (len(images) != len(shares) or any(abs(a - b) >= 1 for a, b in zip(images, shares, strict=True))):
         raise UserError(f"{where}: global_batch {fields['global_batch']} is not batch_per_device times devices")
     tree = {key: fields[key] for key in ("id", "system", "model", "cluster", "software", "metric", "unit")}
     numbers = {"devices": devices, "images": images, "value": _number(fields["value"], where, "value")}

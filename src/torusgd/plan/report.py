@@ -47,8 +47,8 @@ def summary(rows: Sequence[Row]) -> str:
     return (
         f"{len(parameters)} parameters for {len(known)} rows. Leave-one-out, {len(counted)} rows of systems with two "
         f"rows or more ({len(shared)} of the parameters): median error {100 * median(errors):.1f} %, "
-        f"worst {100 * worst:.1f} % without {len(odd)} outlier{'s' * (len(odd) != 1)} ({', '.join(odd)}). The other {len(known) - len(counted)} rows "
-        "are of systems with one row: fitted, and not counted."
+        f"worst {100 * worst:.1f} % without {len(odd)} outlier{'s' * (len(odd) != 1)} ({', '.join(odd)}). "
+        f"The other {len(known) - len(counted)} rows are of systems with one row: fitted, and not counted."
     )
 
 

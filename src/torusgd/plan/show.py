@@ -13,7 +13,13 @@ from .report import base_of, counted_groups, left_out, number, percent, summary
 from .sweep import KNEE_EFFICIENCY, Sweep
 
 _PARTS = ("forward", "backward", "exposed", "contention", "exchange", "coordination", "update", "input", "jitter")
-_SHORT = {"time_to_train": "time", "scaling_efficiency": "efficiency", "allreduce_speedup_vs_ring": "all-reduce"}
+_SHORT = {
+    "throughput": "rate",
+    "iteration": "step",
+    "time_to_train": "time",
+    "scaling_efficiency": "efficiency",
+    "allreduce_speedup_vs_ring": "all-reduce",
+}
 _NAMES = {"exposed": "exposed communication", "exchange": "exchange within layers", "jitter": "slow devices"}
 
 
@@ -114,8 +120,7 @@ def show_published(console: Console, predictions: Sequence[Prediction]) -> None:
             number(prediction.predicted),
             percent(prediction.error),
             percent(None if free is None else free / row.value - 1),
-            f"{_SHORT.get(row.metric, row.metric)}, {row.unit}"
-            + ("" if (row.cluster, row.software) in groups else " *"),
+            _SHORT.get(row.metric, row.metric) + ("" if (row.cluster, row.software) in groups else " *"),
         )
     console.print(table)
     console.print("left out: predicted by the fit of all other rows.  *: the only row of its system, fitted")

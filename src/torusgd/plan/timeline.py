@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from statistics import NormalDist
 
 from .buckets import Bucket, cut_buckets
@@ -11,7 +12,7 @@ from .compute import Pass, pass_seconds, update_seconds
 from .describe import Cluster, Software
 from .hybrid import hybrid_volume
 from .layers import Layer, ModelCost
-from .network import Axis, phases, reduce_scatter
+from .network import Axis, Phase, phases, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -132,32 +133,35 @@ def _sum_gradients(
     buckets = cut_buckets(gradients, ready, how.buckets, how.wire_bits // 8)
     buckets += _weights_across_groups(cost, software, devices, work, split)
     buckets.sort(key=lambda bucket: bucket.ready)
-    priced = [(bucket, phases(cluster, how, devices, bucket.bytes)) for bucket in buckets]
+    priced = [(bucket.ready, phases(cluster, how, devices, bucket.bytes)) for bucket in buckets]
     total = sum(phase.seconds for _, parts in priced for phase in parts)
-    if how.overlap == "none":
+    if not how.overlap:
         return _Sent(total, 0.0)
-    ends = _queue(priced, how.pipelined)
-    end = 0.0
-    for (bucket, _), finished in zip(priced, ends, strict=True):
-        # What backward completes early, the next forward needs late: the first layer's weights are needed at once.
-        later = work.forward * (1 - bucket.ready / work.backward) if how.overlap == "forward" else 0.0
-        end = max(end, finished - later)
-    exposed = max(0.0, end - work.backward)
+    # Hiding behind the next forward pass would gain nothing: the first layer's weights come last and are needed first.
+    exposed = max(0.0, _end(priced, how.pipelined) - work.backward)
     return _Sent(exposed, max(0.0, total - exposed))
 
 
-def _queue(priced: Sequence[tuple[Bucket, Sequence[tuple[str, float]]]], pipelined: bool) -> list[float]:
-    """When each bucket's sum is complete; an axis (or, unpipelined, the whole network) serves one bucket at a time."""
+def _end(priced: Sequence[tuple[float, Sequence[Phase]]], pipelined: bool) -> float:
+    """When the last bucket's sum is complete; an axis serves one bucket at a time, in the order of arrival.
+
+    Unpipelined, a bucket has the whole network to itself.
+    """
+    if not pipelined:
+        priced = [(ready, [Phase("all", sum(phase.seconds for phase in parts))]) for ready, parts in priced]
+    waiting = [(ready, number, 0) for number, (ready, _) in enumerate(priced)]
+    heapify(waiting)
     free: dict[str, float] = {}
-    ends = []
-    for bucket, parts in priced:
-        now = bucket.ready
-        for axis, seconds in parts:
-            line = axis if pipelined else "all"
-            now = max(now, free.get(line, 0.0)) + seconds
-            free[line] = now
-        ends.append(now)
-    return ends
+    end = 0.0
+    while waiting:
+        now, number, part = heappop(waiting)
+        axis, seconds = priced[number][1][part]
+        end_of_part = max(now, free.get(axis, 0.0)) + seconds
+        free[axis] = end_of_part
+        end = max(end, end_of_part)
+        if part + 1 < len(priced[number][1]):
+            heappush(waiting, (end_of_part, number, part + 1))
+    return end
 
 
 def _split_layers(cost: ModelCost, software: Software, devices: int) -> list[Layer]:

@@ -1,0 +1,74 @@
+"""The machine at hand as a cluster: its network as `torusgd tune` measured it, its compute as a one-worker run did."""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..errors import UserError
+from ..sync.profile import Link as MeasuredLink
+from ..sync.profile import Profile, ranks_a_host
+from .compute import matched
+from .describe import Cluster, Device, Link, Software
+from .forecast import Job
+
+_NOMINAL = 1e12
+"""FLOP/s of a device nobody gave a figure for; a measured step scales it away"""
+
+
+def local_cluster(profile: Profile, name: str = "local") -> Cluster:
+    """Nodes and links of a measured profile; the device is a nominal one, to be used with `measured_software`."""
+    links = [_link(link) for link in (profile.inside, profile.between)]
+    known = next((link for link in links if link is not None), Link(alpha=0.0, bandwidth=_NOMINAL))
+    inside, between = (link or known for link in links)
+    return Cluster(
+        name=name,
+        source=f"measured by torusgd tune on {len(profile.hosts)} ranks, {profile.backend}",
+        device=Device(
+            name="one worker here",
+            peak={"float32": _NOMINAL, "bfloat16": _NOMINAL, "float16": _NOMINAL},
+            memory_bandwidth=_NOMINAL / 25,
+        ),
+        devices_per_node=ranks_a_host(profile.hosts),
+        inside=inside,
+        between=between,
+        profile=profile,
+    )
+
+
+def _link(link: MeasuredLink | None) -> Link | None:
+    # A latency or slope of zero is below what tune can tell.
+    return None if link is None else Link(alpha=link.latency, bandwidth=1 / max(link.per_byte, 1e-12))
+
+
+def measured_software(job: Job, cluster: Cluster, software: Software, run: Path) -> Software:
+    """The profile scaled to the steps of a finished run of the same recipe with one worker.
+
+    Args:
+        job: The recipe's job.
+        cluster: The machine, whose device is scaled.
+        software: To scale; its message cost becomes the measured one.
+        run: The run's folder, with summary.json and events.jsonl.
+
+    Raises:
+        UserError: No such run, one of several workers, or of another batch.
+    """
+    try:
+        summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"measured run {run}: needs the summary.json and events.jsonl of a finished run") from error
+    if summary.get("world_size") != 1:
+        raise UserError(
+            f"measured run {run}: ran on {summary.get('world_size')} workers; plan from a run of --workers 1"
+        )
+    first = job.spans[0]
+    batch = first.images * first.workers
+    steps = [event["step_seconds"] for event in events if event.get("batch") == batch and "step_seconds" in event]
+    if len(steps) < 2:
+        raise UserError(f"measured run {run}: has no 2 steps of batch {batch}; it was another recipe or too short")
+    seconds = median(steps[1:])  # the first step pays for warming up
+    if cluster.profile is not None:
+        how = software.communication.model_copy(update={"message": cluster.profile.message})
+        software = software.model_copy(update={"communication": how})
+    return matched(software, job.cost, cluster.device, first.images, seconds, passes=first.workers)

@@ -1,0 +1,105 @@
+"""Cluster files and software profiles: those that ship, and mistakes in a user's own, one line with the key."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torusgd.errors import UserError
+from torusgd.plan.calibration import calibrated, load_parameters
+from torusgd.plan.catalog import cluster_names, load_cluster, load_software, software_names, tree_of
+
+CLUSTERS = [
+    *("abci", "aws-c4.8xlarge", "cori", "dgx-a100", "dgx1", "dgx2h", "endeavor", "hgx-h100", "p100-50gbe", "p100-fdr"),
+    *("p40-100gbe", "stampede2-knl", "stampede2-skx", "v100-10gbe"),
+]
+
+MINE = """
+name: mine
+source: my own
+device: {name: L40S, peak: {bfloat16: 362e12, float32: 91e12}, memory_bandwidth: 864e9, memory: 48e9}
+devices_per_node: 4
+inside: {alpha: 10e-6, bandwidth: 25e9}
+between: {alpha: 30e-6, bandwidth: 3.1e9}
+"""
+
+
+def test_the_clusters_of_the_published_results_ship() -> None:
+    assert cluster_names() == sorted(CLUSTERS)
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        assert cluster.name == name
+        assert len(cluster.source) > 60
+        assert cluster.software in software_names()
+
+
+def test_every_profile_says_where_it_comes_from() -> None:
+    for name in software_names():
+        software = load_software(name)
+        assert software.name == name
+        assert len(software.source) > 60
+        assert 0 < software.error < 0.5
+
+
+def test_calibration_multiplies_stated_values_only() -> None:
+    tree = tree_of("software", "nnl-fp16")
+    ones = {parameter.name: 1.0 for parameter in load_parameters().parameters}
+    assert calibrated("software", "nnl-fp16", tree, ones) == tree
+    twice = calibrated("software", "nnl-fp16", tree, {**ones, "nnl": 2.0})
+    assert twice["math"] == 2 * tree["math"]
+    assert twice["launch"] == tree["launch"]
+    assert tree == tree_of("software", "nnl-fp16")
+
+
+def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(MINE)
+    cluster = load_cluster(str(path))
+    assert cluster.device.peak["bfloat16"] == 362e12
+    assert cluster.software == "torusgd"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": None}, r"device"),
+        ({"between": {"alpha": 1e-6}}, r"between\.bandwidth: is missing"),
+        ({"between": {"alpha": -1.0, "bandwidth": 1e9}}, r"between\.alpha = -1\.0"),
+        ({"devices_per_node": 0}, r"devices_per_node = 0"),
+        ({"bandwith": 1}, r"bandwith: unknown key"),
+        ({"taper": 2.0}, r"taper = 2\.0"),
+        ({"inside": {"alpha": 1e-6, "bandwidth": "fast"}}, r"inside\.bandwidth = \"fast\""),
+    ],
+)
+def test_wrong_keys_are_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    tree = {**yaml.safe_load(MINE), **change}
+    tree["device"] = change.get("device", {"name": "x", "peak": {"float32": 1e12}, "memory_bandwidth": 1e11})
+    if tree["device"] is None:
+        del tree["device"]
+    for link in ("inside", "between"):
+        tree[link] = change.get(link, {"alpha": 1e-6, "bandwidth": 1e9})
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match=message) as caught:
+        load_cluster(str(path))
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "name: [", ""])
+def test_what_is_no_cluster_at_all(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"mine\.yaml"):
+        load_cluster(str(path))
+
+
+def test_names_that_there_are_not() -> None:
+    with pytest.raises(UserError, match="cluster abic: none of that name; did you mean abci"):
+        load_cluster("abic")
+    with pytest.raises(UserError, match="software zzz: none of that name; there are caffe2"):
+        load_software("zzz")
+    with pytest.raises(UserError, match=r"no/such\.yaml: can't be read"):
+        load_cluster("no/such.yaml")
+    with pytest.raises(UserError, match="torusgd tune"):
+        load_cluster("local")

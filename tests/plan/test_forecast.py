@@ -1,0 +1,262 @@
+"""Recipes on clusters: the same schedule as a run's, sweeps and their knee, the search, the command and the picture."""
+
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from torusgd.errors import UserError
+from torusgd.plan import best, forecast, job_of, load_cluster, load_software, software_for, step_time, sweep
+from torusgd.plan.command import plan, published
+from torusgd.plan.forecast import Job, with_communication
+from torusgd.plan.run import staged
+from torusgd.plan.show import duration
+from torusgd.plan.sweep import device_counts, fixed_batch, fixed_share, knee_of
+from torusgd.recipes import load_recipe
+from torusgd.schedule import Schedule
+
+ABCI = load_cluster("abci")
+
+
+def job(name: str, *overrides: str) -> Job:
+    return job_of(load_recipe(name, overrides).recipe)
+
+
+def test_steps_are_the_schedules_own() -> None:
+    recipe = load_recipe("sony-224s").recipe
+    found, schedule = job_of(recipe), Schedule(recipe, 1_281_167)
+    assert sum(span.steps for span in found.spans) == len(schedule)
+    assert found.images == schedule.stop
+    assert [span.images for span in found.spans] == [stage.images_per_worker for stage in recipe.stages]
+    assert found.cost.parameters == 25_557_032
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "software", "seconds"),
+    [
+        ("sony-122s", "abci", "nnl-fp16", 122),
+        ("fujitsu-74s", "abci", "mxnet-fujitsu", 74.7),
+        ("fujitsu-62s", "abci", "mxnet-fujitsu", 62.1),
+        ("you-resnet50-20min", "stampede2-knl", "intel-caffe", 1200),
+        ("you-resnet50-14min", "stampede2-knl", "intel-caffe", 840),
+    ],
+)
+def test_the_record_recipes_take_about_as_long_as_published(
+    name: str, cluster: str, software: str, seconds: float
+) -> None:
+    recipe = load_recipe(name).recipe
+    program = software_for(recipe, load_software(software))
+    found = forecast(job_of(recipe), load_cluster(cluster), program, recipe.virtual_workers)
+    assert found.run.seconds == pytest.approx(seconds, rel=0.17)
+    assert found.low < found.run.seconds < found.high
+
+
+def test_a_recipe_says_its_precision_and_width_on_the_wire() -> None:
+    profile = load_software("torusgd")
+    exact = software_for(load_recipe("sony-122s", ["reduction=exact"]).recipe, profile)
+    half = software_for(load_recipe("sony-122s", ["reduction=float16"]).recipe, profile)
+    assert (exact.communication.wire_bits, half.communication.wire_bits) == (32, 16)
+    assert half.precision == "float16"
+
+
+def test_devices_share_virtual_workers() -> None:
+    found, program = job("fujitsu-74s"), load_software("mxnet-fujitsu")
+    whole, third = (forecast(found, ABCI, program, devices) for devices in (2048, 683))
+    assert third.steps[0].compute == pytest.approx(3 * whole.steps[0].compute, rel=0.01)
+    # 683 * 3 places for 2,048 workers: all but one are used.
+    assert third.efficiency > whole.efficiency
+    with pytest.raises(UserError, match="2048 virtual workers to share"):
+        forecast(found, ABCI, program, 2049)
+
+
+def test_the_parts_add_up() -> None:
+    found = forecast(job("sony-224s"), ABCI, load_software("nnl-fp16"), 2176)
+    for step in found.steps:
+        parts = {k: v for k, v in vars(step).items() if k != "hidden"}
+        assert step.seconds == pytest.approx(sum(parts.values()))
+    assert found.run.seconds == pytest.approx(found.run.start + found.run.training + found.run.evaluation)
+    assert found.images_per_second == pytest.approx(job("sony-224s").images / found.run.training)
+
+
+def test_one_device_is_fully_efficient() -> None:
+    assert forecast(job("fujitsu-74s"), ABCI, load_software("mxnet-fujitsu"), 1).efficiency == pytest.approx(1)
+
+
+def test_what_limits() -> None:
+    found = job("fujitsu-74s")
+    program = load_software("mxnet-fujitsu")
+    slow = with_communication(program, message=1e-3)
+    assert forecast(found, ABCI, slow, 2048).limit.startswith("communication")
+    starved = program.model_copy(update={"input_rate": 50.0})
+    assert forecast(found, ABCI, starved, 2048).limit.startswith("input")
+    clumsy = program.model_copy(update={"launch": 1e-3})
+    assert forecast(found, ABCI, clumsy, 2048).limit.startswith("kernel launches")
+
+
+def test_a_plan_needs_the_size_of_the_data() -> None:
+    with pytest.raises(UserError, match=r"--set data\.train_images"):
+        job("folder")
+    assert job("folder", "data.train_images=1000", "data.classes=5").train_images == 1000
+
+
+def test_staged_batches_of_a_published_row() -> None:
+    spans = staged(90, (16, 32), 2176)
+    assert [span.steps for span in spans] == [math.ceil(30 * 1281167 / 34816), math.ceil(60 * 1281167 / 69632)]
+
+
+def test_a_sweep_has_a_knee_and_falling_efficiency_in_weak_scaling() -> None:
+    found, program = job("fujitsu-74s"), load_software("mxnet-fujitsu")
+    curve = sweep(found, ABCI, program, [4, 16, 64, 256, 1024, 4096, 16384, 100_000], fixed_share)
+    rates = [f.images_per_second / f.devices for f in curve.forecasts]
+    assert all(b <= a * (1 + 1e-6) for a, b in pairwise(rates))
+    assert curve.knee in [f.devices for f in curve.forecasts]
+    strong = sweep(found, ABCI, program, [4, 64, 1024, 16384], fixed_batch)
+    assert [f.batches[0] for f in strong.forecasts][:3] == [81920] * 3
+    assert strong.forecasts[-1].efficiency < curve.forecasts[-2].efficiency
+
+
+def test_the_knee_by_hand() -> None:
+    assert knee_of([(1, 100.0), (2, 190.0), (4, 360.0), (8, 600.0), (16, 900.0)]) == 4
+    assert knee_of([(8, 100.0)]) == 8
+
+
+@pytest.mark.parametrize(("limit", "workers"), [(64, 48), (1, 1), (100_000, 3456), (97, 97), (5, 1000)])
+def test_device_counts_end_at_the_limit_and_share_evenly(limit: int, workers: int) -> None:
+    counts = device_counts(limit, workers)
+    assert counts == sorted(set(counts))
+    assert counts[-1] == limit
+    assert counts[0] == 1
+    assert all(workers / (n * math.ceil(workers / n)) >= 0.95 for n in counts[:-1] if n <= workers)
+    assert len(counts) <= 5 * math.log2(limit + 1) + 2
+
+
+def test_the_search_never_makes_it_slower_and_says_what_each_choice_brings() -> None:
+    found, program = job("sony-122s"), load_software("nnl-fp16")
+    result = best(found, ABCI, program, 3456)
+    assert result.forecast.run.seconds < result.before.run.seconds
+    assert {choice.setting for choice in result.choices} >= {"all-reduce"}
+    assert all(choice.saves > 0 for choice in result.choices)
+    again = best(found, ABCI, program, 3456)
+    assert again.choices == result.choices
+    # What was found can't be bettered by any single change that was tried.
+    for name in ("ring", "halving-doubling", "doubling"):
+        other = with_communication(result.software, algorithm=name)
+        assert forecast(result.job, ABCI, other, 3456).run.seconds >= result.forecast.run.seconds * (1 - 1e-3)
+
+
+def test_the_search_cuts_the_batch_anew() -> None:
+    """4 passes of 8 images launch four times the kernels of one pass of 32."""
+    found = job("fujitsu-74s", "virtual_workers=8192", "stages.0.images_per_worker=10")
+    result = best(found, ABCI, load_software("mxnet-fujitsu"), 2048)
+    assert result.job.spans[0].workers < 8192
+    assert result.job.spans[0].images * result.job.spans[0].workers == 81920
+    assert result.choices[-1].setting == "images a worker"
+
+
+def test_the_search_splits_heavy_layers() -> None:
+    found, slow = job("you-alexnet-11min"), load_cluster("aws-c4.8xlarge")
+    result = best(found, slow, load_software("intel-caffe"), 64)
+    assert "linear layers" in {choice.setting for choice in result.choices}
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (1.5, 599.9, 900, 7200, 1e5)] == ["1.5 s", "599.9 s", "15.0 min", "2.0 h", "27.8 h"]
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    code = plan("fujitsu-74s", cluster="abci", devices=2048, over=True, search=True, price=2.5, json_file=path)
+    out = capsys.readouterr().out
+    assert code == 0
+    for word in ("images/s", "efficiency", "time to train", "limit:", "knee:", "cost", "saves"):
+        assert word in out
+    found = json.loads(path.read_text())
+    assert found["cost"] == pytest.approx(2048 * found["seconds"] / 3600 * 2.5)
+    assert found["sweep"][-1]["seconds"] == found["seconds"]
+    assert found["best"]["seconds"] <= found["seconds"]
+    assert found["stages"][0]["batch"] == 81920
+
+
+def test_flags_override_the_profile(tmp_path: Path) -> None:
+    def seconds(**flags: str) -> float:
+        path = tmp_path / "plan.json"
+        plan("sony-122s", cluster="abci", software="nnl-fp16", devices=3456, json_file=path, **flags)  # type: ignore[arg-type]
+        return float(json.loads(path.read_text())["seconds"])
+
+    assert seconds(grid="48x72") == seconds()
+    assert seconds(grid="2x1728") > seconds()
+    assert seconds(allreduce="ring") > seconds(allreduce="halving-doubling")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"devices": 0}, "--devices 0"),
+        ({"price": -1.0}, "--cost -1"),
+        ({"grid": "3x3"}, "--grid 3x3: has 9 places for 2048"),
+        ({"allreduce": "magic"}, "--allreduce magic: unknown"),
+        ({"cluster": "abcx"}, "cluster abcx"),
+        ({"json_file": Path("/no/such/folder/x.json")}, "can't be written"),
+        ({"plot": Path("x.pdf")}, r"\.svg or \.png"),
+        ({"profile": Path("p.json")}, "goes with --cluster local"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags: dict[str, object], message: str) -> None:
+    values = {"cluster": "abci", "devices": 2048, **flags}
+    with pytest.raises(UserError, match=message) as caught:
+        plan("fujitsu-74s", **values)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_the_published_table_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Path(__file__).parents[2] / "src/torusgd/plan/published.csv"
+    path = tmp_path / "out.json"
+    assert published(table, path) == 0
+    out = capsys.readouterr().out
+    assert "15 parameters for 32 rows" in out
+    records = json.loads(path.read_text())
+    assert len(records) == 32
+    assert {"id", "metric", "published", "predicted", "low", "high", "error"} == set(records[0])
+
+
+def test_a_picture_or_what_is_missing_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "curve.svg"
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        with pytest.raises(UserError, match=r"pip install 'torusgd\[plot\]'"):
+            plan("fujitsu-74s", cluster="abci", devices=64, plot=path)
+        return
+    plan("fujitsu-74s", cluster="abci", devices=64, plot=path)
+    assert path.read_text().startswith("<?xml")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"pip install 'torusgd\[plot\]'"):
+        plan("fujitsu-74s", cluster="abci", devices=64, plot=path)
+
+
+def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mymodel.py").write_text(
+        "from torch import nn\n"
+        "def build(*, classes, channels, width=8):\n"
+        "    return nn.Sequential(nn.Conv2d(channels, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),\n"
+        "                         nn.Linear(width, classes))\n"
+    )
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nsource: mine\ninside: {alpha: 1e-6, bandwidth: 1e10}\nbetween: {alpha: 1e-5, bandwidth: 1e9}\n"
+        "device: {name: D, peak: {float32: 1e12}, memory_bandwidth: 1e11}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plan.json"
+    overrides = ["model.name=mymodel:build", "model.options={width: 16}", "data.train_images=1000", "data.classes=10"]
+    assert plan("folder", overrides, cluster="mine.yaml", devices=2, json_file=path) == 0
+    assert json.loads(path.read_text())["cluster"] == "mine"
+    with pytest.raises(UserError, match="depth"):
+        plan("folder", [*overrides, "model.options={depth: 2}"], cluster="mine.yaml", devices=2)
+
+
+def test_a_step_of_a_forecast_is_a_step() -> None:
+    found, program = job("fujitsu-74s"), load_software("mxnet-fujitsu")
+    assert forecast(found, ABCI, program, 2048).steps[0] == step_time(found.cost, ABCI, program, 2048, 40)

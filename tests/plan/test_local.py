@@ -1,0 +1,84 @@
+"""This machine as a cluster: a measured network and a measured run of one worker."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torusgd.errors import UserError
+from torusgd.plan import forecast, job_of, load_software, software_for
+from torusgd.plan.command import plan
+from torusgd.plan.describe import Communication
+from torusgd.plan.local import local_cluster, measured_software
+from torusgd.plan.network import phases
+from torusgd.recipes import load_recipe
+from torusgd.sync.profile import Link, Profile, Timing
+
+LINK = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
+FAST = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)
+
+
+def profile(hosts: tuple[int, ...], timings: tuple[Timing, ...] = ()) -> Profile:
+    inside = FAST if len(set(hosts)) < len(hosts) else None
+    between = LINK if len(set(hosts)) > 1 else None
+    return Profile(backend="gloo", hosts=hosts, message=1e-5, inside=inside, between=between, timings=timings)
+
+
+def run(folder: Path, batch: int, seconds: float, world_size: int = 1) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps({"world_size": world_size}))
+    lines = [{"step": n, "batch": batch, "step_seconds": 9.0 if n == 1 else seconds} for n in range(1, 6)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"event": "evaluation"}]))
+    return folder
+
+
+def test_hosts_and_links_become_nodes_and_links() -> None:
+    cluster = local_cluster(profile((0, 0, 1, 1, 2, 2)))
+    assert cluster.devices_per_node == 2
+    assert (cluster.between.alpha, cluster.between.bandwidth) == (1e-3, pytest.approx(1e8))
+    assert (cluster.inside.alpha, cluster.inside.bandwidth) == (1e-5, pytest.approx(1e10))
+    assert local_cluster(profile((0, 0))).between == local_cluster(profile((0, 0))).inside
+
+
+def test_measured_sums_go_before_formulas_on_the_same_ranks() -> None:
+    timings = tuple(
+        Timing(size=size, algorithm=name, grid=None, chunks=1, median=median)
+        for size, name, median in ((4096, "native", 0.05), (4096, "ring", 0.03))
+    )
+    cluster, how = local_cluster(profile((0, 1, 2), timings)), Communication(algorithm="auto")
+    assert phases(cluster, how, 3, 4096) == (("flat", pytest.approx(0.03)),)
+    assert phases(cluster, how, 8, 4096)[0].seconds != pytest.approx(0.03)
+
+
+def test_one_worker_is_predicted_as_it_was_measured(tmp_path: Path) -> None:
+    recipe = load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe
+    job, cluster = job_of(recipe), local_cluster(profile((0, 1)))
+    folder = run(tmp_path / "one", batch=96, seconds=0.2)
+    program = measured_software(job, cluster, software_for(recipe, load_software("torusgd")), folder)
+    assert forecast(job, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
+    two = forecast(job, cluster, program, 2)
+    assert two.steps[0].compute == pytest.approx(0.1, rel=0.02)
+    assert two.steps[0].communication > 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size", "message"), [(96, 2, "ran on 2 workers"), (50, 1, "no 2 steps of batch 96")]
+)
+def test_runs_that_tell_nothing(tmp_path: Path, batch: int, world_size: int, message: str) -> None:
+    recipe = load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe
+    folder = run(tmp_path / "one", batch, 0.2, world_size)
+    with pytest.raises(UserError, match=message):
+        measured_software(job_of(recipe), local_cluster(profile((0,))), load_software("torusgd"), folder)
+    with pytest.raises(UserError, match="finished run"):
+        measured_software(job_of(recipe), local_cluster(profile((0,))), load_software("torusgd"), tmp_path)
+
+
+def test_the_command_with_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    profile((0, 1)).save(path)
+    sizes = ["data.train_images=1000", "data.classes=10"]
+    folder = run(tmp_path / "one", batch=96, seconds=0.2)
+    assert plan("digits", sizes, cluster="local", devices=2, profile=path, measured=folder) == 0
+    assert "one worker here" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--measured"):
+        plan("digits", sizes, cluster="local", devices=2, profile=path)

@@ -1,0 +1,206 @@
+"""A step as a timeline: buckets, overlap, stragglers and the rest, by hand and by what must hold."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torusgd.plan.buckets import cut_buckets
+from torusgd.plan.catalog import load_cluster, load_software
+from torusgd.plan.compute import kernel_seconds, matched, memory_bytes, pass_seconds, update_seconds
+from torusgd.plan.describe import Buckets, Cluster, Communication, Device, Link, Software
+from torusgd.plan.known import known_cost
+from torusgd.plan.layers import Gradient, Kernels, ModelCost
+from torusgd.plan.timeline import slowest, step_time
+
+DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
+LINK = Link(alpha=0.0, bandwidth=1e9)
+TWO = Cluster(name="two", source="by hand", device=DEVICE, inside=LINK, between=LINK)
+
+
+def toy() -> ModelCost:
+    """One forward and two backward kernels of 1 GFLOP an image; each backward kernel completes 1 M values."""
+
+    def kernels(count: int) -> Kernels:
+        zeros, ones = np.zeros(count), np.ones(count)
+        return Kernels(ones * 1e9, zeros, zeros, ones, zeros, zeros)
+
+    gradients = (Gradient("b", 10**6, False, 1), Gradient("a", 10**6, False, 2))
+    return ModelCost(kernels(1), kernels(2), gradients, (), 0, 0.0)
+
+
+def program(**how: object) -> Software:
+    communication = Communication.model_validate({"algorithm": "ring", "buckets": {"rule": "layer"}, **how})
+    return Software(
+        name="toy", source="", math=1.0, memory=1.0, launch=0.0, jitter=0.0, update_bytes=0, communication=communication
+    )
+
+
+def test_the_roofline_adds_up() -> None:
+    kernels = Kernels(*(np.array([value]) for value in (2e9, 1e6, 5e5, 2.0, 0.0, 0.0)))
+    software = Software(name="x", source="", math=0.5, memory=0.8, launch=1e-5)
+    expected = 2 * 1e-5 + 3 * 2e9 / 0.5e12 + (3 * 1e6 + 5e5) * 4 / 0.8e11
+    assert kernel_seconds(kernels, DEVICE, software, images=3)[0] == pytest.approx(expected)
+
+
+def test_fused_kernels_leave_their_arithmetic_behind() -> None:
+    kernels = Kernels(*(np.array([value]) for value in (0.0, 1e6, 0.0, 1.0, 1.0, 0.0)))
+    apart, fused = (Software(name="x", source="", fused=flag) for flag in (False, True))
+    assert kernel_seconds(kernels, DEVICE, apart, 4)[0] > 0
+    assert kernel_seconds(kernels, DEVICE, fused, 4)[0] == 0
+
+
+def test_without_overlap_all_communication_is_exposed() -> None:
+    step = step_time(toy(), TWO, program(overlap=False), devices=2, images=1)
+    # A ring of two sends each byte once: 2 * 4 MB at 1 GB/s.
+    assert (step.forward, step.backward, step.exposed) == pytest.approx((1e-3, 2e-3, 8e-3))
+    assert step.seconds == pytest.approx(11e-3)
+
+
+def test_what_is_ready_early_hides_behind_backward() -> None:
+    # The first bucket is ready after 1 ms and takes 4; the second is ready after 2 and ends at 9: 7 ms late.
+    step = step_time(toy(), TWO, program(overlap=True), devices=2, images=1)
+    assert step.exposed == pytest.approx(7e-3)
+    assert step.hidden == pytest.approx(1e-3)
+    # Ten times the images: the first bucket hides wholly, the second not at all.
+    step = step_time(toy(), TWO, program(overlap=True), devices=2, images=10)
+    assert step.exposed == pytest.approx(4e-3)
+
+
+def test_contention_slows_by_a_share_of_what_is_hidden() -> None:
+    step = step_time(toy(), TWO, program(overlap=True, contention=0.5), devices=2, images=1)
+    assert step.contention == pytest.approx(0.5e-3)
+
+
+def test_only_the_last_of_several_passes_hides_communication() -> None:
+    once = step_time(toy(), TWO, program(overlap=True), devices=2, images=1)
+    thrice = step_time(toy(), TWO, program(overlap=True), devices=2, images=1, passes=3)
+    assert thrice.exposed == once.exposed
+    assert thrice.compute == pytest.approx(3 * once.compute)
+
+
+def test_a_pipelined_grid_works_on_both_axes_at_once() -> None:
+    four = TWO.model_copy(update={"devices_per_node": 2})
+    steps = [
+        step_time(toy(), four, program(algorithm="torus", overlap=True, pipelined=flag), devices=4, images=1)
+        for flag in (False, True)
+    ]
+    assert steps[1].exposed < steps[0].exposed
+
+
+def test_the_slowest_of_many_against_drawn_ones() -> None:
+    draws = np.random.default_rng(0).normal(size=(4000, 256)).max(axis=1)
+    for quantile in (0.05, 0.5, 0.95):
+        assert slowest(256, quantile) == pytest.approx(float(np.quantile(draws, quantile)), abs=0.05)
+
+
+@settings(deadline=None, max_examples=40)
+@given(devices=st.integers(1, 100_000), images=st.integers(1, 256))
+def test_more_of_anything_bad_never_helps(devices: int, images: int) -> None:
+    abci, nnl, cost = load_cluster("abci"), load_software("nnl-fp16"), known_cost("resnet50")
+    step = step_time(cost, abci, nnl, devices, images)
+    assert math.isfinite(step.seconds)
+    assert min(vars(step).values()) >= -1e-12
+    assert step_time(cost, abci, nnl, devices, images + 1).compute > step.compute
+    low, high = (step_time(cost, abci, nnl, devices, images, quantile=q).seconds for q in (0.05, 0.95))
+    assert low <= step.seconds <= high
+    shaky = nnl.model_copy(update={"jitter": nnl.jitter * 2})
+    assert step_time(cost, abci, shaky, devices, images).seconds >= step.seconds
+
+
+def test_crowded_nodes_are_slower() -> None:
+    full = TWO.model_copy(update={"devices_per_node": 2, "crowding": 0.3})
+    alone, both = (step_time(toy(), full, program(), devices, 1).compute for devices in (1, 2))
+    assert both == pytest.approx(1.3 * alone)
+
+
+def test_input_that_is_too_slow_is_waited_for() -> None:
+    software = program().model_copy(update={"input_rate": 100.0})
+    step = step_time(toy(), TWO, software, devices=1, images=5)
+    assert step.seconds == pytest.approx(5 / 100)
+    assert step.input > 0
+
+
+def test_a_coordinator_costs_every_rank() -> None:
+    steps = [step_time(toy(), TWO, program(coordination=1e-5), n, 1).coordination for n in (1, 100)]
+    assert steps == [0.0, pytest.approx(1e-3)]
+
+
+def test_a_sharded_update_costs_a_strip() -> None:
+    whole = Software(name="x", source="", memory=1.0, update_bytes=20)
+    strip = whole.model_copy(update={"sharded_update": True})
+    assert update_seconds(toy(), DEVICE, whole, 8) == pytest.approx(2e6 * 20 / 1e11)
+    assert update_seconds(toy(), DEVICE, strip, 8) == pytest.approx(2e6 * 20 / 1e11 / 8)
+
+
+def test_splitting_heavy_layers_trades_weights_for_activations() -> None:
+    cori, pcl, vgg = load_cluster("cori"), load_software("pcl-dnn"), known_cost("vgg-a")
+    how = pcl.communication.model_copy(update={"linear_groups": None})
+    split, whole = (
+        step_time(vgg, cori, pcl, 64, 4),
+        step_time(vgg, cori, pcl.model_copy(update={"communication": how}), 64, 4),
+    )
+    assert split.exchange > 0 == whole.exchange
+    assert split.seconds < whole.seconds
+
+
+def test_a_measured_step_is_met_exactly() -> None:
+    cost, software = known_cost("resnet50"), Software(name="x", source="", jitter=0.0)
+    fitted = matched(software, cost, DEVICE, images=8, seconds=3.5, passes=4)
+    assert step_time(cost, TWO.model_copy(update={"device": DEVICE}), fitted, 1, 8, passes=4).seconds == pytest.approx(
+        3.5
+    )
+
+
+def test_memory_grows_with_the_images() -> None:
+    cost, software = known_cost("resnet50"), Software(name="x", source="")
+    assert memory_bytes(cost, software, 32) - memory_bytes(cost, software, 16) == 16 * cost.activations * 4
+
+
+def test_weights_first_lets_gradients_leave_earlier() -> None:
+    cost, late = known_cost("vgg-a"), Software(name="x", source="")
+    early = late.model_copy(update={"weights_first": True})
+    a, b = (pass_seconds(cost, DEVICE, s, 4) for s in (late, early))
+    assert a.backward == b.backward
+    assert (b.ready <= a.ready).all()
+    assert (b.ready < a.ready).sum() == 16  # weight and bias of 8 convolutions
+
+
+def gradients_of(sizes: list[int]) -> tuple[tuple[Gradient, ...], np.ndarray]:
+    found = tuple(Gradient(f"g{i}", size, i % 3 == 0, i + 1) for i, size in enumerate(sizes))
+    return found, np.arange(1.0, len(sizes) + 1)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    sizes=st.lists(st.integers(1, 10_000), min_size=1, max_size=60),
+    rule=st.sampled_from(
+        [Buckets(), Buckets(rule="layer"), Buckets(rule="parts", parts=7), Buckets(rule="values", values=999)]
+    ),
+)
+def test_buckets_carry_every_byte_once_and_in_order(sizes: list[int], rule: Buckets) -> None:
+    gradients, ready = gradients_of(sizes)
+    found = cut_buckets(gradients, ready, rule, wire_bytes=2)
+    assert sum(bucket.bytes for bucket in found) == pytest.approx(2 * sum(sizes))
+    assert [bucket.ready for bucket in found] == sorted(bucket.ready for bucket in found)
+    assert found[-1].ready == len(sizes)
+    if rule.values:
+        assert all(bucket.bytes <= 2 * rule.values + 1e-6 for bucket in found)
+
+
+def test_fujitsus_groups() -> None:
+    """3, 21, 57 and 80 tensors; batch norm's gradients and the bias at the end in 32 bits (0.21 MB)."""
+    cost = known_cost("resnet50")
+    ready = np.linspace(0, 1, 161)
+    found = cut_buckets(cost.gradients, ready, Buckets(rule="cubic"), wire_bytes=2)
+    assert [bucket.ready for bucket in found] == pytest.approx([ready[i] for i in (2, 23, 80, 160, 160)])
+    # MXNet numbers a block's shortcut elsewhere, which moves 4 MB between the second and the third.
+    assert [bucket.bytes / 1e6 for bucket in found] == pytest.approx([4.1, 17.83, 23.2, 5.88, 0.21], rel=0.25)
+    assert sum(bucket.bytes for bucket in found[:-1]) == 2 * (25_557_032 - 53_120 - 1000)
+
+
+def test_bad_buckets_are_named() -> None:
+    with pytest.raises(ValueError, match="parts: needed with rule: parts"):
+        Buckets(rule="parts")
