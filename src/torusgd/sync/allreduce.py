@@ -1,7 +1,6 @@
 """All-reduce algorithms by name, and the one that picks among them by measurement."""
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,37 +9,28 @@ import torch.distributed as dist
 
 from ..errors import UserError
 from .algorithms import GRIDS, SCHEDULED, Plan, plan, usual_chunks
-from .engine import GlooEngine
+from .connect import Connection, connect
 from .native import Native
-from .nccl import NcclEngine
 from .profile import Profile, choose, explain, ranks_a_host
-from .staged import StagedEngine
-from .tune import Bench, hosts_of, measure
-from .work import AllReduce, Done, Engine, Work, check_tensor
+from .tune import hosts_of, measure
+from .work import AllReduce, Done, Work, check_tensor
 
 __all__ = ["ALGORITHMS", "AllReduce", "Work", "create", "native"]
 
 ALGORITHMS = ("auto", "native", *SCHEDULED)
-_PROBE_SECONDS = 10.0
+_PROBE_SECONDS = 8.0
 
 
 class Planned:
     """Sums by the plan that `choose` gives for a number of bytes, or natively where it gives None."""
 
     def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        native: Native,
-        choose: Callable[[int], Plan | None],
-        explanation: str,
-        groups: list[dist.ProcessGroup],
+        self, name: str, connection: Connection, choose: Callable[[int], Plan | None], explanation: str
     ) -> None:
         self.name = name
         self.explanation = explanation
         """one line: what runs, and why"""
-        self._groups = groups
-        self._engine, self._native, self._choose = engine, native, lru_cache(1024)(choose)
+        self._connection, self._choose = connection, lru_cache(1024)(choose)
 
     def start(self, tensor: torch.Tensor) -> Work:
         """See `AllReduce`."""
@@ -48,13 +38,11 @@ class Planned:
         if tensor.numel() == 0:
             return Done()
         how = self._choose(tensor.numel() * tensor.element_size())
-        return self._native.start(tensor) if how is None else self._engine.run(tensor, how)
+        return self._connection.native.start(tensor) if how is None else self._connection.engine.run(tensor, how)
 
     def close(self) -> None:
         """See `AllReduce`."""
-        self._engine.close()
-        for group in self._groups:
-            dist.destroy_process_group(group)
+        self._connection.close()
 
 
 def native(group: dist.ProcessGroup | None = None) -> Native:
@@ -82,45 +70,28 @@ def create(
         device: Where the tensors live.
         timeout: Seconds that a message may take; None: the backend's default.
 
+    Returns:
+        An all-reduce; on one rank the no-op of `native`. Its `explanation` says in one line what runs and why.
+
     Raises:
         UserError: on every rank, where the name, the grid or the profile don't fit.
     """
-    if name != "auto" and name not in ("native", *SCHEDULED) and ":" not in name:
-        raise UserError(f"allreduce {name}: unknown; one of {', '.join(ALGORITHMS)}")
-    if grid is not None and name.partition(":")[0] not in GRIDS:
+    has_grid = name.partition(":")[0] in GRIDS
+    if grid is not None and not has_grid:
         raise UserError(f"grid {grid[0]}x{grid[1]}: has a meaning for {' and '.join(GRIDS)}, not for {name}")
-    own = Native(group)
     size = dist.get_world_size(group) if dist.is_initialized() else 1
-    if name == "native" or size == 1:
-        return own
-    if name != "auto":
+    if name not in ("auto", "native"):
         plan(name, size, grid)
-    control = _new_group(group, "gloo", timeout)
-    groups, target = [control], torch.device(device)
-    engine: Engine
-    if target.type == "cpu":
-        engine = GlooEngine(control)
-    elif "nccl" not in dist.get_backend_config(group):
-        engine = StagedEngine(GlooEngine(control), target)
-    else:
-        groups.append(_new_group(group, "nccl", timeout))
-        engine = NcclEngine(groups[1], target)
+    if name == "native" or size == 1:
+        return Native(group)
+    connection = connect(group, device, timeout)
     if name == "auto":
-        known, source = _profile(profile, Bench(engine, own, control))
-        return Planned(name, engine, own, lambda n: choose(known, n, size).plan, explain(known, source), groups)
-    if grid is None and name.partition(":")[0] in GRIDS:
-        grid = _natural_grid(hosts_of(control))
+        known, source = _profile(profile, connection)
+        return Planned(name, connection, lambda n: choose(known, n, size).plan, explain(known, source))
+    if has_grid and grid is None:
+        grid = _natural_grid(hosts_of(connection.control))
     why = f"allreduce {plan(name, size, grid)}: as asked for"
-    return Planned(name, engine, own, lambda n: plan(name, size, grid, usual_chunks(n)), why, groups)
-
-
-def _new_group(group: dist.ProcessGroup | None, backend: str, timeout: float | None) -> dist.ProcessGroup:
-    """A new group of the same ranks: messages get connections of their own."""
-    limit = None if timeout is None else timedelta(seconds=timeout)
-    if group is None or group == dist.group.WORLD:
-        return dist.new_group(timeout=limit, backend=backend)
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=True)
+    return Planned(name, connection, lambda n: plan(name, size, grid, usual_chunks(n)), why)
 
 
 def _natural_grid(hosts: tuple[int, ...]) -> tuple[int, int] | None:
@@ -129,32 +100,32 @@ def _natural_grid(hosts: tuple[int, ...]) -> tuple[int, int] | None:
     return (len(hosts) // each, each) if 1 < each < len(hosts) else None
 
 
-def _profile(path: Path | None, bench: Bench) -> tuple[Profile, str]:
+def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:
     """The profile that all ranks use, and where it comes from: a file that fits these ranks, or a probe."""
-    hosts = hosts_of(bench.control)
     text = ""
-    if path is not None and bench.rank == 0:
+    if path is not None and connection.rank == 0:
         try:
             text = Profile.load(path).model_dump_json()
         except UserError as error:
             text = f"!{error}"
-    text = _from_first(text, bench.control)
+    text = _from_first(text, connection)
     if text.startswith("!"):
         raise UserError(text[1:])
     if text:
         known = Profile.parse(text)
-        if known.hosts == hosts and known.timings:
+        if known.hosts == hosts_of(connection.control) and known.timings:
             return known, f"from {path}"
     source = "probed just now" if path is None else f"probed just now, for {path} is of other ranks"
-    return measure(bench, _PROBE_SECONDS, short=True), source
+    return measure(connection, _PROBE_SECONDS, short=True), source
 
 
-def _from_first(text: str, control: dist.ProcessGroup) -> str:
+def _from_first(text: str, connection: Connection) -> str:
     """The first rank's text, on every rank."""
-    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    length = torch.tensor([len(text.encode())])
-    dist.broadcast(length, group=control, group_src=0)
-    if dist.get_rank(control) != 0:
-        data = torch.zeros(max(1, int(length)), dtype=torch.uint8)
-    dist.broadcast(data, group=control, group_src=0)
-    return bytes(data[: int(length)].tolist()).decode()
+    encoded = text.encode()
+    length = torch.tensor([len(encoded)])
+    dist.broadcast(length, group=connection.control, group_src=0)
+    data = torch.zeros(int(length), dtype=torch.uint8)
+    if connection.rank == 0:
+        data.copy_(torch.tensor(list(encoded), dtype=torch.uint8))
+    dist.broadcast(data, group=connection.control, group_src=0)
+    return bytes(data.tolist()).decode()

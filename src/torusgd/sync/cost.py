@@ -84,13 +84,13 @@ def _round(ranks: Sequence[int], turns: Sequence[Round], hosts: tuple[int, ...])
     links: dict[int, list[int]] = {}
     for rank, turn in zip(ranks, turns, strict=True):
         messages = max(messages, len(turn.sends), len(turn.adds) + len(turn.copies))
-        own, link = 0, links.setdefault(hosts[rank], [0, 0])
+        own, link = [0, 0], links.setdefault(hosts[rank], [0, 0])
         for way, group in ((0, turn.sends), (1, turn.adds + turn.copies)):
             for message in group:
                 if hosts[message.peer] == hosts[rank]:
-                    own += (message.high - message.low) * (way == 0)
+                    own[way] += message.high - message.low
                 else:
                     link[way] += message.high - message.low
-        within = max(within, own)
+        within = max(within, *own)
     across = max(max(link) for link in links.values())
     return Load(int(messages > 0 and not across), int(across > 0), messages, within / _UNIT, across / _UNIT)

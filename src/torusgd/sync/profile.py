@@ -89,12 +89,13 @@ class Profile(_Part):
         """From JSON text."""
         try:
             profile = cls.model_validate_json(text)
-            for timing in profile.timings:
-                timing.plan(len(profile.hosts))
+            rivals = {timing.size for timing in profile.timings if timing.plan(len(profile.hosts)) is not None}
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
             raise UserError(f"{place}: {first['msg']}; make it anew with torusgd tune") from None
+        if rivals != {timing.size for timing in profile.timings if timing.algorithm == "native"}:
+            raise UserError("timings: each size needs native and another; make it anew with torusgd tune")
         return profile
 
 
@@ -204,7 +205,8 @@ def explain(profile: Profile, source: str) -> str:
     parts = [f"{name} to about {_bytes(size)}" for name, size in spans[:-1]] + [
         f"{name} above" for name, _ in spans[-1:]
     ]
-    across = f"{ranks} ranks on {len(set(profile.hosts))} hosts"
+    hosts = len(set(profile.hosts))
+    across = f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)}"
     return f"allreduce auto: {across}; {'; '.join(links)}; {', '.join(parts) or 'native'} ({source})"
 
 

@@ -15,57 +15,42 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .native import Native
-from .profile import Link, Profile, Timing, rank_plans, ranks_a_host
+from ..errors import UserError
+from .connect import Connection, connect
+from .profile import Link, Profile, Timing, rank_plans
 from .routes import Message, Round
-from .work import Engine, Work
+from .work import Work
 
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 _SHORT_SIZES = tuple(1 << power for power in (13, 17, 20, 22))
-_LINK_BYTES = (1 << 10, 1 << 16, 1 << 18)
+_LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
 _ROUNDS = 8
 """dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
 _FAN = 8
 
 
-class Bench:
-    """Times work on all ranks; `control` is a Gloo group of the same ranks, for barriers and agreement."""
-
-    def __init__(self, engine: Engine, native: Native, control: dist.ProcessGroup) -> None:
-        self.engine, self.native, self.control = engine, native, control
-        self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
-
-    def time(self, start: Callable[..., Work], *arguments: object) -> float:
-        """Seconds on this rank from a barrier to the end of the work that `start(*arguments)` begins."""
-        dist.barrier(self.control)
-        begin = time.perf_counter()
-        start(*arguments).wait()
-        if self.engine.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.device)
-        return time.perf_counter() - begin
-
-    def slowest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over the ranks: the same list everywhere."""
-        agreed = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, self.control)
-        return agreed.tolist()
-
-    def zeros(self, size: int) -> torch.Tensor:
-        """A float32 tensor of so many bytes (at least one element)."""
-        return torch.zeros(max(1, size // 4), device=self.engine.device)
+def tune(seconds: float = 40.0, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Profile:
+    """Measures the network between the ranks of `group` (None: all), each of which calls it and gets the profile."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        raise UserError("tune: one rank has no network to measure; start it on several ranks, such as with torchrun")
+    connection = connect(group, device)
+    try:
+        return measure(connection, seconds)
+    finally:
+        connection.close()
 
 
-def measure(bench: Bench, seconds: float, short: bool = False) -> Profile:
+def measure(connection: Connection, seconds: float, short: bool = False) -> Profile:
     """A profile in about `seconds`: sizes are tried from small to large until the time is up.
 
     `short` is the probe before a run without a profile: fewer sizes, rivals and repetitions.
     """
     begin = time.perf_counter()
-    hosts = hosts_of(bench.control)
-    each, repetitions = ranks_a_host(hosts), 2 if short else 4
-    inside, between, message = _links(bench, hosts, each, repetitions)
+    hosts = hosts_of(connection.control)
+    repetitions, rivals = (2, 3) if short else (4, 5)
+    inside, between, message = _links(connection, hosts, repetitions)
     profile = Profile(
-        backend=dist.get_backend(bench.control) if bench.engine.device.type == "cpu" else "nccl",
+        backend="nccl" if connection.control is not connection.groups[-1] else "gloo",
         hosts=hosts,
         message=message,
         inside=inside,
@@ -73,26 +58,52 @@ def measure(bench: Bench, seconds: float, short: bool = False) -> Profile:
         timings=(),
     )
     timings: list[Timing] = []
+    runs, last, last_size = repetitions + 1, 0.0, 0
+    per_byte = max(link.per_byte for link in (inside, between) if link is not None)
     for size in _SHORT_SIZES if short else _SIZES:
         before = time.perf_counter()
-        timings += _rivals(bench, profile, size, 3 if short else 5, repetitions + 1)
-        now = time.perf_counter()
-        if bench.slowest([now - begin + (now - before)])[0] > seconds:
+        # It takes what the last size took, and the further bytes, which every run moves about twice.
+        ahead = last + runs * (rivals + 1) * 2 * per_byte * (size - last_size)
+        if timings and slowest(connection, [before - begin + ahead])[0] > seconds:
             break
+        timings += _rivals(connection, profile, size, rivals, runs)
+        last, last_size = time.perf_counter() - before, size
     return profile.model_copy(update={"timings": tuple(timings)})
 
 
-def _rivals(bench: Bench, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
+def stopwatch(connection: Connection, start: Callable[..., Work], *arguments: object) -> float:
+    """Seconds on this rank from a barrier to the end of the work that `start(*arguments)` begins."""
+    dist.barrier(connection.control)
+    begin = time.perf_counter()
+    start(*arguments).wait()
+    if connection.engine.device.type == "cuda":
+        torch.cuda.synchronize(connection.engine.device)
+    return time.perf_counter() - begin
+
+
+def slowest(connection: Connection, values: Sequence[float]) -> list[float]:
+    """The largest of each value over the ranks: the same list everywhere."""
+    agreed = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, connection.control)
+    return agreed.tolist()
+
+
+def zeros(connection: Connection, size: int) -> torch.Tensor:
+    """A float32 tensor of so many bytes (at least one element)."""
+    return torch.zeros(max(1, size // 4), device=connection.engine.device)
+
+
+def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
     """Times native and the most promising plans in turn; the first repetition warms up and is dropped."""
     plans = [how for how, _ in rank_plans(size, profile.network)[:rivals]]
     rows = [
         [
-            bench.time(bench.native.start, bench.zeros(size)),
-            *[bench.time(bench.engine.run, bench.zeros(size), how) for how in plans],
+            stopwatch(connection, connection.native.start, zeros(connection, size)),
+            *[stopwatch(connection, connection.engine.run, zeros(connection, size), how) for how in plans],
         ]
         for _ in range(repetitions)
     ]
-    flat = bench.slowest([value for row in rows[1:] for value in row])
+    flat = slowest(connection, [value for row in rows[1:] for value in row])
     medians = [statistics.median(flat[i :: len(rows[0])]) for i in range(len(rows[0]))]
     described = [("native", None, 1), *[(how.name, how.grid, how.chunks) for how in plans]]
     return [
@@ -101,36 +112,38 @@ def _rivals(bench: Bench, profile: Profile, size: int, rivals: int, repetitions:
     ]
 
 
-def _links(bench: Bench, hosts: tuple[int, ...], each: int, repetitions: int) -> tuple[Link | None, Link | None, float]:
+def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> tuple[Link | None, Link | None, float]:
     """The link within hosts, the link between them (one rank of each host at work), and the cost of a message."""
-    rank, size = bench.rank, bench.size
+    rank, size = connection.rank, connection.size
     host = [r for r in range(size) if hosts[r] == hosts[rank]]
     leaders = [r for r in range(size) if hosts.index(hosts[r]) == r]
-    inside = _link(bench, host, repetitions) if each > 1 else None
-    between = _link(bench, leaders, repetitions) if len(leaders) > 1 else None
+    inside = _link(connection, host, repetitions) if len(leaders) < size else None
+    between = _link(connection, leaders, repetitions) if len(leaders) > 1 else None
     fan = min(_FAN, size - 1)
-    few, many = (bench.slowest([_fan(bench, n, repetitions)])[0] for n in (1, fan))
+    few, many = (slowest(connection, [_fan(connection, n, repetitions)])[0] for n in (1, fan))
     return inside, between, max(0.0, many - few) / max(1, fan - 1)
 
 
-def _link(bench: Bench, members: list[int], repetitions: int) -> Link:
+def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
     """Times chains of rounds around the members; ranks outside look on."""
     points = []
     for size in _LINK_BYTES:
         for _ in range(repetitions):
-            one, chain = (bench.time(_shift, bench, members, size, rounds) for rounds in (1, 1 + _ROUNDS))
+            one, chain = (
+                stopwatch(connection, _shift, connection, members, size, rounds) for rounds in (1, 1 + _ROUNDS)
+            )
             points.append((size, one, chain))
-    flat = bench.slowest([value for _, one, chain in points for value in (one, chain)])
+    flat = slowest(connection, [value for _, one, chain in points for value in (one, chain)])
     rounds = [max(1e-9, (chain - one) / _ROUNDS) for one, chain in zip(flat[::2], flat[1::2], strict=True)]
     return fit([size for size, _, _ in points], rounds)
 
 
-def _shift(bench: Bench, members: list[int], size: int, rounds: int) -> Work:
-    """Every member sends `size` bytes to the next and waits for the one before, `rounds` times."""
-    tensor = bench.zeros(2 * size * rounds)
+def _shift(connection: Connection, members: list[int], size: int, rounds: int) -> Work:
+    """Every member sends `size` bytes to the next and waits for the one before, `rounds` times; one alone looks on."""
+    tensor = zeros(connection, 2 * size * rounds)
     route = [Round() for _ in range(rounds)]
-    if bench.rank in members:
-        place, half = members.index(bench.rank), tensor.numel() // 2
+    if connection.rank in members and len(members) > 1:
+        place, half = members.index(connection.rank), tensor.numel() // 2
         after, before = members[(place + 1) % len(members)], members[place - 1]
         step = half // rounds
         route = [
@@ -140,16 +153,18 @@ def _shift(bench: Bench, members: list[int], size: int, rounds: int) -> Work:
             )
             for i in range(rounds)
         ]
-    return bench.engine.carry(tensor, [route])
+    return connection.engine.carry(tensor, [route])
 
 
-def _fan(bench: Bench, peers: int, repetitions: int) -> float:
+def _fan(connection: Connection, peers: int, repetitions: int) -> float:
     """Median seconds of one round with a small message to each of several ranks."""
-    tensor, size = bench.zeros(8 * bench.size), bench.size
-    after = tuple(Message((bench.rank + i) % size, 0, 1) for i in range(1, peers + 1))
-    before = tuple(Message((bench.rank - i) % size, i, i + 1) for i in range(1, peers + 1))
+    tensor, size = zeros(connection, 8 * connection.size), connection.size
+    after = tuple(Message((connection.rank + i) % size, 0, 1) for i in range(1, peers + 1))
+    before = tuple(Message((connection.rank - i) % size, i, i + 1) for i in range(1, peers + 1))
     route = [Round(after, copies=before)]
-    return statistics.median(bench.time(bench.engine.carry, tensor, [route]) for _ in range(repetitions + 1))
+    return statistics.median(
+        stopwatch(connection, connection.engine.carry, tensor, [route]) for _ in range(repetitions + 1)
+    )
 
 
 def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
@@ -163,7 +178,7 @@ def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
     for kept, other in ((0, 1), (1, 0)):
         if terms[other] < 0:
             alone, error = _solve(columns[:, [kept]])
-            terms[kept], terms[other], errors[kept], errors[other] = alone[0], 0.0, error[0], 0.0
+            terms[kept], terms[other], errors[kept] = alone[0], 0.0, error[0]
     return Link(
         latency=float(terms[0]),
         latency_error=float(errors[0]),
