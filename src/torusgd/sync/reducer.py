@@ -70,6 +70,8 @@ class Reducer:
         )
         self.wait_seconds = 0.0
         """time that the step waited for messages, since the last reading"""
+        self.first_ready = self.last_ready = 0.0
+        """when this rank's first and last bucket of the step were ready to leave (time.perf_counter)"""
         self._allreduce = allreduce
         self._bucket_of = [i for i, b in enumerate(self.buckets) for _ in range(b.first, b.stop)]
         self._means = [torch.zeros_like(p) for p in self.parameters]
@@ -152,4 +154,7 @@ class Reducer:
 
     def _send_full(self) -> None:
         while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
+            self.last_ready = time.perf_counter()
+            if not self._works:
+                self.first_ready = self.last_ready
             self._works.append(self._allreduce.start(self.sum.message(len(self._works))))

@@ -13,8 +13,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,14 @@ from .checkpoint import list_checkpoints
 from .folder import RunFolder
 from .problems import Notes, Problem, problem_of
 from .run import Job, Run, steps_asked
-from .signals import EXIT_BASE, StopFlag, Stopped, die_with_launcher, end_on_stop, held_back, raise_on_stop
+from .signals import EXIT_BASE, StopFlag, Stopped, asking_to_stop, die_with_launcher, held_back
 from .telemetry import warn
 
 MAX_RESTARTS = 20
 STOP_SECONDS = 120
-"""for a step, a checkpoint and the exit after a signal; then ranks are killed"""
+"""for a step and a checkpoint after a signal; then the ranks are ended as they are"""
+KILL_SECONDS = 5
+"""between SIGTERM and SIGKILL, when the agent ends ranks that are not wanted any more"""
 
 
 @dataclass(frozen=True)
@@ -65,22 +66,29 @@ def launch(job: Job, fresh: bool) -> Ending:
 def _supervise(job: Job, workers: int, folder: RunFolder) -> Ending:
     """Runs the ranks until they end well or for good."""
     _prepare_ranks()
+    lost = ""
     for restarts in range(MAX_RESTARTS + 1):
-        with tempfile.TemporaryDirectory(prefix="torusgd-") as name, _stoppable(Notes(Path(name))) as notes:
+        if lost:
+            warn(f"{lost}; all ranks start again from {_last(folder)} (restart {restarts} of {MAX_RESTARTS})")
+        with tempfile.TemporaryDirectory(prefix="torusgd-") as name:
+            notes = Notes(Path(name))
             try:
-                results = _run_ranks(job, workers, restarts, name)
+                with asking_to_stop(notes.stop, STOP_SECONDS) as stop:
+                    results = _run_ranks(job, workers, restarts, name)
+                number = next((result["signal"] for result in results.values() if result["signal"]), 0)
+                if not number:
+                    return Ending(0, results[0]["summary"])
+                return _stopped(stop.signal or number, folder)
             except ChildFailedError as error:
                 _raise_told(notes)
                 lost = _describe_loss(error.get_first_failure(), notes, workers, job.options.timeout)
-            except (Stopped, SignalException) as stop:
-                number = stop.number if isinstance(stop, Stopped) else int(stop.sigval)
-                return _stopped(number, folder)
-            else:
-                number = next((result["signal"] for result in results.values() if result["signal"]), 0)
-                return _stopped(number, folder) if number else Ending(0, results[0]["summary"])
-        again = f"restart {restarts + 1} of {MAX_RESTARTS}"
-        warn(f"{lost}; all ranks start again from {_last_checkpoint(folder)} ({again})")
-    raise RunError(f"{lost}, after {MAX_RESTARTS} restarts; {_last_checkpoint(folder)} is good")
+                if stop():
+                    return _stopped(stop.signal, folder)
+            except (Stopped, SignalException) as broken:
+                return _stopped(broken.number if isinstance(broken, Stopped) else int(broken.sigval), folder)
+            finally:
+                _show_cursor()
+    raise RunError(f"{lost}, after {MAX_RESTARTS} restarts; {_last(folder)} is good")
 
 
 def _run_ranks(job: Job, workers: int, restarts: int, notes: str) -> dict[int, Any]:
@@ -95,7 +103,7 @@ def _run_ranks(job: Job, workers: int, restarts: int, notes: str) -> dict[int, A
         start_method="forkserver",
         max_restarts=0,  # the loop of `_supervise` can tell why
         monitor_interval=0.1,
-        shutdown_timeout=STOP_SECONDS,
+        shutdown_timeout=KILL_SECONDS,
         signals_to_handle="SIGQUIT",  # the others are ours
     )
     return elastic_launch(config, launched_rank)(job, restarts, notes)
@@ -111,7 +119,7 @@ def _prepare_ranks() -> None:
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    multiprocessing.set_forkserver_preload([__name__])
+    multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])  # the second by the first Optimizer, for 2 s
     multiprocessing.resource_tracker.ensure_running()  # would end the holding back if it were started within
     with held_back():
         multiprocessing.forkserver.ensure_running()
@@ -121,46 +129,19 @@ def launched_rank(job: Job, restarts: int, notes_folder: str) -> dict[str, Any]:
     """One rank under our own launcher. It returns only when all is well: else it tells why and exits."""
     notes, rank = Notes(Path(notes_folder)), int(os.environ["RANK"])
     die_with_launcher()
-    end_on_stop()
-    _leave_if_stopping(notes)
-    stop = StopFlag()
+    stop = StopFlag(also=notes.is_stopping)
+    stop.install()
     try:
         ranks = join(job.device, job.options.timeout)
-        stop.install()
         outcome = Run(job, ranks, stop, restarts).run()
         dist.barrier()
     except Exception as error:
         notes.write(rank, problem_of(error, rank))
-        _leave()
-    # From here on the agent waits for the result, or, if it is stopping, for the exit.
-    end_on_stop()
-    _leave_if_stopping(notes)
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(1)  # closes all connections, so that the other ranks notice at once
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the agent ends those that have only to be collected
     return {"summary": outcome.summary, "signal": outcome.signal}
-
-
-def _leave_if_stopping(notes: Notes) -> None:
-    if notes.is_stopping():
-        _leave()
-
-
-def _leave() -> None:
-    """Closes all connections, so that the other ranks notice at once."""
-    with suppress(OSError):
-        sys.stdout.flush()
-    os._exit(1)
-
-
-@contextmanager
-def _stoppable(notes: Notes) -> Iterator[Notes]:
-    """Stop signals reach ranks in every state of their life; the terminal's cursor comes back."""
-    raise_on_stop(before=notes.stop)
-    try:
-        yield notes
-    finally:
-        raise_on_stop()
-        console = Console()
-        if console.is_terminal:
-            console.show_cursor()
 
 
 def _raise_told(notes: Notes) -> None:
@@ -174,21 +155,28 @@ def _raise_told(notes: Notes) -> None:
 
 def _describe_loss(first: tuple[int, ProcessFailure], notes: Notes, workers: int, timeout: float) -> str:
     rank, failure = first
-    survivors: dict[int, Problem] = notes.read()
-    silent = [str(rank) for rank in range(workers) if rank not in survivors]
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}"
+    survivors: dict[int, Problem] = notes.read()
+    silent = ", ".join(str(rank) for rank in range(workers) if rank not in survivors)
     if not silent:
         return f"the ranks lost each other ({survivors[rank].text})"
-    return f"rank {', '.join(silent)} gave no answer within {timeout:g} s"
+    is_late = any("timed out" in problem.text.lower() for problem in survivors.values())
+    return f"rank {silent} gave no answer within {timeout:g} s" if is_late else f"rank {silent} was lost"
 
 
 def _stopped(number: int, folder: RunFolder) -> Ending:
-    name = signal.Signals(number).name
-    warn(f"stopped by {name}; the same command goes on from {_last_checkpoint(folder)}")
+    warn(f"stopped by {signal.Signals(number).name}; the same command goes on from {_last(folder)}")
     return Ending(EXIT_BASE + number, {})
 
 
-def _last_checkpoint(folder: RunFolder) -> str:
+def _show_cursor() -> None:
+    """A killed rank 0 leaves the terminal without it."""
+    console = Console()
+    if console.is_terminal:
+        console.show_cursor()
+
+
+def _last(folder: RunFolder) -> str:
     last = next(iter(list_checkpoints(folder.checkpoints)), None)
     return f"the checkpoint of step {int(last.name.removeprefix('step-'))}" if last else "the beginning"

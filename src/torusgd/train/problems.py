@@ -72,7 +72,7 @@ class Notes:
         return {rank: Problem(**json.loads(found[rank].read_text())) for rank in sorted(found)}
 
     def stop(self) -> None:
-        """Says that the launcher is stopping: ranks that are only starting need not begin."""
+        """Asks the ranks to stop after their step."""
         (self._folder / "stopping").touch()
 
     def is_stopping(self) -> bool:

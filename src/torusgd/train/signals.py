@@ -1,6 +1,6 @@
 """Signals: a stop is asked for with SIGTERM, SIGINT or SIGHUP, and nothing outlives the process that started it.
 
-A process that holds no training state ends at once (`Stopped`); a rank in training finishes its step (`StopFlag`).
+A process without a training state ends at once (`Stopped`); a rank finishes its step first (`StopFlag`).
 """
 
 import ctypes
@@ -17,9 +17,9 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EXIT_BASE = 128
 """a process that a signal stopped exits with this plus the signal's number"""
-
-
 REPEAT_SECONDS = 3.0
+
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
 class Stopped(BaseException):
@@ -30,34 +30,23 @@ class Stopped(BaseException):
         self.number = number
 
 
-def raise_on_stop(before: Callable[[], object] = lambda: None) -> None:
-    """Lets a stop signal call `before` and raise `Stopped` in the main thread.
-
-    `timeout` and others send a signal twice, to the process and to its group: a repetition within 3 s does nothing,
-    a later one breaks off what the first began.
-    """
-    first = 0.0
+def raise_on_stop() -> None:
+    """Lets a stop signal raise `Stopped` in the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        if first and time.monotonic() - first < REPEAT_SECONDS:
-            return
-        first = first or time.monotonic()
-        before()
         raise Stopped(number)
 
-    _set_all(stop)
+    _take(stop)
 
 
 def end_on_stop() -> None:
-    """Lets a stop signal end this process at once and silently, as long as there is nothing to save."""
-    _set_all(signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    """Lets a stop signal end this process at once and silently."""
+    _take(signal.SIG_DFL)
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Stop signals wait until the block's end; a process started in it never gets them, until it unblocks them."""
+    """Stop signals wait until the block's end; a process started in it never gets them, until it takes them."""
     old = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -66,20 +55,57 @@ def held_back() -> Iterator[None]:
 
 
 class StopFlag:
-    """Remembers that this process was asked to stop; call it to ask."""
+    """Remembers that this process was asked to stop; call it to ask.
 
-    def __init__(self) -> None:
+    Args:
+        also: Another way to ask this process.
+    """
+
+    def __init__(self, also: Callable[[], bool] = lambda: False) -> None:
         self.signal = 0
+        self._also = also
 
     def install(self) -> None:
         """Takes the stop signals (main thread only)."""
-        _set_all(self._remember)
+        _take(self._remember)
 
     def __call__(self) -> bool:
-        return self.signal != 0
+        return self.signal != 0 or self._also()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
+
+
+@contextmanager
+def asking_to_stop(ask: Callable[[], object], seconds: float) -> Iterator[StopFlag]:
+    """In this block a stop signal calls `ask`; after so many seconds the block is broken off with `Stopped`.
+
+    So it is by another signal, unless that follows within 3 s: `timeout` and others send theirs twice, to the process
+    and to its group.
+    """
+    flag = StopFlag()
+    first = 0.0
+    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), flag.signal))
+    timer.daemon = True
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if not flag():
+            first = time.monotonic()
+            flag.signal = number
+            ask()
+            timer.start()
+        elif time.monotonic() - first > REPEAT_SECONDS:
+            raise Stopped(flag.signal)
+
+    old = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    _take(stop)
+    try:
+        yield flag
+    finally:
+        timer.cancel()
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def die_with_launcher() -> None:
@@ -109,8 +135,9 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _set_all(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+def _take(handler: Handler) -> None:
     for number in STOP_SIGNALS:
         # Whom nohup shields from the end of the terminal stays shielded.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -28,6 +28,8 @@ class Totals:
     """ranks that were asked to stop"""
     failed: int
     """ranks that could not read their images"""
+    notes: Tensor
+    """int64: the sum of what each rank handed to `send`"""
 
 
 class StepStatistics:
@@ -58,15 +60,19 @@ class StepStatistics:
         """Adds to `replaced`, `stop` or `failed`."""
         self._counts[name] += number
 
-    def send(self, allreduce: AllReduce) -> Work:
-        """Starts the sum over ranks."""
-        counts = torch.tensor([self._counts[name] for name in _COUNTS], device=self._values.device)
-        self._message = torch.cat([self._values.reshape(-1), counts])
+    def send(self, allreduce: AllReduce, notes: Tensor) -> Work:
+        """Starts the sum over ranks; `notes` (int64, of one length on all ranks) are summed along."""
+        device = self._values.device
+        counts = torch.tensor([self._counts[name] for name in _COUNTS], device=device)
+        self._message = torch.cat([self._values.reshape(-1), counts, notes.to(device)])
         return allreduce.start(self._message)
 
     def totals(self) -> Totals:
         """Reads the summed message, after its work has been waited for; one transfer to the host."""
-        counts = self._message[-len(_COUNTS) :]
-        means = decode(self._message[: -len(_COUNTS)].view_as(self._values), NARROW) / self._workers
-        loss, *numbers = torch.cat([means[-1:], counts.to(torch.float64)]).tolist()
-        return Totals(means[:-1].float(), loss, *(int(number) for number in numbers))
+        length = self._values.numel()
+        means = decode(self._message[:length].view_as(self._values), NARROW) / self._workers
+        loss, *numbers = torch.cat([means[-1:], self._message[length:].to(torch.float64)]).tolist()
+        counts = [int(number) for number in numbers]
+        replaced, stop, failed = counts[: len(_COUNTS)]
+        notes = torch.tensor(counts[len(_COUNTS) :], dtype=torch.int64)
+        return Totals(means[:-1].float(), loss, replaced, stop, failed, notes)

@@ -23,6 +23,7 @@ from ..schedule import Schedule, Step
 from ..sync.reducer import Reducer
 from ..sync.work import AllReduce
 from .batchnorm import BatchNormStatistics
+from .lateness import Lateness, Slowest, slowest
 from .precision import Precision
 from .statistics import StepStatistics, Totals
 
@@ -47,6 +48,8 @@ class StepResult:
     underflow: float
     loss_scale: float
     """of this step; 1 unless the precision is float16"""
+    slowest: Slowest | None
+    """now and then, and of the step before: the rank whose gradients were ready last"""
     seconds: float
     data_seconds: float
     sync_seconds: float
@@ -88,6 +91,7 @@ class Stepper:
         self.batch_norm = BatchNormStatistics(model)
         self.reducer = Reducer(model, recipe.reduction, recipe.virtual_workers, allreduce, bucket_mib)
         self._statistics = StepStatistics(self.batch_norm.running.numel(), recipe.virtual_workers, ranks.device)
+        self._lateness = Lateness(ranks.rank, ranks.size)
         self._loader = loader
         self._allreduce = allreduce
         self._stop_requested = stop_requested
@@ -112,6 +116,7 @@ class Stepper:
         while True:
             totals = self._pass(step)
             verdict = self.reducer.finish()
+            self._lateness.note(self.reducer, self._loader.wait_seconds - data_before)
             if totals.failed:
                 share = f"{totals.failed} of {self.ranks.size} ranks"
                 raise RunError(f"step {index}: {share} can't read training images{self._failure}")
@@ -141,6 +146,7 @@ class Stepper:
             skipped=skipped,
             underflow=verdict.underflow,
             loss_scale=loss_scale,
+            slowest=slowest(totals.notes),
             seconds=time.perf_counter() - started,
             data_seconds=self._loader.wait_seconds - data_before,
             sync_seconds=self.reducer.wait_seconds - sync_before,
@@ -177,7 +183,7 @@ class Stepper:
                 self._statistics.add(self.batch_norm.batch, loss.detach())
                 self._statistics.count("replaced", batch.replaced)
             if last:
-                sent = self._statistics.send(self._allreduce)
+                sent = self._statistics.send(self._allreduce, self._lateness.message(step.index))
             if loss is not None:
                 self.precision.scaled(loss).backward()
             self.reducer.end_worker()

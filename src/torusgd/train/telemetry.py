@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Telemetry:
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()
         self._speed = 0.0
+        self._slowest = ""
         if self.console.is_terminal:
             self._progress = Progress(BarColumn(bar_width=16), TextColumn("{task.description}"), console=self.console)
             self._task = self._progress.add_task("starting", total=len(schedule), completed=first_step)
@@ -75,6 +77,7 @@ class Telemetry:
             "overflowed": result.overflowed,
             "skipped": result.skipped,
             "underflow": result.underflow,
+            "slowest": asdict(result.slowest) if result.slowest else None,
         }
         if self._schedule.recipe.precision == "float16":
             event["loss_scale"] = result.loss_scale
@@ -121,6 +124,9 @@ class Telemetry:
         self._file.close()
 
     def _show(self, result: StepResult, seconds: float) -> None:
+        if result.slowest is not None:
+            late = result.slowest
+            self._slowest = f"  slowest rank {late.rank} (+{1e3 * late.behind:.0f} ms, {late.cause})"
         now = result.step.batch / result.seconds
         self._speed = 0.9 * self._speed + 0.1 * now if self._speed else now
         if self._progress is not None:
@@ -137,7 +143,7 @@ class Telemetry:
             f"/{schedule.stop / schedule.train_images:.4g}  step {step.index + 1}/{len(schedule)}  "
             f"loss {result.loss:.4f}  lr {step.lr:.4g}  {self._speed:,.0f} images/s  "
             f"data {result.data_seconds / result.seconds:.0%}  sync {result.sync_seconds / result.seconds:.0%}  "
-            f"{_clock(left)} left"
+            f"{_clock(left)} left{self._slowest}"
         )
 
     def _schedule_epoch(self, step: int) -> float:
