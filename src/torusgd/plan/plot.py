@@ -29,7 +29,7 @@ def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:
     efficiency = rate.twinx()
     efficiency.plot(devices, [f.efficiency for f in sweep.forecasts], color="tab:green", linewidth=1)
     efficiency.set(ylabel="efficiency (green)", ylim=(0, 1.05))
-    rate.legend(loc="upper left")
+    rate.legend(loc="lower right")
     try:
         # No date in the file: the same plan gives the same bytes.
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .describe import Cluster, Software
 from .forecast import Forecast, Job, forecast
@@ -70,13 +71,19 @@ def sweep(
 def knee_of(curve: Sequence[tuple[int, float]]) -> int:
     """The last number of devices up to which every added one kept KNEE_EFFICIENCY of the first point's rate a device.
 
-    >>> knee_of([(1, 100.0), (2, 195.0), (4, 370.0), (8, 500.0)])
+    Taken on the curve's upper hull, so that numbers that share the work badly do not count.
+
+    >>> knee_of([(1, 100.0), (2, 195.0), (3, 200.0), (4, 370.0), (8, 500.0)])
     4
     """
-    (first, rate), *rest = curve
-    unit, knee = rate / first, first
-    for (before, slow), (count, fast) in zip(curve, rest, strict=False):
-        if (fast - slow) / (count - before) < KNEE_EFFICIENCY * unit:
-            break
-        knee = count
-    return knee
+    hull: list[tuple[int, float]] = []
+    for point in curve:
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    least = KNEE_EFFICIENCY * hull[0][1] / hull[0][0]
+    return next((a[0] for a, b in pairwise(hull) if _slope(a, b) < least), hull[-1][0])
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
