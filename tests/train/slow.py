@@ -1,0 +1,45 @@
+"""A source that takes its time, and models with defects, given to recipes by import path."""
+
+import os
+import time
+
+import numpy as np
+from torch import Tensor, nn
+
+from torusgd.models import MODELS
+
+
+class Slow:
+    """Stripes by class under keyed noise; each training image takes `pause` seconds, each held-out one `eval_pause`."""
+
+    classes = ("a", "b", "c", "d")
+
+    def __init__(
+        self, path: object, split: str, *, pause: float = 0.0, eval_pause: float = 0.0, images: int = 96
+    ) -> None:
+        self.labels = np.arange(images if split == "train" else 24, dtype=np.int64) % 4
+        self._pause = pause if split == "train" else eval_pause
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> np.ndarray:
+        time.sleep(self._pause)
+        image = np.random.default_rng(index).integers(0, 128, (8, 8, 1), dtype=np.uint8)
+        image[self.labels[index] * 2] += 100
+        return image
+
+
+class Broken(nn.Module):
+    """A net whose forward pass fails on rank 1 after a few steps."""
+
+    def __init__(self, classes: int, channels: int) -> None:
+        super().__init__()
+        self.net = MODELS["digits-net"](classes=classes, channels=channels)
+        self.passes = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes > 5 and os.environ.get("RANK") == "1":
+            raise KeyError("a defect of the user's model")
+        return self.net(images)
