@@ -84,9 +84,14 @@ def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
         ]
         table.add_row(*cells, style="bold" if forecast.devices == sweep.knee else None)
     console.print(table)
-    console.print(
-        f"knee: {sweep.knee:,} devices; beyond, another adds less than {KNEE_EFFICIENCY:.0%} of what the first one did"
-    )
+    if sweep.knee == sweep.forecasts[-1].devices:
+        console.print(
+            f"no knee up to {sweep.knee:,} devices: each adds {KNEE_EFFICIENCY:.0%} or more of what the first did"
+        )
+    else:
+        console.print(
+            f"knee: {sweep.knee:,} devices; beyond, another adds less than {KNEE_EFFICIENCY:.0%} of the first"
+        )
 
 
 def show_best(console: Console, best: Best) -> None:
