@@ -148,14 +148,16 @@ def pauses(train: float, held_out: float = 0.0) -> list[str]:
     return ["--set", f"data.options.pause={train}", "--set", f"data.options.eval_pause={held_out}"]
 
 
-def until(check: Callable[[], T], what: str, process: Process | None = None, timeout: float = 90) -> T:
+def until(
+    check: Callable[[], T], what: str, process: Process | None = None, timeout: float = 90, pause: float = 0.01
+) -> T:
     """Waits until `check` gives something true."""
     end = time.monotonic() + timeout
     while not (found := check()):
         told = process.output if process else ""
         assert process is None or process.popen.poll() is None, f"ended before {what}\n{told}"
         assert time.monotonic() < end, f"not within {timeout} s: {what}\n{told}"
-        time.sleep(0.002)
+        time.sleep(pause)
     return found
 
 

@@ -94,8 +94,7 @@ def test_a_stop_in_every_phase_then_the_same_results(tmp_path: Path, recipe: Pat
     process = start()
     until(process.ranks, "a rank is starting", process)
     os.killpg(process.pid, signal.SIGINT)
-    assert_stopped(process, 130, f"torusgd: stopped by SIGINT{LINE}the beginning")
-    assert last_step(out) == 0
+    assert_stopped(process, 130, f"torusgd: stopped by SIGINT{LINE}the checkpoint of step 1")
 
     process = start()
     wait_for_step(out, 6, process)
@@ -128,7 +127,7 @@ def test_kill_9_of_ranks_and_launchers_at_random_moments(
 ) -> None:
     draw, out = random.Random(20261121), tmp_path / "out"
     moments = sorted(draw.sample(range(27), 11))
-    launchers = draw.sample(moments[:-1], 3)
+    launchers = draw.sample(moments[:-1], 2)
 
     def start() -> Process:
         return torusgd(tmp_path, out, recipe, "--workers", str(draw.choice((2, 3))), *pauses(0.01))
@@ -159,13 +158,14 @@ def test_kill_9_while_a_checkpoint_is_written_and_in_an_evaluation_on_3_ranks_th
 ) -> None:
     out = tmp_path / "out"
     process = torusgd(tmp_path, out, recipe, "--workers", "3", *pauses(0.004, 0.04))
+    writing = out / "checkpoints"
     wait_for_step(out, 1, process)
     for _ in range(10):
         first = process.rank(out, 0)
-        until(lambda: list((out / "checkpoints").glob(".step-*")), "a checkpoint is being written", process)
+        until(lambda: list(writing.glob(".step-*")), "a checkpoint is being written", process, pause=0.0005)
         os.kill(first, signal.SIGKILL)
         until(lambda: not is_alive(first), "rank 0 is dead")  # noqa: B023
-        if list((out / "checkpoints").glob(".step-*")):
+        if list(writing.glob(".step-*")):
             break
     else:
         pytest.fail("never hit in the middle of a checkpoint")
@@ -220,4 +220,5 @@ def test_the_progress_line_on_a_terminal(tmp_path: Path, recipe: Path) -> None:
     assert done.returncode == 0
     assert "stage 2/2" in done.stdout
     assert "images/s  data " in done.stdout
+    assert "left" in done.stdout
     assert done.stdout.count("\x1b[?25h") >= done.stdout.count("\x1b[?25l")  # the cursor is back

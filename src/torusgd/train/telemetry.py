@@ -23,6 +23,8 @@ from .step import StepResult
 
 PLAIN_SECONDS = 5.0
 """between progress lines where the output is no terminal"""
+WIDE = 150
+"""columns of a terminal in which the progress line fits; in others it is cut in two"""
 
 
 class Telemetry:
@@ -50,7 +52,9 @@ class Telemetry:
         self._speed = 0.0
         self._slowest = ""
         if self.console.is_terminal:
-            self._progress = Progress(BarColumn(bar_width=16), TextColumn("{task.description}"), console=self.console)
+            self._progress = Progress(
+                BarColumn(bar_width=16), TextColumn("{task.description}", markup=False), console=self.console
+            )
             self._task = self._progress.add_task("starting", total=len(schedule), completed=first_step)
             self._progress.start()
 
@@ -130,18 +134,19 @@ class Telemetry:
         now = result.step.batch / result.seconds
         self._speed = 0.9 * self._speed + 0.1 * now if self._speed else now
         if self._progress is not None:
-            self._progress.update(self._task, completed=result.step.index + 1, description=self._line(result))
+            gap = "  " if self.console.width >= WIDE else "\n"
+            self._progress.update(self._task, completed=result.step.index + 1, description=self._line(result, gap))
         elif time.perf_counter() - self._last_line >= PLAIN_SECONDS:
             self._last_line = time.perf_counter()
             print(self._line(result), flush=True)
 
-    def _line(self, result: StepResult) -> str:
+    def _line(self, result: StepResult, gap: str = "  ") -> str:
         step, schedule = result.step, self._schedule
         left = (schedule.stop - step.start - step.batch) / self._speed
         return (
             f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
             f"/{schedule.stop / schedule.train_images:.4g}  step {step.index + 1}/{len(schedule)}  "
-            f"loss {result.loss:.4f}  lr {step.lr:.4g}  {self._speed:,.0f} images/s  "
+            f"loss {result.loss:.4f}  lr {step.lr:.4g}{gap}{self._speed:,.0f} images/s  "
             f"data {result.data_seconds / result.seconds:.0%}  sync {result.sync_seconds / result.seconds:.0%}  "
             f"{_clock(left)} left{self._slowest}"
         )
