@@ -94,6 +94,53 @@ def polish(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A built-in name, or a YAML file.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A cluster's name, a YAML file of your own, or local.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="How many.")] = None,
+    software: Annotated[str | None, typer.Option(help="Software profile. Default: the cluster's own.")] = None,
+    grid: GridSize = None,
+    allreduce: Annotated[str | None, typer.Option(help="Algorithm. Default: the software's own.")] = None,
+    overrides: Overrides = None,
+    over: Annotated[bool, typer.Option("--sweep", help="Also for 1 to N devices, with the knee of the curve.")] = False,
+    search: Annotated[bool, typer.Option("--best", help="Also look for better settings.")] = False,
+    cost: Annotated[float | None, typer.Option(metavar="PRICE", help="Price of a device and hour.")] = None,
+    data: DataPath = None,
+    profile: ProfileFile = None,
+    measured: Annotated[Path | None, typer.Option(help="A finished run with one worker, for its compute.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture of the sweep, .svg or .png.")] = None,
+    published: Annotated[Path | None, typer.Option(help="Predict every row of a table of published results.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all of it here.")] = None,
+) -> None:
+    """Predict a run on a cluster: its time, where it goes, what to change."""
+    from .plan import command
+
+    if published is not None:
+        raise typer.Exit(command.published(published, json_file))
+    if recipe is None or cluster is None or devices is None:
+        raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")
+    raise typer.Exit(
+        command.plan(
+            recipe,
+            overrides or [],
+            cluster=cluster,
+            devices=devices,
+            software=software,
+            grid=grid,
+            allreduce=allreduce,
+            over=over,
+            search=search,
+            price=cost,
+            data=data,
+            profile=profile,
+            measured=measured,
+            plot=plot,
+            json_file=json_file,
+        )
+    )
+
+
+@app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Show this one with its source.")] = None,
     keys: Annotated[bool, typer.Option("--keys", help="Tell every key of a recipe, as Markdown.")] = False,

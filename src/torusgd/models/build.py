@@ -59,12 +59,13 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: int, s
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_hash(INIT, seed)))
-        network = _construct(model, classes=classes, channels=channels)
+        network = construct(model, classes=classes, channels=channels)
         _check(model.name, network, torch.randn(2, channels, image_size, image_size), classes)
     return network
 
 
-def _construct(model: Model, *, classes: int, channels: int) -> nn.Module:
+def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
+    """The network of that name with its options, unchecked and with whatever weights its builder draws."""
     if model.name.startswith("torchvision:"):
         name = model.name.removeprefix("torchvision:")
         return build_torchvision(name, classes=classes, options=dict(model.options))

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..recipe import NotNegative, Positive, Section
-from ..recipes import _parse, validate
+from ..recipes import parse_yaml, validate
 
 Factors = dict[str, float]
 """parameter's name: factor"""
@@ -56,7 +56,7 @@ class Calibrated(Section):
 def load_parameters() -> Parameters:
     """What is fitted."""
     text = files(__package__).joinpath("parameters.yaml").read_text()
-    return validate(Parameters, _parse(text, "parameters.yaml"), "parameters.yaml")
+    return validate(Parameters, parse_yaml(text, "parameters.yaml"), "parameters.yaml")
 
 
 @cache

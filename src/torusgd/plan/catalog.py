@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ..errors import UserError
 from ..recipe import Section
-from ..recipes import _parse, validate
+from ..recipes import parse_yaml, validate
 from .calibration import calibrated
 from .describe import Cluster, Software
 
@@ -74,7 +74,7 @@ def _load(folder: str, kind: str, name: str, model: type[D]) -> D:
 
 
 def _mapping(text: str, where: str) -> dict[str, Any]:
-    tree = _parse(text, where)
+    tree = parse_yaml(text, where)
     if not isinstance(tree, dict):
         raise UserError(f"{where}: needs keys and values, such as 'name: mine'")
     return tree

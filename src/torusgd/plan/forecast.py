@@ -12,7 +12,7 @@ from torch import nn
 
 from ..data.sources import open_sources
 from ..errors import UserError
-from ..models.build import _construct
+from ..models.build import construct
 from ..recipe import Model, Recipe
 from ..schedule import Schedule
 from .compute import memory_bytes
@@ -122,7 +122,7 @@ def _cost(name: str, options: str, classes: int, channels: int, pixels: int) -> 
     model = Model(name=name, options=json.loads(options))
 
     def build() -> nn.Module:
-        return _construct(model, classes=classes, channels=channels)
+        return construct(model, classes=classes, channels=channels)
 
     with torch.random.fork_rng(devices=[]):
         return read_model(build, (channels, pixels, pixels))

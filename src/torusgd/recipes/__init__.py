@@ -71,7 +71,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
         text = Path(name).read_text() if is_path else recipe_source(name)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {name}: can't be read: {getattr(error, 'strerror', None) or error}") from error
-    tree = _parse(text, f"recipe {name}")
+    tree = parse_yaml(text, f"recipe {name}")
     if not isinstance(tree, dict):
         raise UserError(f"recipe {name}: needs keys and values, such as 'model: {{name: resnet50}}'")
     apply_overrides(tree, overrides)
@@ -91,7 +91,8 @@ def validate(model: type[M], tree: object, where: str) -> M:
         raise UserError(f"{where}: {_first_line(error, model)}") from None
 
 
-def _parse(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
+    """Plain values of a YAML text; UserError of one line with the line number."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:
@@ -117,7 +118,7 @@ def _override(tree: dict[str, Any], item: str) -> None:
         if isinstance(node, dict) and node.get(index) is None:
             node[index] = {}
         node = node[index]
-    node[_index(node, last, item)] = _parse(value, f"--set {item}")
+    node[_index(node, last, item)] = parse_yaml(value, f"--set {item}")
 
 
 def _index(node: Any, key: str, item: str) -> Any:
