@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "torusgd.sync.allreduce"])
+# DistributedDataParallel imports torch._dynamo, which takes seconds.
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "hypothesis", "torusgd.sync.ddp"])
 
 
 def _rank(function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, answers: Any) -> None:

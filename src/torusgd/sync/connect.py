@@ -48,16 +48,16 @@ def connect(
     `timeout` is how many seconds a message may take; None: the backend's default.
     """
     target = torch.device(device)
-    control = _new_group(group, "gloo", timeout)
+    control = new_group(group, "gloo", timeout)
     if target.type == "cpu":
         return Connection(GlooEngine(control), Native(group), control, (control,))
     if "nccl" not in dist.get_backend_config(group):
         return Connection(StagedEngine(GlooEngine(control), target), Native(group), control, (control,))
-    own = _new_group(group, "nccl", timeout)
+    own = new_group(group, "nccl", timeout)
     return Connection(NcclEngine(own, target), Native(group), control, (control, own))
 
 
-def _new_group(group: dist.ProcessGroup | None, backend: str, timeout: float | None) -> dist.ProcessGroup:
+def new_group(group: dist.ProcessGroup | None, backend: str, timeout: float | None) -> dist.ProcessGroup:
     """A new group of the same ranks, so that its messages have connections of their own."""
     limit = None if timeout is None else timedelta(seconds=timeout)
     if group is None or group == dist.group.WORLD:
