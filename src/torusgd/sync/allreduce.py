@@ -40,6 +40,10 @@ class Planned:
         how = self._choose(tensor.numel() * tensor.element_size())
         return self._connection.native.start(tensor) if how is None else self._connection.engine.run(tensor, how)
 
+    def plan(self, size: int) -> Plan | None:
+        """What runs for so many bytes; None for the backend's own all_reduce."""
+        return self._choose(size)
+
     def close(self) -> None:
         """See `AllReduce`."""
         self._connection.close()
@@ -76,19 +80,25 @@ def create(
     Raises:
         UserError: on every rank, where the name, the grid or the profile don't fit.
     """
-    has_grid = name.partition(":")[0] in GRIDS
-    if grid is not None and not has_grid:
+    if grid is not None and name.partition(":")[0] not in GRIDS:
         raise UserError(f"grid {grid[0]}x{grid[1]}: has a meaning for {' and '.join(GRIDS)}, not for {name}")
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     if name not in ("auto", "native"):
         plan(name, size, grid)
     if name == "native" or size == 1:
         return Native(group)
-    connection = connect(group, device, timeout)
+    return over(connect(group, device, timeout), name, grid, profile)
+
+
+def over(
+    connection: Connection, name: str, grid: tuple[int, int] | None = None, profile: Path | None = None
+) -> Planned:
+    """What `create` makes, by any name but `native`, over a connection; several may share one, and closing one ends it."""
+    size = connection.size
     if name == "auto":
         known, source = _profile(profile, connection)
         return Planned(name, connection, lambda n: choose(known, n, size).plan, explain(known, source))
-    if has_grid and grid is None:
+    if grid is None and name.partition(":")[0] in GRIDS:
         grid = _natural_grid(hosts_of(connection.control))
     why = f"allreduce {plan(name, size, grid)}: as asked for"
     return Planned(name, connection, lambda n: plan(name, size, grid, usual_chunks(n)), why)
