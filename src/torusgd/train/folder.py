@@ -21,7 +21,8 @@ from ..weights import write_text
 
 LOCK_SECONDS = 10.0
 FILES = ("events.jsonl", "summary.json", "model.safetensors")
-PARTS = {"checkpoints": ("step-*", ".step-*.partial"), "tensorboard": ("events.out.tfevents.*",)}
+STEP = "step-" + 8 * "[0-9]"
+PARTS = {"checkpoints": (STEP, f".{STEP}.partial"), "tensorboard": ("events.out.tfevents.*",)}
 """sub-folders, and what a run writes into them"""
 OWN = ("recipe.yaml", *FILES, *PARTS)
 HEAD = "# The complete recipe of this run, defaults included."
@@ -134,8 +135,9 @@ class RunFolder:
         for part, patterns in PARTS.items():
             for path in [found for pattern in patterns for found in (self.path / part).glob(pattern)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            if (self.path / part).is_dir() and not any((self.path / part).iterdir()):
-                (self.path / part).rmdir()
+            folder = self.path / part
+            if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+                folder.rmdir()
         for name in FILES:
             (self.path / name).unlink(missing_ok=True)
         self.recipe.unlink()  # the last: with it goes the sign that the others are a run's
@@ -145,7 +147,7 @@ class RunFolder:
         for name in OWN:
             for path in self.path.glob(f".{name}.*"):
                 path.unlink()
-        for path in self.checkpoints.glob(".step-*.partial"):
+        for path in self.checkpoints.glob(PARTS["checkpoints"][1]):
             shutil.rmtree(path)
 
     @contextmanager
