@@ -108,8 +108,10 @@ def main() -> None:
             if turn >= 3:
                 times[name].append(taken)
     reference = statistics.median(times[next(iter(times))])
-    print(f"{len(shapes)} tensors, {sum(map(torch.Size.numel, map(torch.Size, shapes))):,} parameters, "
-          f"{options.threads} threads, {options.steps} steps each in turn")
+    print(
+        f"{len(shapes)} tensors, {sum(map(torch.Size.numel, map(torch.Size, shapes))):,} parameters, "
+        f"{options.threads} threads, {options.steps} steps each in turn"
+    )
     print(f"{'':36}{'median':>10}{'quartiles':>18}{'ratio':>8}")
     for name, values in times.items():
         low, median, high = statistics.quantiles(values, n=4)

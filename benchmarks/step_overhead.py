@@ -142,8 +142,10 @@ def main() -> None:
                 step(round_number * args.steps + i)
             if round_number:  # the first round warms up
                 times[name].append((time.perf_counter() - started) / args.steps)
-    print(f"{args.case}: {images} images of {size} px, {args.workers} virtual workers, {case['precision']}, 1 thread, "
-          f"n = {args.rounds} rounds of {args.steps} steps")
+    print(
+        f"{args.case}: {images} images of {size} px, {args.workers} virtual workers, {case['precision']}, 1 thread, "
+        f"n = {args.rounds} rounds of {args.steps} steps"
+    )
     for name, values in times.items():
         low, middle, high = min(values), statistics.median(values), max(values)
         rate = images * args.workers / middle

@@ -19,8 +19,9 @@ def norm(values: list[float]) -> float:
     return math.sqrt(math.fsum(v * v for v in values))
 
 
-def reference_rate(variant: str, w: list[float], g: list[float], lr: float, wd: float, trust: float, eps: float,
-                   peak: float) -> float:
+def reference_rate(
+    variant: str, w: list[float], g: list[float], lr: float, wd: float, trust: float, eps: float, peak: float
+) -> float:
     """The published formulas one by one, in Python's float64, written apart from the table that the code uses."""
     nw, ng = norm(w), norm(g)
     if variant == "fujitsu":
@@ -39,8 +40,9 @@ def reference_rate(variant: str, w: list[float], g: list[float], lr: float, wd: 
     return lr * trust * nw / (ng + wd * nw + eps)
 
 
-def reference_step(variant: str, w: list[float], g: list[float], v: list[float], momentum: float, wd: float,
-                   rate: float) -> tuple[list[float], list[float]]:
+def reference_step(
+    variant: str, w: list[float], g: list[float], v: list[float], momentum: float, wd: float, rate: float
+) -> tuple[list[float], list[float]]:
     new_w, new_v = [], []
     for a, b, c in zip(w, g, v, strict=True):
         step = b + wd * a
@@ -73,15 +75,31 @@ def close(actual: Tensor, expected: list[float], scale: float) -> None:
     eps=st.sampled_from([0.0, 1e-9, 0.1]),
 )
 def test_three_steps_follow_the_published_formula(
-    variant: str, path: str, shape: tuple[int, ...], seed: int, zero: str, lr: float, momentum: float,
-    weight_decay: float, trust: float | None, eps: float,
+    variant: str,
+    path: str,
+    shape: tuple[int, ...],
+    seed: int,
+    zero: str,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    trust: float | None,
+    eps: float,
 ) -> None:
     eps = eps if VARIANTS[variant].eps else 0.0
     generator = torch.Generator().manual_seed(seed)
     start = torch.zeros(shape) if zero == "weights" else torch.randn(shape, generator=generator)
     param = nn.Parameter(start.clone())
-    optimizer = Lars([param], lr=13.0, momentum=momentum, weight_decay=weight_decay, trust=trust, eps=eps,
-                     variant=variant, foreach=PATHS[path])
+    optimizer = Lars(
+        [param],
+        lr=13.0,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        trust=trust,
+        eps=eps,
+        variant=variant,
+        foreach=PATHS[path],
+    )
     w, v = start.flatten().double().tolist(), [0.0] * start.numel()
     scale = 1e-3
     for step in range(3):
@@ -112,8 +130,7 @@ def test_shards_at_block_edges_end_with_the_bits_of_the_whole(
     param, grad, buffer = (torch.randn(size, generator=generator) for _ in range(3))
     edges = sorted({0, size, *(min(cut * BLOCK, size) for cut in cuts)})
     shards = [
-        [tensor[start:stop].clone() for tensor in (param, grad, buffer)]
-        for start, stop in itertools.pairwise(edges)
+        [tensor[start:stop].clone() for tensor in (param, grad, buffer)] for start, stop in itertools.pairwise(edges)
     ]
     seen: list[Tensor] = []
 

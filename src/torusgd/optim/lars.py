@@ -168,8 +168,14 @@ def lars(
         measured = list(torch._foreach_add(grads, params, alpha=weight_decay)) if row.decayed_gradient else grads
         both = norms([*params, *measured])
         rates = layer_rates(
-            both[: len(params)], both[len(params) :], lr=lr, weight_decay=weight_decay, trust=trust, eps=eps,
-            variant=variant, peak_lr=peak_lr,
+            both[: len(params)],
+            both[len(params) :],
+            lr=lr,
+            weight_decay=weight_decay,
+            trust=trust,
+            eps=eps,
+            variant=variant,
+            peak_lr=peak_lr,
         )
     update: Callable[..., None]
     # The fused kernel knows no buffer without momentum.
@@ -261,8 +267,13 @@ def _fused(
     def step(layers: slice, rate: float) -> None:
         lr, dampening = (1.0, 1.0 - rate) if rate_in_buffer else (rate, 0.0)
         momentum_step(
-            params[layers], grads[layers], buffers[layers],
-            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+            params[layers],
+            grads[layers],
+            buffers[layers],
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
         )
 
     if isinstance(rates, Tensor):
