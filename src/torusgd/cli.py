@@ -161,6 +161,46 @@ def recipes(
         typer.echo(f"{each:{width}}  {load_recipe(each).recipe.description}")
 
 
+bench_app = typer.Typer(help="Measure the parts of a run on these ranks.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command("allreduce")
+def bench_allreduce(
+    sizes: Annotated[str | None, typer.Option(help="Such as 4KiB,1MiB. Default: 4 KiB to 16 MiB.")] = None,
+    algorithms: Annotated[str | None, typer.Option(help="Such as native,ring,torus,auto.")] = None,
+    grid: GridSize = None,
+    profile: ProfileFile = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Ranks to start here. Default: GPUs, else cores.")] = None,
+    device: DeviceName = None,
+    repetitions: Annotated[int, typer.Option("-n", min=1, help="Timed runs of each.")] = 7,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the records here.")] = None,
+) -> None:
+    """Time all-reduce algorithms in turn, by the slowest rank."""
+    from .recipes import validate
+    from .runtime import RuntimeOptions, resolve_device
+    from .sync.command import bench
+
+    options = validate(RuntimeOptions, {"device": device, "grid": grid}, "flags")
+    bench(sizes, algorithms, options.grid_size, profile, workers, resolve_device(options), repetitions, json_file)
+
+
+# Not `bench`'s sub-command: it measures once for all later runs.
+@app.command()
+def tune(
+    out: Annotated[Path, typer.Option(help="The profile to write.")] = Path("profile.json"),
+    workers: Annotated[int | None, typer.Option(min=1, help="Ranks to start here. Default: GPUs, else cores.")] = None,
+    device: DeviceName = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="About how long to measure.")] = 40.0,
+) -> None:
+    """Measure this cluster's network once, for --allreduce auto and for plans."""
+    from .recipes import validate
+    from .runtime import RuntimeOptions, resolve_device
+    from .sync.command import measure
+
+    measure(out, workers, resolve_device(validate(RuntimeOptions, {"device": device}, "flags")), seconds)
+
+
 data_app = typer.Typer(help="Get and look at data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
