@@ -12,6 +12,7 @@ _HOMES = {
     "Recipe": "recipe",
     "Schedule": "schedule",
     "StreamOrder": "data.order",
+    "ddp_hook": "sync.ddp",
     "load_recipe": "recipes",
     "polish": "train.polish",
 }

@@ -18,7 +18,7 @@ from .work import AllReduce, Done, Work, check_tensor
 __all__ = ["ALGORITHMS", "AllReduce", "Work", "create", "native"]
 
 ALGORITHMS = ("auto", "native", *SCHEDULED)
-_PROBE_SECONDS = 8.0
+_PROBE_SECONDS = 10.0
 
 
 class Planned:
@@ -93,7 +93,7 @@ def create(
 def over(
     connection: Connection, name: str, grid: tuple[int, int] | None = None, profile: Path | None = None
 ) -> Planned:
-    """What `create` makes, by any name but `native`, over a connection; several may share one, and closing one ends it."""
+    """What `create` makes, by any name but `native`, over a connection that several may share; any `close` ends it."""
     size = connection.size
     if name == "auto":
         known, source = _profile(profile, connection)

@@ -196,15 +196,13 @@ def explain(profile: Profile, source: str) -> str:
         f"{link} {where} hosts" for link, where in ((profile.between, "between"), (profile.inside, "inside")) if link
     ]
     spans: list[tuple[str, int]] = []
-    for size in sorted({timing.size for timing in profile.timings}):
+    for size in [1 << power for power in range(12, 27)]:
         chosen = choose(profile, size, ranks).plan
         name = "native" if chosen is None else str(chosen)
         if spans and spans[-1][0] == name:
             spans.pop()
         spans.append((name, size))
-    parts = [f"{name} to about {_bytes(size)}" for name, size in spans[:-1]] + [
-        f"{name} above" for name, _ in spans[-1:]
-    ]
+    parts = [f"{name} to {_bytes(size)}" for name, size in spans[:-1]] + [f"{name} above" for name, _ in spans[-1:]]
     hosts = len(set(profile.hosts))
     across = f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)}"
     return f"allreduce auto: {across}; {'; '.join(links)}; {', '.join(parts) or 'native'} ({source})"

@@ -22,7 +22,7 @@ from .routes import Message, Round
 from .work import Work
 
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
-_SHORT_SIZES = tuple(1 << power for power in (13, 17, 20, 22))
+_SHORT_SIZES = tuple(1 << power for power in (14, 18, 22))
 _LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
 _ROUNDS = 8
 """dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
@@ -58,15 +58,15 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
         timings=(),
     )
     timings: list[Timing] = []
-    runs, last, last_size = repetitions + 1, 0.0, 0
+    last, last_size = 0.0, 0
     per_byte = max(link.per_byte for link in (inside, between) if link is not None)
     for size in _SHORT_SIZES if short else _SIZES:
         before = time.perf_counter()
         # It takes what the last size took, and the further bytes, which every run moves about twice.
-        ahead = last + runs * (rivals + 1) * 2 * per_byte * (size - last_size)
+        ahead = last + repetitions * (1 + 2 * rivals) * 2 * per_byte * (size - last_size)
         if timings and slowest(connection, [before - begin + ahead])[0] > seconds:
             break
-        timings += _rivals(connection, profile, size, rivals, runs)
+        timings += _rivals(connection, profile, size, rivals, repetitions)
         last, last_size = time.perf_counter() - before, size
     return profile.model_copy(update={"timings": tuple(timings)})
 
@@ -94,17 +94,16 @@ def zeros(connection: Connection, size: int) -> torch.Tensor:
 
 
 def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
-    """Times native and the most promising plans in turn; the first repetition warms up and is dropped."""
+    """Times native and the most promising plans in turn, plans twice as often; the first run of each warms up."""
     plans = [how for how, _ in rank_plans(size, profile.network)[:rivals]]
-    rows = [
-        [
-            stopwatch(connection, connection.native.start, zeros(connection, size)),
-            *[stopwatch(connection, connection.engine.run, zeros(connection, size), how) for how in plans],
-        ]
-        for _ in range(repetitions)
-    ]
-    flat = slowest(connection, [value for row in rows[1:] for value in row])
-    medians = [statistics.median(flat[i :: len(rows[0])]) for i in range(len(rows[0]))]
+    natives: list[float] = []
+    rows: list[list[float]] = []
+    for _ in range(repetitions):
+        natives.append(stopwatch(connection, connection.native.start, zeros(connection, size)))
+        for _ in range(2):
+            rows.append([stopwatch(connection, connection.engine.run, zeros(connection, size), how) for how in plans])
+    columns = [natives[1:], *zip(*rows[1:], strict=True)]
+    medians = [statistics.median(slowest(connection, column)) for column in columns]
     described = [("native", None, 1), *[(how.name, how.grid, how.chunks) for how in plans]]
     return [
         Timing(size=size, algorithm=name, grid=grid, chunks=chunks, median=median)

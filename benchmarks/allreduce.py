@@ -1,0 +1,127 @@
+"""All-reduces on emulated hosts: every algorithm beside Gloo's own all_reduce, in turn, in one run. Needs root.
+
+    sudo .venv/bin/python benchmarks/allreduce.py --setup far --sizes 4KiB,64KiB,256KiB,1MiB,4MiB
+    sudo .venv/bin/python benchmarks/allreduce.py --setup far-slow --sizes 4MiB,16MiB --json far-slow.json
+
+The set-ups are real processes and sockets on this machine with links of set latency and bandwidth (`torusgd.lab`).
+The ratio is that of the medians, plain torch.distributed.all_reduce over the algorithm. `limit` is what the links
+allow: one latency, and 2 (H - 1) / H of the bytes through each of H hosts' links; no all-reduce can be faster.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from torusgd.lab import Host, Lab
+from torusgd.sync.bench import bench_allreduce
+
+SETUPS = {
+    "far": [Host(latency=5e-3, rate=1e9)] * 16,
+    "far-slow": [Host(latency=5e-3, rate=1e8)] * 16,
+    "racks": [Host(ranks=4, latency=2e-3, rate=1e9)] * 4,
+    "racks-slow": [Host(ranks=4, latency=2e-3, rate=1e8)] * 4,
+    "odd": [Host(latency=2e-3, rate=1e9)] * 15,
+    "one-slow": [*[Host(latency=1e-3, rate=1e9)] * 7, Host(latency=5e-3, rate=1e8)],
+}
+DESCRIBED = {
+    "far": "16 hosts x 1 rank, 5 ms, 1 Gb/s",
+    "far-slow": "16 hosts x 1 rank, 5 ms, 100 Mb/s",
+    "racks": "4 hosts x 4 ranks, 2 ms, 1 Gb/s between",
+    "racks-slow": "4 hosts x 4 ranks, 2 ms, 100 Mb/s between",
+    "odd": "15 hosts x 1 rank (a grid of 3x5), 2 ms, 1 Gb/s",
+    "one-slow": "7 hosts, 1 ms, 1 Gb/s, and one of 5 ms, 100 Mb/s",
+}
+ALGORITHMS = "native,auto,ring,halving-doubling,doubling,direct,torus,torus:direct,direct,hierarchical"
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
+
+
+def parse_size(text: str) -> int:
+    """Reads `64KiB`, `4MiB` or a number of bytes."""
+    for unit, factor in UNITS.items():
+        if text.endswith(unit):
+            return int(text.removesuffix(unit)) * factor
+    return int(text)
+
+
+def show_size(size: int) -> str:
+    """As `parse_size` reads it."""
+    return next((f"{size // f} {u}" for u, f in reversed(UNITS.items()) if size % f == 0), f"{size} B")
+
+
+def split_names(text: str) -> list[str]:
+    """Algorithms between commas; a comma after `torus:METHOD` belongs to the name."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and ":" in names[-1] and "," not in names[-1]:
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return names
+
+
+def limit(hosts: list[Host], size: int) -> float:
+    """Seconds that the links need for `size` bytes, whatever the algorithm."""
+    slowest = min(hosts, key=lambda host: host.rate)
+    return min(host.latency for host in hosts) + 2 * (len(hosts) - 1) / len(hosts) * size * 8 / slowest.rate
+
+
+def table(setup: str, records: list[dict]) -> str:
+    """Markdown: sizes down, each algorithm's median, spread and ratio."""
+    lines = [
+        f"{DESCRIBED[setup]}, n = {records[0]['n']}",
+        "",
+        "| size | algorithm | ran as | median ms | least - most | Gloo / it | limit ms | of the limit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for record in records:
+        native = next(r for r in records if r["bytes"] == record["bytes"] and r["algorithm"] == "native")
+        median, least, most = (record[key] * 1e3 for key in ("median_s", "min_s", "max_s"))
+        ratio, floor = native["median_s"] / record["median_s"], limit(SETUPS[setup], record["bytes"]) * 1e3
+        lines.append(
+            f"| {show_size(record['bytes'])} | {record['algorithm']} | {record['runs']} | {median:.1f} "
+            f"| {least:.1f} - {most:.1f} | {ratio:.2f} | {floor:.1f} | {floor / median:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def be_a_rank(options: argparse.Namespace) -> None:
+    """Times on one of the lab's ranks; the first tells the records."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sizes = [parse_size(size) for size in options.sizes.split(",")]
+    profile = Path(options.profile) if options.profile else None
+    names = split_names(options.algorithms)
+    records = bench_allreduce(sizes, names, profile=profile, repetitions=options.repetitions)
+    if dist.get_rank() == 0:
+        print("told:", json.dumps([record.as_dict() for record in records]))
+
+
+def main() -> None:
+    """Builds the lab and shows what its ranks tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setup", choices=SETUPS, default="far")
+    parser.add_argument("--sizes", default="4KiB,64KiB,256KiB,1MiB,4MiB")
+    parser.add_argument("--algorithms", default=ALGORITHMS)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--profile", help="of torusgd tune; without it auto probes")
+    parser.add_argument("--json", help="file for the records")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        be_a_rank(options)
+        return
+    given = ["--sizes", options.sizes, "--algorithms", options.algorithms, "--repetitions", str(options.repetitions)]
+    given += ["--profile", options.profile] if options.profile else []
+    with Lab(SETUPS[options.setup]) as lab:
+        output = lab.run([__file__, "--rank", *given], timeout=1800)[0]
+    records = json.loads(next(line for line in output.splitlines() if line.startswith("told: ")).removeprefix("told: "))
+    if options.json:
+        Path(options.json).write_text(json.dumps(records, indent=1) + "\n")
+    print(table(options.setup, records))
+
+
+if __name__ == "__main__":
+    main()

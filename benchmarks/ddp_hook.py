@@ -1,0 +1,120 @@
+"""Steps of one network under DDP, DDP's fp16 hook, FSDP2's hybrid sharding, and DDP with our hook, in turn. Needs root.
+
+    sudo .venv/bin/python benchmarks/ddp_hook.py --setup far --steps 10 --width 512
+
+A step is forward, backward and SGD of a multi-layer perceptron (width 512: 2.6 MiB of gradients; 1,024: 7.1 MiB) on
+emulated hosts; the time is the slowest rank's, the ratio that of the medians, plain DDP over the variant.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+from allreduce import DESCRIBED, SETUPS
+from torusgd.lab import Lab
+
+
+def variants(width: int) -> dict[str, Callable[[], object]]:
+    """A step of each variant, by name."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from torusgd import ddp_hook
+    from torusgd.sync.algorithms import squarest
+
+    torch.manual_seed(1 + dist.get_rank())
+    images, labels = torch.rand(16, 784), torch.randint(10, (16,))
+
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
+        return nn.Sequential(*layers)
+
+    def ddp() -> DistributedDataParallel:
+        return DistributedDataParallel(network(), bucket_cap_mb=4)
+
+    models: dict[str, nn.Module] = {"DDP": ddp()}
+    fp16 = ddp()
+    fp16.register_comm_hook(None, fp16_compress_hook)
+    models["DDP, fp16_compress_hook"] = fp16
+    mesh = init_device_mesh("cpu", squarest(dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+    hybrid = network()
+    for layer in hybrid:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    models["FSDP2, hybrid sharding"] = fully_shard(hybrid, mesh=mesh, reshard_after_forward=False)
+    for wire in (None, "float16", "exact"):
+        models[f"DDP, ddp_hook(wire={wire})"] = ours = ddp()
+        hook = ddp_hook(ours, wire=wire)
+        if dist.get_rank() == 0:
+            print(hook.explanation)
+
+    def make_step(model: nn.Module) -> Callable[[], object]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+        return step
+
+    return {name: make_step(model) for name, model in models.items()}
+
+
+def be_a_rank(steps: int, width: int) -> None:
+    """Times on one of the lab's ranks; the first tells the milliseconds."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found: dict[str, list[float]] = {}
+    contestants = variants(width)
+    for turn in range(steps + 2):
+        for name, step in contestants.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if turn >= 2:  # DDP lays out its buckets anew after the first step
+                found.setdefault(name, []).append(1e3 * taken.item())
+    if dist.get_rank() == 0:
+        print("told:", json.dumps(found))
+    dist.barrier()
+
+
+def main() -> None:
+    """Builds the lab and shows what its ranks tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setup", choices=SETUPS, default="far")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        be_a_rank(options.steps, options.width)
+        return
+    given = ["--steps", str(options.steps), "--width", str(options.width)]
+    with Lab(SETUPS[options.setup]) as lab:
+        lines = lab.run([__file__, "--rank", *given], timeout=900)[0].splitlines()
+    print(*[line for line in lines if line.startswith("allreduce")], sep="\n")
+    found = json.loads(next(line for line in lines if line.startswith("told: ")).removeprefix("told: "))
+    print(f"\n{DESCRIBED[options.setup]}, width {options.width}, n = {options.steps}\n")
+    print("| step of | median ms | least - most | DDP / it |", "|---|---|---|---|", sep="\n")
+    plain = statistics.median(found["DDP"])
+    for name, times in found.items():
+        median = statistics.median(times)
+        print(f"| {name} | {median:.0f} | {min(times):.0f} - {max(times):.0f} | {plain / median:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
