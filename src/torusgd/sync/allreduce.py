@@ -18,7 +18,7 @@ from .work import AllReduce, Done, Work, check_tensor
 __all__ = ["ALGORITHMS", "AllReduce", "Work", "create", "native"]
 
 ALGORITHMS = ("auto", "native", *SCHEDULED)
-_PROBE_SECONDS = 10.0
+_PROBE_SECONDS = 15.0
 
 
 class Planned:

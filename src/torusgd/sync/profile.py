@@ -1,14 +1,14 @@
 """A measured network, and what follows from it: which algorithm runs at which size, and how large buckets should be."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UserError
-from .algorithms import GRIDS, SCHEDULED, Plan, plan, squarest
+from .algorithms import GRIDS, SCHEDULED, Plan, plan, squarest, usual_chunks
 from .cost import Network, Terms, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -149,6 +149,8 @@ def expect(profile: Profile, size: int) -> tuple[Plan | None, float, float]:
     for timing in profile.timings:
         if timing.size == nearest and (how := timing.plan(ranks)) is not None:
             change = seconds(how, size, network) - seconds(how, nearest, network)
+            if size > 2 * nearest:
+                how = replace(how, chunks=max(how.chunks, usual_chunks(size)))
             rivals.append((how, max(0.0, timing.median + change)))
         elif timing.size == nearest:
             native = max(0.0, timing.median + 2 * (ranks - 1) / ranks * per_byte * (size - nearest))

@@ -9,6 +9,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,11 @@ from .work import Work
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 _SHORT_SIZES = tuple(1 << power for power in (14, 18, 22))
 _LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
+_CHUNKED = 1 << 20
 _ROUNDS = 8
 """dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
 _FAN = 8
+_FAN_ROUNDS = 4
 
 
 def tune(seconds: float = 40.0, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Profile:
@@ -96,6 +99,8 @@ def zeros(connection: Connection, size: int) -> torch.Tensor:
 def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
     """Times native and the most promising plans in turn, plans twice as often; the first run of each warms up."""
     plans = [how for how, _ in rank_plans(size, profile.network)[:rivals]]
+    # What chunks gain (links that are never idle) is not in the formulas: it is tried.
+    plans += [replace(how, chunks=4) for how in plans[:2] if size >= _CHUNKED and how.chunks == 1]
     natives: list[float] = []
     rows: list[list[float]] = []
     for _ in range(repetitions):
@@ -120,7 +125,7 @@ def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> 
     between = _link(connection, leaders, repetitions) if len(leaders) > 1 else None
     fan = min(_FAN, size - 1)
     few, many = (slowest(connection, [_fan(connection, n, repetitions)])[0] for n in (1, fan))
-    return inside, between, max(0.0, many - few) / max(1, fan - 1)
+    return inside, between, max(0.0, many - few) / _FAN_ROUNDS / max(1, fan - 1)
 
 
 def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
@@ -133,7 +138,7 @@ def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
             )
             points.append((size, one, chain))
     flat = slowest(connection, [value for _, one, chain in points for value in (one, chain)])
-    rounds = [max(1e-9, (chain - one) / _ROUNDS) for one, chain in zip(flat[::2], flat[1::2], strict=True)]
+    rounds = [(chain - one) / _ROUNDS for one, chain in zip(flat[::2], flat[1::2], strict=True)]
     return fit([size for size, _, _ in points], rounds)
 
 
@@ -156,42 +161,47 @@ def _shift(connection: Connection, members: list[int], size: int, rounds: int) -
 
 
 def _fan(connection: Connection, peers: int, repetitions: int) -> float:
-    """Median seconds of one round with a small message to each of several ranks."""
-    tensor, size = zeros(connection, 8 * connection.size), connection.size
-    after = tuple(Message((connection.rank + i) % size, 0, 1) for i in range(1, peers + 1))
-    before = tuple(Message((connection.rank - i) % size, i, i + 1) for i in range(1, peers + 1))
-    route = [Round(after, copies=before)]
+    """Median seconds of a chain of rounds with a small message to each of several ranks."""
+    rank, size = connection.rank, connection.size
+    route = [
+        Round(
+            tuple(Message((rank + i) % size, 0, 1) for i in range(1, peers + 1)),
+            copies=tuple(Message((rank - i) % size, i + turn * size, i + 1 + turn * size) for i in range(1, peers + 1)),
+        )
+        for turn in range(_FAN_ROUNDS)
+    ]
+    tensor = zeros(connection, 4 * size * _FAN_ROUNDS)
     return statistics.median(
         stopwatch(connection, connection.engine.carry, tensor, [route]) for _ in range(repetitions + 1)
     )
 
 
 def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
-    """Least squares of time = latency + per_byte * size, relative errors weighed alike, with standard errors.
+    """Least squares of time = latency + per_byte * size, with standard errors.
 
-    A negative term becomes zero and the other is fitted alone.
+    Errors are weighed against the median at their size. A negative term becomes zero and the other is fitted alone.
     """
     x, y = np.asarray(sizes, float), np.asarray(times, float)
-    columns = np.stack([1 / y, x / y], axis=1)
-    terms, errors = _solve(columns)
+    scale = np.array([max(float(np.median(y[x == size])), 1e-9) for size in x])
+    columns, y = np.stack([1 / scale, x / scale], axis=1), y / scale
+    terms, errors = _solve(columns, y)
     for kept, other in ((0, 1), (1, 0)):
         if terms[other] < 0:
-            alone, error = _solve(columns[:, [kept]])
+            alone, error = _solve(columns[:, [kept]], y)
             terms[kept], terms[other], errors[kept] = alone[0], 0.0, error[0]
     return Link(
-        latency=float(terms[0]),
+        latency=max(0.0, float(terms[0])),
         latency_error=float(errors[0]),
-        per_byte=float(terms[1]),
+        per_byte=max(0.0, float(terms[1])),
         per_byte_error=float(errors[1]),
     )
 
 
-def _solve(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients that bring each row to 1, and their standard errors."""
-    ones = np.ones(len(columns))
-    terms = np.linalg.lstsq(columns, ones, rcond=None)[0]
+def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Coefficients and their standard errors."""
+    terms = np.linalg.lstsq(columns, values, rcond=None)[0]
     freedom = max(1, len(columns) - columns.shape[1])
-    variance = float(((columns @ terms - ones) ** 2).sum()) / freedom
+    variance = float(((columns @ terms - values) ** 2).sum()) / freedom
     return terms, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)) * variance)
 
 
