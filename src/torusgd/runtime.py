@@ -114,7 +114,12 @@ def join(device: str, timeout: float) -> Ranks:
         torch.cuda.set_device(target)
     if not ranks_are_given():
         return Ranks(0, 1, target)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    # torchrun with its static rendezvous keeps one store over restarts: addresses of dead ranks would be found there.
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return Ranks(dist.get_rank(), dist.get_world_size(), target)
 
 
@@ -130,6 +135,13 @@ def prepare_numerics(recipe: Recipe, device: torch.device) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def loader_threads(device: torch.device) -> int:
+    """Threads that prepare images: one beside a rank that computes on a core, else this rank's share of the cores."""
+    if device.type == "cpu":
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def resolve_auto(recipe: Recipe, device: str) -> Recipe:

@@ -17,7 +17,7 @@ from ..errors import RunError, UserError
 from ..models import build_model
 from ..optim import build_optimizer
 from ..recipe import Recipe
-from ..runtime import Ranks, RuntimeOptions, check_world_size, conditions, prepare_numerics
+from ..runtime import Ranks, RuntimeOptions, check_world_size, conditions, loader_threads, prepare_numerics
 from ..schedule import Schedule
 from ..sync.allreduce import create
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
@@ -95,7 +95,9 @@ class Run:
             device=ranks.device,
             timeout=options.timeout,
         )
-        self.loader = Loader(self.training, StreamOrder(len(train), recipe.seed), threads=1, ahead=4)
+        threads = loader_threads(ranks.device)
+        order = StreamOrder(len(train), recipe.seed)
+        self.loader = Loader(self.training, order, threads=threads, ahead=threads + 3)
         self.stepper = Stepper(
             recipe, self.schedule, model, optimizer, self.loader, ranks, self.allreduce, options.bucket_mib, stop
         )
