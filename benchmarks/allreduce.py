@@ -31,7 +31,7 @@ DESCRIBED = {
     "odd": "15 hosts x 1 rank (a grid of 3x5), 2 ms, 1 Gb/s",
     "one-slow": "7 hosts, 1 ms, 1 Gb/s, and one of 5 ms, 100 Mb/s",
 }
-ALGORITHMS = "native,auto,ring,halving-doubling,doubling,direct,torus,torus:direct,direct,hierarchical"
+ALGORITHMS = "native,auto,ring,halving-doubling,doubling,direct,torus,torus:direct,hierarchical"
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
 
 
@@ -46,17 +46,6 @@ def parse_size(text: str) -> int:
 def show_size(size: int) -> str:
     """As `parse_size` reads it."""
     return next((f"{size // f} {u}" for u, f in reversed(UNITS.items()) if size % f == 0), f"{size} B")
-
-
-def split_names(text: str) -> list[str]:
-    """Algorithms between commas; a comma after `torus:METHOD` belongs to the name."""
-    names: list[str] = []
-    for part in text.split(","):
-        if names and ":" in names[-1] and "," not in names[-1]:
-            names[-1] += f",{part}"
-        else:
-            names.append(part)
-    return names
 
 
 def limit(hosts: list[Host], size: int) -> float:
@@ -93,7 +82,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     sizes = [parse_size(size) for size in options.sizes.split(",")]
     profile = Path(options.profile) if options.profile else None
-    names = split_names(options.algorithms)
+    names = options.algorithms.split(",")
     records = bench_allreduce(sizes, names, profile=profile, repetitions=options.repetitions)
     if dist.get_rank() == 0:
         print("told:", json.dumps([record.as_dict() for record in records]))

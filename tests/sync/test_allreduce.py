@@ -23,7 +23,7 @@ def sums_are_right(allreduce: AllReduce) -> bool:
 def every_name(folder: str) -> list[str]:
     """Makes and tries every algorithm, and every mistake; returns what each rank saw."""
     seen = []
-    for name in (*ALGORITHMS, "torus:halving,direct"):
+    for name in (*ALGORITHMS, "torus:halving/direct"):
         allreduce = create(name, timeout=30)
         assert isinstance(allreduce, AllReduce)
         assert allreduce.name == name

@@ -78,7 +78,7 @@ def largest_difference(hooked: dict) -> list[float]:
     ("hooked", "bound"),
     [
         ({}, 1e-6),
-        ({"algorithm": "torus:halving,ring"}, 1e-6),
+        ({"algorithm": "torus:halving/ring"}, 1e-6),
         ({"algorithm": "native"}, 1e-6),
         ({"wire": "exact"}, 1e-6),
         ({"algorithm": "ring", "wire": "float16"}, 3e-3),

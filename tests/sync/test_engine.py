@@ -17,12 +17,12 @@ WORLD = 8
 
 def plans(ranks: int) -> list[Plan]:
     grids = [(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]
-    methods = ["ring,ring", "halving,ring", "doubling,halving", "direct,direct", "ring,direct"]
+    methods = ["ring", "halving/ring", "doubling/halving", "direct", "ring/direct"]
     return [
         *[plan(name, ranks, chunks=chunks) for name in ("ring", "halving-doubling", "doubling") for chunks in (1, 3)],
         plan("direct", ranks),
         *[plan(f"torus:{methods[i % 5]}", ranks, grid, chunks=1 + i % 3) for i, grid in enumerate(grids)],
-        plan("torus:halving,halving", ranks, grids[-1], chunks=2),
+        plan("torus:halving", ranks, grids[-1], chunks=2),
         *[plan(f"hierarchical:{methods[i % 2]}", ranks, grid, chunks=1 + i % 2) for i, grid in enumerate(grids)],
     ]
 

@@ -36,7 +36,7 @@ def collectives_on_every_grid() -> list[str]:
 
 def batches_of_every_algorithm() -> list[str]:
     wrong, ranks = [], dist.get_world_size()
-    for name in ("ring", "halving-doubling", "doubling", "direct", "torus:halving,ring", "hierarchical"):
+    for name in ("ring", "halving-doubling", "doubling", "direct", "torus:halving/ring", "hierarchical"):
         for length in (1, 5, 101):
             for chunks in (1, 3):
                 tensor, how = addend(length), plan(name, ranks, chunks=chunks)

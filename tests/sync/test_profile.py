@@ -17,9 +17,9 @@ def link(latency: float, per_byte: float) -> Link:
 
 
 def profile(latency: float = 5e-3, per_byte: float = 8e-9, native: float = 0.3) -> Profile:
-    rows = [(4096, "native", None, native), (4096, "doubling", None, 0.03), (4096, "torus:direct,direct", (4, 4), 0.04)]
+    rows = [(4096, "native", None, native), (4096, "doubling", None, 0.03), (4096, "torus:direct", (4, 4), 0.04)]
     rows += [(1 << 20, "native", None, native), (1 << 20, "doubling", None, 0.1)]
-    rows += [(1 << 20, "torus:direct,direct", (4, 4), 0.05)]
+    rows += [(1 << 20, "torus:direct", (4, 4), 0.05)]
     return Profile(
         backend="gloo",
         hosts=tuple(range(16)),
@@ -112,7 +112,7 @@ def test_another_number_of_ranks_goes_by_the_formulas():
 def test_the_choice_is_explained_in_one_line():
     text = explain(profile(), "from p.json")
     assert text.startswith("allreduce auto: 16 ranks on 16 hosts; 5.00 ms and 1.00 Gb/s between hosts; doubling to")
-    assert "KiB, torus:direct,direct 4x4 to" in text
+    assert "KiB, torus:direct 4x4 to" in text
     assert text.endswith("above (from p.json)")
 
 

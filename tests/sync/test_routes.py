@@ -15,14 +15,14 @@ PLANS = st.integers(1, 13).flatmap(
         st.builds(plan, st.sampled_from(list(FLAT)), st.just(ranks), chunks=st.integers(1, 3)),
         st.builds(
             plan,
-            st.sampled_from([f"torus:{v},{h}" for v in METHODS for h in METHODS]),
+            st.sampled_from([f"torus:{v}/{h}" for v in METHODS for h in METHODS]),
             st.just(ranks),
             st.sampled_from([(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]),
             st.integers(1, 3),
         ),
         st.builds(
             plan,
-            st.sampled_from([f"hierarchical:{v},{h}" for v in METHODS for h in METHODS if h != "doubling"]),
+            st.sampled_from([f"hierarchical:{v}/{h}" for v in METHODS for h in METHODS if h != "doubling"]),
             st.just(ranks),
             st.sampled_from([(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]),
             st.integers(1, 3),
@@ -126,8 +126,9 @@ def test_grids():
         plan("torus", 16, (3, 5))
     with pytest.raises(UserError, match="unknown"):
         plan("tree", 16)
-    for name in ("torus:ring", "torus:ring,tree", "hierarchical:ring,doubling"):
-        with pytest.raises(UserError, match="VERTICAL,HORIZONTAL"):
+    for name in ("torus:tree", "torus:ring/", "torus:ring/tree", "hierarchical:ring/doubling"):
+        with pytest.raises(UserError, match="VERTICAL/HORIZONTAL"):
             plan(name, 16)
-    assert plan("torus:halving,ring", 12).name == "torus:halving,ring"
+    for name in ("torus:halving/ring", "torus:direct", "torus", "hierarchical:halving"):
+        assert plan(name, 12).name == name
     assert str(plan("torus", 12, (4, 3), chunks=2)) == "torus 4x3 in 2 chunks"

@@ -29,8 +29,10 @@ class Plan:
     @property
     def name(self) -> str:
         """What `plan` was given: the algorithm, with the methods of its axes where they are not rings."""
-        methods = f"{self.vertical},{self.horizontal}"
-        return self.algorithm if self.algorithm in FLAT or methods == "ring,ring" else f"{self.algorithm}:{methods}"
+        if self.algorithm in FLAT or self.vertical == self.horizontal == "ring":
+            return self.algorithm
+        both = self.vertical == self.horizontal
+        return f"{self.algorithm}:{self.vertical}" + ("" if both else f"/{self.horizontal}")
 
     def routes(self, rank: int, length: int) -> list[list[Round]]:
         """The rounds of `rank` for each chunk of a tensor of `length` elements."""
@@ -56,12 +58,12 @@ class Plan:
 def plan(name: str, ranks: int, grid: tuple[int, int] | None = None, chunks: int = 1) -> Plan:
     """The plan of a named algorithm on `ranks` ranks.
 
-    `torus` and `hierarchical` take a grid, the squarest one by default with rows at least as long as columns, and the
-    methods of the vertical and the horizontal axis after a colon, rings by default. UserError where name, grid and
-    number of ranks don't fit together.
+    `torus` and `hierarchical` take a grid, by default the squarest with rows at least as long as columns, and after a
+    colon the methods of the vertical and the horizontal axis, or one for both, rings by default. UserError where name,
+    grid and number of ranks don't fit together.
 
-    >>> str(plan("torus:halving,ring", 12))
-    'torus:halving,ring 3x4'
+    >>> str(plan("torus:halving/ring", 12))
+    'torus:halving/ring 3x4'
     """
     algorithm, _, methods = name.partition(":")
     if algorithm not in SCHEDULED or (methods and algorithm in FLAT):
@@ -72,11 +74,14 @@ def plan(name: str, ranks: int, grid: tuple[int, int] | None = None, chunks: int
         )
     if algorithm in FLAT:
         return Plan(algorithm, (1, ranks), FLAT[algorithm], FLAT[algorithm], chunks)
-    vertical, _, horizontal = (methods or "ring,ring").partition(",")
+    vertical, slash, horizontal = (methods or "ring").partition("/")
+    horizontal = horizontal if slash else vertical
     # A leader's row must be a reduce-scatter: doubling leaves the whole sum everywhere.
     rows = METHODS if algorithm == "torus" else tuple(method for method in METHODS if method != "doubling")
     if vertical not in METHODS or horizontal not in rows:
-        raise UserError(f"allreduce {name}: write {algorithm}:VERTICAL,HORIZONTAL, each one of {', '.join(rows)}")
+        raise UserError(
+            f"allreduce {name}: write {algorithm}:VERTICAL/HORIZONTAL or one for both, of {', '.join(rows)}"
+        )
     return Plan(algorithm, grid or squarest(ranks), vertical, horizontal, chunks)
 
 

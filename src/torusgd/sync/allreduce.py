@@ -67,7 +67,7 @@ def create(
 
     Args:
         name: `auto`, `native`, `ring`, `halving-doubling`, `doubling`, `direct`, `torus` or `hierarchical`; the last
-            two take the methods of their axes as `torus:VERTICAL,HORIZONTAL` out of ring, halving, doubling and direct.
+            two take the methods of their axes, as `torus:halving/ring`, out of ring, halving, doubling and direct.
         grid: (vertical, horizontal), for `torus` and `hierarchical`; None: hosts times ranks a host, else the squarest.
         profile: For `auto`: a file of `torusgd tune`, read by the first rank; None, or one measured on other ranks: a
             probe of a few seconds.

@@ -179,7 +179,7 @@ def candidates(hosts: Sequence[int]) -> list[list[Plan]]:
     return [[plan(name, ranks, grid, chunks) for chunks in (1, 2, 4)] for name, grid in names]
 
 
-_TORUS_METHODS = ("ring,ring", "halving,halving", "direct,direct", "doubling,direct", "ring,direct")
+_TORUS_METHODS = ("ring", "halving", "direct", "doubling/direct", "ring/direct")
 
 
 def ranks_a_host(hosts: Sequence[int]) -> int:
