@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 import torch
 import torch.distributed as dist
 from pydantic import Field
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from .duration import Duration
 from .errors import UserError
@@ -115,9 +117,9 @@ def join(device: str, timeout: float) -> Ranks:
     if not ranks_are_given():
         return Ranks(0, 1, target)
     limit = timedelta(seconds=timeout)
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    store, rank, size = next(rendezvous("env://", timeout=limit))
     # torchrun with its static rendezvous keeps one store over restarts: addresses of dead ranks would be found there.
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return Ranks(dist.get_rank(), dist.get_world_size(), target)

@@ -35,7 +35,7 @@ def join_and_train(job: Job, fresh: bool) -> Ending:
         check_world_size(ranks.size, job.recipe)
         with ExitStack() as held:
             return _train(job, fresh, ranks, held)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         problem = problem_of(error, ranks.rank)
         if problem.is_loss:
             time.sleep(TELL_SECONDS / 2)  # the rank that is gone may have told why

@@ -138,7 +138,7 @@ def launched_rank(job: Job, restarts: int, notes_folder: str) -> dict[str, Any]:
         ranks = join(job.device, job.options.timeout)
         outcome = Run(job, ranks, stop, restarts).run()
         dist.barrier()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         notes.write(rank, problem_of(error, rank))
         with suppress(OSError):
             sys.stdout.flush()

@@ -14,6 +14,8 @@ from ..errors import RunError, UserError
 # How Gloo tells that another rank is gone: plain RuntimeErrors with these texts (torch 2.13).
 _GLOO = re.compile(r"/gloo/|Gloo connectFullMesh failed|Application timeout caused pair closure")
 
+_PLACE = re.compile(r"^\[[^]]*] ")
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -33,19 +35,19 @@ class Problem:
         return UserError(self.text) if self.code == 2 else RunError(self.text)
 
 
-def problem_of(error: Exception, rank: int) -> Problem:
+def problem_of(error: BaseException, rank: int) -> Problem:
     """Sorts an exception that ended a rank."""
     line = (str(error).splitlines() or [""])[0]
     if isinstance(error, UserError):
         return Problem(line, 2)
     if isinstance(error, RunError):
         return Problem(line, 1)
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # Rich makes it an exit
         return Problem("nobody reads the output any more; the last checkpoint is good", 1)
     if isinstance(error, OSError):
         return Problem(f"rank {rank}: {line}", 1)
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO.search(str(error))):
-        return Problem(line.split("] ", 1)[-1], 1, is_loss=True)
+        return Problem(_PLACE.sub("", line).split(". ")[0], 1, is_loss=True)
     trace = "".join(traceback.format_exception(error))
     return Problem(f"rank {rank}: {type(error).__name__}: {line} (traceback above)", 1, trace=trace)
 
