@@ -83,6 +83,16 @@ def test_one_slow_host_and_every_algorithm_still_agrees():
     assert "4 ranks on 4 hosts" in explained.pop()
 
 
+def test_a_cut_link_ends_an_all_reduce_within_its_timeout():
+    with Lab([Host(latency=0.001, rate=1e9)] * 3) as lab:
+        crew = lab.start([str(HERE / "program_cut.py")])
+        deadline = time.monotonic() + 30
+        while not all("summed" in output for output in crew.outputs()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        lab.cut(1)
+        assert crew.wait(timeout=30) == [3, 3, 3], crew.outputs()
+
+
 def test_a_failing_rank_is_named_with_what_it_said(tmp_path):
     program = tmp_path / "fails.py"
     program.write_text("import os\nif os.environ['RANK'] == '1': raise SystemExit('no luck')\n")

@@ -1,7 +1,8 @@
 """The wire of the lab: one process that makes every host's namespace and carries packets between them, late and slowly.
 
 Started by `network.Lab`, which writes one JSON line to its standard input; it answers with one line and carries packets
-until that input ends, with whose end the lab and every namespace is gone.
+until that input ends, with whose end the lab and every namespace is gone. A further line is the number of a host whose
+link is cut from then on.
 
 A packet of a host leaves through its sending link (a queue served at the host's rate), travels the latency, and enters
 through the receiver's link. A host whose link is busy is not read from: its kernel holds the packets, as before a real
@@ -37,13 +38,14 @@ class Wire:
         self._receives_until = [0.0] * len(hosts)
         self._travelling: list[tuple[float, int, int, bytes]] = []
         self._order = 0
+        self._cut: set[int] = set()
 
-    def carry(self, until: int) -> None:
-        """Carries packets until there is something to read on the file `until`."""
+    def carry(self, orders: int) -> None:
+        """Carries packets until the file `orders` ends; a line in it is the number of a host to cut off."""
         while True:
             now = time.monotonic()
             self._deliver(now)
-            idle, wait = [until], 1.0
+            idle, wait = [orders], 1.0
             for device, busy in zip(self._devices, self._sends_until, strict=True):
                 if busy - _SLACK <= now:
                     idle.append(device)
@@ -52,10 +54,13 @@ class Wire:
             if self._travelling:
                 wait = min(wait, self._travelling[0][0] - now)
             ready = select.select(idle, (), (), max(wait, 0.0))[0]
-            if until in ready:
-                return
             for device in ready:
-                self._take(device)
+                if device in self._host:
+                    self._take(device)
+                elif lines := os.read(orders, 4096):
+                    self._cut.update(int(line) for line in lines.split())
+                else:
+                    return
 
     def _take(self, device: int) -> None:
         """Reads what a host sends, up to the slack."""
@@ -66,7 +71,7 @@ class Wire:
             except BlockingIOError:
                 return
             target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
-            if target is None:
+            if target is None or self._cut & {source, target}:
                 continue
             sent = max(now, self._sends_until[source]) + len(packet) * self._seconds_a_byte[source]
             self._sends_until[source] = sent

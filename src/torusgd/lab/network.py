@@ -114,6 +114,12 @@ class Lab:
         _end(self._wire)
         self._folder.cleanup()
 
+    def cut(self, host: int) -> None:
+        """Loses every packet from and to a host from now on, as when its cable is pulled."""
+        assert self._wire.stdin is not None
+        self._wire.stdin.write(f"{host}\n")
+        self._wire.stdin.flush()
+
     def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Crew:
         """Starts a Python program (`[script, argument, ...]` or `["-m", module, argument, ...]`) on every rank."""
         places = [(host, local) for host, spec in enumerate(self.hosts) for local in range(spec.ranks)]

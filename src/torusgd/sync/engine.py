@@ -18,6 +18,7 @@ from .work import Work
 
 LANES = 2
 """threads that carry messages; an all-reduce stays in one lane, so that a short one need not wait for a long one"""
+_PLANS_KEPT = 256
 _TRIPS = 1 << 12
 _TAGS = 1 << 18
 """tags a trip: two for each round of each chunk; trips that are on their way together have different ones"""
@@ -50,6 +51,7 @@ def _weave(routes: list[list[Round]]) -> list[_Turn]:
     The common order keeps ranks that wait for each other from waiting in a circle.
     """
     rounds, chunks = len(routes[0]), len(routes)
+    assert 2 * (rounds + 2) * chunks <= _TAGS
     turns = []
     for wave in range(-1, rounds + chunks - 1):
         for chunk, route in enumerate(routes):
@@ -149,6 +151,8 @@ class GlooEngine:
         """Sums a 1-D contiguous tensor in place by a plan, the same on every rank."""
         key = plan, tensor.numel()
         if key not in self._woven:
+            if len(self._woven) == _PLANS_KEPT:
+                self._woven.clear()
             self._woven[key] = _weave(plan.routes(self._rank, tensor.numel()))
         return self._depart(tensor, self._woven[key])
 
