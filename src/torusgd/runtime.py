@@ -119,7 +119,7 @@ def join(device: str, timeout: float) -> Ranks:
     limit = timedelta(seconds=timeout)
     store, rank, size = next(rendezvous("env://", timeout=limit))
     # torchrun with its static rendezvous keeps one store over restarts: addresses of dead ranks would be found there.
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return Ranks(dist.get_rank(), dist.get_world_size(), target)
