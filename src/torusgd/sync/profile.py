@@ -15,6 +15,9 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _MARGIN = 0.97
 """an algorithm replaces the backend's own where it takes at most this part of its time"""
 
+_LEVEL = 1.08
+"""rivals within this factor of the quickest are level, and the formulas decide between them"""
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -154,7 +157,9 @@ def expect(profile: Profile, size: int) -> tuple[Plan | None, float, float]:
             rivals.append((how, max(0.0, timing.median + change)))
         elif timing.size == nearest:
             native = max(0.0, timing.median + 2 * (ranks - 1) / ranks * per_byte * (size - nearest))
-    how, least = min(rivals, key=lambda rival: rival[1])
+    quickest = min(expected for _, expected in rivals)
+    level = [rival for rival in rivals if rival[1] <= _LEVEL * quickest]
+    how, least = min(level, key=lambda rival: seconds(rival[0], size, network))
     return (how, least, native) if least <= _MARGIN * native else (None, native, native)
 
 
