@@ -93,13 +93,13 @@ def test_a_stop_in_every_phase_then_the_same_results(tmp_path: Path, recipe: Pat
 
     process = start()
     until(process.ranks, "a rank is starting", process)
-    os.killpg(process.pid, signal.SIGINT)
-    assert_stopped(process, 130, f"torusgd: stopped by SIGINT{LINE}the checkpoint of step 1")
+    os.killpg(process.pid, signal.SIGHUP)  # the terminal is closed
+    assert_stopped(process, 129, f"torusgd: stopped by SIGHUP{LINE}the checkpoint of step 1")
 
     process = start()
     wait_for_step(out, 6, process)
     os.kill(process.pid, signal.SIGTERM)
-    os.kill(process.pid, signal.SIGTERM)  # as `timeout` does
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
     process.end()
     done = last_step(out)
     assert_stopped(process, 143, f"torusgd: stopped by SIGTERM{LINE}the checkpoint of step {done}")

@@ -123,7 +123,8 @@ def _prepare_ranks() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
     multiprocessing.set_forkserver_preload(["torusgd.train.nursery"])
-    multiprocessing.resource_tracker.ensure_running()  # would end the holding back if it were started within
+    with held_back():
+        multiprocessing.resource_tracker.ensure_running()  # ends the holding back of two of them
     with held_back():
         multiprocessing.forkserver.ensure_running()
 
