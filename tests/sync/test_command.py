@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from tests.train.runs import command
+
 from torusgd.errors import UserError
 from torusgd.sync.command import parse_size, show_size
 from torusgd.sync.profile import Profile
