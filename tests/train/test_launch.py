@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -82,19 +83,20 @@ def test_a_stop_in_every_phase_then_the_same_results(tmp_path: Path, recipe: Pat
 
     def assert_stopped(process: Process, code: int, line: str) -> None:
         assert process.end() == code, process.output
-        assert process.err == line + "\n"
+        assert re.fullmatch(f"torusgd: {line}\n", process.err)
         assert not any(map(is_alive, process.descendants()))
 
     process = start()
-    time.sleep(random.Random(0).uniform(0.5, 1.5))  # Python and torch are being loaded
+    time.sleep(
+        random.Random(0).uniform(0.5, 1.0)
+    )  # Python and torch are being loaded; on a fast machine, a step is done
     os.kill(process.pid, signal.SIGINT)
-    assert process.end() == 130, process.output
-    assert process.err == "torusgd: stopped by SIGINT\n"
+    assert_stopped(process, 130, rf"stopped by SIGINT({LINE}the checkpoint of step \d)?")
 
     process = start()
     until(process.ranks, "a rank is starting", process)
     os.killpg(process.pid, signal.SIGHUP)  # the terminal is closed
-    assert_stopped(process, 129, f"torusgd: stopped by SIGHUP{LINE}the checkpoint of step 1")
+    assert_stopped(process, 129, rf"stopped by SIGHUP{LINE}the checkpoint of step \d")
 
     process = start()
     wait_for_step(out, 6, process)
@@ -102,14 +104,14 @@ def test_a_stop_in_every_phase_then_the_same_results(tmp_path: Path, recipe: Pat
     os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
     process.end()
     done = last_step(out)
-    assert_stopped(process, 143, f"torusgd: stopped by SIGTERM{LINE}the checkpoint of step {done}")
+    assert_stopped(process, 143, f"stopped by SIGTERM{LINE}the checkpoint of step {done}")
     assert 6 <= done < 10
 
     process = start()
     wait_for_step(out, 10, process)
     time.sleep(0.05)  # in the evaluation, which lasts 0.5 s
     os.killpg(process.pid, signal.SIGINT)
-    assert_stopped(process, 130, f"torusgd: stopped by SIGINT{LINE}the checkpoint of step 10")
+    assert_stopped(process, 130, f"stopped by SIGINT{LINE}the checkpoint of step 10")
     assert '"evaluation"' not in (out / "events.jsonl").read_text()
 
     process = start()

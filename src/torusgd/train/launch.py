@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -165,7 +166,8 @@ def _describe_loss(first: tuple[int, ProcessFailure], notes: Notes, workers: int
     silent = ", ".join(str(rank) for rank in range(workers) if rank not in survivors)
     if not silent:
         return f"the ranks lost each other ({survivors[rank].text})"
-    is_late = any("timed out" in problem.text.lower() for problem in survivors.values())
+    # Gloo tells it of the wait that ended, or of the connection that it closed for it.
+    is_late = any(re.search("timed out|timeout", problem.text, re.IGNORECASE) for problem in survivors.values())
     return f"rank {silent} gave no answer within {timeout:g} s" if is_late else f"rank {silent} was lost"
 
 
