@@ -61,7 +61,7 @@ def with_pillow(folder: Folder, data: Data, epoch: int) -> torch.Tensor:
     for index in indices:
         with Image.open(folder.file(index)) as file:
             picture = file.convert("RGB")
-        box = random_region(picture.height, picture.width, SIZE, data.augment, changes.boxes[index])
+        box = random_region(picture.height, picture.width, (SIZE, SIZE), data.augment, changes.boxes[index])
         _, box = fit(box, picture.height, picture.width)  # the box that ours takes, to the pixel
         picture = picture.crop((box.left, box.top, box.left + box.width, box.top + box.height))
         picture = picture.resize((SIZE, SIZE), Image.BILINEAR)  # Pillow always antialiases

@@ -5,9 +5,10 @@ Nothing about processes or machines stands here; that is the runtime's (`torusgd
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .duration import Duration
 
@@ -16,6 +17,16 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Options = dict[str, bool | int | float | str]
+Sides = Count | tuple[Count, Count]
+
+
+def sides(size: Sides) -> tuple[int, int]:
+    """Height and width of a size that is given as one number, for a square, or as both.
+
+    >>> sides(224), sides((11, 39))
+    ((224, 224), (11, 39))
+    """
+    return (size, size) if isinstance(size, int) else size
 
 
 class Section(BaseModel):
@@ -62,8 +73,8 @@ class Data(Section):
     """use the first so many; null: all that the source has"""
     eval_images: Count | None = None
     """held-out images; null: all"""
-    image_size: Count
-    """pixels a side after cropping"""
+    image_size: Sides
+    """pixels a side after cropping, or [height, width]"""
     resize: Count | None = None
     """shorter side, in pixels, before the centre crop of evaluation; null: no resize"""
     channels: Literal[1, 3] = 3
@@ -78,13 +89,21 @@ class Data(Section):
     max_replaced: Fraction = 0.001
     """largest share of undecodable training images before the run stops"""
 
+    @field_validator("image_size", mode="wrap")
+    @classmethod
+    def _check_size(cls, value: Any, check: Callable[[Any], Sides]) -> Sides:
+        try:
+            return check(tuple(value) if isinstance(value, list) else value)
+        except ValidationError:
+            raise ValueError("pixels a side, such as 224, or [height, width], such as [11, 39]") from None
+
     @model_validator(mode="after")
     def _check(self) -> "Data":
         for key in ("mean", "std"):
             if len(getattr(self, key)) != self.channels:
                 raise ValueError(f"{key}: needs one value a channel, {self.channels} here")
-        if self.resize is not None and self.resize < self.image_size:
-            raise ValueError(f"resize: must be at least image_size, {self.image_size}")
+        if self.resize is not None and self.resize < max(sides(self.image_size)):
+            raise ValueError(f"resize: must be at least image_size, {max(sides(self.image_size))}")
         return self
 
 

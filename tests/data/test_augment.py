@@ -18,7 +18,7 @@ def changes(augment: Augment, count: int, seed: int = 0, epoch: int = 0):
 def test_every_box_lies_in_its_image(height: int, width: int, sample: int) -> None:
     augment = Augment(crop="resized")
     drawn = draw_changes(augment, 0, np.array([0]), np.array([sample]))
-    region = random_region(height, width, 32, augment, drawn.boxes[0])
+    region = random_region(height, width, (32, 32), augment, drawn.boxes[0])
     assert region.height >= 1
     assert region.width >= 1
     assert 0 <= region.top <= height - region.height
@@ -28,7 +28,7 @@ def test_every_box_lies_in_its_image(height: int, width: int, sample: int) -> No
 
 def test_boxes_have_the_area_and_aspect_asked_for() -> None:
     augment = Augment(crop="resized", area=(0.05, 0.9), aspect=(2 / 3, 3 / 2))
-    boxes = [random_region(600, 600, 224, augment, draws) for draws in changes(augment, 2000).boxes]
+    boxes = [random_region(600, 600, (224, 224), augment, draws) for draws in changes(augment, 2000).boxes]
     areas = np.array([box.height * box.width / 600**2 for box in boxes])
     aspects = np.array([box.width / box.height for box in boxes])
     assert areas.min() > 0.049
@@ -46,7 +46,7 @@ def test_boxes_have_the_area_and_aspect_asked_for() -> None:
 def test_where_no_box_fits_the_largest_one_with_an_allowed_aspect_is_taken_from_the_middle() -> None:
     augment = Augment(crop="resized", area=(1.0, 1.0))
     (draws,) = changes(augment, 1).boxes
-    wide, tall = random_region(100, 1000, 8, augment, draws), random_region(1000, 100, 8, augment, draws)
+    wide, tall = random_region(100, 1000, (8, 8), augment, draws), random_region(1000, 100, (8, 8), augment, draws)
     assert (wide.top, wide.left, wide.height, wide.width) == (0, 433, 100, 133)
     assert (tall.top, tall.left, tall.height, tall.width) == (433, 0, 133, 100)
 

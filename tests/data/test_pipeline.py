@@ -55,10 +55,16 @@ PIPELINES = {
         None,
     ),
     "odd width": lambda path: ("synthetic", {"image_size": 13, "augment": Augment(flip=0.5)}, None),
+    "not square": lambda path: ("synthetic", {"image_size": (11, 39), "augment": Augment(crop="shift", shift=2)}, None),
     "resized": lambda path: ("synthetic", {"image_size": 12, "resize": 15, "augment": Augment(crop="resized")}, None),
     "folder": lambda path: (
         "folder",
         {"image_size": 24, "resize": 28, "augment": Augment(crop="resized", flip=0.5)},
+        path,
+    ),
+    "folder, not square": lambda path: (
+        "folder",
+        {"image_size": (16, 24), "resize": 28, "augment": Augment(crop="resized", flip=0.5)},
         path,
     ),
     "folder, shifted": lambda path: (
@@ -114,7 +120,9 @@ def test_an_image_is_the_same_in_any_batch(pipelines: dict[str, Pipeline], name:
     assert torch.equal(whole.targets, torch.cat([batch.targets for batch in alone]))
 
 
-@pytest.mark.parametrize("changes", [{}, {"resize": 12}, {"image_size": 13}, {"augment": Augment(flip=0.5)}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"resize": 12}, {"image_size": 13}, {"image_size": (5, 12)}, {"augment": Augment(flip=0.5)}]
+)
 def test_the_way_without_a_loop_gives_the_same_bits(changes: dict[str, Any]) -> None:
     source, data = synthetic(**changes)
     assert isinstance(source, ArraySource)
@@ -296,7 +304,7 @@ def test_the_augmentation_is_pinned() -> None:
     augment = Augment(crop="resized", flip=0.5)
     drawn = draw_changes(augment, 5, np.array([0, 0, 9]), np.array([0, 1, 1]))
     assert drawn.boxes is not None
-    boxes = [random_region(375, 500, 224, augment, draws) for draws in drawn.boxes]
+    boxes = [random_region(375, 500, (224, 224), augment, draws) for draws in drawn.boxes]
     assert [(box.top, box.left, box.height, box.width) for box in boxes] == [
         (97, 118, 212, 268),
         (11, 118, 361, 336),

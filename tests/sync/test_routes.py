@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torusgd.errors import UserError
 from torusgd.sync.algorithms import FLAT, Plan, parse_grid, plan, squarest
-from torusgd.sync.routes import METHODS
+from torusgd.sync.routes import METHODS, Round, cut, mirror
 
 PLANS = st.integers(1, 13).flatmap(
     lambda ranks: st.one_of(
@@ -34,8 +34,13 @@ PLANS = st.integers(1, 13).flatmap(
 def simulate(how: Plan, inputs: list[list]) -> list[list]:
     """Runs all ranks in step; values need only `+`. Fails on a message without a partner."""
     tensors = [list(values) for values in inputs]
-    routes = [how.routes(rank, len(values)) for rank, values in enumerate(inputs)]
-    for chunk in range(how.chunks):
+    carry_out([how.routes(rank, len(values)) for rank, values in enumerate(inputs)], tensors)
+    return tensors
+
+
+def carry_out(routes: list[list[list[Round]]], tensors: list[list]) -> None:
+    """The routes of all ranks, chunk by chunk, on their tensors."""
+    for chunk in range(len(routes[0])):
         for step, parts in enumerate(zip(*[route[chunk] for route in routes], strict=True)):
             wire: dict[tuple[int, int], list] = {}
             for rank, part in enumerate(parts):
@@ -51,7 +56,6 @@ def simulate(how: Plan, inputs: list[list]) -> list[list]:
                     assert len(values) == high - low > 0
                     tensors[rank][low:high] = values
             assert not any(wire.values()), f"step {step}: a message that nobody receives"
-    return tensors
 
 
 def elements_sent(how: Plan, rank: int, length: int) -> int:
@@ -132,3 +136,48 @@ def test_grids():
     for name in ("torus:halving/ring", "torus:direct", "torus", "hierarchical:halving"):
         assert plan(name, 12).name == name
     assert str(plan("torus", 12, (4, 3), chunks=2)) == "torus 4x3 in 2 chunks"
+
+
+@settings(deadline=None, max_examples=300)
+@given(PLANS, st.integers(0, 40), st.none() | st.lists(st.integers(0, 40), unique=True).map(sorted))
+def test_a_reduce_scatter_leaves_each_rank_its_span_and_its_mirror_gathers_them(how, length, stops):
+    ranks = math.prod(how.grid)
+    inputs = [[(rank + 1) * 1000 + i for i in range(length)] for rank in range(ranks)]
+    total = [sum(column) for column in zip(*inputs, strict=True)]
+    scatters = [how.scatter(rank, length, stops) for rank in range(ranks)]
+    spans = [span for _, span in scatters]
+    assert sorted(i for low, high in spans for i in range(low, high)) == list(range(length))
+    if stops is not None:
+        assert {edge for span in spans for edge in span} <= {0, length, *stops}
+    tensors = [list(values) for values in inputs]
+    carry_out([[rounds] for rounds, _ in scatters], tensors)
+    for (low, high), values in zip(spans, tensors, strict=True):
+        assert values[low:high] == total[low:high]
+        values[:low], values[high:] = [None] * low, [None] * (length - high)
+    carry_out([[mirror(rounds)] for rounds, _ in scatters], tensors)
+    assert tensors == [total] * ranks
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 50), st.integers(0, 200), st.integers(1, 9), st.lists(st.integers(0, 300), unique=True))
+def test_edges_go_to_the_nearest_stop(low, width, parts, stops):
+    high = low + width
+    allowed = sorted(stops)
+    free, edges = cut(low, high, parts), cut(low, high, parts, allowed)
+    inside = [low, *(stop for stop in allowed if low <= stop <= high), high]
+    assert edges == sorted(edges)
+    assert (edges[0], edges[-1], len(edges)) == (low, high, parts + 1)
+    for ideal, edge in zip(free, edges, strict=True):
+        assert edge in inside
+        assert abs(edge - ideal) == min(abs(stop - ideal) for stop in inside)
+
+
+@pytest.mark.parametrize("name", ["ring", "halving-doubling", "direct", "torus", "torus:halving/direct"])
+@pytest.mark.parametrize("ranks", [2, 5, 12])
+def test_a_reduce_scatter_moves_half_of_an_all_reduce(name, ranks):
+    length = 1000 * ranks
+    for rank in range(ranks):
+        rounds, (low, high) = plan(name, ranks).scatter(rank, length)
+        assert high - low == 1000
+        assert sum(m.high - m.low for turn in rounds for m in turn.sends) == (ranks - 1) * 1000
+        assert 2 * (ranks - 1) * 1000 == elements_sent(plan(name, ranks), rank, length)

@@ -52,10 +52,11 @@ def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> 
     return Changes(boxes, moves, mirrored)
 
 
-def random_region(height: int, width: int, size: int, augment: Augment, draws: Float64) -> Region:
-    """A box of random area and aspect (Szegedy et al., arXiv 1409.4842), to be scaled to size x size.
+def random_region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Float64) -> Region:
+    """A box of random area and aspect (Szegedy et al., arXiv 1409.4842), to be scaled to `size`.
 
     Args:
+        size: Rows and columns that the network takes.
         draws: One sample's, float64 [attempts, 4] in [0, 1): area, aspect, top and left of each attempt. The first
             box that fits is taken; if none does, the largest centred box whose aspect is allowed.
     """
@@ -66,9 +67,9 @@ def random_region(height: int, width: int, size: int, augment: Augment, draws: F
         tall, wide = math.floor(math.sqrt(area / aspect) + 0.5), math.floor(math.sqrt(area * aspect) + 0.5)
         if 0 < tall <= height and 0 < wide <= width:
             top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
-            return Region(top, left, tall, wide, size, size)
+            return Region(top, left, tall, wide, *size)
     tall, wide = min(height, max(1, int(width / low))), min(width, max(1, int(height * high)))
-    return Region((height - tall) // 2, (width - wide) // 2, tall, wide, size, size)
+    return Region((height - tall) // 2, (width - wide) // 2, tall, wide, *size)
 
 
 def _power(base: float, exponent: float) -> float:

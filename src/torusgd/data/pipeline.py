@@ -17,7 +17,7 @@ import torch
 
 from ..errors import RunError, UserError
 from ..keyed import SUBSTITUTE, keyed_integer
-from ..recipe import Data
+from ..recipe import Data, sides
 from . import augment as random_changes
 from .augment import Changes
 from .sources import ArraySource, CorruptImage, RegionSource, Source
@@ -39,7 +39,7 @@ class Batch:
     """Images ready for the network.
 
     Args:
-        images: float32 [n, channels, size, size], contiguous, normalised.
+        images: float32 [n, channels, height, width], contiguous, normalised.
         targets: int64 [n], labels.
         kept: int64 [n], the positions of these images in the request; shorter than the request only where
             evaluation left out undecodable ones.
@@ -66,6 +66,7 @@ class Pipeline:
         self._arrays = source if isinstance(source, ArraySource) else None
         self._regions = source if isinstance(source, RegionSource) else None
         self._data = data
+        self._size = sides(data.image_size)
         self._seed = seed
         # Two roundings for each value, a product and a sum: equal bits in any batch and at any alignment.
         mean, std = np.array(data.mean), np.array(data.std)
@@ -125,25 +126,24 @@ class Pipeline:
 
     def _empty(self, count: int) -> Float32:
         # torch's memory, since numpy asks the kernel for huge pages, which cost more to clear than an image to make.
-        size = self._data.image_size
-        return torch.empty(count, self._data.channels, size, size).numpy()
+        return torch.empty(count, self._data.channels, *self._size).numpy()
 
     def _batch(self, out: Float32, indices: Int64, kept: Int64, replaced: int) -> Batch:
         targets = self.source.labels[indices].astype(np.int64)
         return Batch(torch.from_numpy(out), torch.from_numpy(targets), kept, replaced)
 
     def _whole_batch(self, indices: Int64, drawn: Changes | None) -> Pixels | None:
-        """The images at their final size without a loop, uint8 [n, channels, size, size], where that can be."""
-        source, size = self._arrays, self._data.image_size
-        if source is None or source.shape[:2] != (size, size):
+        """The images at their final size without a loop, uint8 [n, channels, height, width], where that can be."""
+        source = self._arrays
+        if source is None or source.shape[:2] != self._size:
             return None
-        if self._data.resize not in (None, size) or (drawn is not None and drawn.boxes is not None):
+        if self._data.resize not in (None, min(self._size)) or (drawn is not None and drawn.boxes is not None):
             return None
         images = _retried(lambda: source.read_many(indices))
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
     def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
-        """Shift, mirror and normalise the images [m, channels, size, size] at these positions of the batch."""
+        """Shift, mirror and normalise the images [m, channels, height, width] at these positions of the batch."""
         if drawn is not None and drawn.moves is not None:
             images = random_changes.shift(images, self._data.augment.shift, drawn.moves[at])
         if drawn is not None:
@@ -161,8 +161,7 @@ class Pipeline:
     def _region(self, drawn: Changes | None, at: int) -> Choose:
         if drawn is None or drawn.boxes is None:
             return self._validation_region
-        size, augment = self._data.image_size, self._data.augment
-        return partial(random_changes.random_region, size=size, augment=augment, draws=drawn.boxes[at])
+        return partial(random_changes.random_region, size=self._size, augment=self._data.augment, draws=drawn.boxes[at])
 
     def _image_or_substitute(self, index: int, epoch: int, choose: Choose) -> tuple[Pixels, int]:
         taken = index
@@ -176,7 +175,7 @@ class Pipeline:
         raise RunError(f"{_SUBSTITUTES} substitutes in a row can't be decoded either, the last: {last}") from last
 
     def _image(self, index: int, choose: Choose) -> Pixels:
-        """One image, uint8 [channels, size, size]."""
+        """One image, uint8 [channels, height, width]."""
         if (regions := self._regions) is not None:
             image = _retried(lambda: regions.read_region(index, choose))
         else:
@@ -187,15 +186,15 @@ class Pipeline:
                     f" {self._data.channels}], but image {index} is {pixels.dtype} {list(pixels.shape)}"
                 )
             image = render(pixels, choose(*pixels.shape[:2]))
-        return centre(image, self._data.image_size)
+        return centre(image, self._size)
 
     def _validation_region(self, height: int, width: int) -> Region:
-        size, resize = self._data.image_size, self._data.resize
-        if resize is not None:
-            return scaled(height, width, resize)
-        if (height, width) != (size, size):
+        rows, columns = self._size
+        if self._data.resize is not None:
+            return scaled(height, width, self._data.resize)
+        if (height, width) != self._size:
             raise UserError(
-                f"data.resize: null wants images of {size} x {size} pixels, but there is one of {width} x {height};"
+                f"data.resize: null wants images of {columns} x {rows} pixels, but there is one of {width} x {height};"
                 " set data.resize to the shorter side before the centre crop"
             )
         return Region(0, 0, height, width, height, width)

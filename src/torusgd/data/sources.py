@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..errors import UserError
 from ..importing import import_factory
-from ..recipe import Data
+from ..recipe import Data, sides
 from .view import Choose
 
 Pixels = npt.NDArray[np.uint8]
@@ -104,7 +104,8 @@ def _synthetic(data: Data, path: Path | None, seed: int) -> Pair:
 
     if data.train_images is None or data.eval_images is None or data.classes is None:
         raise UserError("data.source: synthetic needs data.train_images, data.eval_images and data.classes")
-    shape = (data.resize or data.image_size, data.resize or data.image_size, data.channels)
+    height, width = sides(data.resize or data.image_size)
+    shape = (height, width, data.channels)
     return open_synthetic(data.train_images, data.eval_images, data.classes, shape, seed, **options(data, "noise"))
 
 

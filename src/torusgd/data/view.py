@@ -61,8 +61,9 @@ def render(image: Pixels, region: Region) -> Pixels:
     return resized[0].contiguous().numpy()
 
 
-def centre(image: Pixels, size: int) -> Pixels:
-    """The middle size x size of [..., height, width], offsets rounded as torchvision's CenterCrop does."""
+def centre(image: Pixels, size: tuple[int, int]) -> Pixels:
+    """The middle rows x columns of [..., height, width], offsets rounded as torchvision's CenterCrop does."""
+    rows, columns = size
     height, width = image.shape[-2:]
-    top, left = round((height - size) / 2), round((width - size) / 2)
-    return image[..., top : top + size, left : left + size]
+    top, left = round((height - rows) / 2), round((width - columns) / 2)
+    return image[..., top : top + rows, left : left + columns]

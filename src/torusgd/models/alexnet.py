@@ -40,13 +40,22 @@ class AlexNetBN(nn.Module):
             nn.init.normal_(linear.weight, std=std)
             nn.init.constant_(linear.bias, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def front(self, x: Tensor) -> Tensor:
+        """What the linear layers take: (N, 9216)."""
         x = self.features(x)
         if x.shape[2:] != (6, 6):  # neither 227 nor 224 px; on CUDA this pooling has no deterministic gradient
             x = self.to6x6(x)
-        x = self.dropout(self.relu(self.fc6(x.flatten(1))))
-        x = self.dropout(self.relu(self.fc7(x)))
-        return self.fc8(x)
+        return x.flatten(1)
+
+    def tail(self) -> list[nn.Module]:
+        """The linear layers with what is between them (`torusgd.models.columns`)."""
+        return [self.fc6, self.relu, self.dropout, self.fc7, self.relu, self.dropout, self.fc8]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for module in self.tail():
+            x = module(x)
+        return x
 
 
 def _convolution(

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..errors import UserError
 from ..importing import import_factory
 from ..keyed import INIT, keyed_hash
-from ..recipe import Model
+from ..recipe import Model, Sides, sides
 from .alexnet import alexnet_bn
 from .dnn import cd_dnn
 from .overfeat import overfeat_fast
@@ -37,7 +37,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 """Built-in names; each builder takes `classes`, `channels` and its options by keyword."""
 
 
-def build_model(model: Model, *, classes: int, channels: int, image_size: int, seed: int) -> nn.Module:
+def build_model(model: Model, *, classes: int, channels: int, image_size: Sides, seed: int) -> nn.Module:
     """The network that a recipe names, on the CPU in float32, with initial weights that depend on the seed alone.
 
     Args:
@@ -45,8 +45,8 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: int, s
             is called like a built-in builder and must draw its weights from torch's default generator.
         classes: Size of the output.
         channels: Channels of the images.
-        image_size: Pixels a side; the network must take float images (N, channels, image_size, image_size) and give
-            logits (N, classes).
+        image_size: Pixels a side, or height and width; the network must take float images (N, channels, height,
+            width) and give logits (N, classes).
         seed: The recipe's seed. The caller's random state is left as it was.
 
     Raises:
@@ -60,7 +60,7 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: int, s
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_hash(INIT, seed)))
         network = construct(model, classes=classes, channels=channels)
-        _check(model.name, network, torch.randn(2, channels, image_size, image_size), classes)
+        _check(model.name, network, torch.randn(2, channels, *sides(image_size)), classes)
     return network
 
 

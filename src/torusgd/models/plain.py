@@ -39,13 +39,22 @@ class PlainNet(nn.Module):
             if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def front(self, x: Tensor) -> Tensor:
+        """What the linear layers take: (N, maps * pixels * pixels)."""
         x = self.features(x)
         if x.shape[2:] != (self.pixels, self.pixels):  # on CUDA this pooling has no deterministic gradient
             x = self.to_pixels(x)
-        x = self.dropout(self.relu(self.fc6(x.flatten(1))))
-        x = self.dropout(self.relu(self.fc7(x)))
-        return self.fc8(x)
+        return x.flatten(1)
+
+    def tail(self) -> list[nn.Module]:
+        """The linear layers with what is between them (`torusgd.models.columns`)."""
+        return [self.fc6, self.relu, self.dropout, self.fc7, self.relu, self.dropout, self.fc8]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for module in self.tail():
+            x = module(x)
+        return x
 
 
 def convolution(inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0) -> list[nn.Module]:

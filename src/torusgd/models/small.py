@@ -48,9 +48,17 @@ class SmallResNet(nn.Module):
         self.fc = nn.Linear(widths[-1], classes)
         init_residual(self, zero_gamma=zero_gamma)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def front(self, x: Tensor) -> Tensor:
+        """What the classifier takes: (N, width)."""
         x = self.blocks(self.relu(self.bn1(self.conv1(x))))
-        return self.fc(self.dropout(self.avgpool(x).flatten(1)))
+        return self.dropout(self.avgpool(x).flatten(1))
+
+    def tail(self) -> list[nn.Module]:
+        """The classifier (`torusgd.models.columns`)."""
+        return [self.fc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.front(x))
 
 
 def digits_net(

@@ -13,7 +13,7 @@ from torch import nn
 from ..data.sources import open_sources
 from ..errors import UserError
 from ..models.build import construct
-from ..recipe import Model, Recipe
+from ..recipe import Model, Recipe, sides
 from ..schedule import Schedule
 from .compute import memory_bytes
 from .describe import Cluster, Communication, Software
@@ -99,7 +99,7 @@ def job_of(recipe: Recipe, path: Path | None = None) -> Job:
     evaluations = len(schedule.boundaries(recipe.evaluate.every, recipe.evaluate.first))
     data = recipe.data
     options = json.dumps(dict(recipe.model.options), sort_keys=True)
-    cost = _cost(recipe.model.name, options, classes, data.channels, data.image_size)
+    cost = _cost(recipe.model.name, options, classes, data.channels, sides(data.image_size))
     return Job(cost, spans, train, held_out, evaluations)
 
 
@@ -118,14 +118,14 @@ def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
 
 
 @cache
-def _cost(name: str, options: str, classes: int, channels: int, pixels: int) -> ModelCost:
+def _cost(name: str, options: str, classes: int, channels: int, size: tuple[int, int]) -> ModelCost:
     model = Model(name=name, options=json.loads(options))
 
     def build() -> nn.Module:
         return construct(model, classes=classes, channels=channels)
 
     with torch.random.fork_rng(devices=[]):
-        return read_model(build, (channels, pixels, pixels))
+        return read_model(build, (channels, *size))
 
 
 def software_for(recipe: Recipe, software: Software) -> Software:

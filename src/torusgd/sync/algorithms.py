@@ -1,10 +1,11 @@
 """The named algorithms: each gives every rank its routes for a tensor of a given length."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from ..errors import UserError
-from .routes import METHODS, Axis, Round, all_reduce, cut, hierarchical
+from .routes import METHODS, Axis, Round, all_reduce, cut, hierarchical, reduce_scatter
 
 FLAT = {"ring": "ring", "halving-doubling": "halving", "doubling": "doubling", "direct": "direct"}
 GRIDS = ("torus", "hierarchical")
@@ -41,6 +42,12 @@ class Plan:
         if self.algorithm == "hierarchical":
             return [hierarchical(horizontal, vertical, *span) for span in pairwise(edges)]
         return [all_reduce([horizontal, vertical], *span) for span in pairwise(edges)]
+
+    def scatter(
+        self, rank: int, length: int, stops: Sequence[int] | None = None
+    ) -> tuple[list[Round], tuple[int, int]]:
+        """The reduce-scatter of `rank` and the span of the sum that it leaves there; `hierarchical` as a torus."""
+        return reduce_scatter(self.axes(rank), 0, length, stops)
 
     def axes(self, rank: int) -> tuple[Axis, Axis]:
         """The row and the column of `rank`."""

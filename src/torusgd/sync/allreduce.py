@@ -30,7 +30,7 @@ class Planned:
         self.name = name
         self.explanation = explanation
         """one line: what runs, and why"""
-        self._connection, self._choose = connection, lru_cache(1024)(choose)
+        self.connection, self._choose = connection, lru_cache(1024)(choose)
 
     def start(self, tensor: torch.Tensor) -> Work:
         """See `AllReduce`."""
@@ -38,7 +38,7 @@ class Planned:
         if tensor.numel() == 0:
             return Done()
         how = self._choose(tensor.numel() * tensor.element_size())
-        return self._connection.native.start(tensor) if how is None else self._connection.engine.run(tensor, how)
+        return self.connection.native.start(tensor) if how is None else self.connection.engine.run(tensor, how)
 
     def plan(self, size: int) -> Plan | None:
         """What runs for so many bytes; None for the backend's own all_reduce."""
@@ -46,7 +46,7 @@ class Planned:
 
     def close(self) -> None:
         """See `AllReduce`."""
-        self._connection.close()
+        self.connection.close()
 
 
 def native(group: dist.ProcessGroup | None = None) -> Native:

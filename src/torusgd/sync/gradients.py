@@ -190,7 +190,10 @@ class ExactGradientSum:
         """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
         factors = (1.0 / (self._scales.to(torch.float64) * self.workers)).to(torch.float32).unbind()
         for view, target, factor in zip(self._views, out, factors, strict=True):
-            torch.mul(view, factor, out=target.view(-1))
+            flat = target.view(-1)
+            # A product of integers with a float is six times slower than a copy and a product in the cache.
+            for begin in range(0, flat.numel(), self._chunk):
+                flat[begin : begin + self._chunk].copy_(view[begin : begin + self._chunk]).mul_(factor)
         self._bounds = self._pending
         self._take_scales()
 

@@ -24,7 +24,7 @@ class Native:
     explanation = "allreduce native: the backend's own"
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+        self.group = group
         self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
 
     def start(self, tensor: torch.Tensor) -> Work:
@@ -32,7 +32,7 @@ class Native:
         check_tensor(tensor)
         if self._alone or tensor.numel() == 0:
             return Done()
-        return _NativeWork(dist.all_reduce(tensor, group=self._group, async_op=True))
+        return _NativeWork(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def close(self) -> None:
         """Nothing to end."""

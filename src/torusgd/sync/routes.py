@@ -8,6 +8,7 @@ route is run by `engine`, priced by `cost` and drawn in the documentation.
 Sums have the same bits on every rank: a piece is summed on one rank and copied, or summed by pairs (a + b = b + a).
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -36,9 +37,25 @@ class Axis(NamedTuple):
     method: str
 
 
-def cut(low: int, high: int, parts: int) -> list[int]:
-    """The `parts` + 1 edges of [low, high) in pieces as equal as whole elements allow."""
-    return [low + (high - low) * part // parts for part in range(parts + 1)]
+def cut(low: int, high: int, parts: int, stops: Sequence[int] | None = None) -> list[int]:
+    """The `parts` + 1 edges of [low, high) in pieces as equal as whole elements allow.
+
+    With `stops`, in ascending order, inner edges lie only there or at the ends: each at the nearest, of two the lower.
+
+    >>> cut(0, 100, 3), cut(0, 100, 3, stops=[30, 70])
+    ([0, 33, 66, 100], [0, 30, 70, 100])
+    """
+    edges = [low + (high - low) * part // parts for part in range(parts + 1)]
+    return edges if stops is None else [_nearest(edge, low, high, stops) for edge in edges]
+
+
+def _nearest(edge: int, low: int, high: int, stops: Sequence[int]) -> int:
+    above = bisect_left(stops, edge)
+    upper = min(stops[above], high) if above < len(stops) else high
+    lower = max(stops[above - 1], low) if above else low
+    if edge in (low, high):
+        return edge
+    return lower if edge - lower <= upper - edge else upper
 
 
 def _messages(axis: Axis, place: int, edges: Sequence[int], first: int, count: int) -> tuple[Message, ...]:
@@ -112,6 +129,22 @@ def _doubling(axis: Axis, low: int, high: int) -> list[Round]:
         *rounds,
         Round(whole(me + power)) if folded else Round(),
     ]
+
+
+def reduce_scatter(
+    axes: Sequence[Axis], low: int, high: int, stops: Sequence[int] | None = None
+) -> tuple[list[Round], tuple[int, int]]:
+    """The rounds after which this rank holds the sum of one span of [low, high), and that span.
+
+    Along each axis in turn the span is cut again, at `stops` only (see `cut`). These are the first phases of
+    `all_reduce`, but for `doubling`, which leaves no shards: halving stands for it. Their `mirror` is the all-gather.
+    """
+    rounds: list[Round] = []
+    for axis in axes:
+        edges = cut(low, high, len(axis.members), stops)
+        rounds += _REDUCE_SCATTER["halving" if axis.method == "doubling" else axis.method](axis, edges)
+        low, high = edges[axis.place], edges[axis.place + 1]
+    return rounds, (low, high)
 
 
 def all_reduce(axes: Sequence[Axis], low: int, high: int) -> list[Round]:
