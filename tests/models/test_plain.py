@@ -1,30 +1,88 @@
-"""The networks of Das et al.: shapes at their own and at other sizes, and weights to begin with that can learn."""
+"""The networks of Das et al.: published sizes and costs, other image sizes and widths, weights that can learn."""
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from torusgd.errors import UserError
 from torusgd.models import MODELS
 
 
+def on_meta(name: str, classes: int = 1000, channels: int = 3, **options: float) -> nn.Module:
+    with torch.device("meta"):
+        return MODELS[name](classes=classes, channels=channels, **options)
+
+
+def weights(network: nn.Module, kind: type[nn.Module]) -> int:
+    return sum(module.weight.numel() for module in network.modules() if isinstance(module, kind))
+
+
+def macs(network: nn.Module, *shape: int) -> float:
+    with FlopCounterMode(display=False) as counter:
+        network(torch.empty(1, *shape, device="meta"))
+    return counter.get_total_flops() / 2
+
+
+# Weights and forward multiply-adds of the published networks; biases come on top.
 @pytest.mark.parametrize(
-    ("name", "pixels"), [("vgg-a", 224), ("vgg-a", 64), ("overfeat-fast", 231), ("overfeat-fast", 96)]
+    ("name", "pixels", "convolution", "linear", "gmac", "linear_gmac"),
+    [
+        ("vgg-a", 224, 9.218e6, 123.63e6, 7.609, 7.609 - 7.485),
+        ("overfeat-fast", 231, 15.985e6, 129.93e6, 2.801, 2.801 - 2.671),
+    ],
+)
+def test_parameters_and_multiply_adds(
+    name: str, pixels: int, convolution: float, linear: float, gmac: float, linear_gmac: float
+) -> None:
+    network = on_meta(name)
+    assert weights(network, nn.Conv2d) == pytest.approx(convolution, rel=1e-4)
+    assert weights(network, nn.Linear) == pytest.approx(linear, rel=1e-4)
+    assert macs(network, 3, pixels, pixels) / 1e9 == pytest.approx(gmac, abs=5e-4)
+    assert weights(network, nn.Linear) / 1e9 == pytest.approx(linear_gmac, abs=1e-3)  # a weight, a multiply-add
+
+
+def test_the_speech_network_takes_429_values_and_has_seven_hidden_layers_of_2048() -> None:
+    network = on_meta("cd-dnn", classes=9304, channels=1)
+    linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    assert [(each.in_features, each.out_features) for each in linear] == [
+        (429, 2048), *[(2048, 2048)] * 6, (2048, 9304),
+    ]  # fmt: skip
+    assert sum(isinstance(module, nn.Sigmoid) for module in network.modules()) == 7
+    assert macs(network, 1, 11, 39) == 429 * 2048 + 6 * 2048**2 + 2048 * 9304
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels"), [("vgg-a", 224), ("vgg-a", 64), ("vgg-a", 32), ("overfeat-fast", 231), ("overfeat-fast", 96)]
 )
 def test_logits_at_any_size(name: str, pixels: int) -> None:
-    with torch.device("meta"):
-        network = MODELS[name](classes=7, channels=1)
-        assert network(torch.empty(2, 1, pixels, pixels)).shape == (2, 7)
+    network = on_meta(name, classes=7, channels=1)
+    assert network(torch.empty(2, 1, pixels, pixels, device="meta")).shape == (2, 7)
 
 
-def test_dropout_must_be_a_probability() -> None:
-    with torch.device("meta"), pytest.raises(UserError, match=r"model\.options\.dropout"):
-        MODELS["vgg-a"](classes=7, channels=1, dropout=1.5)
+@pytest.mark.parametrize(("name", "published"), [("vgg-a", 64), ("overfeat-fast", 96)])
+def test_width_is_in_proportion_in_every_layer(name: str, published: int) -> None:
+    whole, given, quarter = (
+        on_meta(name, **options) for options in ({}, {"width": published}, {"width": published // 4})
+    )
+    shapes = [[p.shape for p in network.parameters()] for network in (whole, given, quarter)]
+    assert shapes[0] == shapes[1]
+    for wide, narrow in zip(shapes[0][:-2], shapes[2][:-2], strict=True):
+        assert wide[0] == 4 * narrow[0]
+    assert shapes[2][-1] == (1000,)  # the classes stay
+
+
+@pytest.mark.parametrize(("option", "value"), [("dropout", 1.5), ("width", 0)])
+@pytest.mark.parametrize("name", ["vgg-a", "overfeat-fast"])
+def test_impossible_options_are_named(name: str, option: str, value: float) -> None:
+    with pytest.raises(UserError, match=rf"model\.options\.{option}"):
+        on_meta(name, **{option: value})
 
 
 def test_the_speech_network_lets_gradients_through_seven_sigmoids() -> None:
     torch.manual_seed(0)
-    network = MODELS["cd-dnn"](classes=50, channels=1, inputs=441, width=256)
-    out = network(torch.randn(64, 1, 21, 21))
+    network = MODELS["cd-dnn"](classes=50, channels=1, width=256)
+    out = network(torch.randn(64, 1, 11, 39))
     torch.nn.functional.cross_entropy(out, torch.randint(50, (64,))).backward()
-    first, last = network[1].weight.grad, network[13].weight.grad
-    assert first.norm() > 0.05 * last.norm()
+    linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    assert linear[0].weight.grad.norm() > 0.05 * linear[-2].weight.grad.norm()

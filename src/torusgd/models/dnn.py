@@ -10,12 +10,11 @@ from itertools import pairwise
 from torch import nn
 
 
-def cd_dnn(*, classes: int, channels: int, inputs: int = 441, hidden: int = 7, width: int = 2048) -> nn.Sequential:
+def cd_dnn(*, classes: int, channels: int, inputs: int = 429, hidden: int = 7, width: int = 2048) -> nn.Sequential:
     """Linear and sigmoid layers; windows (N, channels, H, W) to logits (N, classes).
 
     Args:
-        inputs: channels * H * W; the default is a window of 21 frames of 21 coefficients, square as the images
-            of a recipe are (the published network took 429).
+        inputs: channels * H * W; as published a window of 11 frames (H) of 39 coefficients (W).
         hidden: Hidden layers.
         width: Units of each.
     """

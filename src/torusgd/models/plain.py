@@ -57,6 +57,12 @@ class PlainNet(nn.Module):
         return x
 
 
+def check_width(width: int) -> None:
+    """UserError for a network without channels."""
+    if width < 1:
+        raise UserError(f"model.options.width: needs at least 1 channel, got {width}")
+
+
 def convolution(inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0) -> list[nn.Module]:
     """A convolution with bias and its activation."""
     return [nn.Conv2d(inputs, outputs, kernel, stride, padding), nn.ReLU(inplace=True)]

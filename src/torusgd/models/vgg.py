@@ -2,20 +2,27 @@
 
 from torch import nn
 
-from .plain import PlainNet, convolution
+from .plain import PlainNet, check_width, convolution
 from .pooling import MaxPool2d
 
-_WIDTHS: tuple[int | None, ...] = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
-"""channels of the 3x3 convolutions in turn; None: a 2x2 pooling"""
+_MULTIPLES: tuple[int | None, ...] = (1, None, 2, None, 4, 4, None, 8, 8, None, 8, 8, None)
+"""channels of the 3x3 convolutions in turn, in those of the first; None: a 2x2 pooling"""
 
 
-def vgg_a(*, classes: int, channels: int, dropout: float = 0.5) -> PlainNet:
-    """132.9 M parameters, 7.6 GMAC at 224 px (1,000 classes)."""
+def vgg_a(*, classes: int, channels: int, width: int = 64, dropout: float = 0.5) -> PlainNet:
+    """132.9 M parameters, 7.6 GMAC at 224 px (1,000 classes).
+
+    Args:
+        width: Channels of the first convolution; all other layers are multiples of it, as in the published network.
+        dropout: Probability, after each of the first two linear layers.
+    """
+    check_width(width)
     features: list[nn.Module] = []
-    for width in _WIDTHS:
-        if width is None:
+    for multiple in _MULTIPLES:
+        if multiple is None:
             features.append(MaxPool2d(2))
         else:
-            features += convolution(channels, width, 3, padding=1)
-            channels = width
-    return PlainNet(features, maps=512, pixels=7, widths=(4096, 4096), classes=classes, dropout=dropout)
+            features += convolution(channels, multiple * width, 3, padding=1)
+            channels = multiple * width
+    linear = (64 * width, 64 * width)
+    return PlainNet(features, maps=8 * width, pixels=7, widths=linear, classes=classes, dropout=dropout)

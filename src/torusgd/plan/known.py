@@ -9,12 +9,12 @@ from ..models import MODELS
 from .layers import Gradient, Kernels, ModelCost, read_model
 
 _INPUTS = {
-    "alexnet-bn": (3, 227, 1000),
-    "cd-dnn": (1, 21, 9304),
-    "overfeat-fast": (3, 231, 1000),
-    "vgg-a": (3, 224, 1000),
+    "alexnet-bn": (3, 227, 227, 1000),
+    "cd-dnn": (1, 11, 39, 9304),
+    "overfeat-fast": (3, 231, 231, 1000),
+    "vgg-a": (3, 224, 224, 1000),
 }
-"""channels, pixels and classes as published; other networks take 3, 224 and 1,000"""
+"""channels, height, width and classes as published; other networks take 3, 224, 224 and 1,000"""
 
 
 @cache
@@ -28,8 +28,8 @@ def known_cost(name: str) -> ModelCost:
         return _layout_only(_bert_large())
     if name not in MODELS:
         raise UserError(f"model {name}: unknown; there are {', '.join(sorted([*MODELS, 'bert-large']))}")
-    channels, pixels, classes = _INPUTS.get(name, (3, 224, 1000))
-    return read_model(lambda: MODELS[name](classes=classes, channels=channels), (channels, pixels, pixels))
+    *shape, classes = _INPUTS.get(name, (3, 224, 224, 1000))
+    return read_model(lambda: MODELS[name](classes=classes, channels=shape[0]), tuple(shape))
 
 
 def _layout_only(sizes: list[tuple[str, int]]) -> ModelCost:
