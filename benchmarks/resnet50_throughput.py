@@ -1,10 +1,11 @@
 """ResNet-50 at 224 px on this machine's CPU: a plain PyTorch script, the same tuned by hand, and torusgd.
 
-    python benchmarks/resnet50_throughput.py --rounds 3
+    python benchmarks/resnet50_throughput.py --rounds 3 --batch 128
 
 Four programs in turn, each a process (or two) of its own: a plain float32 loop with two threads; the same loop with
-bfloat16 and channels-last; `torusgd train resnet50` on one worker; on two workers (one thread each). The batch is 32
-in all: two virtual workers of 16 images. Synthetic images, made in advance for the loops and by the loader for torusgd.
+bfloat16 and channels-last; `torusgd train resnet50` on one worker; on two workers (one thread each). torusgd's virtual
+workers have 16 images each; the loops take 32 at a time and accumulate. Synthetic images, made in advance for the
+loops and by the loader for torusgd.
 Prints images/s from the median step (the first two are left out), and the ratios.
 """
 
@@ -22,7 +23,8 @@ from torch.nn import functional as F
 
 from torusgd.models.resnet import resnet50
 
-BATCH = 32
+PASS = 32
+"""images of one forward pass of the loops"""
 RECIPE = [
     "data.source=synthetic",
     "data.train_images=1000",
@@ -30,7 +32,6 @@ RECIPE = [
     "data.classes=1000",
     "data.augment={flip: 0.5}",
     "data.resize=null",
-    "virtual_workers=2",
     "rate={lr: 0.1}",
     "precision=bfloat16",
     "evaluate={every: null, images_per_chunk: 4}",
@@ -39,32 +40,33 @@ RECIPE = [
 ]
 
 
-def loop(tuned: bool, steps: int) -> list[float]:
+def loop(tuned: bool, steps: int, batch: int) -> list[float]:
     """Seconds of each step of a hand-written loop on two threads."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
     form = torch.channels_last if tuned else torch.contiguous_format
     model = resnet50(classes=1000, channels=3).to(memory_format=form)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    images = torch.randn(BATCH, 3, 224, 224).contiguous(memory_format=form)
-    targets = torch.randint(0, 1000, (BATCH,))
+    images = torch.randn(PASS, 3, 224, 224).contiguous(memory_format=form)
+    targets = torch.randint(0, 1000, (PASS,))
     times = []
     for _ in range(steps):
         started = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=tuned):
-            loss = F.cross_entropy(model(images), targets)
-        loss.backward()
+        for _ in range(batch // PASS):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=tuned):
+                loss = F.cross_entropy(model(images), targets)
+            (loss / (batch // PASS)).backward()
         optimizer.step()
         times.append(time.perf_counter() - started)
     return times
 
 
-def torusgd(workers: int, steps: int) -> list[float]:
+def torusgd(workers: int, steps: int, batch: int) -> list[float]:
     """Seconds of each step of a run."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        changes = [*RECIPE, f"stages=[{{until: {steps}st, images_per_worker: {BATCH // 2}}}]"]
+        changes = [*RECIPE, f"virtual_workers={batch // 16}", f"stages=[{{until: {steps}st, images_per_worker: 16}}]"]
         flags = [word for change in changes for word in ("--set", change)]
         command = [sys.executable, "-m", "torusgd", "train", "resnet50", "--workers", str(workers), "--out", str(out)]
         subprocess.run([*command, "--checkpoint-every", "1000st", *flags], check=True, capture_output=True)
@@ -73,16 +75,16 @@ def torusgd(workers: int, steps: int) -> list[float]:
 
 
 PROGRAMS = {
-    "plain float32, 2 threads": lambda steps: child("plain", steps),
-    "bfloat16, channels-last, 2 threads": lambda steps: child("tuned", steps),
-    "torusgd, 1 worker": lambda steps: torusgd(1, steps),
-    "torusgd, 2 workers": lambda steps: torusgd(2, steps),
+    "plain float32, 2 threads": lambda steps, batch: child("plain", steps, batch),
+    "bfloat16, channels-last, 2 threads": lambda steps, batch: child("tuned", steps, batch),
+    "torusgd, 1 worker": lambda steps, batch: torusgd(1, steps, batch),
+    "torusgd, 2 workers": lambda steps, batch: torusgd(2, steps, batch),
 }
 
 
-def child(kind: str, steps: int) -> list[float]:
+def child(kind: str, steps: int, batch: int) -> list[float]:
     """The loop in a process of its own, as the runs of torusgd are."""
-    command = [sys.executable, __file__, "--child", kind, "--steps", str(steps)]
+    command = [sys.executable, __file__, "--child", kind, "--steps", str(steps), "--batch", str(batch)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -90,16 +92,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="steps a round; the first two are not counted")
+    parser.add_argument("--batch", type=int, default=PASS, help=f"images a step, a multiple of {PASS}")
     parser.add_argument("--child", choices=("plain", "tuned"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(loop(args.child == "tuned", args.steps)))
+        print(json.dumps(loop(args.child == "tuned", args.steps, args.batch)))
         return
     rates: dict[str, list[float]] = {name: [] for name in PROGRAMS}
     for _ in range(args.rounds):
         for name, program in PROGRAMS.items():
-            rates[name].append(BATCH / statistics.median(program(args.steps)[2:]))
-    print(f"ResNet-50, 224 px, batch {BATCH}, n = {args.rounds} rounds of {args.steps - 2} steps, images/s")
+            rates[name].append(args.batch / statistics.median(program(args.steps, args.batch)[2:]))
+    print(f"ResNet-50, 224 px, batch {args.batch}, n = {args.rounds} rounds of {args.steps - 2} steps, images/s")
     for name, values in rates.items():
         base = [b / p for b, p in zip(values, rates["plain float32, 2 threads"], strict=True)]
         print(f"  {name:36} {statistics.median(values):6.2f} ({min(values):.2f} to {max(values):.2f}), "
