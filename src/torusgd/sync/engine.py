@@ -7,6 +7,7 @@ the order of calls, so several all-reduces, and the chunks of one, are on their 
 
 import queue
 import threading
+import time
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from .algorithms import Plan
 from .routes import Message, Round
-from .work import Work
+from .work import Overdue, Work
 
 LANES = 2
 """threads that carry messages; an all-reduce stays in one lane, so that a short one need not wait for a long one"""
@@ -76,6 +77,7 @@ class _Trip:
         self._engine, self._tensor, self._turns, self._tag = engine, tensor, turns, tag
         self._finished = threading.Event()
         self._error: Exception | None = None
+        self._ended = 0.0
         elements = sum(m.high - m.low for turn in turns for m, _ in turn.adds)
         scratch = torch.empty(elements, dtype=tensor.dtype)
         free = 0
@@ -102,6 +104,7 @@ class _Trip:
         except Exception as error:
             self._error = error
         self._received = []
+        self._ended = time.perf_counter()
         self._finished.set()
 
     def _go(self) -> None:
@@ -119,13 +122,17 @@ class _Trip:
             for work in works:
                 work.wait()
 
-    def wait(self) -> None:
-        self._finished.wait()
+    def wait(self, limit: float | None = None) -> None:
+        if not self._finished.wait(limit):
+            raise Overdue
         if self._error is not None:
             raise RuntimeError(f"all-reduce failed: {self._error}") from self._error
 
     def done(self) -> bool:
         return self._finished.is_set()
+
+    def ended(self) -> float | None:
+        return self._ended
 
 
 class GlooEngine:

@@ -105,12 +105,15 @@ class _Enqueued:
     def __init__(self, events: list[torch.cuda.Event]) -> None:
         self._events = events
 
-    def wait(self) -> None:
+    def wait(self, limit: float | None = None) -> None:
         for event in self._events:
             event.wait()
 
     def done(self) -> bool:
         return all(event.query() for event in self._events)
+
+    def ended(self) -> float | None:
+        return None
 
 
 class NcclEngine:

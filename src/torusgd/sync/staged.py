@@ -8,7 +8,7 @@ import torch
 from .algorithms import Plan
 from .engine import GlooEngine
 from .routes import Round
-from .work import Work
+from .work import Overdue, Work
 
 
 class _Staged:
@@ -30,18 +30,22 @@ class _Staged:
             self._error = error
         self._begun.set()
 
-    def wait(self) -> None:
-        self._begun.wait()
+    def wait(self, limit: float | None = None) -> None:
+        if not self._begun.wait(limit):
+            raise Overdue
         if self._error is not None:
             raise RuntimeError(f"all-reduce failed: {self._error}") from self._error
         assert self._work is not None
-        self._work.wait()
+        self._work.wait(limit)
         if not self._returned:
             self._returned = True
             self._tensor.copy_(self._host, non_blocking=True)
 
     def done(self) -> bool:
         return self._begun.is_set() and (self._work is None or self._work.done())
+
+    def ended(self) -> float | None:
+        return None if self._work is None else self._work.ended()
 
 
 class StagedEngine:

@@ -1,5 +1,6 @@
 """What an all-reduce is to its users: `start` it on a tensor, `wait` for it later."""
 
+import time
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -8,15 +9,26 @@ from .algorithms import Plan
 from .routes import Round
 
 
+class Overdue(RuntimeError):
+    """A message has not come within the seconds that `Work.wait` was given: a rank is frozen or cut off."""
+
+
 @runtime_checkable
 class Work(Protocol):
     """One all-reduce on its way."""
 
-    def wait(self) -> None:
-        """Returns when the tensor holds the sum (CUDA: when the current stream will); raises what went wrong."""
+    def wait(self, limit: float | None = None) -> None:
+        """Returns when the tensor holds the sum (CUDA: when the current stream will); raises what went wrong.
+
+        After `limit` seconds (None: after the group's timeout) it raises Overdue, and the all-reduce is of no more use;
+        NCCL, where nothing is waited for on the host, has the group's timeout alone.
+        """
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
+
+    def ended(self) -> float | None:
+        """After `wait`: when the sum was there (time.perf_counter); None where only a GPU's stream knows."""
 
 
 @runtime_checkable
@@ -54,12 +66,19 @@ class Engine(Protocol):
 class Done:
     """The work of a sum that needed none, as on one rank."""
 
-    def wait(self) -> None:
+    def __init__(self) -> None:
+        self._ended = time.perf_counter()
+
+    def wait(self, limit: float | None = None) -> None:
         """Returns at once."""
 
     def done(self) -> bool:
         """Always true."""
         return True
+
+    def ended(self) -> float | None:
+        """When it was made."""
+        return self._ended
 
 
 def check_tensor(tensor: torch.Tensor) -> None:

@@ -1,0 +1,72 @@
+"""Messages that are watched: what of their way was hidden, and that nobody waits for ever."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torusgd.sync.allreduce import create
+from torusgd.sync.traffic import Traffic, hidden_share
+from torusgd.sync.work import Overdue
+
+from .gloo_world import run_ranks
+
+
+def test_messages_that_travel_together_count_once():
+    traffic = Traffic()
+    for left, ended in ((1.0, 3.0), (2.0, 4.0), (2.5, 2.75), (6.0, 7.0)):
+        traffic.arrived(left, ended)
+    assert traffic.on_way == 4.0
+    traffic.arrived(8.0, None)
+    assert hidden_share(traffic.on_way, 1.0) is None
+
+
+def test_what_is_hidden_is_a_share():
+    assert hidden_share(0.0, 0.0) is None
+    assert hidden_share(2.0, 0.5) == 0.75
+    assert hidden_share(1.0, 1.001) == 0.0
+
+
+def compute_while_summing(names: list[str]) -> list[tuple[float, float]]:
+    """Seconds on the way and waited, of a sum behind computation and of one that is waited for at once."""
+    found = []
+    for name in names:
+        allreduce = create(name)
+        for pause in (0.5, 0.0):
+            traffic = Traffic()
+            work = traffic.over(allreduce).start(torch.ones(1000))
+            time.sleep(pause)
+            work.wait()
+            work.wait()
+            found.append((traffic.on_way, traffic.waited))
+        allreduce.close()
+    return found
+
+
+def test_a_sum_behind_computation_is_hidden_by_every_engine():
+    for found in run_ranks(2, compute_while_summing, ["native", "ring"]):
+        for behind, bare in zip(found[::2], found[1::2], strict=True):
+            assert 0 < behind[0] < 0.5  # it came long before it was waited for
+            assert hidden_share(*behind) > 0.5
+            assert 0 < bare[1]
+
+
+def wait_for_a_rank_that_sleeps(names: list[str]) -> list[str]:
+    told = []
+    for allreduce in [create(name) for name in names]:
+        time.sleep(2.5 * dist.get_rank())
+        traffic = Traffic()
+        work = traffic.over(allreduce).start(torch.ones(10))
+        if dist.get_rank() == 0:
+            traffic.limit = 1.0
+            with pytest.raises(Overdue) as caught:
+                work.wait()
+            told.append(str(caught.value))
+            traffic.limit = None
+        work.wait()
+    return told
+
+
+def test_a_rank_that_does_not_answer_is_overdue():
+    assert run_ranks(2, wait_for_a_rank_that_sleeps, ["native", "ring"])[0] == ["no answer within 1 s"] * 2
