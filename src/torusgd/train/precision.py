@@ -29,6 +29,11 @@ class Precision:
         self.loss_scale = recipe.loss_scale.initial if self._is_scaling else 1.0
         self.accepted_in_a_row = 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix products."""
+        return self._dtype or torch.float32
+
     def autocast(self) -> AbstractContextManager[object]:
         """The context of a forward pass."""
         if self._dtype is None:
