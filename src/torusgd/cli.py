@@ -222,7 +222,7 @@ def fetch_data(
 
 @data_app.command("info")
 def data_info(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A data set's folder or file.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A data set's folder or file, or a recipe's name.")],
     check: Annotated[bool, typer.Option("--check", help="Decode every image, and name those that can't be.")] = False,
 ) -> None:
     """Tell what a data set holds."""

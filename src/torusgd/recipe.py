@@ -66,7 +66,7 @@ class Data(Section):
     """Where images come from and how they become tensors."""
 
     source: str
-    """digits, synthetic, idx, folder, arrays, or package.module:factory"""
+    """digits, synthetic, frames, idx, folder, arrays, or package.module:factory"""
     options: Options = {}
     """arguments of the source, such as noise for synthetic"""
     train_images: Count | None = None

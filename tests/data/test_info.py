@@ -49,6 +49,16 @@ def test_many_classes_are_cut_short(tmp_path: Path) -> None:
     assert lines[2].endswith("300: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...")
 
 
+def test_what_a_recipe_makes() -> None:
+    info = describe(Path("intel-cddnn-16"))
+    assert (info.kind, info.images, info.channels) == ("frames", {"train": 4_000_000, "eval": 40_000}, 1)
+    assert info.sizes == (((11, 39), 200),)
+    assert info.per_class[0] > 50
+    assert info.lines()[0].startswith("intel-cddnn-16: data.source frames, 1 channel")
+    with pytest.raises(UserError, match="--data PATH"):
+        describe(Path("sony-224s"))
+
+
 def test_an_unknown_layout_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no data set that is known"):
         describe(tmp_path)

@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -5,6 +6,7 @@ import numpy as np
 import pytest
 
 from torusgd.data import ArraySource, RegionSource, Source, open_sources
+from torusgd.data.frames import SEQUENCE, walk
 from torusgd.errors import UserError
 from torusgd.recipe import Data
 
@@ -90,6 +92,71 @@ def test_synthetic_makes_the_size_before_the_centre_crop() -> None:
     assert train.read(0).shape == (20, 20, 3)
 
 
+def frames(**changes: Any) -> Data:
+    values = {"image_size": (11, 39), "train_images": 1500, "eval_images": 400, "classes": 50}
+    return grey("frames", **{**values, **changes})
+
+
+def test_frames_are_windows_of_sequences_by_seed_split_and_index() -> None:
+    train, held_out = open_sources(frames(), None, seed=3)
+    assert (len(train), len(held_out), train.classes) == (1500, 400, tuple(map(str, range(50))))
+    assert isinstance(train, ArraySource)
+    assert train.shape == (11, 39, 1)
+    many = train.read_many(np.array([5, 1499, 6, 5]))
+    assert np.array_equal(many[0], many[3])
+    assert np.array_equal(many[1], train.read(1499))
+    # The next sample is the same sequence, a frame later, unless a new one begins.
+    assert np.array_equal(many[0][1:], many[2][:-1])
+    assert not np.array_equal(train.read(SEQUENCE - 1)[1:], train.read(SEQUENCE)[:-1])
+    assert not np.array_equal(train.read(5), held_out.read(5))
+    assert not np.array_equal(train.read(5), open_sources(frames(), None, seed=4)[0].read(5))
+    larger, _ = open_sources(frames(train_images=1900), None, seed=3)
+    assert np.array_equal(larger.read_many(np.arange(1500)), train.read_many(np.arange(1500)))
+    assert np.array_equal(larger.labels[:1500], train.labels)
+
+
+def test_a_state_is_held_and_then_left_for_the_right() -> None:
+    states = walk(np.arange(40), 300, classes=3 * 20, seed=0, split=0)
+    assert states.shape == (40, 300)
+    for row in states:
+        changes = np.flatnonzero(np.diff(row)) + 1
+        assert set(np.diff(changes)) <= set(range(3, 10))
+        before, after = row[changes - 1], row[changes]
+        within = before % 3 < 2
+        assert (after[within] == before[within] + 1).all()
+        assert (after[~within] % 3 == 0).all()
+    followers = {(a, b) for row in states for a, b in pairwise(row.tolist()) if a % 3 == 2 and a != b}
+    assert max(sum(pair[0] == last for pair in followers) for last in range(2, 60, 3)) <= 16
+    assert set(walk(np.arange(400), 300, classes=50, seed=0, split=1).ravel()) == set(range(50))
+
+
+def test_without_noise_a_frame_between_two_states_lies_between_their_means() -> None:
+    train, _ = open_sources(frames(options={"noise": 0}), None, seed=0)
+    assert isinstance(train, ArraySource)
+    windows, labels = train.read_many(np.arange(200))[..., 0].astype(int), train.labels[:200]
+    held = [i for i in range(5, 195) if len(set(labels[i - 2 : i + 3])) == 1]
+    means = {labels[i]: windows[i, 5] for i in held}
+    assert all(np.array_equal(windows[i, 5], means[labels[i]]) for i in held)
+    turns = [i for i in range(5, 195) if labels[i] != labels[i + 1] and {labels[i], labels[i + 1]} <= set(means)]
+    assert len(turns) > 5
+    for i in turns:
+        low, high = np.sort([means[labels[i]], means[labels[i + 1]]], axis=0)
+        inside = (low <= windows[i, 5]) & (windows[i, 5] <= high)
+        assert inside.mean() > 0.95  # a third state may be near
+
+
+def test_frames_can_be_learned() -> None:
+    """The nearest mean of the training set's middle frames tells most of the held-out states, of 50."""
+    train, held_out = open_sources(frames(train_images=8000), None, seed=0)
+    assert isinstance(train, ArraySource)
+    assert isinstance(held_out, ArraySource)
+    known, asked = (source.read_many(np.arange(len(source)))[:, 5, :, 0].astype(float) for source in (train, held_out))
+    means = np.stack([known[train.labels == label].mean(axis=0) for label in range(50)])
+    guesses = ((asked[:, None] - means) ** 2).sum(axis=2).argmin(axis=1)
+    assert (guesses == held_out.labels).mean() > 0.7
+    assert np.bincount(held_out.labels).max() / len(held_out) < 0.1
+
+
 def test_the_first_images_are_taken() -> None:
     whole, _ = open_sources(grey("digits"), None, 0)
     few, held_out = open_sources(grey("digits", train_images=10, eval_images=7), None, 0)
@@ -116,13 +183,18 @@ def test_a_source_of_ones_own() -> None:
 
 
 MISTAKES = {
-    "unknown source": (grey("digit"), "digits, synthetic, idx"),
+    "unknown source": (grey("digit"), "digits, synthetic, frames, idx"),
     "path for digits": (grey("digits"), "take no --data"),
     "option of digits": (grey("digits", options={"noise": 1}), r"data.options.noise: .* takes none"),
     "option of synthetic": (synthetic(options={"nois": 1}), "it takes noise"),
     "noise above 1": (synthetic(options={"noise": 1.5}), "from 0 to 1"),
     "noise as text": (synthetic(options={"noise": "much"}), "from 0 to 1"),
     "no size for synthetic": (synthetic(train_images=None), "data.train_images"),
+    "no classes for frames": (frames(classes=None), "frames needs data.train_images, .* and data.classes"),
+    "frames can't be resized": (frames(resize=40), "data.resize: frames are made at data.image_size"),
+    "frames in colour": (frames(channels=3, mean=(0.5,) * 3, std=(0.5,) * 3), "the training images have 1"),
+    "option of frames": (frames(options={"nois": 1}), "it takes noise"),
+    "noise of frames": (frames(options={"noise": -1}), "from 0 to 1"),
     "no path": (grey("idx"), "--data PATH"),
     "no path for a folder": (folder_data(), "--data PATH"),
     "classes": (grey("digits", classes=11), r"data.classes: the recipe says 11, .* have 10"),

@@ -1,4 +1,4 @@
-"""What lies in a folder or file of images: `torusgd data info PATH`."""
+"""What lies in a folder or file of images, or what a recipe makes: `torusgd data info PATH`."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
+from ..recipes import load_recipe, recipe_names
 from .arrays import open_arrays
 from .decode import Undecodable
 from .folder import Folder, open_folder
 from .idx import open_idx
-from .sources import CorruptImage, Source
+from .sources import CorruptImage, Source, open_sources
 
 _SAMPLE = 200  # pictures of which the size is read
 
@@ -22,7 +23,8 @@ class DataInfo:
     """What `describe` found.
 
     Args:
-        kind: The source to name in a recipe: folder, idx or arrays.
+        path: What was looked at: a path, or the name of a recipe.
+        kind: The source to name in a recipe: folder, idx or arrays; or the one that the recipe names.
         images: Number of images by split, `train` and `eval`.
         classes: Names by label.
         per_class: Fewest and most training images of a class.
@@ -57,6 +59,9 @@ class DataInfo:
 
 def describe(path: Path) -> DataInfo:
     """Kind, number of images, classes and sizes of a data set; pictures are not decoded.
+
+    Args:
+        path: A data set's, or the name of a built-in recipe that makes its images.
 
     Raises:
         UserError: The path holds no data set in a layout that is known, or a damaged one.
@@ -98,7 +103,10 @@ def undecodable(path: Path) -> Iterator[str]:
 
 
 def open_any(path: Path) -> tuple[str, Source, Source]:
-    """The kind of a data set, told by its layout, and its training and held-out images."""
+    """The kind of a data set, told by its layout or by a recipe, and its training and held-out images."""
+    if not path.exists() and str(path) in recipe_names():
+        recipe = load_recipe(str(path)).recipe
+        return recipe.data.source, *open_sources(recipe.data, None, recipe.seed)
     if (path / "train").is_dir():
         return "folder", *open_folder(path, channels=3)
     if path.suffix == ".npz" or (path / "train_images.npy").is_file():
@@ -107,5 +115,6 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
         return "idx", *open_idx(path)
     raise UserError(
         f"{path}: no data set that is known; wanted is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, one with"
-        " IDX files (train-images-idx3-ubyte.gz ...), one with train_images.npy ..., or an .npz file"
+        " IDX files (train-images-idx3-ubyte.gz ...), one with train_images.npy ..., or an .npz file;"
+        " or a built-in recipe that makes its own images, such as digits"
     )

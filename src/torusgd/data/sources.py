@@ -102,11 +102,23 @@ def _digits(data: Data, path: Path | None, seed: int) -> Pair:
 def _synthetic(data: Data, path: Path | None, seed: int) -> Pair:
     from .synthetic import open_synthetic
 
-    if data.train_images is None or data.eval_images is None or data.classes is None:
-        raise UserError("data.source: synthetic needs data.train_images, data.eval_images and data.classes")
     height, width = sides(data.resize or data.image_size)
-    shape = (height, width, data.channels)
-    return open_synthetic(data.train_images, data.eval_images, data.classes, shape, seed, **options(data, "noise"))
+    return open_synthetic(*_amounts(data), (height, width, data.channels), seed, **options(data, "noise"))
+
+
+def _frames(data: Data, path: Path | None, seed: int) -> Pair:
+    from .frames import open_frames
+
+    if data.resize is not None:
+        raise UserError("data.resize: frames are made at data.image_size, [frames, values of a frame]; leave it null")
+    return open_frames(*_amounts(data), sides(data.image_size), seed, **options(data, "noise"))
+
+
+def _amounts(data: Data) -> tuple[int, int, int]:
+    """Training and held-out images and classes, for a source that makes as many as it is told."""
+    if data.train_images is None or data.eval_images is None or data.classes is None:
+        raise UserError(f"data.source: {data.source} needs data.train_images, data.eval_images and data.classes")
+    return data.train_images, data.eval_images, data.classes
 
 
 def _idx(data: Data, path: Path | None, seed: int) -> Pair:
@@ -142,6 +154,7 @@ def _factory(data: Data, path: Path | None, seed: int) -> Pair:
 SOURCES: dict[str, Callable[[Data, Path | None, int], Pair]] = {
     "digits": _digits,
     "synthetic": _synthetic,
+    "frames": _frames,
     "idx": _idx,
     "arrays": _arrays,
     "folder": _folder,
@@ -154,7 +167,7 @@ def open_sources(data: Data, path: Path | None, seed: int) -> Pair:
     Args:
         data: The recipe's section.
         path: The folder or file of `--data`; None where the source needs none.
-        seed: The recipe's seed; it makes the images of `synthetic` and touches no other source.
+        seed: The recipe's seed; it makes the images of `synthetic` and `frames` and touches no other source.
 
     Raises:
         UserError: The path, its layout, an option, the number of images, classes or channels is not what the
