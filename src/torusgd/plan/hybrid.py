@@ -9,7 +9,20 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+from ..sync.volume import best_groups, hybrid_volume, optimal_groups
 from .layers import Layer
+
+__all__ = [
+    "best_groups",
+    "bubbles",
+    "data_parallel_ratio",
+    "hybrid_volume",
+    "minimum_images",
+    "model_parallel_is_better",
+    "network_ratio",
+    "optimal_groups",
+    "overlap_efficiency",
+]
 
 
 def data_parallel_ratio(layer: Layer, images_per_node: float, overlap: float = 1.0, size: int = 4) -> float:
@@ -32,32 +45,6 @@ def minimum_images(system_ratio: float, layers: Sequence[Layer]) -> int:
 def model_parallel_is_better(layer: Layer, batch: int, overlap: float = 0.0) -> bool:
     """Whether a layer's activations are less to send than its weights: ofm * k * (2 - overlap) > 2 * iw*ih * batch."""
     return layer.ofm * layer.kernel * (2 - overlap) > 2 * layer.in_area * batch
-
-
-def hybrid_volume(
-    layer: Layer, nodes: int, batch: int, groups: float, overlap: float = 0.0, size: int = 4, exact: bool = True
-) -> tuple[float, float]:
-    """(bytes of activations and their gradients, bytes of weight gradients and weights) of a node.
-
-    With `exact` the part that is a node's own is left out: (1 - G/N) of the first, (G-1)/G of the second.
-    """
-    activations = 2 * size * layer.ifm * layer.in_area * batch / groups
-    weights = size * layer.weights * groups / nodes * (2 - overlap)
-    if not exact:
-        return activations, weights
-    return activations * (1 - groups / nodes), weights * (groups - 1) / groups
-
-
-def optimal_groups(layer: Layer, nodes: int, batch: int, overlap: float = 0.0) -> float:
-    """The real-valued G of least volume, sqrt(2 N batch iw*ih / ((2 - overlap) ofm k)), within 1..N."""
-    best = math.sqrt(2 * nodes * batch * layer.in_area / ((2 - overlap) * layer.ofm * layer.kernel))
-    return min(max(best, 1.0), float(nodes))
-
-
-def best_groups(layer: Layer, nodes: int, batch: int, overlap: float = 0.0, size: int = 4) -> int:
-    """The divisor G of N with the least exact volume; the larger of two equals, which sends fewer messages."""
-    divisors = [groups for groups in range(nodes, 0, -1) if nodes % groups == 0]
-    return min(divisors, key=lambda groups: sum(hybrid_volume(layer, nodes, batch, groups, overlap, size)))
 
 
 def bubbles(
