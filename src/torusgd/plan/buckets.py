@@ -1,5 +1,7 @@
 """Cuts the gradients of a network into buckets, as published systems and torusgd do."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from .describe import Buckets
@@ -12,6 +14,10 @@ class Bucket(NamedTuple):
     ready: float
     """seconds after the start of backward when the last of them is complete"""
     bytes: float
+    first: int = 0
+    """its first gradient, in the order in which backward completes them"""
+    stop: int = 0
+    """one more than its last"""
 
 
 def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wire_bytes: int) -> list[Bucket]:
@@ -20,7 +26,8 @@ def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wi
     Args:
         gradients: In the order in which backward completes them.
         ready: When each is complete, in seconds.
-        rule: How to cut. A tensor that is larger than a bucket is cut itself, except with rules layer and cubic.
+        rule: How to cut. A tensor that is larger than a bucket is cut itself, except with rules
+            layer, runs and cubic.
         wire_bytes: Of one value on the network.
     """
     if not gradients:
@@ -29,20 +36,37 @@ def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wi
         return _cubic(gradients, ready, wire_bytes)
     sizes = [gradient.values * wire_bytes for gradient in gradients]
     if rule.rule == "layer":
-        return [Bucket(float(when), float(size)) for when, size in zip(ready, sizes, strict=True)]
+        return _runs(sizes, ready, 0)
+    if rule.rule == "runs":
+        return _runs(sizes, ready, (rule.values or 1) * wire_bytes)
     total = float(sum(sizes))
     if rule.rule == "one":
-        return [Bucket(float(ready[-1]), total)]
+        return [Bucket(float(ready[-1]), total, 0, len(sizes))]
     full = total / rule.parts if rule.parts else float((rule.values or 1) * wire_bytes)
-    buckets, gone, seen = [], 0.0, 0.0
-    for when, size in zip(ready, sizes, strict=True):
+    buckets, first, gone, seen = [], 0, 0.0, 0.0
+    for number, (when, size) in enumerate(zip(ready, sizes, strict=True)):
         seen += size
         while seen - gone >= full * (1 - 1e-9):
-            buckets.append(Bucket(float(when), full))
+            buckets.append(Bucket(float(when), full, first, number + 1))
             gone += full
+            first = number if seen - gone > full * 1e-9 else number + 1
     if seen - gone > total * 1e-9:
-        buckets.append(Bucket(float(ready[-1]), seen - gone))
+        buckets.append(Bucket(float(ready[-1]), seen - gone, first, len(sizes)))
     return buckets
+
+
+def _runs(sizes: Sequence[int], ready: Array, limit: int) -> list[Bucket]:
+    """As torusgd cuts (`sync.reducer`): tensors join up to the limit, a larger one stands alone."""
+    edges, length = [0], 0
+    for number, size in enumerate(sizes):
+        if number > edges[-1] and length + size > limit:
+            edges.append(number)
+            length = 0
+        length += size
+    return [
+        Bucket(float(max(ready[first:stop])), float(sum(sizes[first:stop])), first, stop)
+        for first, stop in pairwise([*edges, len(sizes)])
+    ]
 
 
 def _cubic(gradients: tuple[Gradient, ...], ready: Array, wire_bytes: int) -> list[Bucket]:
@@ -51,7 +75,7 @@ def _cubic(gradients: tuple[Gradient, ...], ready: Array, wire_bytes: int) -> li
     while first < len(gradients):
         stop = min(3 * (k + 1) ** 3, len(gradients))
         size = sum(g.values for g in gradients[first:stop] if not g.norm_or_bias) * wire_bytes
-        buckets.append(Bucket(float(ready[stop - 1]), float(size)))
+        buckets.append(Bucket(float(ready[stop - 1]), float(size), first, stop))
         first, k = stop, k + 1
     small = sum(gradient.values for gradient in gradients if gradient.norm_or_bias) * 4
-    return [*buckets, Bucket(float(ready[-1]), float(small))]
+    return [*buckets, Bucket(float(ready[-1]), float(small), 0, len(gradients))]

@@ -22,11 +22,13 @@ class Pass:
     """One forward and backward pass of one virtual worker, in seconds.
 
     ready: for each gradient, in the order of `ModelCost.gradients`, when it is complete after the start of backward.
+    needed: for each gradient's parameter, in the same order, when it is used first after the start of forward.
     """
 
     forward: float
     backward: float
     ready: Array
+    needed: Array
 
 
 def kernel_seconds(
@@ -45,14 +47,15 @@ def kernel_seconds(
 
 def pass_seconds(cost: ModelCost, device: Device, software: Software, images: float, linear_share: float = 1.0) -> Pass:
     """A pass over `images` images on one device, which keeps `linear_share` of the weights of linear layers."""
-    forward = kernel_seconds(cost.forward, device, software, images, linear_share).sum()
+    forward = np.concatenate([[0.0], np.cumsum(kernel_seconds(cost.forward, device, software, images, linear_share))])
+    needed = forward[np.array([gradient.needed for gradient in cost.gradients], dtype=int)]
     backward = kernel_seconds(cost.backward, device, software, images, linear_share)
     done = np.concatenate([[0.0], np.cumsum(backward)])
     last = np.array([gradient.ready for gradient in cost.gradients], dtype=int)
     ready = done[last]
     if software.weights_first:  # both gradients of a convolution stand as one kernel, the second half is the input's
         ready = ready - np.where(cost.backward.launches[last - 1] > 1, backward[last - 1] / 2, 0.0)
-    return Pass(float(forward), float(done[-1]), ready)
+    return Pass(float(forward[-1]), float(done[-1]), ready, needed)
 
 
 def update_seconds(cost: ModelCost, device: Device, software: Software, devices: int) -> float:

@@ -85,18 +85,20 @@ class Cluster(Section):
 class Buckets(Section):
     """How gradients are cut into runs that travel together, in the order in which backward completes them."""
 
-    rule: Literal["one", "layer", "parts", "values", "cubic"] = "one"
-    """`layer`: a tensor each; `cubic`: bucket k takes 3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu)"""
+    rule: Literal["one", "layer", "parts", "values", "runs", "cubic"] = "one"
+    """`layer`: a tensor each; `values`: equal runs of values, which cut tensors; `runs`: tensors join up to so many
+    values and a larger one stands alone (torusgd); `cubic`: bucket k takes 3((k+1)^3 - k^3) tensors, batch norm's last
+    (Fujitsu)"""
     parts: Count | None = None
     """with rule: parts, that many of equal bytes"""
     values: Count | None = None
-    """with rule: values, elements of one bucket"""
+    """with rules values and runs, elements of one bucket"""
 
     @model_validator(mode="after")
     def _check(self) -> "Buckets":
-        for key in ("parts", "values"):
-            if (getattr(self, key) is not None) != (self.rule == key):
-                raise ValueError(f"{key}: needed with rule: {key}, and only there")
+        for key, rules in (("parts", ("parts",)), ("values", ("values", "runs"))):
+            if (getattr(self, key) is not None) != (self.rule in rules):
+                raise ValueError(f"{key}: needed with rule: {' or '.join(rules)}, and only there")
         return self
 
 
@@ -123,6 +125,10 @@ class Communication(Section):
     """seconds a message costs the program on top of the link's alpha"""
     coordination: NotNegative = 0.0
     """seconds a rank and step that a central coordinator needs"""
+    gather_ahead: bool = False
+    """with a sharded update: new weights are gathered as the next forward pass needs them, and hide behind it"""
+    statistic_bytes: NotNegative = 0.0
+    """of each batch-norm statistic and of the loss, summed in a step's first message, which leaves after forward"""
     linear_groups: Count | None = None
     """linear layers are split inside each of so many groups of ranks (Das et al.); null: data-parallel like the rest"""
 

@@ -60,6 +60,8 @@ class Gradient:
     values: int
     norm_or_bias: bool
     ready: int
+    needed: int = 0
+    """forward kernels that have run when the layer that uses the parameter begins"""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class ModelCost:
     """batch-norm layers"""
     activations: float
     """values an image that the forward pass writes: an upper bound of what backward needs of it"""
+    statistics: int = 0
+    """means and variances of all batch-norm layers"""
 
     @property
     def parameters(self) -> int:
@@ -155,6 +159,7 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
         tuple(few.layers),
         sum(isinstance(module, _BatchNorm) for module in model.modules()),
         few.written / 2,
+        sum(2 * module.num_features for module in model.modules() if isinstance(module, _BatchNorm)),
     )
 
 
@@ -172,6 +177,8 @@ class _Trace(TorchDispatchMode):
         self.rows: list[_Row] = []
         self.gradients: list[Gradient] = []
         self.layers: list[Layer] = []
+        self.needed: dict[int, int] = {}
+        """of each parameter, by its id: forward kernels before the first layer that uses it"""
         self.middle = 0
         """rows of the forward pass"""
         self.written = 0
@@ -210,6 +217,7 @@ def _trace(model: nn.Module, images: int, shape: tuple[int, ...]) -> _Trace:
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             hooks.append(module.register_forward_hook(partial(_note_layer, trace, name)))
+        hooks.append(module.register_forward_pre_hook(partial(_note_use, trace)))
     for name, parameter in model.named_parameters():
         light = id(parameter) in norms or parameter.dim() == 1
         hooks.append(parameter.register_post_accumulate_grad_hook(partial(_note_gradient, trace, name, light)))
@@ -222,12 +230,21 @@ def _trace(model: nn.Module, images: int, shape: tuple[int, ...]) -> _Trace:
         for hook in hooks:
             hook.remove()
     trace.written = forward_wrote
+    # One kernel completes a convolution's weight and bias; buckets hold them in the reverse of the parameters' order.
+    order = {name: -place for place, (name, _) in enumerate(model.named_parameters())}
+    trace.gradients.sort(key=lambda gradient: (gradient.ready, order[gradient.name]))
     model.zero_grad()
     return trace
 
 
 def _note_gradient(trace: _Trace, name: str, light: bool, parameter: Tensor) -> None:
-    trace.gradients.append(Gradient(name, parameter.numel(), light, len(trace.rows) - trace.middle))
+    ready, needed = len(trace.rows) - trace.middle, trace.needed.get(id(parameter), 0)
+    trace.gradients.append(Gradient(name, parameter.numel(), light, ready, needed))
+
+
+def _note_use(trace: _Trace, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    for parameter in module.parameters(recurse=False):
+        trace.needed.setdefault(id(parameter), len(trace.rows))
 
 
 def _note_layer(trace: _Trace, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

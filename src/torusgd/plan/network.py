@@ -6,7 +6,7 @@ no more than 8. A ring of P takes 2 (P-1) alpha + 2 (P-1)/P n / B; the others' f
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -148,6 +148,21 @@ def phases(cluster: Cluster, communication: Communication, ranks: int, size: flo
         "nccl": lambda: min(ring(), double_tree()),
     }
     return (Phase("flat", seconds[communication.algorithm]()),)
+
+
+def halves(parts: Sequence[Phase]) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
+    """An all-reduce as its reduce-scatter and its all-gather, which is the same backwards."""
+    middle = len(parts) // 2
+    half = [Phase(axis, seconds / 2) for axis, seconds in parts[middle : middle + len(parts) % 2]]
+    return (*parts[:middle], *half), (*half, *parts[len(parts) - middle :])
+
+
+def axis_sum(cluster: Cluster, communication: Communication, axis: Axis, size: float) -> tuple[Phase, ...]:
+    """An all-reduce of `size` bytes among the ranks of one axis; rings where the algorithm has no method for one."""
+    methods = {"halving-doubling": "halving", "doubling": "doubling", "direct": "direct"}
+    method = methods.get(communication.algorithm, "ring")
+    seconds = _summed(cluster, axis, size, method, communication.message)
+    return (Phase("flat", seconds),) if axis.size > 1 else ()
 
 
 def _chosen(cluster: Cluster, communication: Communication, ranks: int, size: float) -> tuple[Phase, ...]:

@@ -1,18 +1,17 @@
 """One training step on a cluster as a timeline: compute, buckets that leave during backward and queue on each axis."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from functools import lru_cache, partial
 from statistics import NormalDist
 
-from .buckets import Bucket, cut_buckets
+from .compose import compose, split_layers
 from .compute import Pass, pass_seconds, update_seconds
 from .describe import Cluster, Software
 from .hybrid import hybrid_volume
 from .layers import Layer, ModelCost
-from .network import Axis, Phase, phases, reduce_scatter
+from .network import Axis, reduce_scatter
+from .script import CONTENTS, Send, price_of, waited_seconds
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,10 @@ def step_time(
         passes: Virtual workers of a device, one after another; only the last one's backward hides communication.
         quantile: Of the slowest device's speed: 0.5 for the expected step, 0.05 and 0.95 for a band.
     """
-    split = _split_layers(cost, software, devices)
-    own = (software.communication.linear_groups or 1) / devices if split else 1.0
-    work = pass_seconds(cost, cluster.device, software, images, own)
-    work = _crowded(work, cluster, devices)
+    split = split_layers(cost, software, devices)
+    work = step_work(cost, cluster, software, devices, images)
     forward, backward = work.forward * passes, work.backward * passes
-    sent = _sum_gradients(cost, cluster, software, devices, work, {layer.name for layer in split})
+    sent = _sum_gradients(cost, cluster, software, devices, images, passes, work)
     exchange = sum(_activations(layer, cluster, software, devices, images * passes) for layer in split)
     if software.norm_group > 1 and devices > 1:
         # Statistics in forward and their gradients in backward: small messages, so alpha alone.
@@ -109,7 +106,7 @@ def _crowded(work: Pass, cluster: Cluster, devices: int) -> Pass:
     if not cluster.crowding or not neighbours:
         return work
     factor = 1 + cluster.crowding * neighbours / (cluster.devices_per_node - 1)
-    return Pass(work.forward * factor, work.backward * factor, work.ready * factor)
+    return Pass(work.forward * factor, work.backward * factor, work.ready * factor, work.needed * factor)
 
 
 def _stretch(jitter: float, devices: int, quantile: float) -> float:
@@ -123,50 +120,23 @@ class _Sent:
 
 
 def _sum_gradients(
-    cost: ModelCost, cluster: Cluster, software: Software, devices: int, work: Pass, split: set[str]
+    cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int, passes: int, work: Pass
 ) -> _Sent:
+    """What the step's script waits for; activations are waited for where they are, and counted apart."""
     how = software.communication
-    if devices == 1:
-        return _Sent(0.0, 0.0)
-    whole = [i for i, gradient in enumerate(cost.gradients) if gradient.name.rpartition(".")[0] not in split]
-    gradients, ready = tuple(cost.gradients[i] for i in whole), work.ready[whole]
-    buckets = cut_buckets(gradients, ready, how.buckets, how.wire_bits // 8)
-    buckets += _weights_across_groups(cost, software, devices, work, split)
-    buckets.sort(key=lambda bucket: bucket.ready)
-    priced = [(bucket.ready, phases(cluster, how, devices, bucket.bytes)) for bucket in buckets]
-    total = sum(phase.seconds for _, parts in priced for phase in parts)
-    if not how.overlap:
-        return _Sent(total, 0.0)
-    # Hiding behind the next forward pass would gain nothing: the first layer's weights come last and are needed first.
-    exposed = max(0.0, _end(priced, how.pipelined) - work.backward)
-    return _Sent(exposed, max(0.0, total - exposed))
+    price = partial(price_of, cluster, how, devices)
+    script = compose(cost, cluster, software, devices, images, passes, work)
+    sent = [action for action in script if isinstance(action, Send)]
+    seconds = {content: sum(p.seconds for s in sent if s.content == content for p in price(s)) for content in CONTENTS}
+    waited = max(0.0, waited_seconds(script, price, how.pipelined) - seconds["activations"])
+    return _Sent(waited, max(0.0, sum(seconds.values()) - seconds["activations"] - waited))
 
 
-def _end(priced: Sequence[tuple[float, Sequence[Phase]]], pipelined: bool) -> float:
-    """When the last bucket's sum is complete; an axis serves one bucket at a time, in the order of arrival.
-
-    Unpipelined, a bucket has the whole network to itself.
-    """
-    if not pipelined:
-        priced = [(ready, [Phase("all", sum(phase.seconds for phase in parts))]) for ready, parts in priced]
-    waiting = [(ready, number, 0) for number, (ready, _) in enumerate(priced)]
-    heapify(waiting)
-    free: dict[str, float] = {}
-    end = 0.0
-    while waiting:
-        now, number, part = heappop(waiting)
-        axis, seconds = priced[number][1][part]
-        end_of_part = max(now, free.get(axis, 0.0)) + seconds
-        free[axis] = end_of_part
-        end = max(end, end_of_part)
-        if part + 1 < len(priced[number][1]):
-            heappush(waiting, (end_of_part, number, part + 1))
-    return end
-
-
-def _split_layers(cost: ModelCost, software: Software, devices: int) -> list[Layer]:
-    groups = software.communication.linear_groups
-    return [layer for layer in cost.layers if layer.linear] if groups is not None and groups < devices else []
+def step_work(cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int) -> Pass:
+    """Times of a pass over one virtual worker's images when so many devices share split layers and a crowded node."""
+    split = split_layers(cost, software, devices)
+    own = (software.communication.linear_groups or 1) / devices if split else 1.0
+    return _crowded(pass_seconds(cost, cluster.device, software, images, own), cluster, devices)
 
 
 def _activations(layer: Layer, cluster: Cluster, software: Software, devices: int, images: int) -> float:
@@ -177,16 +147,3 @@ def _activations(layer: Layer, cluster: Cluster, software: Software, devices: in
     members = devices // groups
     whole = bytes_ / 2 * members / (members - 1)
     return 2 * reduce_scatter(cluster, Axis(members, 1), whole, "ring", software.communication.message)
-
-
-def _weights_across_groups(
-    cost: ModelCost, software: Software, devices: int, work: Pass, split: set[str]
-) -> list[Bucket]:
-    """The strips of split layers, summed over the groups; priced as sums over all devices of an equal volume."""
-    groups = software.communication.linear_groups or devices
-    if groups == 1 or not split:
-        return []
-    share = groups / devices * (groups - 1) / groups * devices / (devices - 1)
-    size = software.communication.wire_bits // 8
-    ready = {gradient.name.rpartition(".")[0]: work.ready[i] for i, gradient in enumerate(cost.gradients)}
-    return [Bucket(float(ready[x.name]), x.weights * size * share) for x in cost.layers if x.name in split]
