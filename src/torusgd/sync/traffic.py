@@ -4,6 +4,7 @@ What is on its way and not waited for is hidden behind computation; both are sec
 """
 
 import time
+from collections.abc import Callable
 from math import nan
 
 import torch
@@ -23,9 +24,10 @@ class Traffic:
         """seconds that a `wait` may take from now on before it raises Overdue; None: the group's own timeout"""
         self._until = 0.0
 
-    def watch(self, work: Work) -> Work:
-        """A message that has just left; wait for the answer's `wait` in its place."""
-        return _Watched(self, work)
+    def start(self, begin: Callable[[], Work]) -> Work:
+        """What `begin` starts, watched."""
+        left = time.perf_counter()
+        return _Watched(self, begin(), left)
 
     def over(self, allreduce: AllReduce) -> AllReduce:
         """The same all-reduce, all of whose messages are watched."""
@@ -50,8 +52,8 @@ def hidden_share(on_way: float, waited: float) -> float | None:
 
 
 class _Watched:
-    def __init__(self, traffic: Traffic, work: Work) -> None:
-        self._traffic, self._work, self._left = traffic, work, time.perf_counter()
+    def __init__(self, traffic: Traffic, work: Work, left: float) -> None:
+        self._traffic, self._work, self._left = traffic, work, left
         self._noted = False
 
     def wait(self, limit: float | None = None) -> None:
@@ -79,7 +81,7 @@ class _WatchedAllReduce:
         self._traffic, self._allreduce = traffic, allreduce
 
     def start(self, tensor: torch.Tensor) -> Work:
-        return self._traffic.watch(self._allreduce.start(tensor))
+        return self._traffic.start(lambda: self._allreduce.start(tensor))
 
     def close(self) -> None:
         self._allreduce.close()
