@@ -104,7 +104,7 @@ class ExactGradientSum:
         assert virtual_workers <= 2**20, "the bound of a sum has no bits left"
         self.buckets = buckets
         self.workers = virtual_workers
-        slots = buckets[-1].stop
+        slots = buckets[-1].stop if buckets else 0
         self._shift = 2.0 ** (virtual_workers.bit_length() + 1)
         # A power of two, exact in float32: V of them stay in range, and one alone says overflow.
         self._cap = 2.0 ** (30 - virtual_workers.bit_length())
@@ -126,7 +126,7 @@ class ExactGradientSum:
         ]
         # On a GPU the passes are limited by launches, not by the cache.
         chunk = _CHUNK if device.type == "cpu" else max((n for b in buckets for n in b.numels), default=1)
-        self._chunk = min(chunk, max(n for b in buckets for n in b.numels))
+        self._chunk = min(chunk, max((n for b in buckets for n in b.numels), default=1))
         self._rounded = torch.empty(self._chunk, device=device)
         self._integers = torch.empty(self._chunk, dtype=torch.int32, device=device)
         self._filled = [False] * slots
@@ -178,6 +178,8 @@ class ExactGradientSum:
 
     def finish(self) -> Verdict:
         """Reads the summed messages; one transfer to the host."""
+        if not self.buckets:
+            return Verdict([], [])
         tails = [m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)]
         units = torch.cat([tail[: tail.numel() // 2] for tail in tails]).to(torch.float64)
         bad = torch.cat([tail[tail.numel() // 2 :] for tail in tails]) > 0
@@ -185,6 +187,10 @@ class ExactGradientSum:
         flags = torch.stack([(bounds > INT32_MAX) & ~bad, bad]).cpu()
         self._pending = bounds / self._scales
         return Verdict(flags[0].nonzero().flatten().tolist(), flags[1].nonzero().flatten().tolist())
+
+    def reached(self) -> Tensor:
+        """float64 [slots]: the bound of sum max|g| in the step that `finish` has read."""
+        return self._pending
 
     def mean(self, out: Sequence[Tensor]) -> None:
         """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
@@ -370,6 +376,8 @@ def power_of_two_scale(bounds: Tensor, limit: float) -> Tensor:
     Returns:
         float64 [n], between 2**-100 and 2**100.
     """
+    if not bounds.numel():
+        return bounds
     bounds = torch.where(bounds > 0, bounds.clamp(min=2.0**-150), 0.0)
     largest = bounds.max()
     filled = torch.where(bounds > 0, bounds, torch.where(largest > 0, largest, 1.0))

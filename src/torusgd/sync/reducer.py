@@ -61,7 +61,7 @@ class Reducer:
         named.reverse()
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
-        device = self.parameters[0].device
+        device = next(model.parameters()).device
         self.buckets = plan_buckets([p.numel() for p in self.parameters], max(int(bucket_mib * 2**18), 1))
         self.sum: GradientSum = (
             ExactGradientSum(self.buckets, virtual_workers, device)
