@@ -1,12 +1,14 @@
 """From a recipe's optimizer section and a model to an optimizer whose groups follow the exclusion rules."""
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import recipe
-from .lars import Lars
+from .lars import Lars, Norms
+from .norms import layer_norms
 from .sgd import Sgd
 
 Kind = Literal["weight", "norm", "bias"]
@@ -37,7 +39,13 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     return kinds
 
 
-def build_optimizer(settings: recipe.Optimizer, model: nn.Module, lr: float) -> Optimizer:
+def build_optimizer(
+    settings: recipe.Optimizer,
+    model: nn.Module,
+    lr: float,
+    parts: Mapping[str, Sequence[Tensor]] | None = None,
+    norms: Norms = layer_norms,
+) -> Optimizer:
     """The optimizer of a recipe over a model's trainable parameters.
 
     Args:
@@ -45,6 +53,8 @@ def build_optimizer(settings: recipe.Optimizer, model: nn.Module, lr: float) -> 
         model: Its parameters become at most four groups, by weight decay and trust; each group carries
             `base_weight_decay`, which `set_hyperparameters` scales.
         lr: The recipe's highest rate (`rate.lr`); each step sets its own.
+        parts: By name, the tensors that stand for a parameter in its group, such as its column blocks.
+        norms: For LARS: of whole layers, where the groups hold parts.
 
     Returns:
         `Sgd` or `Lars`.
@@ -52,9 +62,11 @@ def build_optimizer(settings: recipe.Optimizer, model: nn.Module, lr: float) -> 
     groups: dict[tuple[bool, bool], list[Tensor]] = {}
     parameters = dict(model.named_parameters())
     for name, kind in parameter_kinds(model).items():
-        if parameters[name].requires_grad:
+        given = [parameters[name]] if parameters[name].requires_grad else []
+        tensors = given if parts is None else parts.get(name, given)
+        if tensors:
             rule = (kind not in settings.no_decay, settings.name == "lars" and kind not in settings.no_trust)
-            groups.setdefault(rule, []).append(parameters[name])
+            groups.setdefault(rule, []).extend(tensors)
     described = []
     for (decays, trusts), params in groups.items():
         decay = settings.weight_decay if decays else 0.0
@@ -62,7 +74,7 @@ def build_optimizer(settings: recipe.Optimizer, model: nn.Module, lr: float) -> 
         described.append({**group, "trust": settings.trust if trusts else None} if settings.name == "lars" else group)
     if settings.name == "sgd":
         return Sgd(described, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov)
-    return Lars(described, lr=lr, momentum=settings.momentum, eps=settings.eps, variant=settings.variant)
+    return Lars(described, lr=lr, momentum=settings.momentum, eps=settings.eps, variant=settings.variant, norms=norms)
 
 
 def set_hyperparameters(optimizer: Optimizer, *, lr: float, momentum: float, weight_decay_factor: float = 1.0) -> None:
