@@ -1,9 +1,11 @@
 """The record recipes against the figures of their papers, at full size, without running them."""
 
 import math
+import re
 
 import pytest
 
+from torusgd.plan.published import read_rows
 from torusgd.recipe import Recipe
 from torusgd.recipes import load_recipe, recipe_names, recipe_source
 from torusgd.schedule import Schedule, Step
@@ -13,6 +15,14 @@ RECORDS = {
     "sony-224s", "sony-122s", "fujitsu-74s", "fujitsu-62s", "you-resnet50-20min", "you-resnet50-14min",
     "you-alexnet-11min",
 }  # fmt: skip
+# Nodes, batch, steps: Das et al. (arXiv 1602.06709), with the lengths of VGG's and OverFeat's authors.
+INTEL = {
+    "intel-vgga-128": (128, 512, 185169),
+    "intel-vgga-64": (64, 256, 370338),
+    "intel-overfeat-64": (64, 256, 450411),
+    "intel-aws-vgga-16": (16, 256, 370338),
+    "intel-cddnn-16": (16, 1024, 39063),
+}
 
 
 def schedule(name: str) -> Schedule:
@@ -32,7 +42,7 @@ def test_every_recipe_bears_its_file_name_and_tells_what_it_is(name: str) -> Non
     assert recipe_source(name).startswith("#")
 
 
-@pytest.mark.parametrize("name", sorted(RECORDS))
+@pytest.mark.parametrize("name", sorted({*RECORDS, *INTEL}))
 def test_a_record_says_where_each_value_comes_from(name: str) -> None:
     header = recipe_source(name).split("\nname:")[0]
     assert "# Published" in header
@@ -156,6 +166,52 @@ def test_you_rate_is_caffes_poly_after_a_quadratic_warmup(name: str) -> None:
     assert plan[warm // 2].lr == pytest.approx(1 + 31 * 0.25, rel=0.02)
     for index in (warm, len(plan) // 2, len(plan) - 1):
         assert plan[index].lr == pytest.approx(32 * (1 - plan[index].start / plan.stop) ** 2, rel=0.01, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", INTEL)
+def test_intel_batches_are_those_of_the_paper(name: str) -> None:
+    nodes, batch, steps = INTEL[name]
+    recipe = load_recipe(name).recipe
+    plan = Schedule(recipe, recipe.data.train_images)
+    assert (recipe.virtual_workers, [span.batch for span in plan.spans], len(plan)) == (nodes, [batch], steps)
+    # The planner's table of published results has the same system in it.
+    speed_up = re.search(r", (\d+(?:\.\d)?)x$", recipe.description)
+    assert speed_up is not None
+    row = (recipe.model.name, nodes, [batch // nodes], float(speed_up[1]))
+    assert row in [(row.model, row.devices, list(row.images), row.value) for row in read_rows()]
+
+
+@pytest.mark.parametrize("name", INTEL)
+def test_intel_leaves_sgd_unaltered(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    assert (recipe.optimizer.name, recipe.optimizer.nesterov, recipe.rate.warmup) == ("sgd", False, None)
+    assert (recipe.precision, recipe.reduction, recipe.label_smoothing, recipe.polish) == (
+        "float32",
+        "float32",
+        0,
+        None,
+    )
+    assert load_recipe(name, ["reduction=exact"]).recipe.reduction == "exact"
+
+
+def test_vgg_rate_falls_three_times_by_ten_and_no_recipe_of_it_differs_but_in_the_batch() -> None:
+    plan = schedule("intel-vgga-64")
+    for epochs, rate in ((0, 0.01), (18.4, 0.01), (18.5, 1e-3), (37, 1e-4), (55.5, 1e-5), (73.9, 1e-5)):
+        assert step_at(plan, epochs).lr == pytest.approx(rate)
+    assert len(plan) == pytest.approx(370e3, rel=0.01)  # iterations of VGG's authors
+    optimizer = plan.recipe.optimizer
+    assert (optimizer.momentum, optimizer.weight_decay, optimizer.no_decay) == (0.9, 5e-4, ())
+    for name in ("intel-vgga-128", "intel-aws-vgga-16"):
+        other = load_recipe(name).recipe
+        for key in ("data", "model", "rate", "optimizer", "evaluate"):
+            assert getattr(other, key) == getattr(plan.recipe, key), key
+
+
+def test_overfeat_rate_is_halved_five_times() -> None:
+    plan = schedule("intel-overfeat-64")
+    rates = [step_at(plan, epochs).lr for epochs in (0, 29.9, 30, 50, 60, 70, 80, 89)]
+    assert rates == pytest.approx([0.05, 0.05, 0.025, 0.0125, 0.00625, 0.003125, 0.0015625, 0.0015625])
+    assert (plan.recipe.optimizer.momentum, plan.recipe.optimizer.weight_decay) == (0.6, 1e-5)
 
 
 def test_you_epochs() -> None:

@@ -13,18 +13,24 @@ from torusgd.train.folder import RunFolder
 from torusgd.train.run import Job, Run
 from torusgd.train.signals import StopFlag
 
-RECORDS = [name for name in recipe_names() if name.startswith(("sony", "fujitsu", "you"))]
+RECORDS = [name for name in recipe_names() if name.startswith(("sony", "fujitsu", "you", "intel"))]
 SMALL = (
     "virtual_workers=2",
     "stages.0.images_per_worker=2",
-    "data.source=synthetic",
     "data.train_images=96",
     "data.eval_images=4",
     "data.classes=4",
-    "data.image_size=64",
-    "data.resize=72",
     "evaluate={every: null, images_per_chunk: 4}",
 )
+PICTURES = ("data.source=synthetic", "data.image_size=64", "data.resize=72")
+# What is not small yet: linear layers of 100 million weights.
+FURTHER = {
+    "intel-vgga-128": (*PICTURES, "model.options.width=4"),
+    "intel-vgga-64": (*PICTURES, "model.options.width=4"),
+    "intel-aws-vgga-16": (*PICTURES, "model.options.width=4"),
+    "intel-overfeat-64": (*PICTURES, "data.image_size=96", "data.resize=100", "model.options.width=6"),
+    "intel-cddnn-16": ("model.options.width=64",),
+}
 
 # A CPU computes float16 slowly: one record stands for the four that use it.
 FLOAT32 = {name: ("precision=float32", "loss_scale={}") for name in RECORDS if name != "fujitsu-62s"}
@@ -32,7 +38,9 @@ FLOAT32 = {name: ("precision=float32", "loss_scale={}") for name in RECORDS if n
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_three_steps(name: str, tmp_path: Path) -> None:
-    recipe = resolve_auto(load_recipe(name, [*SMALL, *FLOAT32.get(name, ())]).recipe, "cpu")
+    recipe = resolve_auto(
+        load_recipe(name, [*SMALL, *FURTHER.get(name, PICTURES), *FLOAT32.get(name, ())]).recipe, "cpu"
+    )
     RunFolder(tmp_path).claim(recipe, fresh=False)
     job = Job(recipe, RuntimeOptions(), "cpu", tmp_path, max_steps=3)
     summary = Run(job, Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0).run().summary

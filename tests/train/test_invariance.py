@@ -38,10 +38,24 @@ CASES: dict[str, tuple[str, ...]] = {
     "halving-doubling": (),
     "torus": (),
 }
+# Synchronous SGD as Das et al. (arXiv 1602.06709) leave it, and its three networks: narrow, with few pixels.
+FEW = ("reduction=exact", "stages=[{until: 4st, images_per_worker: 2}]", "evaluate={every: 2st, images_per_chunk: 10}")
+PICTURES = (
+    "data={source: synthetic, train_images: 96, eval_images: 20, classes: 10, image_size: 32, resize: 36, "
+    "augment: {crop: resized, area: [0.57, 0.77], aspect: [1.0, 1.0], flip: 0.5}}",
+    "virtual_workers=8",
+)
+NETWORKS: dict[str, tuple[str, ...]] = {
+    "intel-vgga-64": (*FEW, *PICTURES, "model.options.width=8"),
+    "intel-overfeat-64": (*FEW, *PICTURES, "data.image_size=96", "data.resize=100", "model.options.width=6"),
+    "intel-cddnn-16": (
+        *FEW, "data.classes=1000", "data.train_images=2000", "data.eval_images=100", "model.options.width=128",
+    ),
+}  # fmt: skip
 RUNTIME = {
-    "small buckets": RuntimeOptions(bucket_mib=0.001),
+    "small buckets": RuntimeOptions(buckets=0.001),
     "halving-doubling": RuntimeOptions(allreduce="halving-doubling"),
-    "torus": RuntimeOptions(allreduce="torus", bucket_mib=0.01),
+    "torus": RuntimeOptions(allreduce="torus", buckets=0.01),
 }
 SAME_AS_FLOAT32 = set(RUNTIME)
 COMPARED = (
@@ -56,9 +70,8 @@ def rank_main(rank: int, size: int, port: int, out: str, cases: list[str]) -> No
     torch.set_num_threads(1)
     ranks = join("cpu", timeout=60)
     for name in cases:
-        recipe = load_recipe("digits", [*BASE, *CASES[name]]).recipe.resolve(
-            precision="float32", memory_format="channels_last"
-        )
+        given = load_recipe(name, NETWORKS[name]) if name in NETWORKS else load_recipe("digits", [*BASE, *CASES[name]])
+        recipe = given.recipe.resolve(precision="float32", memory_format="channels_last")
         path = Path(out) / name
         if rank == 0:
             path.mkdir()
@@ -86,19 +99,19 @@ def run_world(size: int, out: Path, cases: list[str]) -> dict[str, Any]:
     results = {}
     for name in cases:
         summary = json.loads((out / name / "summary.json").read_text())
-        told = [{k: v for k, v in e.items() if "seconds" not in k and k != "slowest"} for e in events(out / name)]
+        told = [{k: v for k, v in e.items() if "seconds" not in k and k not in ("slowest", "hidden_share")} for e in events(out / name)]
         results[name] = {key: summary[key] for key in COMPARED} | {"events": told}
     return results
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(1, tmp_path_factory.mktemp("alone"), list(CASES))
+    return run_world(1, tmp_path_factory.mktemp("alone"), [*CASES, *NETWORKS])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7])
 def test_same_bits_on_any_number_of_ranks(size: int, alone: dict[str, Any], tmp_path: Path) -> None:
-    cases = list(CASES) if size == 3 else ["float32", "bfloat16"]
+    cases = [*CASES, *NETWORKS] if size == 3 else ["float32", "bfloat16"]
     assert run_world(size, tmp_path, cases) == {name: alone[name] for name in cases}
 
 
@@ -106,6 +119,9 @@ def test_cases_are_what_they_claim(alone: dict[str, Any]) -> None:
     hashes = {name: result["weights_sha256"] for name, result in alone.items()}
     assert {hashes[name] for name in SAME_AS_FLOAT32} == {hashes["float32"]}
     assert len(set(hashes.values())) == len(hashes) - len(SAME_AS_FLOAT32)
+    for name in NETWORKS:
+        losses = [event["loss"] for event in alone[name]["events"] if "lr" in event]
+        assert len(losses) == len(set(losses)) == 4
     assert alone["torn images"]["replaced_images"] > 0
     assert alone["torn images"]["excluded_images"] > 0
     assert alone["float16"]["skipped_steps"] > 0

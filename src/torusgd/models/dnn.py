@@ -7,6 +7,7 @@ sigmoid units, 9,304 states.
 import math
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 
@@ -20,15 +21,17 @@ def cd_dnn(*, classes: int, channels: int, inputs: int = 429, hidden: int = 7, w
     """
     sizes = [inputs, *[width] * hidden]
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in pairwise(sizes):
-        layers += [_linear(before, after, gain=4.0), nn.Sigmoid()]
-    return nn.Sequential(*layers, _linear(sizes[-1], classes, gain=1.0))
+    for number, (before, after) in enumerate(pairwise(sizes)):
+        layers += [_linear(before, after, gain=4.0, centre=0.5 if number else 0.0), nn.Sigmoid()]
+    return nn.Sequential(*layers, _linear(sizes[-1], classes, gain=1.0, centre=0.5))
 
 
-def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    # A sigmoid's slope is at most 1/4: Glorot's rule times 4 keeps the variance through seven of them.
+def _linear(inputs: int, outputs: int, gain: float, centre: float) -> nn.Linear:
+    # A sigmoid's slope is at most 1/4: Glorot's rule times 4 keeps the variance through seven of them, as long as
+    # they are not pushed from their middle by inputs whose mean (`centre`) is a half.
     layer = nn.Linear(inputs, outputs)
     bound = gain * math.sqrt(6 / (inputs + outputs))
     nn.init.uniform_(layer.weight, -bound, bound)
-    nn.init.zeros_(layer.bias)
+    with torch.no_grad():
+        layer.bias.copy_(layer.weight.sum(1) * -centre)
     return layer
