@@ -7,7 +7,7 @@ model parallelism of Das et al., arXiv 1602.06709, whose part-broadcast and part
 sums have the same bits for every M is ours.)
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UserError
+from .native import BackendWork
+from .work import Work
 
 
 class Piece(NamedTuple):
@@ -116,7 +118,7 @@ class Transfer:
 
     def __init__(
         self,
-        work: dist.Work | None,
+        work: Work | None,
         received: Tensor,
         expected: Sequence[tuple[int, Piece]],
         shapes: Sequence[torch.Size],
@@ -145,7 +147,7 @@ class Passage:
     def __init__(self, source: Layout, target: Layout, rank: int, groups: "Groups") -> None:
         self.source, self.target, self._rank = source, target, rank
         span = max(source.parts, target.parts)
-        self._group = groups.of(span)
+        self._groups, self._group = groups, groups.of(span)
         first = rank // span * span
         self._sent = [(peer, p) for peer in range(first, first + span) for p in _sent(source, target, rank, peer)]
         self._received = [(peer, p) for peer in range(first, first + span) for p in _sent(source, target, peer, rank)]
@@ -192,7 +194,8 @@ class Passage:
             group=self._group,
             async_op=True,
         )
-        return Transfer(work, received, expected, shapes)
+        assert work is not None
+        return Transfer(self._groups.watch(BackendWork(work, received.device)), received, expected, shapes)
 
 
 def _sent(source: Layout, target: Layout, rank: int, peer: int) -> list[Piece]:
@@ -225,10 +228,14 @@ class Groups:
 
     Args:
         sizes: The numbers of model-parallel ranks that the layers have; every rank makes the same groups.
+        ranks: In all.
         timeout: Seconds that a message may take; None: the backend's default.
     """
 
-    def __init__(self, sizes: Iterable[int], ranks: int, timeout: float | None) -> None:
+    def __init__(self, sizes: Sequence[int], ranks: int, timeout: float | None) -> None:
+        self.watch: Callable[[Work], Work] = lambda work: work
+        """is shown every message that leaves (`traffic.Traffic.watch`)"""
+        self._size = max(sizes, default=1)
         limit = None if timeout is None else timedelta(seconds=timeout)
         self._together: dict[int, dist.ProcessGroup] = {}
         self._alike: dict[int, dist.ProcessGroup] = {}
@@ -244,6 +251,13 @@ class Groups:
     def alike(self, parts: int) -> dist.ProcessGroup | None:
         """The ranks that hold the same columns as this one where `parts` share them; None: all ranks."""
         return self._alike.get(parts)
+
+    def complete(self, tensor: Tensor) -> None:
+        """Adds a tensor up over the largest group, in place."""
+        if self._size > 1:
+            work = dist.all_reduce(tensor, group=self.of(self._size), async_op=True)
+            assert work is not None
+            self.watch(BackendWork(work, tensor.device)).wait()
 
     def close(self) -> None:
         """Destroys the groups; every rank calls it, with nothing on its way."""
