@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.sync.gradients import HEADROOM, INT32_MAX, ExactGradientSum, FloatGradientSum, power_of_two_scale
+from torusgd.sync.floats import FloatGradientSum
+from torusgd.sync.gradients import HEADROOM, INT32_MAX, ExactGradientSum, power_of_two_scale
 from torusgd.sync.reducer import plan_buckets
 
 CPU = torch.device("cpu")

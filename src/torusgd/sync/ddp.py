@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import UserError
 from .allreduce import create
 from .connect import new_group
-from .gradients import Bucket, ExactGradientSum, FloatGradientSum, GradientSum
+from .floats import FloatGradientSum
+from .gradients import Bucket, ExactGradientSum, GradientSum
 from .work import Work
 
 Wire = Literal["float16", "bfloat16", "exact"]

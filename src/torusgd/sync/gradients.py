@@ -1,4 +1,4 @@
-"""Sums of gradients over virtual workers, ready to travel: as integers (exact) or as floats.
+"""Sums of gradients over virtual workers, ready to travel as integers; `floats` has those that travel as floats.
 
 A sum holds the gradients of one step in flat messages, one a bucket. Every virtual worker's gradient is added as it
 becomes ready; the messages are summed over ranks by any all-reduce; then every rank reads the same verdict and the
@@ -15,7 +15,6 @@ from torch import Tensor
 HEADROOM = 8.0
 """growth of a gradient's maximum, from one step to the next, that the scale leaves room for"""
 INT32_MAX = 2**31 - 1
-FLOAT16_MAX = 65504.0
 _CHUNK = 1 << 17
 """elements rounded at a time, so that the passes over a large tensor stay in the cache"""
 
@@ -33,6 +32,10 @@ class Bucket:
     def length(self) -> int:
         """Elements of the bucket."""
         return sum(self.numels)
+
+
+Span = tuple[int, int]
+"""elements [low, high) of a tensor"""
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,23 @@ class GradientSum(Protocol):
     def message(self, bucket: int) -> Tensor:
         """The 1-D tensor to be summed over ranks in place."""
 
-    def finish(self) -> Verdict:
-        """Reads the summed messages."""
+    def body(self, bucket: int) -> Tensor:
+        """1-D [length], instead of `message`: the sums alone, of which a rank may take back a strip only."""
 
-    def mean(self, out: Sequence[Tensor]) -> None:
-        """Writes the mean over virtual workers of every slot, and takes the next step's scales from this one."""
+    def tails(self) -> Tensor:
+        """1-D, after the last `body`: what all ranks must know of all sums, itself to be summed over ranks."""
+
+    def finish(self, tails: Tensor | None = None) -> Verdict:
+        """Reads the summed messages, or with `body` the summed tails."""
+
+    def mean(self, out: Sequence[Tensor], spans: Sequence[Span] | None = None) -> None:
+        """Writes the mean over virtual workers of every slot, and takes the next step's scales from this one.
+
+        With `spans`, of each slot those elements only.
+        """
+
+    def room(self, bucket: int) -> Tensor:
+        """float32 [length]: the sums' own memory, free from `mean` until the next step's first gradient."""
 
     def set_maxima(self, maxima: Tensor) -> None:
         """Takes the scales from measured maxima: float32 [slots], of any virtual worker."""
@@ -176,13 +191,22 @@ class ExactGradientSum:
                 self._views[slot].zero_()
         return self._messages[bucket]
 
-    def finish(self) -> Verdict:
+    def body(self, bucket: int) -> Tensor:
+        """int32 [length]: the sums."""
+        return self.message(bucket)[: self.buckets[bucket].length]
+
+    def tails(self) -> Tensor:
+        """int32 [2 * slots]: of each bucket the bounds and the non-finite counts."""
+        return torch.cat([m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)])
+
+    def finish(self, tails: Tensor | None = None) -> Verdict:
         """Reads the summed messages; one transfer to the host."""
         if not self.buckets:
             return Verdict([], [])
-        tails = [m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)]
-        units = torch.cat([tail[: tail.numel() // 2] for tail in tails]).to(torch.float64)
-        bad = torch.cat([tail[tail.numel() // 2 :] for tail in tails]) > 0
+        counts = [b.stop - b.first for b in self.buckets]
+        parts = (self.tails() if tails is None else tails).split([2 * count for count in counts])
+        units = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).to(torch.float64)
+        bad = torch.cat([part[count:] for part, count in zip(parts, counts, strict=True)]) > 0
         bounds = units * self._shift
         flags = torch.stack([(bounds > INT32_MAX) & ~bad, bad]).cpu()
         self._pending = bounds / self._scales
@@ -192,16 +216,20 @@ class ExactGradientSum:
         """float64 [slots]: the bound of sum max|g| in the step that `finish` has read."""
         return self._pending
 
-    def mean(self, out: Sequence[Tensor]) -> None:
+    def mean(self, out: Sequence[Tensor], spans: Sequence[Span] | None = None) -> None:
         """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
         factors = (1.0 / (self._scales.to(torch.float64) * self.workers)).to(torch.float32).unbind()
-        for view, target, factor in zip(self._views, out, factors, strict=True):
+        for view, target, factor in zip(parts_of(self._views, spans), out, factors, strict=True):
             flat = target.view(-1)
             # A product of integers with a float is six times slower than a copy and a product in the cache.
             for begin in range(0, flat.numel(), self._chunk):
                 flat[begin : begin + self._chunk].copy_(view[begin : begin + self._chunk]).mul_(factor)
         self._bounds = self._pending
         self._take_scales()
+
+    def room(self, bucket: int) -> Tensor:
+        """The int32 of the sums, as float32."""
+        return self._messages[bucket][: self.buckets[bucket].length].view(torch.float32)
 
     def set_maxima(self, maxima: Tensor) -> None:
         """Takes the scales from the measured maximum of each slot over all virtual workers: float32 [slots]."""
@@ -223,147 +251,6 @@ class ExactGradientSum:
         self._scale_items = self._scales.unbind()
 
 
-class FloatGradientSum:
-    """Gradients as float32, float16 or bfloat16: as the papers sent them; bits depend on the number of ranks.
-
-    A rank adds its virtual workers in float32. A 16-bit message is scaled by a power of two a bucket, agreed from the
-    last accepted step, so that no partial sum of ranks overflows; it ends with the bound of the bucket, a count of
-    ranks with a non-finite value and the share of elements that became zero.
-    """
-
-    def __init__(
-        self, buckets: Sequence[Bucket], virtual_workers: int, device: torch.device, wire: torch.dtype
-    ) -> None:
-        self.buckets = buckets
-        self.workers = virtual_workers
-        self._wire = wire
-        self._is_scaled = wire != torch.float32
-        self.needs_measure = self._is_scaled
-        self._slots = buckets[-1].stop
-        self._bounds = torch.zeros(len(buckets), dtype=torch.float64, device=device)
-        self._pending = self._bounds
-        self._scales = torch.ones(len(buckets), dtype=torch.float32, device=device)
-        self._local = torch.zeros(len(buckets), dtype=torch.float32, device=device)
-        self._totals = [torch.zeros(b.length, device=device) for b in buckets]
-        self._messages = (
-            [torch.zeros(b.length + 3, dtype=wire, device=device) for b in buckets] if self._is_scaled else self._totals
-        )
-        self._views = [
-            total[offset : offset + numel]
-            for b, total in zip(buckets, self._totals, strict=True)
-            for offset, numel in zip(b.offsets, b.numels, strict=True)
-        ]
-        self._filled = [False] * self._slots
-        self._maxima: dict[int, Tensor] = {}
-
-    def clear(self) -> None:
-        """Begins a step: all sums are zero."""
-        self._filled = [False] * self._slots
-        self._local.zero_()
-
-    def add(self, bucket: int, slot: int, gradient: Tensor) -> None:
-        """Adds one virtual worker's gradient (float32) to a slot."""
-        flat = gradient.reshape(-1)
-        if self._is_scaled:
-            low, high = torch.aminmax(flat)
-            self._maxima[slot] = torch.maximum(-low, high)
-        if self._filled[slot]:
-            self._views[slot].add_(flat)
-        else:
-            self._views[slot].copy_(flat)
-            self._filled[slot] = True
-
-    def end_worker(self, bucket: int) -> None:
-        """Adds this virtual worker's largest element to the bucket's bound."""
-        maxima = [
-            self._maxima.pop(s)
-            for s in range(self.buckets[bucket].first, self.buckets[bucket].stop)
-            if s in self._maxima
-        ]
-        if maxima:
-            self._local[bucket] += torch.stack(maxima).max()
-
-    def message(self, bucket: int) -> Tensor:
-        """float32 [length], or the wire's dtype [length + 3]: the sums, the bound, non-finite count, underflow."""
-        b = self.buckets[bucket]
-        for slot in range(b.first, b.stop):
-            if not self._filled[slot]:
-                self._views[slot].zero_()
-        if not self._is_scaled:
-            return self._totals[bucket]
-        message, scale, bound = self._messages[bucket], self._scales[bucket], self._local[bucket]
-        torch.mul(self._totals[bucket], scale, out=self._totals[bucket])
-        message[: b.length].copy_(self._totals[bucket])
-        lost = ((message[: b.length] == 0) & (self._totals[bucket] != 0)).sum() / max(b.length, 1)
-        finite = bound.isfinite()
-        message[b.length] = torch.where(finite, bound * scale, 0.0).clamp(max=FLOAT16_MAX)
-        message[b.length + 1] = (~finite).to(message.dtype)
-        message[b.length + 2] = lost
-        return message
-
-    def finish(self) -> Verdict:
-        """Reads the summed messages; one transfer to the host, and a second where it has to name a slot."""
-        values = [m[: b.length] for b, m in zip(self.buckets, self._messages, strict=True)]
-        fine = torch.stack([torch.stack(torch.aminmax(v)).isfinite().all() for v in values])
-        if not self._is_scaled:
-            return Verdict([], self._bad_slots(fine.cpu(), values))
-        tails = torch.stack([m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)])
-        self._pending = tails[:, 0].to(torch.float64) / self._scales
-        report = torch.stack([fine.float(), tails[:, 1].float(), tails[:, 2].float()]).cpu()
-        was_bad = report[1] > 0
-        overflow = (report[0] == 0) & ~was_bad | ~tails[:, 0].isfinite().cpu()
-        return Verdict(
-            [self.buckets[i].first for i in overflow.nonzero().flatten().tolist()],
-            self._bad_slots(~was_bad, values),
-            float(report[2].mean()),
-        )
-
-    def mean(self, out: Sequence[Tensor]) -> None:
-        """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
-        factors = 1.0 / (self._scales.to(torch.float64) * self.workers)
-        for index, b in enumerate(self.buckets):
-            factor = factors[index].to(torch.float32)
-            for slot, offset, numel in zip(range(b.first, b.stop), b.offsets, b.numels, strict=True):
-                torch.mul(self._messages[index][offset : offset + numel], factor, out=out[slot].view(-1))
-        if self._is_scaled:
-            self._bounds = self._pending
-            self._take_scales()
-
-    def set_maxima(self, maxima: Tensor) -> None:
-        """Takes the scale of each bucket from the measured maximum of each slot: float32 [slots]."""
-        largest = torch.stack([maxima[b.first : b.stop].max() for b in self.buckets])
-        self._bounds = largest.to(torch.float64) * self.workers
-        self._take_scales()
-
-    def state(self) -> Tensor:
-        """float64 [slots]: the bound of each bucket, spread over its slots so that buckets may differ on resume."""
-        counts = torch.tensor([b.stop - b.first for b in self.buckets], device=self._bounds.device)
-        return self._bounds.repeat_interleave(counts)
-
-    def load_state(self, state: Tensor) -> None:
-        """Takes back the bounds that `state` gave."""
-        bounds = state.to(self._bounds)
-        self._bounds = torch.stack([bounds[b.first : b.stop].max() for b in self.buckets])
-        self._take_scales()
-
-    def _take_scales(self) -> None:
-        self.needs_measure = False
-        self._scales = power_of_two_scale(self._bounds, FLOAT16_MAX).to(torch.float32)
-
-    def _bad_slots(self, fine: Tensor, values: Sequence[Tensor]) -> list[int]:
-        return [
-            slot
-            for index in (~fine).nonzero().flatten().tolist()
-            for slot, offset, numel in zip(
-                range(self.buckets[index].first, self.buckets[index].stop),
-                self.buckets[index].offsets,
-                self.buckets[index].numels,
-                strict=True,
-            )
-            if not values[index][offset : offset + numel].isfinite().all()
-        ]
-
-
 def power_of_two_scale(bounds: Tensor, limit: float) -> Tensor:
     """The largest powers of two that keep HEADROOM * bound * scale within a limit.
 
@@ -383,3 +270,8 @@ def power_of_two_scale(bounds: Tensor, limit: float) -> Tensor:
     filled = torch.where(bounds > 0, bounds, torch.where(largest > 0, largest, 1.0))
     _, exponent = torch.frexp(limit / (HEADROOM * filled))
     return torch.ldexp(torch.ones_like(filled), (exponent - 1).clamp(-100, 100))
+
+
+def parts_of(tensors: Sequence[Tensor], spans: Sequence[Span] | None) -> list[Tensor]:
+    """Of each 1-D tensor those elements; None: all."""
+    return list(tensors) if spans is None else [t[low:high] for t, (low, high) in zip(tensors, spans, strict=True)]

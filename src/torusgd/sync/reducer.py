@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .gradients import Bucket, ExactGradientSum, FloatGradientSum, GradientSum, Verdict
+from .floats import FloatGradientSum
+from .gradients import Bucket, ExactGradientSum, GradientSum, Verdict
 from .work import AllReduce, Work
 
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

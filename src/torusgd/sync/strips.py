@@ -18,6 +18,7 @@ from .allreduce import Planned
 from .native import BackendWork, Native
 from .nccl import NcclEngine
 from .routes import Round, cut, mirror
+from .traffic import Traffic
 from .work import Done, Work, check_tensor
 
 Stops = tuple[int, ...] | None
@@ -29,8 +30,8 @@ _ELEMENT = 4
 class Strips:
     """Sums tensors into strips, one a rank, and gathers strips; by the algorithm, grid and ranks of an all-reduce.
 
-    Every rank makes the same calls in the same order, those of the all-reduce included; several may be on their way.
-    The strips depend on the length and the stops alone. `doubling` has no reduce-scatter, halving stands for it;
+    Every rank makes the same calls in the same order, those of the all-reduce included; several may be on their way,
+    watched by `traffic`. The strips depend on the length and the stops alone. `doubling` has no reduce-scatter, halving stands for it;
     `hierarchical` does as the torus of its grid. Where `auto` finds the backend's own best, over Gloo a ring runs,
     since Gloo's reduce-scatter is a whole all-reduce; so it is with `native`.
 
@@ -40,7 +41,8 @@ class Strips:
     (0, 10)
     """
 
-    def __init__(self, allreduce: Planned | Native) -> None:
+    def __init__(self, allreduce: Planned | Native, traffic: Traffic | None = None) -> None:
+        self._traffic = traffic or Traffic()
         self._native = allreduce if isinstance(allreduce, Native) else allreduce.connection.native
         self._allreduce = None if isinstance(allreduce, Native) else allreduce
         group = self._native.group
@@ -63,7 +65,9 @@ class Strips:
         if self.size == 1 or tensor.numel() == 0:
             return Done()
         route = self._cached(tensor.numel(), stops)
-        return self._carry(tensor, route.scatter) if route.scatter else self._native_scatter(tensor, route.edges)
+        if route.scatter:
+            return self._carry(tensor, route.scatter)
+        return self._traffic.start(lambda: self._native_scatter(tensor, route.edges))
 
     def start_gather(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
         """Gathers strips: `tensor` holds this rank's, and after `wait` those of all."""
@@ -71,7 +75,9 @@ class Strips:
         if self.size == 1 or tensor.numel() == 0:
             return Done()
         route = self._cached(tensor.numel(), stops)
-        return self._carry(tensor, route.gather) if route.gather else self._native_gather(tensor, route.edges)
+        if route.gather:
+            return self._carry(tensor, route.gather)
+        return self._traffic.start(lambda: self._native_gather(tensor, route.edges))
 
     def _plan(self, length: int) -> Plan | None:
         """What runs for so many elements; None for the backend's own collectives."""
@@ -92,7 +98,8 @@ class Strips:
 
     def _carry(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
         assert self._allreduce is not None
-        return self._allreduce.connection.engine.carry(tensor, [rounds])
+        engine = self._allreduce.connection.engine
+        return self._traffic.start(lambda: engine.carry(tensor, [rounds]))
 
     def _native_scatter(self, tensor: torch.Tensor, edges: list[int]) -> Work:
         group = self._native.group
@@ -102,7 +109,7 @@ class Strips:
         own = tensor.new_empty(longest)
         low, high = edges[self.rank], edges[self.rank + 1]
         work = BackendWork(dist.reduce_scatter_single(own, padded, group=group, async_op=True), tensor.device)
-        return _Collective(work, lambda: tensor[low:high].copy_(own[: high - low]), (padded,))
+        return _Collective(work, tensor, lambda: tensor[low:high].copy_(own[: high - low]))
 
     def _native_gather(self, tensor: torch.Tensor, edges: list[int]) -> Work:
         # One length for all strips: Gloo takes no others.
@@ -125,25 +132,18 @@ class _Route(NamedTuple):
     edges: list[int]
 
 
-class _Collective:
+class _Collective(BackendWork):
     """A collective of the backend on its way, and what is left to do on the caller's stream when it is done."""
 
-    def __init__(self, work: Work, finish: Callable[[], object], inputs: tuple[torch.Tensor, ...]) -> None:
-        self._work, self._finish, self._inputs = work, finish, inputs
-        self._is_finished = False
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, finish: Callable[[], object]) -> None:
+        super().__init__(work, tensor.device)
+        self._finish: Callable[[], object] | None = finish
 
     def wait(self, limit: float | None = None) -> None:
-        self._work.wait(limit)
-        if not self._is_finished:
-            self._is_finished = True
+        super().wait(limit)
+        if self._finish is not None:
             self._finish()
-            self._inputs = ()
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def ended(self) -> float | None:
-        return self._work.ended()
+            self._finish = None
 
 
 def _padded(tensor: torch.Tensor, edges: list[int], places: "range | list[int]") -> tuple[torch.Tensor, int]:
