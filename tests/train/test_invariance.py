@@ -99,7 +99,10 @@ def run_world(size: int, out: Path, cases: list[str]) -> dict[str, Any]:
     results = {}
     for name in cases:
         summary = json.loads((out / name / "summary.json").read_text())
-        told = [{k: v for k, v in e.items() if "seconds" not in k and k not in ("slowest", "hidden_share")} for e in events(out / name)]
+        told = [
+            {k: v for k, v in e.items() if "seconds" not in k and k not in ("slowest", "hidden_share")}
+            for e in events(out / name)
+        ]
         results[name] = {key: summary[key] for key in COMPARED} | {"events": told}
     return results
 
