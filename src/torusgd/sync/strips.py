@@ -4,6 +4,7 @@ Das et al. (arXiv 1602.06709) call the pair part-reduce and part-broadcast. The 
 own algorithm leaves after its first phases; on a torus, after the reduce-scatters of both axes.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +19,6 @@ from .allreduce import Planned
 from .native import BackendWork, Native
 from .nccl import NcclEngine
 from .routes import Round, cut, mirror
-from .traffic import Traffic
 from .work import Done, Work, check_tensor
 
 Stops = tuple[int, ...] | None
@@ -30,10 +30,14 @@ _ELEMENT = 4
 class Strips:
     """Sums tensors into strips, one a rank, and gathers strips; by the algorithm, grid and ranks of an all-reduce.
 
-    Every rank makes the same calls in the same order, those of the all-reduce included; several may be on their way,
-    watched by `traffic`. The strips depend on the length and the stops alone. `doubling` has no reduce-scatter, halving stands for it;
-    `hierarchical` does as the torus of its grid. Where `auto` finds the backend's own best, over Gloo a ring runs,
-    since Gloo's reduce-scatter is a whole all-reduce; so it is with `native`.
+    Every rank makes the same calls in the same order, those of the all-reduce included; several may be on their way.
+    The strips depend on the length and the stops alone. `doubling` has no reduce-scatter, halving stands for it;
+    `hierarchical` does as the torus of its grid. Gloo's own reduce-scatter is a whole all-reduce: `native` pays for
+    that, and where `auto` finds the backend's own best, a ring runs over Gloo.
+
+    Args:
+        allreduce: What `create` makes.
+        watch: Shown each message and when it left (time.perf_counter), it answers with the work to use in its place.
 
     >>> from torusgd.sync.allreduce import create
     >>> strips = Strips(create("ring"))
@@ -41,8 +45,8 @@ class Strips:
     (0, 10)
     """
 
-    def __init__(self, allreduce: Planned | Native, traffic: Traffic | None = None) -> None:
-        self._traffic = traffic or Traffic()
+    def __init__(self, allreduce: Planned | Native, watch: Callable[[Work, float], Work] | None = None) -> None:
+        self._watch = watch or (lambda work, left: work)
         self._native = allreduce if isinstance(allreduce, Native) else allreduce.connection.native
         self._allreduce = None if isinstance(allreduce, Native) else allreduce
         group = self._native.group
@@ -64,20 +68,18 @@ class Strips:
         check_tensor(tensor)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        route = self._cached(tensor.numel(), stops)
-        if route.scatter:
-            return self._carry(tensor, route.scatter)
-        return self._traffic.start(lambda: self._native_scatter(tensor, route.edges))
+        left, route = time.perf_counter(), self._cached(tensor.numel(), stops)
+        work = self._carry(tensor, route.scatter) if route.scatter else self._native_scatter(tensor, route.edges)
+        return self._watch(work, left)
 
     def start_gather(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
         """Gathers strips: `tensor` holds this rank's, and after `wait` those of all."""
         check_tensor(tensor)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        route = self._cached(tensor.numel(), stops)
-        if route.gather:
-            return self._carry(tensor, route.gather)
-        return self._traffic.start(lambda: self._native_gather(tensor, route.edges))
+        left, route = time.perf_counter(), self._cached(tensor.numel(), stops)
+        work = self._carry(tensor, route.gather) if route.gather else self._native_gather(tensor, route.edges)
+        return self._watch(work, left)
 
     def _plan(self, length: int) -> Plan | None:
         """What runs for so many elements; None for the backend's own collectives."""
@@ -98,8 +100,7 @@ class Strips:
 
     def _carry(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
         assert self._allreduce is not None
-        engine = self._allreduce.connection.engine
-        return self._traffic.start(lambda: engine.carry(tensor, [rounds]))
+        return self._allreduce.connection.engine.carry(tensor, [rounds])
 
     def _native_scatter(self, tensor: torch.Tensor, edges: list[int]) -> Work:
         group = self._native.group
@@ -108,7 +109,7 @@ class Strips:
         padded, longest = _padded(tensor, edges, range(self.size))
         own = tensor.new_empty(longest)
         low, high = edges[self.rank], edges[self.rank + 1]
-        work = BackendWork(dist.reduce_scatter_single(own, padded, group=group, async_op=True), tensor.device)
+        work = dist.reduce_scatter_single(own, padded, group=group, async_op=True)
         return _Collective(work, tensor, lambda: tensor[low:high].copy_(own[: high - low]))
 
     def _native_gather(self, tensor: torch.Tensor, edges: list[int]) -> Work:
@@ -121,7 +122,7 @@ class Strips:
             for place, (low, high) in enumerate(pairwise(edges)):
                 tensor[low:high].copy_(gathered[place * longest : place * longest + high - low])
 
-        return _Collective(BackendWork(work, tensor.device), unpack, (own,))
+        return _Collective(work, tensor, unpack)
 
 
 class _Route(NamedTuple):
