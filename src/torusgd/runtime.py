@@ -34,16 +34,21 @@ class RuntimeOptions(Section):
     """YxX, vertical by horizontal ranks, for torus and hierarchical; null: hosts by ranks a host"""
     profile: str | None = None
     """for auto: a file of torusgd tune; null: a probe of a few seconds"""
-    bucket_mib: Annotated[float, Field(gt=0)] = 4.0
-    """size of a bucket, the run of gradients that travels together, in MiB of int32 or float32"""
+    buckets: Literal["auto", "cubic"] | Annotated[float, Field(gt=0)] | tuple[Annotated[int, Field(ge=1)], ...] = "auto"
+    """which gradients travel together: a size in MiB of int32 or float32; how many tensors each, from the output on;
+    cubic: 3, 21, 57, ... tensors (Fujitsu); auto: with allreduce auto by the first steps' times, else 4 MiB"""
+    update: Literal["replicated", "sharded"] = "replicated"
+    """sharded: each rank updates a strip of the weights and keeps momentum for that only"""
     checkpoint_every: Duration = Duration(1, "ep")
     """from one checkpoint to the next"""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """the newest so many stay"""
     tensorboard: bool = False
     """also write TensorBoard files into the run's folder"""
-    timeout: Annotated[float, Field(gt=0)] = 120.0
-    """seconds after which a rank that doesn't answer ends the step"""
+    timeout: Annotated[float, Field(gt=0)] = 30.0
+    """seconds beyond a usual step after which a rank that doesn't answer is given up, once the first step is done"""
+    start_timeout: Annotated[float, Field(gt=0)] = 120.0
+    """the same, in seconds, for what comes before: to meet, to read the data, to take the first step"""
 
     @property
     def grid_size(self) -> tuple[int, int] | None:

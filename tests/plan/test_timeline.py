@@ -16,7 +16,7 @@ from torusgd.plan.describe import Buckets, Cluster, Communication, Device, Link,
 from torusgd.plan.known import known_cost
 from torusgd.plan.layers import Gradient, Kernels, ModelCost
 from torusgd.plan.timeline import slowest, step_time
-from torusgd.sync.reducer import plan_buckets
+from torusgd.sync.buckets import plan_buckets
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
 LINK = Link(alpha=0.0, bandwidth=1e9)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torusgd.sync.buckets import plan_buckets
 from torusgd.sync.floats import FloatGradientSum
 from torusgd.sync.gradients import HEADROOM, INT32_MAX, ExactGradientSum, power_of_two_scale
-from torusgd.sync.reducer import plan_buckets
 
 CPU = torch.device("cpu")
 SIZES = (5, 3000, 1, 700)
@@ -188,3 +188,56 @@ def test_buckets_cover_all_tensors_in_order() -> None:
     buckets = plan_buckets([3, 10, 2, 2, 9, 1], limit=10)
     assert [(b.first, b.stop) for b in buckets] == [(0, 1), (1, 2), (2, 4), (4, 6)]
     assert buckets[2].offsets == (0, 2)
+
+
+def fill(total, worker: list[torch.Tensor]) -> None:
+    total.clear()
+    for index, bucket in enumerate(total.buckets):
+        for slot in range(bucket.first, bucket.stop):
+            total.add(index, slot, worker[slot])
+        total.end_worker(index)
+
+
+@pytest.mark.parametrize("wire", [None, torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("trouble", [None, "nan", "overflow"])
+def test_strips_of_the_sums_with_the_tails_say_what_whole_messages_say(
+    wire: torch.dtype | None, trouble: str | None
+) -> None:
+    grads, layout = gradients(2, seed=12), plan_buckets(SIZES, 2048)
+    ranks = [
+        measured(exact(2) if wire is None else FloatGradientSum(layout, 2, CPU, wire), gradients(2, seed=12))
+        for _ in grads
+    ]
+    if trouble == "nan":
+        grads[1][1][5] = math.nan
+    if trouble == "overflow":
+        grads[0][3][7] = grads[1][3][7] = 3e38 if wire == torch.float32 else 1e6
+    whole, mean = run(measured(exact(2) if wire is None else FloatGradientSum(layout, 2, CPU, wire), gradients(2, 12)),
+                      [grads[:1], grads[1:]])  # fmt: skip
+    for total, worker in zip(ranks, grads, strict=True):
+        fill(total, worker)
+    bodies = [[total.body(index) for index in range(len(layout))] for total in ranks]
+    tails = [total.tails() for total in ranks]
+    # Each rank has its half of each bucket of the sum, and rubbish in the other.
+    sums = [first + second for first, second in zip(*bodies, strict=True)]
+    spans = [[(0, n // 2) for n in SIZES], [(n // 2, n) for n in SIZES]]
+    found = []
+    for total, body, own, rest in zip(ranks, bodies, spans, reversed(spans), strict=True):
+        for index, bucket in enumerate(layout):
+            body[index].copy_(sums[index])
+            for slot, offset in zip(range(bucket.first, bucket.stop), bucket.offsets, strict=True):
+                body[index][offset + rest[slot][0] : offset + rest[slot][1]] = -77
+        found.append(total.finish(tails[0] + tails[1]))
+        if found[-1].accepted:
+            parts = [torch.zeros(high - low) for low, high in own]
+            total.mean(parts, own)
+            for part, (low, high), expected in zip(parts, own, mean, strict=True):
+                torch.testing.assert_close(part, expected[low:high], rtol=0, atol=0)
+        assert [total.room(index).shape for index in range(len(layout))] == [(b.length,) for b in layout]
+        assert total.room(0).dtype == torch.float32
+    assert found[0] == found[1]
+    assert found[0].accepted == whole.accepted
+    assert whole.accepted == (trouble is None or (trouble == "overflow" and wire == torch.bfloat16))
+    assert found[0].nonfinite == whole.nonfinite
+    assert bool(found[0].overflow) == bool(whole.overflow)
+    torch.testing.assert_close(ranks[0].state(), ranks[1].state(), rtol=0, atol=0)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torusgd.errors import UserError
-from torusgd.sync.profile import Link, Profile, Timing, bucket_bytes, choose, explain, rank_plans, ranks_a_host
+from torusgd.sync.profile import Link, Profile, Timing, choose, explain, rank_plans, ranks_a_host
 from torusgd.sync.tune import fit
 
 
@@ -122,23 +122,3 @@ def test_the_choice_is_explained_in_one_line():
 )
 def test_ranks_a_host(hosts, each):
     assert ranks_a_host(hosts) == each
-
-
-def test_buckets_are_large_where_latency_is_and_small_where_it_is_not():
-    ready = [(i / 100, 1 << 18) for i in range(100)]
-    slow_to_answer = bucket_bytes(profile(latency=5e-2, per_byte=1e-11), ready)
-    fast_to_answer = bucket_bytes(
-        profile(latency=0, per_byte=1e-8).model_copy(
-            update={
-                "message": 0.0,
-                "timings": tuple(
-                    Timing(size=s, algorithm=a, grid=None, chunks=1, median=2 * s * 1e-8)
-                    for s in (1 << 12, 1 << 20)
-                    for a in ("native", "ring")
-                ),
-            }
-        ),
-        ready,
-    )
-    assert fast_to_answer < slow_to_answer
-    assert bucket_bytes(profile(), [(0.0, 10)]) == 1 << 27

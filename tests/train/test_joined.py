@@ -31,7 +31,7 @@ from .processes import (
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
-    path.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 20, "))
+    path.write_text(RECIPE.replace("runtime: {", "runtime: {start_timeout: 20, "))
     return path
 
 
@@ -148,7 +148,7 @@ def test_one_rank_tells_why_all_end(tmp_path: Path, recipe: Path, flags: list[st
 
 def test_ranks_that_never_meet_end_with_one_line(tmp_path: Path, recipe: Path) -> None:
     impatient = tmp_path / "impatient.yaml"
-    impatient.write_text(recipe.read_text().replace("timeout: 20", "timeout: 2"))
+    impatient.write_text(recipe.read_text().replace("start_timeout: 20", "start_timeout: 2"))
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": "1"}
     process = Process(tmp_path, *torusgd_words(tmp_path / "out", impatient), environment=told)
     assert process.end() == 1

@@ -206,7 +206,7 @@ def test_a_frozen_rank_is_found_and_a_second_run_is_kept_out(frozen: Frozen, und
     assert f"in use by process {frozen.process.pid} on " in frozen.second.err
     assert frozen.second.err.count("\n") == 1
     assert frozen.process.end() == 0, frozen.process.output
-    assert "torusgd: rank 1 gave no answer within 5 s; all ranks start again from " in frozen.process.err
+    assert re.search("torusgd: rank 1 gave no answer within [5-9] s; all ranks start again from ", frozen.process.err)
     assert not is_alive(frozen.victim)
     assert results(summary(frozen.out)) == undisturbed
     assert_told_once(frozen.out, STEPS)

@@ -33,7 +33,8 @@ def make_stepper(*overrides: str) -> Stepper:
     model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
     optimizer = build_optimizer(recipe.optimizer, model, recipe.rate.lr)
     ranks = Ranks(0, 1, torch.device("cpu"))
-    return Stepper(recipe, Schedule(recipe, len(source)), model, optimizer, loader, ranks, native(), 4.0, lambda: False)
+    schedule = Schedule(recipe, len(source))
+    return Stepper(recipe, schedule, model, optimizer, loader, ranks, native(), 4.0, False, 30.0, lambda: False)
 
 
 def test_a_step_is_that_of_a_plain_loop() -> None:

@@ -25,11 +25,18 @@ class Planned:
     """Sums by the plan that `choose` gives for a number of bytes, or natively where it gives None."""
 
     def __init__(
-        self, name: str, connection: Connection, choose: Callable[[int], Plan | None], explanation: str
+        self,
+        name: str,
+        connection: Connection,
+        choose: Callable[[int], Plan | None],
+        explanation: str,
+        profile: Profile | None = None,
     ) -> None:
         self.name = name
         self.explanation = explanation
         """one line: what runs, and why"""
+        self.profile = profile
+        """what `auto` chooses by"""
         self.connection, self._choose = connection, lru_cache(1024)(choose)
 
     def start(self, tensor: torch.Tensor) -> Work:
@@ -97,7 +104,7 @@ def over(
     size = connection.size
     if name == "auto":
         known, source = _profile(profile, connection)
-        return Planned(name, connection, lambda n: choose(known, n, size).plan, explain(known, source))
+        return Planned(name, connection, lambda n: choose(known, n, size).plan, explain(known, source), known)
     if grid is None and name.partition(":")[0] in GRIDS:
         grid = _natural_grid(hosts_of(connection.control))
     why = f"allreduce {plan(name, size, grid)}: as asked for"

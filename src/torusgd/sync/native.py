@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .profile import Profile
 from .work import Done, Overdue, Work, check_tensor
 
 
@@ -49,6 +50,8 @@ class Native:
 
     name = "native"
     explanation = "allreduce native: the backend's own"
+    profile: Profile | None = None
+    """nothing is chosen here"""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group

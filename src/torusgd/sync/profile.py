@@ -217,25 +217,3 @@ def explain(profile: Profile, source: str) -> str:
 
 def _bytes(size: int) -> str:
     return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
-
-
-def bucket_bytes(profile: Profile, ready: Sequence[tuple[float, int]]) -> int:
-    """The bucket size, in bytes, with which the last gradient is summed earliest.
-
-    Args:
-        profile: Its timings give an all-reduce's time.
-        ready: (seconds since backward began, bytes) of each gradient, in the order in which they become ready.
-
-    Buckets leave one after another, as on one link; of equal sizes the larger is taken, which costs fewer messages.
-    """
-
-    def finish(limit: int) -> float:
-        end, waiting = 0.0, 0
-        for i, (when, size) in enumerate(ready):
-            waiting += size
-            if waiting >= limit or i == len(ready) - 1:
-                end, waiting = max(end, when) + expect(profile, waiting)[1], 0
-        return end
-
-    limits = [1 << power for power in range(27, 16, -1)]
-    return min(limits, key=finish)

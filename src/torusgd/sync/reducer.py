@@ -5,39 +5,20 @@ a run of slots. Buckets leave in one static order on all ranks, whatever order a
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .buckets import Buckets, lay_out
 from .floats import FloatGradientSum
-from .gradients import Bucket, ExactGradientSum, GradientSum, Verdict
+from .gradients import Bucket, ExactGradientSum, GradientSum, Span, Verdict, parts_of
+from .shards import block_stops, own_spans
+from .strips import Strips
 from .work import AllReduce, Work
 
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def plan_buckets(numels: Sequence[int], limit: int) -> list[Bucket]:
-    """Groups tensors, in sending order, into runs of at most `limit` elements (a larger tensor stands alone).
-
-    >>> [(b.first, b.stop, b.length) for b in plan_buckets([4, 4, 9, 1], limit=8)]
-    [(0, 2, 8), (2, 3, 9), (3, 4, 1)]
-    """
-    groups: list[list[int]] = []
-    length = limit + 1
-    for numel in numels:
-        if length + numel > limit:
-            groups.append([])
-            length = 0
-        groups[-1].append(numel)
-        length += numel
-    buckets, first = [], 0
-    for group in groups:
-        offsets = [sum(group[:i]) for i in range(len(group))]
-        buckets.append(Bucket(first, first + len(group), tuple(offsets), tuple(group)))
-        first += len(group)
-    return buckets
 
 
 class Reducer:
@@ -52,38 +33,65 @@ class Reducer:
         reduction: `exact`, `float32`, `float16` or `bfloat16`.
         virtual_workers: V over all ranks.
         allreduce: Sums a message over the ranks.
-        bucket_mib: Size of a bucket in MiB of 4-byte elements.
+        buckets: The rule of their sizes, see `lay_out`.
+        strips: Given, each rank gets the sums of one strip of each bucket only, cut at the norms' blocks.
     """
 
     def __init__(
-        self, model: nn.Module, reduction: str, virtual_workers: int, allreduce: AllReduce, bucket_mib: float
+        self,
+        model: nn.Module,
+        reduction: str,
+        virtual_workers: int,
+        allreduce: AllReduce,
+        buckets: Buckets,
+        strips: Strips | None = None,
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         named.reverse()
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
-        device = next(model.parameters()).device
-        self.buckets = plan_buckets([p.numel() for p in self.parameters], max(int(bucket_mib * 2**18), 1))
-        self.sum: GradientSum = (
-            ExactGradientSum(self.buckets, virtual_workers, device)
-            if reduction == "exact"
-            else FloatGradientSum(self.buckets, virtual_workers, device, WIRES[reduction])
-        )
-        self.wait_seconds = 0.0
-        """time that the step waited for messages, since the last reading"""
+        self.numels = [p.numel() for p in self.parameters]
         self.first_ready = self.last_ready = 0.0
         """when this rank's first and last bucket of the step were ready to leave (time.perf_counter)"""
-        self._allreduce = allreduce
-        self._bucket_of = [i for i, b in enumerate(self.buckets) for _ in range(b.first, b.stop)]
-        self._means = [torch.zeros_like(p) for p in self.parameters]
-        self._maxima = torch.zeros(len(named), device=device)
-        self._missing = [0] * len(self.buckets)
+        self.ready = [0.0] * len(named)
+        """when each gradient of the last virtual worker was there (time.perf_counter)"""
+        self._device = next(model.parameters()).device
+        self._reduction, self._workers = reduction, virtual_workers
+        self._allreduce, self._strips = allreduce, strips
+        self._take_buckets(lay_out(buckets, self.numels))
+        self._maxima = torch.zeros(len(named), device=self._device)
         self._works: list[Work] = []
+        self._tails: Tensor | None = None
         self._is_measuring = False
         self._is_last = False
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot, p in enumerate(self.parameters)
         ]
+
+    def lay_out_anew(self, buckets: list[Bucket]) -> None:
+        """Takes other buckets, between two steps and on all ranks; the scales stay. Not with strips."""
+        assert self._strips is None
+        state = self.sum.state()
+        self._take_buckets(buckets)
+        self.sum.load_state(state)
+
+    def _take_buckets(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self._bucket_of = [i for i, b in enumerate(buckets) for _ in range(b.first, b.stop)]
+        self._missing = [0] * len(buckets)
+        self.sum: GradientSum = (
+            ExactGradientSum(buckets, self._workers, self._device)
+            if self._reduction == "exact"
+            else FloatGradientSum(buckets, self._workers, self._device, WIRES[self._reduction])
+        )
+        self.spans: list[Span] | None = None
+        """of each parameter the elements whose mean this rank gets; None: all"""
+        self.pieces: list[Tensor] = list(self.parameters)
+        """the parameters, or the spans of them, flat; their `grad` takes the mean"""
+        if self._strips is not None:
+            self.spans = [span for bucket in buckets for span in own_spans(bucket, self._strips)]
+            self.pieces = parts_of([p.detach().view(-1) for p in self.parameters], self.spans)
+        self._means = [torch.zeros_like(piece) for piece in self.pieces]
 
     def close(self) -> None:
         """Takes the hooks off the model."""
@@ -93,7 +101,7 @@ class Reducer:
     def begin(self, measuring: bool) -> None:
         """Begins a step, or the pass that measures its scales."""
         self._is_measuring = measuring
-        self._works = []
+        self._works, self._tails = [], None
         self._maxima.zero_()
         self.sum.clear()
 
@@ -122,33 +130,33 @@ class Reducer:
 
     def finish(self) -> Verdict:
         """Waits for all messages and reads the verdict, the same on every rank."""
-        started = time.perf_counter()
         for work in self._works:
             work.wait()
-        self.wait_seconds += time.perf_counter() - started
-        return self.sum.finish()
+        return self.sum.finish(self._tails)
 
     def apply_mean(self) -> None:
-        """Puts the mean gradient over all virtual workers into each parameter's `grad`."""
-        self.sum.mean(self._means)
-        for p, mean in zip(self.parameters, self._means, strict=True):
-            p.grad = mean
+        """Puts the mean gradient over all virtual workers into the `grad` of each of `pieces`."""
+        self.sum.mean(self._means, self.spans)
+        for piece, mean in zip(self.pieces, self._means, strict=True):
+            piece.grad = mean
 
-    def _make_hook(self, slot: int):  # type: ignore[no-untyped-def]
-        bucket = self._bucket_of[slot]
+    def take(self, slot: int, gradient: Tensor) -> None:
+        """Takes a parameter's gradient by one virtual worker, as the hooks do."""
+        if self._is_measuring:
+            torch.maximum(self._maxima[slot], gradient.abs().max(), out=self._maxima[slot])
+            return
+        bucket, self.ready[slot] = self._bucket_of[slot], time.perf_counter()
+        self.sum.add(bucket, slot, gradient)
+        self._missing[bucket] -= 1
+        if not self._missing[bucket]:
+            self.sum.end_worker(bucket)
+            if self._is_last:
+                self._send_full()
 
+    def _make_hook(self, slot: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            if self._is_measuring:
-                torch.maximum(self._maxima[slot], gradient.abs().max(), out=self._maxima[slot])
-            else:
-                self.sum.add(bucket, slot, gradient)
-                self._missing[bucket] -= 1
-                if not self._missing[bucket]:
-                    self.sum.end_worker(bucket)
-                    if self._is_last:
-                        self._send_full()
+            assert parameter.grad is not None
+            self.take(slot, parameter.grad)
             parameter.grad = None
 
         return hook
@@ -158,4 +166,12 @@ class Reducer:
             self.last_ready = time.perf_counter()
             if not self._works:
                 self.first_ready = self.last_ready
-            self._works.append(self._allreduce.start(self.sum.message(len(self._works))))
+            self._works.append(self._send(len(self._works)))
+        if self._strips is not None and self._tails is None and len(self._works) == len(self.buckets):
+            self._tails = self.sum.tails()
+            self._works.append(self._allreduce.start(self._tails))
+
+    def _send(self, index: int) -> Work:
+        if self._strips is None:
+            return self._allreduce.start(self.sum.message(index))
+        return self._strips.start_scatter(self.sum.body(index), block_stops(self.buckets[index]))

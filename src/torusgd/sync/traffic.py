@@ -4,12 +4,11 @@ What is on its way and not waited for is hidden behind computation; both are sec
 """
 
 import time
-from collections.abc import Callable
 from math import nan
 
 import torch
 
-from .work import AllReduce, Overdue, Work
+from .work import AllReduce, Done, Overdue, Work
 
 
 class Traffic:
@@ -24,10 +23,9 @@ class Traffic:
         """seconds that a `wait` may take from now on before it raises Overdue; None: the group's own timeout"""
         self._until = 0.0
 
-    def start(self, begin: Callable[[], Work]) -> Work:
-        """What `begin` starts, watched."""
-        left = time.perf_counter()
-        return _Watched(self, begin(), left)
+    def watch(self, work: Work, left: float | None = None) -> Work:
+        """A message that left at `left` (time.perf_counter; None: just now); use the answer in its place."""
+        return work if isinstance(work, Done) else _Watched(self, work, time.perf_counter() if left is None else left)
 
     def over(self, allreduce: AllReduce) -> AllReduce:
         """The same all-reduce, all of whose messages are watched."""
@@ -81,7 +79,8 @@ class _WatchedAllReduce:
         self._traffic, self._allreduce = traffic, allreduce
 
     def start(self, tensor: torch.Tensor) -> Work:
-        return self._traffic.start(lambda: self._allreduce.start(tensor))
+        left = time.perf_counter()
+        return self._traffic.watch(self._allreduce.start(tensor), left)
 
     def close(self) -> None:
         self._allreduce.close()

@@ -53,12 +53,12 @@ def _connect(job: Job) -> Ranks:
         die_with_agent()
     end_on_stop()  # nothing to save yet, and no handler could run while this rank waits for the others
     try:
-        return join(job.device, job.options.timeout)
+        return join(job.device, job.options.start_timeout)
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise RunError(
             f"rank {os.environ['RANK']} on {socket.gethostname()}: the ranks did not meet at {where} within "
-            f"{job.options.timeout:g} s: {str(error).splitlines()[0]}"
+            f"{job.options.start_timeout:g} s: {str(error).splitlines()[0]}"
         ) from None
     except ValueError as error:
         raise UserError(f"the environment of this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT): {error}") from None

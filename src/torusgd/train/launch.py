@@ -83,7 +83,7 @@ def _supervise(job: Job, workers: int, folder: RunFolder) -> Ending:
                 return _stopped(stop.signal or number, folder)
             except ChildFailedError as error:
                 _raise_told(notes)
-                lost = _describe_loss(error.get_first_failure(), notes, workers, job.options.timeout)
+                lost = _describe_loss(error.get_first_failure(), notes, workers, job.options.start_timeout)
                 if stop():
                     return _stopped(stop.signal, folder)
             except (Stopped, SignalException) as broken:
@@ -137,7 +137,7 @@ def launched_rank(job: Job, restarts: int, notes_folder: str) -> dict[str, Any]:
     stop = StopFlag(also=notes.is_stopping)
     stop.install()
     try:
-        ranks = join(job.device, job.options.timeout)
+        ranks = join(job.device, job.options.start_timeout)
         outcome = Run(job, ranks, stop, restarts).run()
         dist.barrier()
     except (Exception, SystemExit) as error:
@@ -158,7 +158,7 @@ def _raise_told(notes: Notes) -> None:
         raise first.error()
 
 
-def _describe_loss(first: tuple[int, ProcessFailure], notes: Notes, workers: int, timeout: float) -> str:
+def _describe_loss(first: tuple[int, ProcessFailure], notes: Notes, workers: int, start_timeout: float) -> str:
     rank, failure = first
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}"
@@ -166,9 +166,12 @@ def _describe_loss(first: tuple[int, ProcessFailure], notes: Notes, workers: int
     silent = ", ".join(str(rank) for rank in range(workers) if rank not in survivors)
     if not silent:
         return f"the ranks lost each other ({survivors[rank].text})"
+    texts = [problem.text for problem in survivors.values()]
+    told = next((text for text in texts if text.startswith("no answer")), "")
     # Gloo tells it of the wait that ended, or of the connection that it closed for it.
-    is_late = any(re.search("timed out|timeout", problem.text, re.IGNORECASE) for problem in survivors.values())
-    return f"rank {silent} gave no answer within {timeout:g} s" if is_late else f"rank {silent} was lost"
+    if not told and any(re.search("timed out|timeout", text, re.IGNORECASE) for text in texts):
+        told = f"no answer within {start_timeout:g} s"
+    return f"rank {silent} gave {told}" if told else f"rank {silent} was lost"
 
 
 def _stopped(number: int, folder: RunFolder) -> Ending:

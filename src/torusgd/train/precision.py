@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import RunError
 from ..recipe import Recipe
@@ -50,7 +50,7 @@ class Precision:
         """The loss to call backward on."""
         return loss * self.loss_scale if self._is_scaling else loss
 
-    def accept(self, parameters: Sequence[nn.Parameter]) -> None:
+    def accept(self, parameters: Sequence[Tensor]) -> None:
         """Takes the loss scale out of the gradients, and lets it grow after enough good steps."""
         if not self._is_scaling:
             return

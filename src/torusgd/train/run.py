@@ -3,10 +3,12 @@
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ..data.loader import Loader
 from ..data.order import StreamOrder
@@ -20,6 +22,8 @@ from ..recipe import Recipe
 from ..runtime import Ranks, RuntimeOptions, check_world_size, conditions, loader_threads, prepare_numerics
 from ..schedule import Schedule
 from ..sync.allreduce import create
+from ..sync.settling import Settling
+from ..sync.traffic import hidden_share
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
 from .checkpoint import CheckpointWriter, newest_checkpoint
 from .evaluate import Evaluation, evaluate
@@ -93,14 +97,18 @@ class Run:
             grid=options.grid_size,
             profile=Path(options.profile) if options.profile else None,
             device=ranks.device,
-            timeout=options.timeout,
+            timeout=options.start_timeout,
         )
         threads = loader_threads(ranks.device)
         order = StreamOrder(len(train), recipe.seed)
         self.loader = Loader(self.training, order, threads=threads, ahead=threads + 3)
         self.stepper = Stepper(
-            recipe, self.schedule, model, optimizer, self.loader, ranks, self.allreduce, options.bucket_mib, stop
-        )
+            recipe, self.schedule, model, optimizer, self.loader, ranks, self.allreduce, options.buckets,
+            options.update == "sharded", options.timeout, stop,
+        )  # fmt: skip
+        # Strips follow the buckets, and momentum the strips: a sharded run keeps the layout that it began with.
+        may_settle = options.buckets == "auto" and options.update == "replicated"
+        self.settling = Settling(self.stepper.reducer, self.allreduce.profile if may_settle else None)
         self.state = RunState(
             recipe.sha256(), conditions(recipe, ranks.device), len(train), resumed_from=0, init_sha256=""
         )
@@ -122,12 +130,12 @@ class Run:
             self.telemetry = Telemetry(folder.path, self.schedule, self.state.step, options.tensorboard)
             self._greet(self.telemetry)
         try:
-            if not self._train(writer):
-                return Outcome(signal=self.stop.signal or signal.SIGTERM)
-            return Outcome(summary=self._finish())
+            is_done = self._train(writer)
+            outcome = Outcome(summary=self._finish()) if is_done else Outcome(signal=self.stop.signal or signal.SIGTERM)
+            self.allreduce.close()  # not where a rank is lost: its threads and groups still wait for it
+            return outcome
         finally:
             self.loader.close()
-            self.allreduce.close()
             writer.close()
             if self.telemetry is not None:
                 self.telemetry.close()
@@ -140,8 +148,10 @@ class Run:
 
         def save() -> None:
             nonlocal saved
-            if saved < state.step and self.ranks.is_first:
-                writer.save(state.checkpoint(self.stepper))
+            if saved < state.step:
+                checkpoint = state.checkpoint(self.stepper)
+                if self.ranks.is_first:
+                    writer.save(checkpoint)
             saved = state.step
 
         is_stopping = False
@@ -163,8 +173,11 @@ class Run:
                 raise
             state.count(result)
             state.seconds = earlier + time.perf_counter() - started
+            buckets = self.settling.after_step()
             if self.telemetry is not None:
                 self.telemetry.step(result, state.seconds)
+                if buckets:
+                    self.telemetry.say(buckets)
             is_stopping = result.stop
 
     def _evaluate_and_tell(self) -> bool:
@@ -184,9 +197,10 @@ class Run:
         return True
 
     def _evaluate(self, stop: Callable[[], bool]) -> Evaluation | None:
+        self.stepper.update.settle()
         self.stepper.batch_norm.show(self.state.step)
         stepper, chunk = self.stepper, self.job.recipe.evaluate.images_per_chunk
-        return evaluate(stepper.model, self.held_out, chunk, self.ranks, self.allreduce, stepper.precision, stop)
+        return evaluate(stepper.model, self.held_out, chunk, self.ranks, stepper.allreduce, stepper.precision, stop)
 
     def _finish(self) -> dict[str, Any]:
         """Polishes, evaluates a last time, and leaves the weights and the summary."""
@@ -196,7 +210,7 @@ class Run:
         assert evaluation is not None
         before = evaluation.top1
         if recipe.polish is not None:
-            polish_by_recipe(model, self.training, recipe, self.ranks, self.allreduce, self.stepper.precision)
+            polish_by_recipe(model, self.training, recipe, self.ranks, self.stepper.allreduce, self.stepper.precision)
             self.stepper.batch_norm.take()
             evaluation = self._evaluate(lambda: False)
             assert evaluation is not None
@@ -221,6 +235,7 @@ class Run:
             "images_per_second": round(state.samples / max(state.step_seconds, 1e-9), 2),
             "data_wait_share": round(state.data_seconds / max(state.step_seconds, 1e-9), 5),
             "sync_wait_share": round(state.sync_seconds / max(state.step_seconds, 1e-9), 5),
+            "hidden_share": hidden_share(state.on_way_seconds, state.sync_seconds),
             "world_size": self.ranks.size,
             "resumed_from": state.resumed_from,
             "restarts": self.restarts,
@@ -245,6 +260,7 @@ class Run:
         """Takes the newest good checkpoint, or the weights of --init; rank 0 reads, all ranks get."""
         state, stepper = self.state, self.stepper
         problem = ""
+        restored: Mapping[str, Tensor] = {}
         if self.ranks.is_first:
             try:
                 tensors = load_weights(self.job.init)[0] if self.job.init else {}
@@ -252,6 +268,7 @@ class Run:
                 checkpoint = newest_checkpoint(self.folder.checkpoints, warn)
                 if checkpoint is not None:
                     state.restore(checkpoint, stepper)
+                    restored = checkpoint.state
                 elif tensors:
                     match_weights(tensors, stepper.model.state_dict(), str(self.job.init))
                     stepper.model.load_state_dict(tensors)
@@ -260,7 +277,7 @@ class Run:
         problem = broadcast_text(problem, self.ranks.device)
         if problem:
             raise UserError(problem)
-        state.share(stepper)
+        state.share(stepper, restored)
         if state.step > self.steps:
             raise UserError(
                 f"--max-steps {self.steps}: the run in {self.job.out} has done {state.step} steps already; give at "

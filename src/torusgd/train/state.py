@@ -1,8 +1,8 @@
 """The state of a run between two steps: what a checkpoint holds, and how it goes back into model and optimiser."""
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from ..errors import UserError
 from ..weights import match_weights
 from .checkpoint import Checkpoint
 from .step import Stepper, StepResult
+
+_MOMENTUM = "momentum/"
 
 
 @dataclass
@@ -32,6 +34,7 @@ class RunState:
     step_seconds: float = 0.0
     data_seconds: float = 0.0
     sync_seconds: float = 0.0
+    on_way_seconds: float = 0.0
     replaced: int = 0
     redone: int = 0
     skipped: int = 0
@@ -51,17 +54,20 @@ class RunState:
         self.step_seconds += result.seconds
         self.data_seconds += result.data_seconds
         self.sync_seconds += result.sync_seconds
+        self.on_way_seconds += result.on_way_seconds
         self.replaced += result.replaced
         self.redone += result.redone
         self.skipped += bool(result.skipped)
         self.train_loss = result.loss
 
     def checkpoint(self, stepper: Stepper) -> Checkpoint:
-        """This state with the stepper's tensors (not copied)."""
+        """This state with the stepper's tensors (not copied). Every rank calls it; rank 0 gets the momentum."""
+        stepper.update.settle()
         stepper.batch_norm.show(self.step)
         self.loss_scale = stepper.precision.loss_scale
         self.accepted_in_a_row = stepper.precision.accepted_in_a_row
-        state = {f"momentum/{name}": buffer for name, buffer in _momentum(stepper).items()}
+        momentum = stepper.update.momentum(keep=stepper.ranks.is_first)
+        state = {f"{_MOMENTUM}{name}": buffer for name, buffer in momentum.items()}
         state["gradient_bounds"] = stepper.reducer.sum.state()
         return Checkpoint(stepper.model.state_dict(), state, asdict(self))
 
@@ -90,11 +96,6 @@ class RunState:
                 )
         match_weights(checkpoint.model, stepper.model.state_dict(), f"checkpoint of step {checkpoint.step}")
         stepper.model.load_state_dict(checkpoint.model)
-        parameters = dict(stepper.model.named_parameters())
-        for name, tensor in checkpoint.state.items():
-            if name.startswith("momentum/"):
-                parameter = parameters[name.removeprefix("momentum/")]
-                stepper.optimizer.state[parameter]["momentum_buffer"] = tensor.to(parameter.device, copy=True)
         stepper.reducer.sum.load_state(checkpoint.state["gradient_bounds"])
         now = self.conditions
         for name in names - {"conditions"}:
@@ -103,8 +104,12 @@ class RunState:
             self.other_conditions.append(progress["conditions"])
         self.resumed_from = self.step
 
-    def share(self, stepper: Stepper) -> None:
-        """Gives every rank what rank 0 restored: the progress, the weights, the momentum and the scales."""
+    def share(self, stepper: Stepper, state: Mapping[str, Tensor]) -> None:
+        """Gives every rank what rank 0 restored: the progress, the weights, the momentum and the scales.
+
+        `state` is that of rank 0's checkpoint; on other ranks nothing.
+        """
+        momentum = {key.removeprefix(_MOMENTUM): t for key, t in state.items() if key.startswith(_MOMENTUM)}
         if dist.is_initialized() and dist.get_world_size() > 1:
             progress = json.loads(broadcast_text(json.dumps(asdict(self)), next(stepper.model.parameters()).device))
             for name, value in progress.items():
@@ -115,11 +120,9 @@ class RunState:
             if self.step:
                 bounds = stepper.reducer.sum.state()
                 dist.broadcast(bounds, 0)
-                for parameter in _with_momentum(stepper):
-                    state = stepper.optimizer.state[parameter]
-                    state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-                    dist.broadcast(state["momentum_buffer"], 0)
                 stepper.reducer.sum.load_state(bounds)
+        for name, tensor in _on_all_ranks(momentum, stepper):
+            stepper.update.take_momentum(name, tensor)
         stepper.batch_norm.take()
         if self.step:
             stepper.precision.loss_scale = self.loss_scale
@@ -140,12 +143,11 @@ def broadcast_text(text: str, device: torch.device) -> str:
     return bytes(data.cpu().numpy()).decode()
 
 
-def _with_momentum(stepper: Stepper) -> list[Tensor]:
-    return [p for group in stepper.optimizer.param_groups for p in group["params"] if group["momentum"]]
-
-
-def _momentum(stepper: Stepper) -> dict[str, Tensor]:
-    buffers: dict[str, Any] = {
-        name: stepper.optimizer.state.get(p, {}).get("momentum_buffer") for name, p in stepper.model.named_parameters()
-    }
-    return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+def _on_all_ranks(tensors: Mapping[str, Tensor], stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
+    """Rank 0's tensors, by the names of the parameters that they are shaped like; one at a time, to hold no more."""
+    device, parameters = stepper.ranks.device, dict(stepper.model.named_parameters())
+    for name in json.loads(broadcast_text(json.dumps(sorted(tensors)), device)):
+        tensor = tensors[name].to(device) if stepper.ranks.is_first else torch.empty_like(parameters[name])
+        if dist.is_initialized():
+            dist.broadcast(tensor, 0)
+        yield name, tensor

@@ -5,6 +5,7 @@ buckets leave while backward runs) -> the all-reduce -> the verdict -> the mean 
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,14 +21,21 @@ from ..optim import set_hyperparameters
 from ..recipe import Recipe
 from ..runtime import Ranks
 from ..schedule import Schedule, Step
+from ..sync.allreduce import Planned
+from ..sync.buckets import Buckets
+from ..sync.native import Native
 from ..sync.reducer import Reducer
-from ..sync.work import AllReduce
+from ..sync.strips import Strips
+from ..sync.traffic import Traffic
 from .batchnorm import BatchNormStatistics
 from .lateness import Lateness, Slowest, slowest
 from .precision import Precision
 from .statistics import StepStatistics, Totals
+from .update import Replicated, Sharded, Update
 
 MAX_ATTEMPTS = 3
+_USUAL = 8
+"""steps of which the longest is a usual step"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,9 @@ class StepResult:
     seconds: float
     data_seconds: float
     sync_seconds: float
+    """that the step waited for messages"""
+    on_way_seconds: float
+    """with at least one message on its way; nan where nobody can tell (NCCL)"""
 
 
 class Stepper:
@@ -65,8 +76,10 @@ class Stepper:
         optimizer: As from `build_optimizer`.
         loader: Gives the images of a virtual worker.
         ranks: This process among the others.
-        allreduce: Sums over ranks.
-        bucket_mib: Size of a gradient bucket.
+        allreduce: Sums over ranks, as from `create`.
+        buckets: The rule of the gradient buckets' sizes.
+        is_sharded: Each rank updates a strip of the weights only.
+        timeout: Seconds beyond the usual length of a step that a rank may be late, from the second step on.
         stop_requested: Asked once a step.
     """
 
@@ -78,22 +91,33 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         loader: Loader,
         ranks: Ranks,
-        allreduce: AllReduce,
-        bucket_mib: float,
+        allreduce: Planned | Native,
+        buckets: Buckets,
+        is_sharded: bool,
+        timeout: float,
         stop_requested: Callable[[], bool],
     ) -> None:
         self.recipe = recipe
         self.schedule = schedule
         self.model = model
-        self.optimizer = optimizer
         self.ranks = ranks
         self.precision = Precision(recipe, ranks.device)
         self.batch_norm = BatchNormStatistics(model)
-        self.reducer = Reducer(model, recipe.reduction, recipe.virtual_workers, allreduce, bucket_mib)
+        self.traffic = Traffic()
+        self.allreduce = self.traffic.over(allreduce)
+        """the same all-reduce, watched: a rank that doesn't answer is overdue"""
+        strips = Strips(allreduce, self.traffic.watch) if is_sharded else None
+        self.reducer = Reducer(model, recipe.reduction, recipe.virtual_workers, self.allreduce, buckets, strips)
+        self.update: Update = (
+            Replicated(optimizer, self.reducer)
+            if strips is None
+            else Sharded(model, optimizer, self.reducer, strips, self.allreduce)
+        )
         self._statistics = StepStatistics(self.batch_norm.running.numel(), recipe.virtual_workers, ranks.device)
         self._lateness = Lateness(ranks.rank, ranks.size)
         self._loader = loader
-        self._allreduce = allreduce
+        self._timeout = timeout
+        self._recent: deque[float] = deque(maxlen=_USUAL)
         self._stop_requested = stop_requested
         self._workers = ranks.share_of(recipe.virtual_workers)
         self._batches: Iterator[Batch] = iter(())
@@ -101,13 +125,13 @@ class Stepper:
         self._failure = ""  # why this rank can't read its images
 
     def run(self, index: int) -> StepResult:
-        """Takes step `index`; the model then holds the updated weights.
+        """Takes step `index`; once `update.settle` was called the model holds the updated weights.
 
         Raises:
             RunError: A gradient is not finite (and the precision is not float16), or a rank can't read its images.
         """
         started = time.perf_counter()
-        data_before, sync_before = self._loader.wait_seconds, self.reducer.wait_seconds
+        data_before, sync_before, on_way_before = self._loader.wait_seconds, self.traffic.waited, self.traffic.on_way
         step = self.schedule[index]
         overflowed: list[str] = []
         redone = 0
@@ -136,6 +160,10 @@ class Stepper:
             self.precision.skip(index, skipped)
         else:
             self._update(step, totals)
+        seconds = time.perf_counter() - started
+        self._recent.append(seconds)
+        # Ranks differ by parts of a step, which may be long: a share more of virtual workers, a batch that comes late.
+        self.traffic.limit = self._timeout + max(self._recent)
         return StepResult(
             step=step,
             loss=totals.loss,
@@ -147,9 +175,10 @@ class Stepper:
             underflow=verdict.underflow,
             loss_scale=loss_scale,
             slowest=slowest(totals.notes),
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
             data_seconds=self._loader.wait_seconds - data_before,
-            sync_seconds=self.reducer.wait_seconds - sync_before,
+            sync_seconds=self.traffic.waited - sync_before,
+            on_way_seconds=self.traffic.on_way - on_way_before,
         )
 
     def _update(self, step: Step, totals: Totals) -> None:
@@ -160,11 +189,11 @@ class Stepper:
                 "lower rate.lr or lengthen rate.warmup.length"
             )
         self.reducer.apply_mean()
-        self.precision.accept(self.reducer.parameters)
+        self.precision.accept(self.reducer.pieces)
         set_hyperparameters(
-            self.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
+            self.update.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
         )
-        self.optimizer.step()
+        self.update.step()
         self.batch_norm.update(totals.batch_norm)
 
     def _pass(self, step: Step) -> Totals:
@@ -183,14 +212,13 @@ class Stepper:
                 self._statistics.add(self.batch_norm.batch, loss.detach())
                 self._statistics.count("replaced", batch.replaced)
             if last:
-                sent = self._statistics.send(self._allreduce, self._lateness.message(step.index))
+                sent = self._statistics.send(self.allreduce, self._lateness.message(step.index))
+            self.update.settle()
             if loss is not None:
                 self.precision.scaled(loss).backward()
             self.reducer.end_worker()
         assert sent is not None
-        started = time.perf_counter()
         sent.wait()
-        self.reducer.wait_seconds += time.perf_counter() - started
         return self._statistics.totals()
 
     def _measure(self, step: Step) -> None:
@@ -200,8 +228,10 @@ class Stepper:
         for worker in self._workers:
             batch = self._read(step, worker)
             self.reducer.begin_worker(last=False)
-            if batch is not None:
-                self.precision.scaled(self._forward(step, worker, batch)).backward()
+            loss = None if batch is None else self._forward(step, worker, batch)
+            self.update.settle()
+            if loss is not None:
+                self.precision.scaled(loss).backward()
             self.reducer.end_worker()
         self.reducer.finish_measuring()
         self._seek(step.index)

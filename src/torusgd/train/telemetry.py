@@ -17,6 +17,7 @@ from rich.table import Table
 from ..errors import RunError, UserError
 from ..recipe import Recipe
 from ..schedule import Schedule
+from ..sync.traffic import hidden_share
 from ..weights import write_text
 from .evaluate import Evaluation
 from .step import StepResult
@@ -75,6 +76,7 @@ class Telemetry:
             "data_seconds": round(result.data_seconds, 6),
             "sync_seconds": round(result.sync_seconds, 6),
         }
+        hidden = hidden_share(result.on_way_seconds, result.sync_seconds)
         optional = {
             "replaced": result.replaced,
             "redone": result.redone,
@@ -83,6 +85,8 @@ class Telemetry:
             "underflow": result.underflow,
             "slowest": asdict(result.slowest) if result.slowest else None,
         }
+        if hidden is not None:
+            event["hidden_share"] = round(hidden, 4)
         if self._schedule.recipe.precision == "float16":
             event["loss_scale"] = result.loss_scale
         event |= {key: value for key, value in optional.items() if value}
@@ -99,6 +103,12 @@ class Telemetry:
         if self._board is not None:
             for key in ("loss", "lr", "momentum", "batch"):
                 self._board.add_scalar(f"train/{key}", event[key], step.index + 1)
+            shares = {
+                "data_wait": result.data_seconds / result.seconds,
+                "sync_wait": result.sync_seconds / result.seconds,
+            }
+            for key, share in (shares | ({} if hidden is None else {"sync_hidden": hidden})).items():
+                self._board.add_scalar(f"share/{key}", share, step.index + 1)
         self._show(result, seconds)
 
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
@@ -142,13 +152,15 @@ class Telemetry:
 
     def _line(self, result: StepResult, gap: str = "  ") -> str:
         step, schedule = result.step, self._schedule
+        data, sync = result.data_seconds / result.seconds, result.sync_seconds / result.seconds
+        share = hidden_share(result.on_way_seconds, result.sync_seconds)
+        hidden = "" if share is None else f", {share:.0%} hidden"
         left = (schedule.stop - step.start - step.batch) / self._speed
         return (
             f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
             f"/{schedule.stop / schedule.train_images:.4g}  step {step.index + 1}/{len(schedule)}  "
             f"loss {result.loss:.4f}  lr {step.lr:.4g}{gap}{self._speed:,.0f} images/s  "
-            f"data {result.data_seconds / result.seconds:.0%}  sync {result.sync_seconds / result.seconds:.0%}  "
-            f"{_clock(left)} left{self._slowest}"
+            f"data {data:.0%}  sync {sync:.0%}{hidden}  {_clock(left)} left{self._slowest}"
         )
 
     def _schedule_epoch(self, step: int) -> float:
