@@ -11,6 +11,7 @@ _HOMES = {
     "Lars": "optim",
     "Recipe": "recipe",
     "Schedule": "schedule",
+    "ShardedUpdate": "train.own_loop",
     "StreamOrder": "data.order",
     "ddp_hook": "sync.ddp",
     "load_recipe": "recipes",

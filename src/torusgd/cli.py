@@ -49,6 +49,9 @@ def train(
     allreduce: AllReduceName = None,
     grid: GridSize = None,
     profile: ProfileFile = None,
+    update: Annotated[
+        str | None, typer.Option(help="replicated (default), or sharded: each rank a strip of the weights.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in --out and begin anew.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
 ) -> None:
@@ -57,7 +60,7 @@ def train(
 
     flags = {
         "device": device, "allreduce": allreduce, "grid": grid, "profile": str(profile) if profile else None,
-        "workers": workers, "checkpoint_every": checkpoint_every, "tensorboard": tensorboard or None,
+        "update": update, "workers": workers, "checkpoint_every": checkpoint_every, "tensorboard": tensorboard or None,
     }  # fmt: skip
     raise typer.Exit(run(recipe, overrides or [], flags, data, out, max_steps, init, fresh))
 
