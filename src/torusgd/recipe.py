@@ -270,6 +270,9 @@ class Recipe(Section):
     threads: Count = 1
     """threads of each rank; bits differ between 1 and 2"""
     evaluate: Evaluate = Evaluate()
+    column_blocks: Count = 1
+    """runs of outputs in which each linear layer at the network's end is computed, each for itself; above 1, groups of
+    ranks can share them (`--model-parallel`) and get the same bits"""
     target_top1: Fraction | None = None
     """the time to reach it is told as seconds_to_target"""
     polish: Polish | None = None
@@ -282,6 +285,8 @@ class Recipe(Section):
             raise ValueError("stages.0.momentum: the first stage's momentum is optimizer.momentum")
         if self.loss_scale != LossScale() and self.precision != "float16":
             raise ValueError("loss_scale: has a meaning with precision: float16 only")
+        if self.column_blocks > 1 and self.reduction != "exact":
+            raise ValueError("column_blocks: above 1 it needs reduction: exact")
         return self
 
     def resolve(self, *, precision: str, memory_format: str) -> "Recipe":

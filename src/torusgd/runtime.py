@@ -39,6 +39,8 @@ class RuntimeOptions(Section):
     cubic: 3, 21, 57, ... tensors (Fujitsu); auto: with allreduce auto by the first steps' times, else 4 MiB"""
     update: Literal["replicated", "sharded"] = "replicated"
     """sharded: each rank updates a strip of the weights and keeps momentum for that only"""
+    model_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
+    """ranks that share the column blocks of the last, linear layers; auto: for each layer as many as send least"""
     checkpoint_every: Duration = Duration(1, "ep")
     """from one checkpoint to the next"""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2

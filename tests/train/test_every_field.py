@@ -77,6 +77,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "evaluate.every": ([], "evaluate.every=1st"),
     "evaluate.first": (["evaluate.every=2st"], "evaluate.first=1st"),
     "evaluate.images_per_chunk": ([], "evaluate.images_per_chunk=1"),
+    "column_blocks": ([], "column_blocks=4"),
     "target_top1": ([], "target_top1=0.5"),
     "polish.images": ([], "polish.images=16"),
     "polish.images_per_batch": ([], "polish.images_per_batch=6"),

@@ -98,6 +98,19 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
+    @property
+    def needs_measure(self) -> bool:
+        """No scale is known yet: the maxima must be measured before the first sum."""
+        return self.sum.needs_measure
+
+    def state(self) -> Tensor:
+        """float64 [slots]: all that the next step needs of this one."""
+        return self.sum.state()
+
+    def load_state(self, state: Tensor) -> None:
+        """Takes back what `state` gave."""
+        self.sum.load_state(state)
+
     def begin(self, measuring: bool) -> None:
         """Begins a step, or the pass that measures its scales."""
         self._is_measuring = measuring

@@ -28,6 +28,7 @@ from ..weights import load_weights, match_weights, save_weights, weights_sha256,
 from .checkpoint import CheckpointWriter, newest_checkpoint
 from .evaluate import Evaluation, evaluate
 from .folder import RunFolder
+from .hybrid import hybrid_tail
 from .polish import polish_by_recipe
 from .signals import StopFlag
 from .state import RunState, broadcast_text
@@ -91,7 +92,6 @@ class Run:
             image_size=recipe.data.image_size,
             seed=recipe.seed,
         ).to(ranks.device)
-        optimizer = build_optimizer(recipe.optimizer, model, recipe.rate.lr)
         self.allreduce = create(
             options.allreduce,
             grid=options.grid_size,
@@ -99,12 +99,18 @@ class Run:
             device=ranks.device,
             timeout=options.start_timeout,
         )
+        self.hybrid = hybrid_tail(model, recipe, options, ranks, self.allreduce)
+        optimizer = (
+            build_optimizer(recipe.optimizer, model, recipe.rate.lr)
+            if self.hybrid is None
+            else build_optimizer(recipe.optimizer, model, recipe.rate.lr, self.hybrid.held, self.hybrid.norms())
+        )
         threads = loader_threads(ranks.device)
         order = StreamOrder(len(train), recipe.seed)
         self.loader = Loader(self.training, order, threads=threads, ahead=threads + 3)
         self.stepper = Stepper(
             recipe, self.schedule, model, optimizer, self.loader, ranks, self.allreduce, options.buckets,
-            options.update == "sharded", options.timeout, stop,
+            options.update == "sharded", options.timeout, stop, self.hybrid,
         )  # fmt: skip
         # Strips follow the buckets, and momentum the strips: a sharded run keeps the layout that it began with.
         may_settle = options.buckets == "auto" and options.update == "replicated"
@@ -132,6 +138,8 @@ class Run:
         try:
             is_done = self._train(writer)
             outcome = Outcome(summary=self._finish()) if is_done else Outcome(signal=self.stop.signal or signal.SIGTERM)
+            if self.hybrid is not None:
+                self.hybrid.close()
             self.allreduce.close()  # not where a rank is lost: its threads and groups still wait for it
             return outcome
         finally:
@@ -197,7 +205,7 @@ class Run:
         return True
 
     def _evaluate(self, stop: Callable[[], bool]) -> Evaluation | None:
-        self.stepper.update.settle()
+        self.stepper.update.complete()
         self.stepper.batch_norm.show(self.state.step)
         stepper, chunk = self.stepper, self.job.recipe.evaluate.images_per_chunk
         return evaluate(stepper.model, self.held_out, chunk, self.ranks, stepper.allreduce, stepper.precision, stop)

@@ -62,13 +62,13 @@ class RunState:
 
     def checkpoint(self, stepper: Stepper) -> Checkpoint:
         """This state with the stepper's tensors (not copied). Every rank calls it; rank 0 gets the momentum."""
-        stepper.update.settle()
+        stepper.update.complete()
         stepper.batch_norm.show(self.step)
         self.loss_scale = stepper.precision.loss_scale
         self.accepted_in_a_row = stepper.precision.accepted_in_a_row
         momentum = stepper.update.momentum(keep=stepper.ranks.is_first)
         state = {f"{_MOMENTUM}{name}": buffer for name, buffer in momentum.items()}
-        state["gradient_bounds"] = stepper.reducer.sum.state()
+        state["gradient_bounds"] = stepper.reducer.state()
         return Checkpoint(stepper.model.state_dict(), state, asdict(self))
 
     def restore(self, checkpoint: Checkpoint, stepper: Stepper) -> None:
@@ -96,7 +96,7 @@ class RunState:
                 )
         match_weights(checkpoint.model, stepper.model.state_dict(), f"checkpoint of step {checkpoint.step}")
         stepper.model.load_state_dict(checkpoint.model)
-        stepper.reducer.sum.load_state(checkpoint.state["gradient_bounds"])
+        stepper.reducer.load_state(checkpoint.state["gradient_bounds"])
         now = self.conditions
         for name in names - {"conditions"}:
             setattr(self, name, progress[name])
@@ -118,9 +118,9 @@ class RunState:
                 for tensor in stepper.model.state_dict().values():
                     dist.broadcast(tensor, 0)
             if self.step:
-                bounds = stepper.reducer.sum.state()
+                bounds = stepper.reducer.state()
                 dist.broadcast(bounds, 0)
-                stepper.reducer.sum.load_state(bounds)
+                stepper.reducer.load_state(bounds)
         for name, tensor in _on_all_ranks(momentum, stepper):
             stepper.update.take_momentum(name, tensor)
         stepper.batch_norm.take()

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
 from ..errors import RunError
-from ..keyed import DROPOUT, keyed_hash
 from ..optim import set_hyperparameters
 from ..recipe import Recipe
 from ..runtime import Ranks
@@ -28,7 +26,10 @@ from ..sync.reducer import Reducer
 from ..sync.strips import Strips
 from ..sync.traffic import Traffic
 from .batchnorm import BatchNormStatistics
+from .hybrid import HybridTail
+from .hybrid_step import Hybrid, HybridPass, HybridReducer
 from .lateness import Lateness, Slowest, slowest
+from .passes import Passing, WholePass, blank
 from .precision import Precision
 from .statistics import StepStatistics, Totals
 from .update import Replicated, Sharded, Update
@@ -81,6 +82,7 @@ class Stepper:
         is_sharded: Each rank updates a strip of the weights only.
         timeout: Seconds beyond the usual length of a step that a rank may be late, from the second step on.
         stop_requested: Asked once a step.
+        hybrid: The model's tail, where it is computed in column blocks.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Stepper:
         is_sharded: bool,
         timeout: float,
         stop_requested: Callable[[], bool],
+        hybrid: HybridTail | None = None,
     ) -> None:
         self.recipe = recipe
         self.schedule = schedule
@@ -107,12 +110,22 @@ class Stepper:
         self.allreduce = self.traffic.over(allreduce)
         """the same all-reduce, watched: a rank that doesn't answer is overdue"""
         strips = Strips(allreduce, self.traffic.watch) if is_sharded else None
-        self.reducer = Reducer(model, recipe.reduction, recipe.virtual_workers, self.allreduce, buckets, strips)
-        self.update: Update = (
-            Replicated(optimizer, self.reducer)
-            if strips is None
-            else Sharded(model, optimizer, self.reducer, strips, self.allreduce)
-        )
+        how = model, recipe.reduction, recipe.virtual_workers, self.allreduce, buckets, strips
+        self.reducer: Reducer
+        self.update: Update
+        self._passing: Passing
+        if hybrid is not None:
+            columns = hybrid.reducer(recipe.virtual_workers, buckets, self.traffic)
+            reducer = HybridReducer(columns, *how)
+            self.reducer, self.update = reducer, Hybrid(optimizer, reducer, hybrid)
+            self._passing = HybridPass(model, hybrid, columns, recipe, self.precision, self.batch_norm, ranks)
+        else:
+            self.reducer = Reducer(*how)
+            self._passing = WholePass(model, recipe, self.precision, self.batch_norm, ranks.device)
+            if strips is None:
+                self.update = Replicated(optimizer, self.reducer)
+            else:
+                self.update = Sharded(model, optimizer, self.reducer, strips, self.allreduce)
         self._statistics = StepStatistics(self.batch_norm.running.numel(), recipe.virtual_workers, ranks.device)
         self._lateness = Lateness(ranks.rank, ranks.size)
         self._loader = loader
@@ -135,7 +148,7 @@ class Stepper:
         step = self.schedule[index]
         overflowed: list[str] = []
         redone = 0
-        if self.reducer.sum.needs_measure:
+        if self.reducer.needs_measure:
             self._measure(step)
         while True:
             totals = self._pass(step)
@@ -208,14 +221,14 @@ class Stepper:
             self.reducer.begin_worker(last=last)
             loss = None
             if batch is not None:
-                loss = self._forward(step, worker, batch)
+                loss = self._passing.forward(step, worker, batch)
                 self._statistics.add(self.batch_norm.batch, loss.detach())
                 self._statistics.count("replaced", batch.replaced)
             if last:
                 sent = self._statistics.send(self.allreduce, self._lateness.message(step.index))
             self.update.settle()
             if loss is not None:
-                self.precision.scaled(loss).backward()
+                self._passing.backward()
             self.reducer.end_worker()
         assert sent is not None
         sent.wait()
@@ -228,26 +241,16 @@ class Stepper:
         for worker in self._workers:
             batch = self._read(step, worker)
             self.reducer.begin_worker(last=False)
-            loss = None if batch is None else self._forward(step, worker, batch)
+            loss = None if batch is None else self._passing.forward(step, worker, batch)
             self.update.settle()
             if loss is not None:
-                self.precision.scaled(loss).backward()
+                self._passing.backward()
             self.reducer.end_worker()
         self.reducer.finish_measuring()
         self._seek(step.index)
 
-    def _forward(self, step: Step, worker: int, batch: Batch) -> Tensor:
-        self.batch_norm.begin_pass()
-        torch.manual_seed(int(keyed_hash(DROPOUT, self.recipe.seed, step.index, worker)) >> 1)
-        images = self.precision.place(batch.images, self.ranks.device)
-        targets = batch.targets.to(self.ranks.device, non_blocking=True)
-        self.model.train()
-        with self.precision.autocast():
-            logits = self.model(images)
-        return F.cross_entropy(logits.float(), targets, label_smoothing=self.recipe.label_smoothing)
-
     def _read(self, step: Step, worker: int) -> Batch | None:
-        """The images of a virtual worker; None when they can't be read, which the step's counts tell all ranks."""
+        """The images of a virtual worker; None, or blank ones, where they can't be read, as all ranks learn."""
         if worker == self._workers[0] and self._next_step != step.index:
             self._seek(step.index)
         if worker == self._workers[-1]:
@@ -259,9 +262,9 @@ class Stepper:
                 self._failure = f" (rank {self.ranks.rank}: {error})"
             self._statistics.count("failed", 1)
             self._batches = iter(())
-            return None
         except StopIteration:
-            return None
+            pass
+        return blank(self.recipe, step) if self._passing.together else None
 
     def _seek(self, index: int) -> None:
         shares = (

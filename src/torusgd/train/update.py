@@ -12,7 +12,7 @@ from ..sync.reducer import Reducer
 from ..sync.strips import Strips
 from ..sync.work import AllReduce
 
-_MOMENTUM = "momentum_buffer"
+MOMENTUM = "momentum_buffer"
 
 
 class Update(Protocol):
@@ -25,7 +25,10 @@ class Update(Protocol):
         """Updates the weights, or begins to."""
 
     def settle(self) -> None:
-        """Returns when the model holds the updated weights; before each backward pass, and before they are read."""
+        """Returns when this rank has the new weights that its passes need; before each backward pass."""
+
+    def complete(self) -> None:
+        """Returns when the model holds all the updated weights, before they are read; every rank calls it."""
 
     def momentum(self, keep: bool) -> dict[str, Tensor]:
         """The momentum of each parameter, whole, by name; every rank calls it, and those that `keep` get it."""
@@ -47,6 +50,9 @@ class Replicated:
     def settle(self) -> None:
         """See `Update`."""
 
+    def complete(self) -> None:
+        """See `Update`."""
+
     def momentum(self, keep: bool) -> dict[str, Tensor]:
         """See `Update`; the optimizer's own tensors."""
         return _momenta(self.optimizer, self._reducer) if keep else {}
@@ -54,7 +60,7 @@ class Replicated:
     def take_momentum(self, name: str, whole: Tensor) -> None:
         """See `Update`."""
         piece = self._reducer.pieces[self._reducer.names.index(name)]
-        self.optimizer.state[piece][_MOMENTUM] = whole.to(piece.device, copy=True)
+        self.optimizer.state[piece][MOMENTUM] = whole.to(piece.device, copy=True)
 
 
 class Sharded:
@@ -92,6 +98,10 @@ class Sharded:
         """See `Update`."""
         self._arrivals.wait()
 
+    def complete(self) -> None:
+        """See `Update`."""
+        self.settle()
+
     def momentum(self, keep: bool) -> dict[str, Tensor]:
         """See `Update`; each rank sends its slices, as many bytes as the weights' gather."""
         own = _momenta(self.optimizer, self._reducer)
@@ -105,13 +115,13 @@ class Sharded:
         """See `Update`."""
         slot = self._reducer.names.index(name)
         piece, (low, high) = self._reducer.pieces[slot], self._spans[slot]
-        self.optimizer.state[piece][_MOMENTUM] = whole.reshape(-1)[low:high].to(piece.device, copy=True)
+        self.optimizer.state[piece][MOMENTUM] = whole.reshape(-1)[low:high].to(piece.device, copy=True)
 
 
 @torch.no_grad()
 def _momenta(optimizer: Optimizer, reducer: Reducer) -> dict[str, Tensor]:
     buffers = {
-        name: optimizer.state.get(piece, {}).get(_MOMENTUM)
+        name: optimizer.state.get(piece, {}).get(MOMENTUM)
         for name, piece in zip(reducer.names, reducer.pieces, strict=True)
     }
     return {name: buffer for name, buffer in buffers.items() if buffer is not None}
