@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -138,6 +138,52 @@ def plan(
             profile=profile,
             measured=measured,
             plot=plot,
+            json_file=json_file,
+        )
+    )
+
+
+@app.command()
+def rehearse(
+    recipe: RecipeName,
+    cluster: Annotated[str, typer.Option(help="A cluster's name, or a YAML file of your own.")],
+    devices: Annotated[int, typer.Option(min=2, help="How many.")],
+    software: Annotated[str | None, typer.Option(help="Profile of the compute. Default: the cluster's own.")] = None,
+    allreduce: Annotated[str, typer.Option(help="As in train, such as auto, native, torus:halving/ring.")] = "ring",
+    grid: GridSize = None,
+    update: Annotated[
+        Literal["replicated", "sharded"], typer.Option(help="sharded: gathers hide behind the next forward pass.")
+    ] = "replicated",
+    model_parallel: Annotated[
+        str | None, typer.Option(metavar="M|auto", help="Ranks that share each linear layer. Default: none do.")
+    ] = None,
+    buckets: Annotated[float, typer.Option(metavar="MIB", min=0.001, help="Size of a bucket.")] = 4.0,
+    overlap: Annotated[bool, typer.Option(help="Buckets leave during backward.")] = True,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to rehearse, after one that warms up.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long a step may take in the lab.")] = 10.0,
+    data: DataPath = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all of it here.")] = None,
+) -> None:
+    """Play a planned step with real messages: the cluster's network in small, timed waits for compute. Needs root."""
+    from .rehearse.command import command
+
+    raise typer.Exit(
+        command(
+            recipe,
+            overrides or [],
+            cluster=cluster,
+            devices=devices,
+            software=software,
+            allreduce=allreduce,
+            grid=grid,
+            update=update,
+            model_parallel=model_parallel,
+            bucket_mib=buckets,
+            overlap=overlap,
+            steps=steps,
+            seconds=seconds,
+            data=data,
             json_file=json_file,
         )
     )

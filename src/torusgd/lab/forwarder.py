@@ -36,7 +36,7 @@ class Wire:
         self._seconds_a_byte = [1 / rate for _, rate in hosts]
         self._sends_until = [0.0] * len(hosts)
         self._receives_until = [0.0] * len(hosts)
-        self._travelling: list[tuple[float, int, int, bytes]] = []
+        self._travelling: list[tuple[float, int, int, bytes, bool]] = []
         self._order = 0
         self._cut: set[int] = set()
 
@@ -75,22 +75,23 @@ class Wire:
                 continue
             sent = max(now, self._sends_until[source]) + len(packet) * self._seconds_a_byte[source]
             self._sends_until[source] = sent
-            self._push(sent + self._latency[source] + self._latency[target], target, packet)
+            self._push(sent + self._latency[source] + self._latency[target], target, packet, received=False)
 
-    def _push(self, when: float, target: int, packet: bytes) -> None:
+    def _push(self, when: float, target: int, packet: bytes, received: bool) -> None:
         self._order += 1
-        heapq.heappush(self._travelling, (when, self._order, target, packet))
+        heapq.heappush(self._travelling, (when, self._order, target, packet, received))
 
     def _deliver(self, now: float) -> None:
-        """Hands over what has arrived; what finds the receiver's link busy comes again when it is free."""
+        """Hands over what has arrived, when the receiver's link has taken it in."""
         while self._travelling and self._travelling[0][0] <= now:
-            when, _, target, packet = heapq.heappop(self._travelling)
-            seconds = len(packet) * self._seconds_a_byte[target]
-            # A link as fast as the sender's takes a packet in while it comes: only what is ahead of it delays it.
-            if self._receives_until[target] > when:
-                self._push(self._receives_until[target], target, packet)
-                continue
-            self._receives_until[target] = when + seconds
+            when, _, target, packet, received = heapq.heappop(self._travelling)
+            if not received:
+                # A link as fast as the sender's takes a packet in while it comes: only what is ahead of it delays it.
+                end = max(when, self._receives_until[target] + len(packet) * self._seconds_a_byte[target])
+                self._receives_until[target] = end
+                if end > when:
+                    self._push(end, target, packet, received=True)
+                    continue
             os.write(self._devices[target], packet)
 
 

@@ -1,0 +1,155 @@
+"""Plays a script on one rank: real messages through `torusgd.sync`, timed waits in place of compute."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..plan.script import Action, Compute, Send, Wait
+from ..sync.algorithms import GRIDS, Plan, parse_grid, plan, usual_chunks
+from ..sync.allreduce import Planned, create
+from ..sync.connect import connect
+from ..sync.native import Native
+from ..sync.strips import Strips
+from ..sync.work import Work
+
+DTYPES = {"exact": "int32", "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+"""of gradients on the wire, by the recipe's reduction"""
+
+
+def dump(actions: list[Action], steps: int, stretch: float, shrink: float, allreduce: str, dtype: str) -> str:
+    """A part for `play`, as JSON."""
+    kinds = [[type(action).__name__, *action] for action in actions]
+    part = {"steps": steps, "stretch": stretch, "shrink": shrink, "allreduce": allreduce, "dtype": dtype}
+    return json.dumps({**part, "actions": kinds})
+
+
+def elements(send: Send, shrink: float, dtype: torch.dtype) -> int:
+    """Of the tensor that stands for a message; at least one."""
+    return max(1, round(send.bytes / shrink / dtype.itemsize))
+
+
+class Player:
+    """The messages of a script, ready to leave as often as it is played.
+
+    Args:
+        actions: The script of a step.
+        shrink: By what their bytes are divided.
+        allreduce: Over all ranks.
+        grouped: An all-reduce over the ranks of this rank's group of so many, so far apart.
+        dtype: Of gradients.
+    """
+
+    def __init__(
+        self,
+        actions: list[Action],
+        shrink: float,
+        allreduce: Planned | Native,
+        grouped: Callable[[int, int], Planned | Native],
+        dtype: torch.dtype,
+    ) -> None:
+        self._actions = actions
+        self._begin: dict[str, Callable[[], Work]] = {}
+        self._on_the_way: dict[str, Work] = {}
+        dtypes = {"gradients": dtype, "weights": torch.float32, "statistics": torch.int64}
+        strips = cache(Strips)
+        for send in actions:
+            if isinstance(send, Send):
+                over = allreduce if send.members is None else grouped(send.members, send.apart)
+                used = dtypes.get(send.content, torch.float32)
+                tensor = torch.zeros(elements(send, shrink, used), dtype=used)
+                starts = {"sum": over.start, "scatter": strips(over).start_scatter, "gather": strips(over).start_gather}
+                self._begin[send.name] = _later(starts[send.kind], tensor)
+
+    def play(self, stretch: float) -> float:
+        """One step; when it ended (time.monotonic). What it leaves on its way, the next one waits for."""
+        due = time.monotonic()
+        for action in self._actions:
+            match action:
+                case Compute(seconds):
+                    due += stretch * seconds
+                    time.sleep(max(0.0, due - time.monotonic()))
+                case Send(name):
+                    self._on_the_way[name] = self._begin[name]()
+                case Wait(name) if name in self._on_the_way:
+                    self._on_the_way.pop(name).wait()
+                    due = max(due, time.monotonic())
+        return due
+
+    def end(self) -> None:
+        """Waits for what is still on its way."""
+        for work in self._on_the_way.values():
+            work.wait()
+
+
+def _open(
+    name: str, shrink: float, grid: tuple[int, int] | None = None, group: dist.ProcessGroup | None = None
+) -> Planned | Native:
+    """The all-reduce of that name, which cuts a message into as many chunks as one of its full size."""
+    if name in ("auto", "native"):
+        return create(name, group=group)
+    size = dist.get_world_size(group)
+
+    def choose(length: int) -> Plan:
+        return plan(name, size, grid, usual_chunks(round(length * shrink)))
+
+    return Planned(name, connect(group), choose, f"allreduce {plan(name, size, grid)}: as asked for")
+
+
+def _later(start: Callable[[torch.Tensor], Work], tensor: torch.Tensor) -> Callable[[], Work]:
+    return lambda: start(tensor)
+
+
+def _actions(kinds: list[list[Any]]) -> list[Action]:
+    classes: dict[str, Callable[..., Action]] = {"Compute": Compute, "Send": Send, "Wait": Wait}
+    return [classes[kind](*fields) for kind, *fields in kinds]
+
+
+def _group_of(members: int, apart: int, rank: int, ranks: int) -> dist.ProcessGroup | None:
+    """The group of this rank; every rank makes every group."""
+    mine = None
+    for first in range(ranks):
+        if first // apart % members == 0:
+            places = [first + apart * i for i in range(members)]
+            group = dist.new_group(places)
+            mine = group if rank in places else mine
+    return mine
+
+
+def main(part: Path) -> None:
+    """Plays a part on this rank and tells when each step ended."""
+    spec = json.loads(part.read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    name, _, grid = spec["allreduce"].partition(" ")
+    shrink = spec["shrink"]
+    allreduce = _open(name, shrink, parse_grid(grid) if grid else None)
+    flat = "ring" if name == "auto" or name.partition(":")[0] in GRIDS else name
+    opened: list[Planned | Native] = [allreduce]
+
+    @cache
+    def grouped(members: int, apart: int) -> Planned | Native:
+        opened.append(_open(flat, shrink, group=_group_of(members, apart, rank, ranks)))
+        return opened[-1]
+
+    player = Player(_actions(spec["actions"]), shrink, allreduce, grouped, getattr(torch, spec["dtype"]))
+    dist.barrier()
+    ends = [player.play(spec["stretch"]) for _ in range(spec["steps"])]
+    player.end()
+    if rank == 0:
+        print(allreduce.explanation)
+    print("told:", json.dumps(ends), flush=True)
+    dist.barrier()
+    for each in opened:
+        each.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

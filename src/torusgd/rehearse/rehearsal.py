@@ -1,0 +1,182 @@
+"""Joins plan and lab: a recipe's step as planned for a cluster, played by real ranks, and what both say of it."""
+
+import json
+import math
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from ..lab import Host, Lab
+from ..plan.compose import compose
+from ..plan.describe import Buckets, Cluster, Software
+from ..plan.forecast import Job, with_communication
+from ..plan.network import grid_of
+from ..plan.script import Send, compute_seconds, price_of, waited_seconds
+from ..plan.timeline import StepTime, step_time, step_work
+from .ceiling import measure_ceiling, told
+from .player import DTYPES, dump
+from .scale import Ceiling, Scale, choose_scale
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A step as it was planned and as it was played; all times are seconds of the planned machine."""
+
+    devices: int
+    batch: int
+    planned: StepTime
+    alone: float
+    """a step of one device with the same batch"""
+    predicted: float
+    """communication that the plan exposes, activations of split layers included"""
+    waits: tuple[float, ...]
+    """exposed communication of each rehearsed step"""
+    ceiling: Ceiling
+    scale: Scale
+    allreduce: str
+    """what ran, in the all-reduce's own words"""
+    bytes: float
+    """that a rank hands to its messages in a step"""
+
+    @property
+    def rehearsed(self) -> float:
+        """Exposed communication, the median of the steps."""
+        return median(self.waits)
+
+    @property
+    def seconds(self) -> float:
+        """The planned step with its exposed communication as rehearsed."""
+        return self.planned.seconds - self.predicted + self.rehearsed
+
+    @property
+    def error(self) -> float:
+        """Of the plan's exposed communication against the rehearsed."""
+        return self.predicted / self.rehearsed - 1 if self.rehearsed > 0 else math.inf
+
+    @property
+    def error_of_step(self) -> float:
+        """The same difference as a share of the rehearsed step."""
+        return (self.predicted - self.rehearsed) / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "devices": self.devices,
+            "batch": self.batch,
+            "compute": self.planned.compute,
+            "exposed_rehearsed": self.rehearsed,
+            "exposed_predicted": self.predicted,
+            "exposed_steps": list(self.waits),
+            "error": self.error,
+            "error_of_step": self.error_of_step,
+            "seconds": self.seconds,
+            "seconds_predicted": self.planned.seconds,
+            "speedup": self.alone / self.seconds,
+            "speedup_predicted": self.alone / self.planned.seconds,
+            "images_per_second": self.batch / self.seconds,
+            "stretch": self.scale.stretch,
+            "shrink": self.scale.shrink,
+            "round_excess": self.scale.excess,
+            "lab_rate": self.ceiling.rate,
+            "lab_round": self.ceiling.round,
+            "allreduce": self.allreduce,
+            "bytes": self.bytes,
+        }
+
+
+def as_torusgd(
+    software: Software,
+    *,
+    bucket_mib: float,
+    allreduce: str,
+    grid: tuple[int, int] | None = None,
+    overlap: bool = True,
+    sharded: bool = False,
+    linear_groups: int | None = None,
+) -> Software:
+    """A program's efficiencies with torusgd's own way to communicate.
+
+    Args:
+        software: Of the cluster.
+        bucket_mib: Of the recipe's runtime.
+        allreduce: As `torusgd.sync.allreduce.create` takes it, torus:halving/ring for example.
+        grid: Y x X, for torus and hierarchical.
+        overlap: Buckets leave during backward.
+        sharded: Strips of the weights are updated, and gathered behind the next forward pass.
+        linear_groups: Groups that share linear layers; None: data parallelism.
+    """
+    algorithm, _, methods = allreduce.partition(":")
+    vertical, _, horizontal = (methods or "ring").partition("/")
+    changed = with_communication(
+        software,
+        algorithm=algorithm,
+        methods=(vertical, horizontal or vertical),
+        grids=(grid,) if grid else (),
+        grid="node",
+        buckets=Buckets(rule="runs", values=max(1, int(bucket_mib * 2**18))).model_dump(),
+        overlap=overlap,
+        pipelined=True,
+        coordination=0.0,
+        linear_groups=linear_groups,
+        gather_ahead=sharded,
+        statistic_bytes=32,
+    )
+    return changed.model_copy(update={"sharded_update": sharded, "weights_first": False, "norm_group": 1})
+
+
+def rehearse(
+    job: Job, cluster: Cluster, software: Software, devices: int, *, reduction: str, allreduce: str, steps: int = 3,
+    limit: float = 8.0,
+) -> Rehearsal:  # fmt: skip
+    """Plays the last stage's step of a job in the network lab.
+
+    Args:
+        job: A recipe's network and steps.
+        cluster: The machine that the lab plays.
+        software: As `as_torusgd` gives it.
+        devices: Ranks.
+        reduction: Of the recipe.
+        allreduce: By name.
+        steps: Rehearsed ones; another one before them warms up.
+        limit: About how many seconds a step may take in the lab.
+
+    Raises:
+        RunError: There is no lab here (no root, no Linux), or a rank failed.
+    """
+    span = job.spans[-1]
+    passes = math.ceil(span.workers / devices)
+    planned = step_time(job.cost, cluster, software, devices, span.images, passes)
+    work = step_work(job.cost, cluster, software, devices, span.images)
+    script = compose(job.cost, cluster, software, devices, span.images, passes, work)
+    how = software.communication
+    predicted = waited_seconds(script, partial(price_of, cluster, how, devices), how.pipelined)
+    each = min(devices, cluster.devices_per_node)
+    hosts = math.ceil(devices / each)
+    size = sum(action.bytes for action in script if isinstance(action, Send))
+    ceiling = measure_ceiling(hosts, each)
+    alone = step_time(job.cost, cluster, software, 1, span.images * span.workers).seconds
+    scale = choose_scale(cluster, how, ceiling, planned.seconds, size, devices, limit)
+    where = ""
+    if how.algorithm in ("torus", "hierarchical"):
+        rows, columns = grid_of(how, cluster, devices)
+        where = f" {rows}x{columns}"
+    part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce + where, DTYPES[reduction])
+    ends, explanation = _played(part, [Host(each, scale.latency, 8 * scale.rate)] * hosts, (steps + 1) * limit)
+    waits = [max(0.0, (after - before) / scale.stretch - compute_seconds(script)) for before, after in pairwise(ends)]
+    return Rehearsal(
+        devices, span.images * span.workers, planned, alone, predicted, tuple(waits), ceiling, scale, explanation, size
+    )
+
+
+def _played(part: str, hosts: list[Host], seconds: float) -> tuple[list[float], str]:
+    """When each step ended on the slowest rank, all ranks reading one machine's clock; and what summed."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file, Lab(hosts) as lab:
+        file.write(part)
+        file.flush()
+        outputs = lab.run(["-m", f"{__package__}.player", file.name], timeout=120 + 5 * seconds)
+    ends = [json.loads(told(output)) for output in outputs]
+    explanation = next((line for line in outputs[0].splitlines() if line.startswith("allreduce")), "allreduce native")
+    return [max(step) for step in zip(*ends, strict=True)], explanation

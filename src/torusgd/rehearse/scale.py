@@ -1,0 +1,75 @@
+"""The rule by which a step of a large machine becomes one of the lab: times are stretched, bytes are shrunk.
+
+With all times s times as long and all messages f times as small, a link of latency a and bandwidth B becomes one of
+latency s * a and bandwidth B / (s * f): each message then takes s times what it takes in the large, beside compute
+that takes s times as long. Every ratio of times is kept, so that a share of the step in the lab is one in the large.
+"""
+
+from dataclasses import dataclass
+
+from ..plan.describe import Cluster, Communication
+
+SHARE = 0.25
+"""of the lab's measured rate that a scaled link may ask for, so that its CPU stays a carrier and no part of the play"""
+_MEMORY = 4e9
+"""bytes of all ranks' messages together"""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What the lab itself can do with so many hosts and ranks, all at work."""
+
+    round: float
+    """seconds that a round of small messages takes with a latency of zero"""
+    rate: float
+    """bytes/s each way through each host's link"""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a step is played in the lab."""
+
+    stretch: float
+    """seconds of the lab for a second of the machine"""
+    shrink: float
+    """bytes of the machine for a byte of the lab"""
+    latency: float
+    """seconds, one way, that the lab's links add to its own"""
+    rate: float
+    """bytes/s of a host's link in the lab"""
+    excess: float
+    """seconds of the machine by which a round in the lab is late, since the lab's own is longer than the scaled one"""
+
+    def __str__(self) -> str:
+        text = f"times x {self.stretch:.3g}, bytes / {self.shrink:.3g}, links of {8e-6 * self.rate:.0f} Mb/s"
+        late = f"; the lab's own round is {1e6 * self.excess:.0f} us of the machine too long" if self.excess else ""
+        return text + late
+
+
+def choose_scale(
+    cluster: Cluster, how: Communication, ceiling: Ceiling, seconds: float, size: float, ranks: int, limit: float
+) -> Scale:
+    """The scale at which the lab has room for a step.
+
+    Time is stretched until a round of the scaled network takes at least what the lab's own does, but no further than
+    to `limit` seconds a step; bytes are shrunk until a link asks for no more than SHARE of what the lab carries.
+
+    Args:
+        cluster: The machine; its links between nodes count, or those inside where it has one node.
+        how: What a message costs the program goes with the latency.
+        ceiling: Of the lab.
+        seconds: A planned step.
+        size: Bytes of a step's messages on a rank.
+        ranks: How many there are.
+        limit: Seconds that a step may take in the lab.
+    """
+    link = cluster.between if ranks > cluster.devices_per_node else cluster.inside
+    alpha = link.alpha + how.message
+    bandwidth = min(link.bandwidth * link.efficiency, link.stream or float("inf"))
+    stretch = max(1.0, limit / seconds)
+    if alpha > 0:
+        stretch = min(stretch, max(1.0, ceiling.round / alpha))
+    shrink = max(1.0, bandwidth / (stretch * SHARE * ceiling.rate), size * ranks / _MEMORY)
+    scaled = stretch * alpha
+    late = ceiling.round - scaled
+    return Scale(stretch, shrink, max(0.0, -late), bandwidth / (stretch * shrink), max(0.0, late) / stretch)

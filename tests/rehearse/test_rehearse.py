@@ -1,0 +1,199 @@
+"""Rehearsals: the script of a step, the scale, the walk by formulas, and a short play in the network lab."""
+
+import json
+import os
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torusgd.errors import RunError, UserError
+from torusgd.lab import why_not
+from torusgd.plan.catalog import load_cluster, load_software
+from torusgd.plan.compose import compose
+from torusgd.plan.describe import Communication, Software
+from torusgd.plan.forecast import Job, job_of, software_for
+from torusgd.plan.network import Axis, Phase, hop
+from torusgd.plan.script import Action, Compute, Send, Wait, compute_seconds, price_of, waited_seconds
+from torusgd.plan.timeline import step_time, step_work
+from torusgd.recipes import load_recipe
+from torusgd.rehearse import command
+from torusgd.rehearse.player import dump, elements
+from torusgd.rehearse.rehearsal import as_torusgd
+from torusgd.rehearse.scale import SHARE, Ceiling, choose_scale
+from torusgd.sync.volume import hybrid_volume
+
+AWS = load_cluster("aws-c4.8xlarge")
+MISSING = why_not()
+in_the_lab = pytest.mark.skipif(
+    MISSING is not None and not (os.environ.get("CI") == "true" and os.geteuid() == 0), reason=str(MISSING)
+)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return job_of(load_recipe("intel-aws-vgga-16").recipe)
+
+
+def program(**how: object) -> Software:
+    recipe = load_recipe("intel-aws-vgga-16").recipe
+    return as_torusgd(software_for(recipe, load_software("pcl-dnn")), **{"bucket_mib": 4.0, "allreduce": "ring", **how})
+
+
+def script_of(job: Job, software: Software, devices: int = 16) -> list[Action]:
+    (span,) = job.spans
+    work = step_work(job.cost, AWS, software, devices, span.images)
+    return compose(job.cost, AWS, software, devices, span.images, span.workers // devices, work)
+
+
+def sent(script: list[Action]) -> dict[str, Send]:
+    return {action.name: action for action in script if isinstance(action, Send)}
+
+
+@pytest.mark.parametrize("devices", [2, 16])
+@pytest.mark.parametrize("how", [{}, {"sharded": True}, {"overlap": False}, {"linear_groups": 2}])
+def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(job, how, devices):
+    if how.get("linear_groups") == devices:
+        pytest.skip("G = N is data parallelism")
+    software = program(**how)
+    script = script_of(job, software, devices)
+    step = step_time(job.cost, AWS, software, devices, 16, 16 // devices)
+    assert compute_seconds(script) == pytest.approx(step.compute + step.update)
+    names = [action.name for action in script if isinstance(action, Send)]
+    assert len(set(names)) == len(names) > 0
+    assert {action.name for action in script if isinstance(action, Wait)} == set(names)
+    waited = waited_seconds(script, partial(price_of, AWS, software.communication, devices), pipelined=True)
+    assert waited == pytest.approx(step.exposed + step.exchange)
+
+
+def test_a_sharded_update_sends_every_gradient_to_its_strip_and_gathers_first_what_is_needed_first(job):
+    script = script_of(job, program(sharded=True))
+    scatters = [action for action in script if isinstance(action, Send) and action.kind == "scatter"]
+    gathers = [action for action in script if isinstance(action, Send) and action.kind == "gather"]
+    assert sum(send.bytes for send in scatters) == sum(send.bytes for send in gathers) == 4 * job.cost.parameters
+    waits = [action.name for action in script if isinstance(action, Wait) and action.name.startswith("weights")]
+    assert [send.name for send in gathers] == waits
+    first, last = script.index(Wait(waits[0])), script.index(Wait(waits[-1]))
+    assert compute_seconds(script[:first]) == 0 < compute_seconds(script[first:last])
+
+
+def test_split_layers_send_what_the_balance_equations_say(job):
+    script = script_of(job, program(linear_groups=4))
+    layers = {layer.name: layer for layer in job.cost.layers if layer.linear}
+    assert len(layers) == 3
+    for name, layer in layers.items():
+        messages = sent(script)
+        inputs, back = messages[f"inputs of {name}"], messages[f"gradients of the inputs of {name}"]
+        strips = messages[f"gradients of {name}"]
+        activations, weights = hybrid_volume(layer, 16, 256, 4)
+        assert (inputs.members, inputs.apart, strips.members, strips.apart) == (4, 1, 4, 4)
+        # A reduce-scatter or an all-gather moves all but a rank's own part; a sum is both.
+        assert (inputs.bytes + back.bytes) * 3 / 4 == pytest.approx(activations)
+        assert 2 * strips.bytes * 3 / 4 == pytest.approx(weights)
+    assert not any("classifier" in message.name and message.members is None for message in sent(script).values())
+
+
+def test_without_overlap_no_gradient_leaves_before_backward_ends(job):
+    script = script_of(job, program(overlap=False))
+    first = next(i for i, action in enumerate(script) if isinstance(action, Send) and action.content == "gradients")
+    step = step_time(job.cost, AWS, program(overlap=False), 16, 16)
+    assert compute_seconds(script[:first]) == pytest.approx(step.compute)
+
+
+def test_a_walk_by_hand() -> None:
+    """Two messages of 3 s on one line; the second is waited for in the next step."""
+    script = [Wait("b"), Compute(1.0), Send("a", "sum", "gradients", 1.0), Wait("a"), Send("b", "gather", "weights", 1)]
+    price = lambda message: (Phase("line", 3.0),)  # noqa: E731
+    assert waited_seconds(script, price, pipelined=True) == pytest.approx(6.0)
+    hidden = [Compute(1.0), Wait("b"), Compute(9.0), Send("b", "gather", "weights", 1.0)]
+    assert waited_seconds(hidden, price, pipelined=True) == pytest.approx(2.0)
+    axes = [Send("a", "sum", "gradients", 1.0), Send("b", "sum", "gradients", 1.0), Wait("a"), Wait("b")]
+    both = lambda message: (Phase("h", 2.0), Phase("v", 1.0))  # noqa: E731
+    assert waited_seconds(axes, both, pipelined=True) == pytest.approx(5.0)
+    assert waited_seconds(axes, both, pipelined=False) == pytest.approx(6.0)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    ceiling=st.builds(Ceiling, st.floats(1e-5, 1e-2), st.floats(1e6, 1e9)),
+    seconds=st.floats(1e-3, 10),
+    size=st.floats(1e3, 1e9),
+    ranks=st.integers(2, 64),
+    limit=st.floats(1, 30),
+)
+def test_a_scaled_message_takes_as_much_longer_as_a_step_does(ceiling, seconds, size, ranks, limit):
+    how = Communication(message=1e-5)
+    scale = choose_scale(AWS, how, ceiling, seconds, size, ranks, limit)
+    alpha, bandwidth = hop(AWS, Axis(ranks, 1))
+    assert size / scale.shrink / scale.rate == pytest.approx(scale.stretch * size / bandwidth)
+    # What the lab adds to its own round, or what its own is too long, makes up a scaled one.
+    assert ceiling.round + scale.latency - scale.stretch * scale.excess == pytest.approx(scale.stretch * (alpha + 1e-5))
+    assert min(scale.stretch, scale.shrink) >= 1
+    assert scale.rate <= SHARE * ceiling.rate * (1 + 1e-9) or scale.stretch * scale.shrink == 1
+    assert scale.stretch * seconds <= max(limit, seconds) * (1 + 1e-9)
+
+
+def test_messages_shrink_but_never_vanish():
+    send = Send("a", "sum", "gradients", 4000.0)
+    assert [elements(send, shrink, torch.int32) for shrink in (1, 10, 1e9)] == [1000, 100, 1]
+    assert elements(send, 1, torch.float16) == 2000
+
+
+def test_a_part_survives_its_file():
+    script = [Compute(0.5), Send("a", "sum", "gradients", 8.0, 2, 4), Wait("a")]
+    part = json.loads(dump(script, 3, 2.0, 4.0, "ring", "int32"))
+    assert part["actions"] == [["Compute", 0.5], ["Send", "a", "sum", "gradients", 8.0, 2, 4], ["Wait", "a"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"devices": 1}, "at least 2"),
+        ({"devices": 17}, "16 virtual workers"),
+        ({"devices": 16, "allreduce": "ringg"}, "unknown"),
+        ({"devices": 16, "grid": "4x4"}, "goes with --allreduce torus"),
+        ({"devices": 16, "allreduce": "torus", "grid": "3x4"}, "12 places"),
+        ({"devices": 16, "model_parallel": "3"}, "divisor of 16"),
+    ],
+)
+def test_mistakes_are_one_line(flags, said):
+    with pytest.raises(UserError, match=said):
+        command.command("intel-aws-vgga-16", cluster="aws-c4.8xlarge", **{"allreduce": "ring", **flags})
+
+
+def test_auto_takes_the_groups_that_send_least(job):
+    groups = command.groups_of(job, 16, "auto")
+    layers = [layer for layer in job.cost.layers if layer.linear]
+    volumes = {g: sum(sum(hybrid_volume(layer, 16, 256, g)) for layer in layers) for g in (1, 2, 4, 8, 16)}
+    assert volumes[groups] == min(volumes.values())
+    assert command.groups_of(job, 16, "4") == 4
+    assert command.groups_of(job, 16, None) is None
+
+
+def test_without_a_lab_it_says_so(monkeypatch):
+    monkeypatch.setattr(command, "why_not", lambda: "the network lab needs root, for network namespaces")
+    with pytest.raises(RunError, match="rehearse: the network lab needs root"):
+        command.command("intel-aws-vgga-16", cluster="aws-c4.8xlarge", devices=16)
+
+
+@in_the_lab
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("more", [{}, {"update": "sharded", "model_parallel": "2"}])
+def test_a_short_rehearsal(tmp_path, capsys, more):
+    """CD-DNN on 2 nodes, or 4 in groups of 2: far more to send than to compute, so that waiting can't be missed."""
+    found = tmp_path / "found.json"
+    code = command.command(
+        "intel-cddnn-16", cluster="endeavor", devices=4 if more else 2, steps=1, seconds=0.5, json_file=found, **more
+    )
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert "exposed communication" in printed
+    assert "bytes / " in printed
+    told = json.loads(found.read_text())
+    # No link of the lab is faster than it was told to be, so that what must be sent bounds the wait from below.
+    assert told["exposed_rehearsed"] > 0.5 * told["exposed_predicted"] > 0
+    assert told["seconds"] == pytest.approx(
+        told["seconds_predicted"] - told["exposed_predicted"] + told["exposed_rehearsed"]
+    )
