@@ -15,7 +15,7 @@ from torusgd import Lars, ShardedUpdate
 from torusgd.errors import UserError
 from torusgd.optim import Sgd
 
-STEPS = 4
+STEPS = 3
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "Lars": lambda m: Lars(
         [{"params": [p for p in m.parameters() if p.dim() > 1]},

@@ -19,7 +19,7 @@ from ..optim.slices import SliceNorms, over_slices
 from ..sync.allreduce import create
 from ..sync.arrivals import Arrivals
 from ..sync.buckets import USUAL_MIB
-from ..sync.gradients import Verdict
+from ..sync.gradients import Span, Verdict
 from ..sync.reducer import Reducer
 from ..sync.strips import Strips
 
@@ -92,7 +92,7 @@ class ShardedUpdate:
         self._keeps = wire is not None
         parameters, pieces, spans = self._reducer.parameters, self._reducer.pieces, self._reducer.spans
         assert spans is not None
-        self._spans = dict(zip(parameters, spans, strict=True))
+        self._spans: dict[Tensor, Span] = dict(zip(parameters, spans, strict=True))
         self._slices: dict[Tensor, Tensor] = dict(zip(parameters, pieces, strict=True))
         norms = SliceNorms(
             [(self._slices[p], self._spans[p][0], p.numel()) for p in parameters],
