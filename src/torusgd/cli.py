@@ -52,6 +52,9 @@ def train(
     update: Annotated[
         str | None, typer.Option(help="replicated (default), or sharded: each rank a strip of the weights.")
     ] = None,
+    model_parallel: Annotated[
+        str | None, typer.Option(metavar="M|auto", help="Ranks that share the last, linear layers. Default: 1.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in --out and begin anew.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
 ) -> None:
@@ -61,6 +64,7 @@ def train(
     flags = {
         "device": device, "allreduce": allreduce, "grid": grid, "profile": str(profile) if profile else None,
         "update": update, "workers": workers, "checkpoint_every": checkpoint_every, "tensorboard": tensorboard or None,
+        "model_parallel": model_parallel,
     }  # fmt: skip
     raise typer.Exit(run(recipe, overrides or [], flags, data, out, max_steps, init, fresh))
 

@@ -112,8 +112,9 @@ def _split(model: nn.Module, blocks: int) -> tuple[Callable[[Tensor], Tensor], l
     if isinstance(model, HasTail):
         front, modules = model.front, model.tail()
     elif isinstance(model, nn.Sequential):
-        start = _trailing(list(model))
-        front, modules = model[:start], list(model[start:])
+        children = list(model)
+        start = _trailing(children)
+        front, modules = nn.Sequential(*children[:start]), children[start:]
     else:
         modules = []
     if not modules or not isinstance(modules[0], nn.Linear) or _trailing(modules) != 0:
@@ -146,5 +147,5 @@ def _layer(name: str, linear: nn.Linear, after: Sequence[nn.Module], count: int)
     kept = [copy.copy(module) for module in after]
     for module in kept:
         if hasattr(module, "inplace"):
-            module.inplace = False
+            module.inplace = False  # type: ignore[assignment]
     return ColumnLayer(name, linear.in_features, linear.out_features, blocks, nn.Sequential(*kept).train())

@@ -32,6 +32,9 @@ def train(
     """
     recipe, runtime = load_recipe(name, overrides)
     given = {key: value for key, value in flags.items() if value is not None}
+    parts = given.get("model_parallel", "")
+    if parts.isdigit():  # a flag that takes a word or a number is read as text
+        given["model_parallel"] = int(parts)
     options = validate(RuntimeOptions, {**runtime.model_dump(mode="json"), **given}, "flags")
     device = resolve_device(options)
     if init is not None and not init.is_file():

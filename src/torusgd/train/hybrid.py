@@ -125,9 +125,9 @@ class HybridTail:
 
     @property
     def explanation(self) -> str:
-        """One line: which ranks share which layers."""
+        """One line: how many ranks share each layer."""
         layers = (f"{layer.name} {m}" for layer, m in zip(self.tail.layers, self.parts, strict=True))
-        return f"model-parallel ranks of each layer: {', '.join(layers)}"
+        return f"column blocks {self.layouts[0].blocks}; model-parallel ranks of each layer: {', '.join(layers)}"
 
     def norms(self) -> ColumnNorms:
         """Of whole layers, for LARS over `held`."""

@@ -297,6 +297,8 @@ class Run:
         telemetry.console.print(plan_table(self.job.recipe, self.schedule, self.ranks.size))
         if self.ranks.size > 1 and self.job.options.allreduce != "native":
             telemetry.say(self.allreduce.explanation)
+        if self.hybrid is not None:
+            telemetry.say(self.hybrid.explanation)
         if state.step:
             telemetry.say(f"resumed from the checkpoint of step {state.step}")
         if state.other_conditions and state.other_conditions[-1] != state.conditions:
