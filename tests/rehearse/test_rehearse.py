@@ -13,8 +13,9 @@ from torusgd.errors import RunError, UserError
 from torusgd.lab import why_not
 from torusgd.plan.catalog import load_cluster, load_software
 from torusgd.plan.compose import compose
+from torusgd.plan.compute import update_seconds
 from torusgd.plan.describe import Communication, Software
-from torusgd.plan.forecast import Job, job_of, software_for
+from torusgd.plan.forecast import Job, job_of, software_for, with_communication
 from torusgd.plan.network import Axis, Phase, hop
 from torusgd.plan.script import Action, Compute, Send, Wait, compute_seconds, price_of, waited_seconds
 from torusgd.plan.timeline import step_time, step_work
@@ -37,9 +38,10 @@ def job() -> Job:
     return job_of(load_recipe("intel-aws-vgga-16").recipe)
 
 
-def program(**how: object) -> Software:
-    recipe = load_recipe("intel-aws-vgga-16").recipe
-    return as_torusgd(software_for(recipe, load_software("pcl-dnn")), **{"bucket_mib": 4.0, "allreduce": "ring", **how})
+def program(linear_groups: int | None = None, **how: object) -> Software:
+    profile = software_for(load_recipe("intel-aws-vgga-16").recipe, load_software("pcl-dnn"))
+    ours = as_torusgd(profile, **{"bucket_mib": 4.0, "allreduce": "ring", **how})
+    return with_communication(ours, linear_groups=linear_groups)
 
 
 def script_of(job: Job, software: Software, devices: int = 16) -> list[Action]:
@@ -163,13 +165,18 @@ def test_mistakes_are_one_line(flags, said):
         command.command("intel-aws-vgga-16", cluster="aws-c4.8xlarge", **{"allreduce": "ring", **flags})
 
 
-def test_auto_takes_the_groups_that_send_least(job):
-    groups = command.groups_of(job, 16, "auto")
-    layers = [layer for layer in job.cost.layers if layer.linear]
-    volumes = {g: sum(sum(hybrid_volume(layer, 16, 256, g)) for layer in layers) for g in (1, 2, 4, 8, 16)}
-    assert volumes[groups] == min(volumes.values())
-    assert command.groups_of(job, 16, "4") == 4
-    assert command.groups_of(job, 16, None) is None
+def test_auto_takes_the_groups_of_the_shortest_step(job):
+    seconds = {g: step_time(job.cost, AWS, program(linear_groups=g), 16, 16).seconds for g in (1, 2, 4, 8, 16)}
+    groups = command.groups_of(job, AWS, program(), 16, "auto")
+    assert seconds[groups] == min(seconds.values()) < 0.8 * seconds[16]
+    assert command.groups_of(job, AWS, program(), 16, "4") == 4
+    assert command.groups_of(job, AWS, program(), 16, None) is None
+
+
+def test_a_split_layer_is_updated_where_it_is_kept(job):
+    whole, split = (update_seconds(job.cost, AWS.device, program(linear_groups=g), 16) for g in (None, 4))
+    linear = sum(layer.weights for layer in job.cost.layers if layer.linear)
+    assert split / whole == pytest.approx((job.cost.parameters - 0.75 * linear) / job.cost.parameters)
 
 
 def test_without_a_lab_it_says_so(monkeypatch):

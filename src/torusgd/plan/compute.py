@@ -59,8 +59,12 @@ def pass_seconds(cost: ModelCost, device: Device, software: Software, images: fl
 
 
 def update_seconds(cost: ModelCost, device: Device, software: Software, devices: int) -> float:
-    """The optimiser: memory traffic of all weights, or of this device's strip of them."""
-    weights = cost.parameters / (devices if software.sharded_update else 1)
+    """The optimiser: memory traffic of the weights that this device keeps, or of its strip of all."""
+    groups = software.communication.linear_groups or devices
+    shared = sum(layer.weights for layer in cost.layers if layer.linear) if groups < devices else 0
+    weights = cost.parameters - shared * (1 - groups / devices)
+    if software.sharded_update:
+        weights = cost.parameters / devices
     return weights * software.update_bytes / (device.memory_bandwidth * software.memory)
 
 

@@ -1,6 +1,7 @@
 """What `torusgd rehearse` does with its flags: it rehearses, prints, and writes the JSON asked for."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from rich.table import Table
 from ..errors import RunError, UserError
 from ..lab import why_not
 from ..plan.catalog import load_cluster, load_software
-from ..plan.forecast import Job, job_of, software_for
+from ..plan.describe import Cluster, Software
+from ..plan.forecast import Job, job_of, software_for, with_communication
+from ..plan.timeline import step_time
 from ..recipes import load_recipe
 from ..sync.algorithms import GRIDS, parse_grid, plan
-from ..sync.volume import hybrid_volume
 from .rehearsal import Rehearsal, as_torusgd, rehearse
 
 _USUAL_MIB = 4.0
@@ -71,10 +73,6 @@ def command(
         raise UserError(
             f"--devices {devices}: the recipe has {workers} virtual workers; --set virtual_workers={devices}"
         )
-    groups = groups_of(job, devices, model_parallel)
-    reason = why_not()
-    if reason is not None:
-        raise RunError(f"rehearse: {reason}")
     program = as_torusgd(
         software_for(recipe, load_software(software or machine.software)),
         bucket_mib=bucket_mib,
@@ -82,8 +80,12 @@ def command(
         grid=places,
         overlap=overlap,
         sharded=update == "sharded",
-        linear_groups=groups,
     )
+    groups = groups_of(job, machine, program, devices, model_parallel)
+    program = with_communication(program, linear_groups=groups)
+    reason = why_not()
+    if reason is not None:
+        raise RunError(f"rehearse: {reason}")
     found = rehearse(
         job, machine, program, devices, reduction=recipe.reduction, allreduce=allreduce, steps=steps, limit=seconds
     )
@@ -99,15 +101,21 @@ def command(
     return 0
 
 
-def groups_of(job: Job, devices: int, model_parallel: str | None) -> int | None:
-    """The number of groups G = N / M for --model-parallel M; `auto` takes the G by which linear layers send least."""
+def groups_of(
+    job: Job, cluster: Cluster, software: Software, devices: int, model_parallel: str | None
+) -> int | None:  # fmt: skip
+    """The number of groups G = N / M for --model-parallel M; `auto` takes the G with the shortest planned step."""
     if model_parallel is None:
         return None
     if model_parallel == "auto":
-        batch = job.spans[-1].images * job.spans[-1].workers
-        layers = [layer for layer in job.cost.layers if layer.linear]
-        divisors = [groups for groups in range(devices, 0, -1) if devices % groups == 0]
-        return min(divisors, key=lambda g: sum(sum(hybrid_volume(layer, devices, batch, g)) for layer in layers))
+        span = job.spans[-1]
+        passes = math.ceil(span.workers / devices)
+
+        def seconds(groups: int) -> float:
+            split = with_communication(software, linear_groups=groups)
+            return step_time(job.cost, cluster, split, devices, span.images, passes).seconds
+
+        return min((groups for groups in range(devices, 0, -1) if devices % groups == 0), key=seconds)
     if not model_parallel.isdecimal() or int(model_parallel) < 1 or devices % int(model_parallel):
         raise UserError(f"--model-parallel {model_parallel}: needs a divisor of {devices} devices, or auto")
     return devices // int(model_parallel)

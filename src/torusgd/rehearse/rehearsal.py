@@ -95,7 +95,6 @@ def as_torusgd(
     grid: tuple[int, int] | None = None,
     overlap: bool = True,
     sharded: bool = False,
-    linear_groups: int | None = None,
 ) -> Software:
     """A program's efficiencies with torusgd's own way to communicate.
 
@@ -106,7 +105,6 @@ def as_torusgd(
         grid: Y x X, for torus and hierarchical.
         overlap: Buckets leave during backward.
         sharded: Strips of the weights are updated, and gathered behind the next forward pass.
-        linear_groups: Groups that share linear layers; None: data parallelism.
     """
     algorithm, _, methods = allreduce.partition(":")
     vertical, _, horizontal = (methods or "ring").partition("/")
@@ -120,7 +118,7 @@ def as_torusgd(
         overlap=overlap,
         pipelined=True,
         coordination=0.0,
-        linear_groups=linear_groups,
+        linear_groups=None,
         gather_ahead=sharded,
         statistic_bytes=32,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..plan.describe import Cluster, Communication
 
-SHARE = 0.25
+SHARE = 0.15
 """of the lab's measured rate that a scaled link may ask for, so that its CPU stays a carrier and no part of the play"""
 _MEMORY = 4e9
 """bytes of all ranks' messages together"""
