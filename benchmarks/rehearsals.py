@@ -100,16 +100,16 @@ def play(name: str, devices: int, idea: str, steps: int, seconds: float, date: s
     }
 
 
-def read() -> list[dict[str, str]]:
+def read(path: Path) -> list[dict[str, str]]:
     """The lines so far."""
-    return list(csv.DictReader(TABLE.read_text().splitlines())) if TABLE.exists() else []
+    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
-def write(rows: list[dict[str, str]]) -> None:
+def write(path: Path, rows: list[dict[str, str]]) -> None:
     """All lines, sorted as the cases are."""
     order = {(system, str(n)): place for place, (system, n, _) in enumerate(reversed(CASES))}
     rows.sort(key=lambda row: -order.get((row["system"], row["devices"]), 0))
-    with TABLE.open("w", newline="") as file:
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -122,14 +122,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="a step in the lab")
     parser.add_argument("--date", required=True, help="noted in the table, such as 2026-11-21")
+    parser.add_argument("--out", type=Path, default=TABLE)
     options = parser.parse_args()
     for system, devices, idea in CASES:
         if not re.search(options.only, f"{system}-{devices}: {idea}"):
             continue
         row = play(system, devices, idea, options.steps, options.seconds, options.date)
         key = ("system", "devices", "settings")
-        others = [old for old in read() if [old[k] for k in key] != [row[k] for k in key]]
-        write([*others, row])
+        others = [old for old in read(options.out) if [old[k] for k in key] != [row[k] for k in key]]
+        write(options.out, [*others, row])
 
 
 if __name__ == "__main__":
