@@ -136,6 +136,7 @@ class ShardedUpdate:
             for mine, theirs in zip(self._sliced.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({key: value for key, value in theirs.items() if key != "params"})
             self._sliced.step()
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules look for it, and warn
             self._arrivals.start()
         for parameter in self._reducer.parameters:
             parameter.grad = None
