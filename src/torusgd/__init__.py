@@ -1,7 +1,7 @@
 """torusgd: training image classifiers with large mini-batches on many machines, without losing accuracy.
 
 The pieces are usable alone: `Schedule` and `StreamOrder` in your own loop, `Lars` as any torch optimiser, `polish` on
-any model with batch norm.
+any model with batch norm, `ddp_hook` with DistributedDataParallel, `ShardedUpdate` in its place.
 """
 
 from importlib import import_module
