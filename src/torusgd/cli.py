@@ -55,6 +55,7 @@ def train(
     model_parallel: Annotated[
         str | None, typer.Option(metavar="M|auto", help="Ranks that share the last, linear layers. Default: 1.")
     ] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan of it (torusgd plan --json) to compare with.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in --out and begin anew.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
 ) -> None:
@@ -66,7 +67,7 @@ def train(
         "update": update, "workers": workers, "checkpoint_every": checkpoint_every, "tensorboard": tensorboard or None,
         "model_parallel": model_parallel,
     }  # fmt: skip
-    raise typer.Exit(run(recipe, overrides or [], flags, data, out, max_steps, init, fresh))
+    raise typer.Exit(run(recipe, overrides or [], flags, data, out, max_steps, init, fresh, plan))
 
 
 @app.command("eval")

@@ -180,6 +180,20 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["stages"][0]["batch"] == 81920
 
 
+def test_more_devices_than_virtual_workers_share_the_same_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    assert plan("resnet50", cluster="abci", devices=2048, json_file=file) == 0
+    assert (
+        "32 virtual workers; planned with its batch cut for 2,048 devices, 1 > 1 > 2 images" in capsys.readouterr().out
+    )
+    found = json.loads(file.read_text())
+    assert [stage["batch"] for stage in found["stages"]] == [1024, 2048, 4096]
+    assert found["images_per_second"] < 4096 / found["stages"][2]["seconds"]
+    assert found["efficiency"] < 0.5
+
+
 def test_flags_override_the_profile(tmp_path: Path) -> None:
     def seconds(**flags: str) -> float:
         path = tmp_path / "plan.json"

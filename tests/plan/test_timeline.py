@@ -114,9 +114,11 @@ def test_more_of_anything_bad_never_helps(devices: int, images: int) -> None:
 
 
 def test_crowded_nodes_are_slower() -> None:
-    full = TWO.model_copy(update={"devices_per_node": 2, "crowding": 0.3})
-    alone, both = (step_time(toy(), full, program(), devices, 1).compute for devices in (1, 2))
+    full = TWO.model_copy(update={"crowding": {2: 1.3, 4: 2.3}})
+    alone, both, three, many = (step_time(toy(), full, program(), devices, 1).compute for devices in (1, 2, 3, 9))
     assert both == pytest.approx(1.3 * alone)
+    assert three == pytest.approx(1.8 * alone)
+    assert many == pytest.approx(2.3 * alone)
 
 
 def test_input_that_is_too_slow_is_waited_for() -> None:

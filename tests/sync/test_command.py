@@ -38,6 +38,9 @@ def test_tune_writes_a_profile_that_auto_takes(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     done = run("tune", "--workers", "2", "--seconds", "2", "--out", file)
     assert done.returncode == 0, done.stderr
+    measured = Profile.load(file)
+    assert [crowd.ranks for crowd in measured.crowding] == [2]
+    assert measured.contention is not None
     assert Profile.load(file).hosts == (0, 0)
     again = run(
         "bench", "allreduce", "--workers", "2", "--sizes", "4KiB", "--algorithms", "auto", "-n", "1", "--profile", file

@@ -111,7 +111,7 @@ def _sharded(software: Software) -> Software:
 
 def _cuts(job: Job, cluster: Cluster, software: Software, devices: int) -> list[Job]:
     """The job itself, and with other numbers of virtual workers, as many on each device, that fit into its memory."""
-    batches = [span.images * span.workers for span in job.spans]
+    batches = [span.batch for span in job.spans]
     most = max(span.workers for span in job.spans)
     even = [w for w in range(devices, most + 1, devices) if all(batch % w == 0 for batch in batches)]
     jobs = [_recut(job, workers) for workers in even]
@@ -121,5 +121,5 @@ def _cuts(job: Job, cluster: Cluster, software: Software, devices: int) -> list[
 
 
 def _recut(job: Job, workers: int) -> Job:
-    spans = tuple(Span(span.steps, span.images * span.workers // workers, workers) for span in job.spans)
+    spans = tuple(Span(span.steps, span.batch // workers, workers) for span in job.spans)
     return Job(job.cost, spans, job.train_images, job.eval_images, job.evaluations)

@@ -1,6 +1,7 @@
 """What `torusgd plan` does with its flags: it prints, writes the JSON asked for, and returns the exit code."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +16,12 @@ from ..sync.profile import Profile
 from .best import best
 from .catalog import load_cluster, load_software
 from .describe import Cluster, Software
-from .forecast import forecast, job_of, software_for, with_communication
+from .forecast import Job, forecast, job_of, software_for, with_communication
 from .local import local_cluster, measured_software
-from .plot import plot_sweep
+from .plot import check_plot, plot_sweep
 from .published import predict_row, read_rows
 from .show import price_of, show_best, show_forecast, show_published, show_sweep
-from .sweep import device_counts, sweep
+from .sweep import device_counts, fixed_batch, sweep
 
 _ALGORITHMS = ("ring", "torus", "hierarchical", "halving-doubling", "doubling", "direct", "native", "tree", "nccl")
 
@@ -67,6 +68,10 @@ def plan(
     """
     console = Console(highlight=False, soft_wrap=True)
     _check(devices, price)
+    _check_writable("--json", json_file)
+    if plot is not None:
+        check_plot(plot)
+        _check_writable("--plot", plot)
     recipe = load_recipe(name, overrides).recipe
     machine = _machine(cluster, profile)
     program = software_for(recipe, load_software(software or machine.software))
@@ -78,6 +83,9 @@ def plan(
         raise UserError("--profile: is of the network alone; add --measured RUN, a run of this recipe with one worker")
     title = f"{recipe.name} on {devices:,} x {machine.device.name} ({machine.name}, {program.name})"
     console.print(title, markup=False)
+    asked, job = job, fixed_batch(job, devices)
+    if job != asked:
+        console.print(_cut_anew(asked, job, devices))
     now = forecast(job, machine, program, devices)
     show_forecast(console, now, price)
     found: dict[str, Any] = {
@@ -94,7 +102,7 @@ def plan(
     if machine.nodes is not None and devices > machine.nodes * machine.devices_per_node:
         console.print(f"note: {machine.name} has {machine.nodes * machine.devices_per_node:,} devices")
     if over or plot is not None:
-        curve = sweep(job, machine, program, device_counts(devices, job.spans[0].workers))
+        curve = sweep(asked, machine, program, device_counts(devices, asked.spans[0].workers))
         show_sweep(console, curve, price)
         found["sweep"] = [f.as_dict() for f in curve.forecasts]
         found["knee"] = curve.knee
@@ -111,6 +119,7 @@ def plan(
 
 def published(path: Path, json_file: Path | None = None) -> int:
     """Predicts every row of a table of published results; UserError names what a row's prediction lacks."""
+    _check_writable("--json", json_file)
     predictions = [predict_row(row) for row in read_rows(path)]
     show_published(Console(highlight=False, soft_wrap=True), predictions)
     _write(json_file, [prediction.as_dict() for prediction in predictions])
@@ -146,6 +155,21 @@ def _check(devices: int, price: float | None) -> None:
         raise UserError(f"--devices {devices}: a plan needs at least 1")
     if price is not None and price < 0:
         raise UserError(f"--cost {price}: a price of a device-hour is not negative")
+
+
+def _cut_anew(asked: Job, job: Job, devices: int) -> str:
+    """Says what is planned where there are more devices than virtual workers."""
+    workers, images = asked.spans[0].workers, " > ".join(str(span.images) for span in job.spans)
+    return (
+        f"note: the recipe has {workers} virtual workers; planned with its batch cut for {devices:,} devices, {images} "
+        f"images each at most. For a larger batch: --set virtual_workers={devices}"
+    )
+
+
+def _check_writable(flag: str, path: Path | None) -> None:
+    """Before the work, not after."""
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise UserError(f"{flag} {path}: can't be written; name a file in a folder that can")
 
 
 def _write(path: Path | None, found: Any) -> None:

@@ -66,8 +66,9 @@ class Cluster(Section):
     devices_per_node: Count = 1
     nodes: Count | None = None
     """null: as many as asked for"""
-    crowding: NotNegative = 0.0
-    """by what share compute slows when all devices of a node work, as they share memory and power; less with fewer"""
+    crowding: Annotated[dict[Count, Annotated[float, Field(ge=1)]], Field(default_factory=dict)]
+    """devices at work: how many times longer compute takes than with one, as they share cores, memory or power; from
+    one number to the next it grows evenly, and stays as it is beyond the last"""
     inside: Link
     between: Link
     rack_nodes: Count | None = None

@@ -35,7 +35,7 @@ class Job:
     @property
     def images(self) -> int:
         """Training images of the whole run."""
-        return sum(span.steps * span.images * span.workers for span in self.spans)
+        return sum(span.steps * span.batch for span in self.spans)
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,14 @@ def forecast(job: Job, cluster: Cluster, software: Software, devices: int) -> Fo
         span.steps * step_time(job.cost, cluster, software, 1, span.images, share).seconds
         for span, share in zip(job.spans, shares, strict=True)
     )
-    balance = sum(span.steps * span.workers / devices / share for span, share in zip(job.spans, shares, strict=True))
+    balance = sum(
+        span.steps * span.batch / (span.images * devices * share) for span, share in zip(job.spans, shares, strict=True)
+    )
     efficiency = alone / run.training * balance / sum(span.steps for span in job.spans)
     return Forecast(
         devices=devices,
         steps=run.steps,
-        batches=tuple(span.images * span.workers for span in job.spans),
+        batches=tuple(span.batch for span in job.spans),
         run=run,
         low=low,
         high=high,

@@ -30,6 +30,7 @@ def local_cluster(profile: Profile, name: str = "local") -> Cluster:
             memory_bandwidth=_NOMINAL / 25,
         ),
         devices_per_node=ranks_a_host(profile.hosts),
+        crowding={crowd.ranks: crowd.slowdown for crowd in profile.crowding},
         inside=inside,
         between=between,
         profile=profile,
@@ -69,6 +70,8 @@ def measured_software(job: Job, cluster: Cluster, software: Software, run: Path)
         raise UserError(f"measured run {run}: has no 2 steps of batch {batch}; it was another recipe or too short")
     seconds = median(steps[1:])  # the first step pays for warming up
     if cluster.profile is not None:
-        how = software.communication.model_copy(update={"message": cluster.profile.message})
+        shared = cluster.profile.contention
+        changes = {"message": cluster.profile.message, **({} if shared is None else {"contention": shared})}
+        how = software.communication.model_copy(update=changes)
         software = software.model_copy(update={"communication": how})
     return matched(software, job.cost, cluster.device, first.images, seconds, passes=first.workers)

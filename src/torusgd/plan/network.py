@@ -129,6 +129,11 @@ def phases(cluster: Cluster, communication: Communication, ranks: int, size: flo
     """The parts of one all-reduce of `size` bytes over the first `ranks` devices, in order."""
     if ranks == 1:
         return ()
+    measured = cluster.profile
+    if measured is not None and measured.timings and len(measured.hosts) == ranks:
+        _, best, native = expect(measured, round(size))
+        if communication.algorithm in ("auto", "native"):
+            return (Phase("flat", best if communication.algorithm == "auto" else native),)
     if communication.algorithm == "auto":
         return _chosen(cluster, communication, ranks, size)
     if communication.algorithm in ("torus", "hierarchical"):
@@ -166,10 +171,7 @@ def axis_sum(cluster: Cluster, communication: Communication, axis: Axis, size: f
 
 
 def _chosen(cluster: Cluster, communication: Communication, ranks: int, size: float) -> tuple[Phase, ...]:
-    """What was measured on just these ranks, or else the fastest by the formulas."""
-    profile = cluster.profile
-    if profile is not None and profile.timings and len(profile.hosts) == ranks:
-        return (Phase("flat", expect(profile, round(size))[1]),)
+    """The fastest by the formulas."""
     tried = [communication.model_copy(update={"algorithm": name}) for name in ("ring", "halving-doubling", "doubling")]
     for grid in ("square", "node"):
         for methods in (("ring", "ring"), ("halving", "halving"), ("direct", "direct")):

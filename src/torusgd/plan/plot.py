@@ -6,18 +6,25 @@ from ..errors import UserError
 from .sweep import Sweep
 
 
+def check_plot(path: Path) -> None:
+    """UserError where a picture can't be drawn: another kind of file, or no matplotlib."""
+    if path.suffix not in (".svg", ".png"):
+        raise UserError(f"--plot {path}: write a picture as .svg or .png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError("--plot: needs matplotlib; pip install 'torusgd[plot]'") from error
+
+
 def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:
     """Draws images/s and efficiency over devices, with the knee marked.
 
     Raises:
         UserError: matplotlib is missing, or the file is no .svg or .png or can't be written.
     """
-    if path.suffix not in (".svg", ".png"):
-        raise UserError(f"--plot {path}: write a picture as .svg or .png")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("--plot: needs matplotlib; pip install 'torusgd[plot]'") from error
+    check_plot(path)
+    from matplotlib.figure import Figure
+
     devices = [forecast.devices for forecast in sweep.forecasts]
     rates = [forecast.images_per_second for forecast in sweep.forecasts]
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -24,6 +24,13 @@ class Span:
     """of one virtual worker"""
     workers: int
     """virtual workers"""
+    spare: int = 0
+    """how many images fewer than that a batch has, where the workers don't share it evenly"""
+
+    @property
+    def batch(self) -> int:
+        """Images of a step."""
+        return self.images * self.workers - self.spare
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,10 @@ def fixed_batch(job: Job, devices: int) -> Job:
     """The job with the same batches, cut anew where there are more devices than virtual workers: strong scaling."""
     spans = []
     for span in job.spans:
-        batch = span.images * span.workers
         workers = max(span.workers, devices)
-        spans.append(span if workers == span.workers else Span(span.steps, math.ceil(batch / workers), workers))
+        images = math.ceil(span.batch / workers)
+        spare = images * workers - span.batch
+        spans.append(span if workers == span.workers else Span(span.steps, images, workers, spare))
     return Job(job.cost, tuple(spans), job.train_images, job.eval_images, job.evaluations)
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import NormalDist
 
+import numpy as np
+
 from .compose import compose, split_layers
 from .compute import Pass, pass_seconds, update_seconds
 from .describe import Cluster, Software
@@ -102,10 +104,8 @@ def step_time(
 
 
 def _crowded(work: Pass, cluster: Cluster, devices: int) -> Pass:
-    neighbours = min(devices, cluster.devices_per_node) - 1
-    if not cluster.crowding or not neighbours:
-        return work
-    factor = 1 + cluster.crowding * neighbours / (cluster.devices_per_node - 1)
+    known = {1: 1.0, **cluster.crowding}
+    factor = float(np.interp(devices, sorted(known), [known[count] for count in sorted(known)]))
     return Pass(work.forward * factor, work.backward * factor, work.ready * factor, work.needed * factor)
 
 

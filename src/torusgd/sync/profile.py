@@ -51,6 +51,13 @@ class Timing(_Part):
         return None if self.algorithm == "native" else plan(self.algorithm, ranks, self.grid, self.chunks)
 
 
+class Crowd(_Part):
+    """So many ranks compute at once: each takes `slowdown` times as long as alone."""
+
+    ranks: Annotated[int, Field(ge=2)]
+    slowdown: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
 class Profile(_Part):
     """What `tune` measured: `hosts` holds the host of each rank, `inside` and `between` the links within and across."""
 
@@ -63,6 +70,10 @@ class Profile(_Part):
     between: Link | None
     timings: tuple[Timing, ...]
     """the algorithms tried, native among them at every size"""
+    crowding: tuple[Crowd, ...] = ()
+    """by growing numbers of ranks; empty: not measured"""
+    contention: Annotated[float, Field(ge=0, le=1)] | None = None
+    """share of an all-reduce's time by which it slows the computation that hides it; null: not measured"""
 
     @property
     def network(self) -> Network:

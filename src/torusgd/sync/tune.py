@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from ..errors import UserError
 from .connect import Connection, connect
-from .profile import Link, Profile, Timing, rank_plans
+from .crowding import contention, crowding
+from .profile import Link, Profile, Timing, expect, rank_plans
 from .routes import Message, Round
 from .work import Work
 
@@ -26,6 +27,8 @@ _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 _SHORT_SIZES = tuple(1 << power for power in (14, 18, 22))
 _LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
 _CHUNKED = 1 << 20
+_CROWDED = 1 << 20
+"""largest message that is timed beside computation"""
 _ROUNDS = 8
 """dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
 _FAN = 8
@@ -71,7 +74,12 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
             break
         timings += _rivals(connection, profile, size, rivals, repetitions)
         last, last_size = time.perf_counter() - before, size
-    return profile.model_copy(update={"timings": tuple(timings)})
+    profile = profile.model_copy(update={"timings": tuple(timings)})
+    if short:
+        return profile
+    largest = min(last_size, _CROWDED)
+    shared = contention(connection, expect(profile, largest)[0], largest, repetitions)
+    return profile.model_copy(update={"crowding": crowding(connection, repetitions + 2), "contention": shared})
 
 
 def stopwatch(connection: Connection, start: Callable[..., Work], *arguments: object) -> float:

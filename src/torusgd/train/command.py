@@ -11,6 +11,7 @@ from ..recipes import load_recipe, validate
 from ..runtime import RuntimeOptions, ranks_are_given, resolve_auto, resolve_device
 from .joined import join_and_train
 from .launch import launch
+from .planned import Planned
 from .run import Job
 
 
@@ -23,6 +24,7 @@ def train(
     max_steps: int | None,
     init: Path | None,
     fresh: bool,
+    plan: Path | None = None,
 ) -> int:
     """Trains, prints the result, and returns the exit code.
 
@@ -42,7 +44,8 @@ def train(
     recipe = resolve_auto(recipe, device)
     folder = out or Path("runs") / recipe.name
     run = join_and_train if ranks_are_given() else launch
-    ending = run(Job(recipe, options, device, folder, data, init, max_steps), fresh)
+    planned = Planned.load(plan) if plan else None
+    ending = run(Job(recipe, options, device, folder, data, init, max_steps, planned), fresh)
     if ending.summary:
         show_result(ending.summary, folder)
     return ending.code
@@ -55,6 +58,12 @@ def show_result(summary: Mapping[str, Any], folder: Path) -> None:
         f"done: top-1 {summary['top1']:.2%} on {summary['eval_images']} held-out images, {summary['steps']} steps, "
         f"{summary['seconds']:.1f} s, {summary['images_per_second']:,.0f} images/s on {summary['world_size']} ranks"
     )
+    if summary.get("predicted"):
+        beside = summary["predicted"]
+        console.print(
+            f"a step took {1e3 * beside['measured_step_seconds']:.1f} ms, the plan said "
+            f"{1e3 * beside['step_seconds']:.1f} ms ({beside['step_seconds_error']:+.1%})"
+        )
     console.print(f"weights_sha256 {summary['weights_sha256']}")
     console.print(
         f"in {folder}: model.safetensors, summary.json, events.jsonl, recipe.yaml, checkpoints/", markup=False

@@ -40,6 +40,7 @@ class RunFolder:
         self.recipe = path / "recipe.yaml"
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
+        self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
 
     @contextmanager

@@ -29,6 +29,7 @@ from .checkpoint import CheckpointWriter, newest_checkpoint
 from .evaluate import Evaluation, evaluate
 from .folder import RunFolder
 from .hybrid import hybrid_tail
+from .planned import Planned
 from .polish import polish_by_recipe
 from .signals import StopFlag
 from .state import RunState, broadcast_text
@@ -49,6 +50,8 @@ class Job:
     init: Path | None = None
     """weights to start from"""
     max_steps: int | None = None
+    plan: Planned | None = None
+    """to stand beside what is measured"""
 
 
 @dataclass
@@ -85,6 +88,8 @@ class Run:
         self.held_out = Pipeline(held_out, recipe.data, recipe.seed)
         self.schedule = Schedule(recipe, len(train))
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
+        if job.plan is not None:
+            job.plan.check(recipe.name, {span.batch for span in self.schedule.spans}, ranks.size)
         model = build_model(
             recipe.model,
             classes=recipe.data.classes or len(train.classes),
@@ -253,6 +258,8 @@ class Run:
             "conditions": state.conditions,
             "other_conditions": state.other_conditions,
         }
+        if self.job.plan is not None and self.ranks.is_first:
+            summary["predicted"] = self.job.plan.beside(self.folder.events)
         if self.ranks.is_first:
             try:
                 save_weights(self.folder.model, tensors, self._metadata())

@@ -1,0 +1,119 @@
+"""How much slower ranks compute while others compute, or while messages travel: they share cores, memory and power.
+
+Two measurements of `tune`, with a small convolutional network as the work. They hold for whatever it is that ranks
+share, so that a plan need not know it: eight ranks on two cores are found four times as slow as one, or slower.
+"""
+
+import hashlib
+import math
+import os
+import socket
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .algorithms import Plan
+from .connect import Connection
+from .profile import Crowd
+
+_TASKS = 2
+"""tasks of a timing, some 50 ms on one core"""
+
+
+class _Work:
+    """A task: forward and backward of a few convolutions with batch norm, as records are made of."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._images = torch.rand(32, 3, 32, 32, device=device)
+        layers: list[nn.Module] = []
+        with torch.random.fork_rng(devices=[]):
+            for inputs, outputs in ((3, 32), (32, 32), (32, 64)):
+                layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+        self._network = nn.Sequential(*layers).to(device)
+
+    def run(self, times: int) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # as a worker of a CPU recipe
+        for _ in range(times):
+            self._network(self._images).sum().backward()
+        if self._images.is_cuda:
+            torch.cuda.synchronize(self._images.device)
+        torch.set_num_threads(before)
+
+
+def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
+    """How many times longer the slowest of the first n ranks takes than one alone, for n = 2, 4, 8 ... and all.
+
+    Where n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
+    """
+    counts = sorted({*(1 << power for power in range(connection.size.bit_length())), connection.size})
+    work = _Work(connection.engine.device)
+    work.run(_TASKS)
+    turns = [[_compute(connection, work, _TASKS, count) for count in counts] for _ in range(repetitions)]
+    ratios = [statistics.median(turn[i] / turn[0] for turn in turns) for i in range(len(counts))]
+    least = [max(1.0, _ranks_a_core(connection, count)) for count in counts]
+    pairs = zip(counts[1:], ratios[1:], least[1:], strict=True)
+    return tuple(Crowd(ranks=count, slowdown=max(ratio, bound)) for count, ratio, bound in pairs)
+
+
+def contention(connection: Connection, how: Plan | None, size: int, repetitions: int) -> float:
+    """Share of an all-reduce's time by which it slows the computation that hides it, between 0 and 1.
+
+    Every rank computes for at least twice as long as the all-reduce of `size` bytes takes; `how` None: natively.
+    """
+    work = _Work(connection.engine.device)
+    tensor = torch.zeros(max(1, size // 4), device=connection.engine.device)
+    work.run(_TASKS)
+    alone = statistics.median(_send(connection, how, tensor, work, 0) for _ in range(3))
+    tasks = max(_TASKS, math.ceil(2 * alone / (_compute(connection, work, _TASKS, connection.size) / _TASKS)))
+    shares = []
+    for _ in range(repetitions):
+        sent = _send(connection, how, tensor, work, 0)
+        computed = _compute(connection, work, tasks, connection.size)
+        shares.append((_send(connection, how, tensor, work, tasks) - computed) / sent)
+    return min(1.0, max(0.0, statistics.median(shares)))
+
+
+def _compute(connection: Connection, work: _Work, tasks: int, count: int) -> float:
+    """Seconds of the slowest of the first `count` ranks, the same number everywhere."""
+    dist.barrier(connection.control)
+    begin = time.perf_counter()
+    if connection.rank < count:
+        work.run(tasks)
+    return _slowest(connection, time.perf_counter() - begin)
+
+
+def _send(connection: Connection, how: Plan | None, tensor: torch.Tensor, work: _Work, tasks: int) -> float:
+    """Seconds of an all-reduce with so many tasks meanwhile, on the slowest rank."""
+    dist.barrier(connection.control)
+    begin = time.perf_counter()
+    sent = connection.native.start(tensor) if how is None else connection.engine.run(tensor, how)
+    work.run(tasks)
+    sent.wait()
+    return _slowest(connection, time.perf_counter() - begin)
+
+
+def _ranks_a_core(connection: Connection, count: int) -> float:
+    """Of the first `count` ranks, on the machine that has most of them for its cores; network namespaces share one."""
+    if connection.engine.device.type != "cpu":
+        return 0.0
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        machine = socket.gethostname()
+    name = int.from_bytes(hashlib.sha256(machine.encode()).digest()[:7], "big")
+    mine = torch.tensor([name, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()])
+    everyone = [torch.zeros_like(mine) for _ in range(connection.size)]
+    dist.all_gather(everyone, mine, connection.control)
+    names = [int(other[0]) for other in everyone[:count]]
+    return max(names.count(int(other[0])) / int(other[1]) for other in everyone[:count])
+
+
+def _slowest(connection: Connection, seconds: float) -> float:
+    agreed = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, connection.control)
+    return float(agreed)
