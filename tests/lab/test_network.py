@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from torusgd.errors import RunError
-from torusgd.lab import Host, Lab, why_not
+from torusgd.lab import Host, Lab
 from torusgd.sync.algorithms import plan
 
-MISSING = why_not()
-pytestmark = pytest.mark.skipif(
-    MISSING is not None and not (os.environ.get("CI") == "true" and os.geteuid() == 0), reason=str(MISSING)
-)
+from .marks import needs_lab
+
+pytestmark = needs_lab
 HERE = Path(__file__).parent
 
 

@@ -10,15 +10,20 @@ from torusgd.models import MODELS
 
 
 class Slow:
-    """Stripes by class under keyed noise; each training image takes `pause` seconds, each held-out one `eval_pause`."""
+    """Stripes by class under keyed noise; each training image takes `pause` seconds, each held-out one `eval_pause`.
+
+    With `rank`, they take it on that rank alone.
+    """
 
     classes = ("a", "b", "c", "d")
 
     def __init__(
-        self, path: object, split: str, *, pause: float = 0.0, eval_pause: float = 0.0, images: int = 96
+        self, path: object, split: str, *, pause: float = 0.0, eval_pause: float = 0.0, images: int = 96, rank: int = -1
     ) -> None:
         self.labels = np.arange(images if split == "train" else 24, dtype=np.int64) % 4
         self._pause = pause if split == "train" else eval_pause
+        if rank >= 0 and os.environ.get("RANK") != str(rank):
+            self._pause = 0.0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -28,6 +33,19 @@ class Slow:
         image = np.random.default_rng(index).integers(0, 128, (8, 8, 1), dtype=np.uint8)
         image[self.labels[index] * 2] += 100
         return image
+
+
+class Late(nn.Module):
+    """A net whose forward pass takes `pause` seconds more on one rank."""
+
+    def __init__(self, classes: int, channels: int, pause: float, rank: int) -> None:
+        super().__init__()
+        self.net = MODELS["digits-net"](classes=classes, channels=channels)
+        self.pause = pause if os.environ.get("RANK") == str(rank) else 0.0
+
+    def forward(self, images: Tensor) -> Tensor:
+        time.sleep(self.pause)
+        return self.net(images)
 
 
 class Broken(nn.Module):

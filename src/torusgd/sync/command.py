@@ -1,11 +1,8 @@
 """`torusgd bench allreduce` and `torusgd tune`, on ranks of their own on this machine or on the ranks they find."""
 
 import json
-import logging
 import os
 import re
-import sys
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..errors import RunError, UserError
+from ..launching import quiet, run_ranks
 from ..runtime import join, ranks_are_given
 from ..weights import write_text
 from .bench import SIZES, Record, bench_allreduce
@@ -130,24 +127,10 @@ def _on_ranks(workers: int | None, device: str, function: Callable[..., Any], *a
         result = function(*arguments, ranks.device)
         return result if ranks.is_first else None
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    for name in [*logging.root.manager.loggerDict, "torch.multiprocessing"]:
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    quiet()
     available = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers or available,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-    )
     try:
-        kind, value = elastic_launch(config, _rank)(device, function, arguments)[0]
+        kind, value = run_ranks(workers or available, _rank, device, function, arguments)[0]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RunError(f"rank {rank} ended with exit code {failure.exitcode}") from None

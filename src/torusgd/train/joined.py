@@ -6,21 +6,26 @@ import socket
 import sys
 import time
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ..errors import RunError, UserError
 from ..runtime import Ranks, check_world_size, join
 from .folder import RunFolder
-from .launch import Ending
+from .launch import Ending, last_checkpoint
 from .problems import Problem, problem_of
+from .roll_call import STORE_SECONDS, RollCall, within
 from .run import Job, Run, steps_asked
 from .signals import EXIT_BASE, StopFlag, die_with_agent, end_on_stop
 from .state import broadcast_text
+from .telemetry import warn
 
 TELL_SECONDS = 1.0
 """that a rank stays after telling its problem, so that the others learn that it was told"""
+
+_PROBLEM = "torusgd/problem"
+"""in the ranks' common store: the rank that tells why the run ends, and the exit code"""
 
 
 def join_and_train(job: Job, fresh: bool) -> Ending:
@@ -31,6 +36,7 @@ def join_and_train(job: Job, fresh: bool) -> Ending:
         RunError: The run can't go on.
     """
     ranks = _connect(job)
+    roll_call = RollCall(ranks) if dist.is_initialized() else None
     try:
         check_world_size(ranks.size, job.recipe)
         with ExitStack() as held:
@@ -38,14 +44,43 @@ def join_and_train(job: Job, fresh: bool) -> Ending:
     except (Exception, SystemExit) as error:
         problem = problem_of(error, ranks.rank)
         if problem.is_loss:
+            assert roll_call is not None
             time.sleep(TELL_SECONDS / 2)  # the rank that is gone may have told why
-            problem = Problem(f"rank {ranks.rank} on {socket.gethostname()} lost another rank: {problem.text}", 1)
-        code = _code_told(ranks, problem)
+            code = within(STORE_SECONDS, _code_told)
+            if code is not None:
+                return Ending(code, {})
+            _end_by_loss(ranks, problem, roll_call.missing(), RunFolder(job.out))
+        code = _claim_telling(ranks, problem)
         if code is not None:
             return Ending(code, {})
         print(problem.trace, end="", file=sys.stderr)
         time.sleep(TELL_SECONDS)
         raise problem.error() from None
+    finally:
+        if roll_call is not None:
+            roll_call.close()
+
+
+def _end_by_loss(ranks: Ranks, problem: Problem, missing: list[int] | None, folder: RunFolder) -> NoReturn:
+    """Tells who is lost, unless another rank has told why the run ends, and ends this process at once.
+
+    An ordinary end would wait for the messages that are still on their way.
+    """
+    teller = f"rank {ranks.rank} on {socket.gethostname()}"
+    code: int | None = None
+    if missing is None:
+        text = f"{teller} can't reach the others, or rank 0 is lost: {problem.text}"
+    else:
+        names = ", ".join(map(str, missing))
+        lost = f"rank {names} gave {problem.text}" if problem.text.startswith("no answer") else f"rank {names} was lost"
+        text = f"{lost if missing else 'the ranks lost each other: ' + problem.text}, says {teller}"
+        code = _claim_telling(ranks, Problem(text, 1))
+    if code is None:
+        warn(f"{text}; the same command goes on from {last_checkpoint(folder)}")
+        time.sleep(0 if missing is None else TELL_SECONDS)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if code is None else code)
 
 
 def _connect(job: Job) -> Ranks:
@@ -88,11 +123,17 @@ def _train(job: Job, fresh: bool, ranks: Ranks, held: ExitStack) -> Ending:
     return Ending(EXIT_BASE + number if number else 0, answer["summary"] if ranks.is_first else {})
 
 
-def _code_told(ranks: Ranks, problem: Problem) -> int | None:
+def _code_told() -> int | None:
+    """The exit code of the rank that has told a problem; None without one."""
+    store = dist.distributed_c10d._get_default_store()
+    return int(store.get(_PROBLEM).split()[1]) if store.check([_PROBLEM]) else None
+
+
+def _claim_telling(ranks: Ranks, problem: Problem) -> int | None:
     """The exit code of the rank that has told a problem already; None when it is this rank's to tell."""
     try:
         store = dist.distributed_c10d._get_default_store()
-        word = store.compare_set("torusgd/problem", "", f"{ranks.rank} {problem.code}").decode()
+        word = store.compare_set(_PROBLEM, "", f"{ranks.rank} {problem.code}").decode()
     except Exception:  # the store is gone with the process that held it
         return None
     teller, code = map(int, word.split())

@@ -5,7 +5,6 @@ run that can't go on ends them all with one line.
 """
 
 import gc
-import logging
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -14,7 +13,6 @@ import re
 import signal
 import sys
 import tempfile
-import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +22,9 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..errors import RunError
+from ..launching import quiet, run_ranks
 from ..runtime import join, resolve_workers
 from .checkpoint import list_checkpoints
 from .folder import RunFolder
@@ -71,7 +69,7 @@ def _supervise(job: Job, workers: int, folder: RunFolder) -> Ending:
     lost = ""
     for restarts in range(MAX_RESTARTS + 1):
         if lost:
-            warn(f"{lost}; all ranks start again from {_last(folder)} (restart {restarts} of {MAX_RESTARTS})")
+            warn(f"{lost}; all ranks start again from {last_checkpoint(folder)} (restart {restarts} of {MAX_RESTARTS})")
         with tempfile.TemporaryDirectory(prefix="torusgd-") as name:
             notes = Notes(Path(name))
             try:
@@ -90,25 +88,17 @@ def _supervise(job: Job, workers: int, folder: RunFolder) -> Ending:
                 return _stopped(broken.number if isinstance(broken, Stopped) else int(broken.sigval), folder)
             finally:
                 _show_cursor()
-    raise RunError(f"{lost}, after {MAX_RESTARTS} restarts; {_last(folder)} is good")
+    raise RunError(f"{lost}, after {MAX_RESTARTS} restarts; {last_checkpoint(folder)} is good")
 
 
 def _run_ranks(job: Job, workers: int, restarts: int, notes: str) -> dict[int, Any]:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
+    return run_ranks(
+        workers, launched_rank, job, restarts, notes,
         start_method="forkserver",
-        max_restarts=0,  # the loop of `_supervise` can tell why
         monitor_interval=0.1,
         shutdown_timeout=KILL_SECONDS,
         signals_to_handle="SIGQUIT",  # the others are ours
-    )
-    return elastic_launch(config, launched_rank)(job, restarts, notes)
+    )  # fmt: skip
 
 
 def _prepare_ranks() -> None:
@@ -117,11 +107,7 @@ def _prepare_ranks() -> None:
     It holds no state and starts no thread. Stop signals are held back in it, and in each rank until it takes them,
     so that a Ctrl-C, which reaches all processes of a terminal, ends none of them half-way.
     """
-    for name in [*logging.root.manager.loggerDict, "torch.multiprocessing"]:
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters of it is told by `_supervise`
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    quiet()
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
     multiprocessing.set_forkserver_preload(["torusgd.train.nursery"])
     with held_back():
@@ -175,7 +161,7 @@ def _describe_loss(first: tuple[int, ProcessFailure], notes: Notes, workers: int
 
 
 def _stopped(number: int, folder: RunFolder) -> Ending:
-    warn(f"stopped by {signal.Signals(number).name}; the same command goes on from {_last(folder)}")
+    warn(f"stopped by {signal.Signals(number).name}; the same command goes on from {last_checkpoint(folder)}")
     return Ending(EXIT_BASE + number, {})
 
 
@@ -186,6 +172,7 @@ def _show_cursor() -> None:
         console.show_cursor()
 
 
-def _last(folder: RunFolder) -> str:
+def last_checkpoint(folder: RunFolder) -> str:
+    """From where the same command goes on."""
     last = next(iter(list_checkpoints(folder.checkpoints)), None)
     return f"the checkpoint of step {int(last.name.removeprefix('step-'))}" if last else "the beginning"
