@@ -8,6 +8,7 @@ from .calibration import load_calibrated, load_parameters
 from .catalog import load_cluster, load_software
 from .fit import aims_at
 from .published import Prediction, Row
+from .rehearsed import best_of, read_played, section
 
 
 def left_out(row: Row) -> float | None:
@@ -75,18 +76,21 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction]) -
         "",
         "*Left out* is the error where the fit has not seen the row; *fitted* marks systems with one row, which are",
         "not counted: their left-out error shows how well the stated values alone do. The band holds the slowest",
-        "device's luck (5 to 95 %) and the profile's own error.",
+        "device's luck (5 to 95 %) and the profile's own error. *Rehearsed* is torusgd's own best, see below.",
         "",
-        "| id | devices | images | metric | published | predicted | band | error | left out |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| id | devices | images | metric | published | predicted | band | error | left out | rehearsed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    played = read_played()
     groups, outliers = counted_groups([p.row for p in predictions]), load_parameters().outliers
     for prediction in predictions:
         row = prediction.row
         alone = "" if (row.cluster, row.software) in groups else " (fitted)"
         mark = " (outlier)" if row.id in outliers else ""
         free = left_out(row)
-        lines.append(_line(prediction) + f" {percent(None if free is None else free / row.value - 1)}{alone}{mark} |")
+        best = best_of(played, row.id)
+        alone = f"{percent(None if free is None else free / row.value - 1)}{alone}{mark}"
+        lines.append(f"{_line(prediction)} {alone} | {'' if best is None else f'{best.speedup:.3g}'} |")
     lines += ["", "## Relative to what", ""]
     for base in sorted({base_of(p.row) for p in predictions} - {""}):
         ids = ", ".join(p.row.id for p in predictions if base_of(p.row) == base)
@@ -119,6 +123,8 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction]) -
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(prediction) for prediction in further]
+    if played:
+        lines += ["", *section(played)]
     lines += ["", "## Sources", ""]
     for name in sorted({p.row.cluster for p in predictions}):
         lines.append(f"* cluster `{name}`: {load_cluster(name).source}.")
