@@ -82,7 +82,8 @@ def _stepper(images: int, parts: int):
     size = dist.get_world_size()
     ranks = Ranks(dist.get_rank(), size, torch.device("cpu"))
     sgd = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
-    recipe = load_recipe("digits", [f"virtual_workers={size}", f"column_blocks={size}", sgd]).recipe
+    given = [f"virtual_workers={size}", f"column_blocks={size}", sgd, "memory_format=contiguous"]
+    recipe = load_recipe("digits", given).recipe
     layers = [[nn.Linear(WIDTH, WIDTH), nn.Sigmoid()] for _ in range(LAYERS)]
     model = nn.Sequential(*[module for layer in layers for module in layer][:-1])
     options = RuntimeOptions(model_parallel=parts, allreduce="ring")
