@@ -1,10 +1,11 @@
 """Rehearses the systems of Das et al. and a slice of ABCI, one idea at a time, and writes the table. Needs root.
 
-    sudo .venv/bin/python benchmarks/rehearsals.py --date 2026-11-21 --only "ethernet-16: native" --seconds 20
+    sudo .venv/bin/python benchmarks/rehearsals.py --date 2026-11-21 --minutes 5
+    sudo .venv/bin/python benchmarks/rehearsals.py --date 2026-11-21 --only "ethernet-16: native"
 
 Each case is one step of a recipe, with the batch of the publication, planned for a cluster and played in the network
 lab (`torusgd rehearse`). Results go to src/torusgd/plan/rehearsed.csv, a line a case, from which docs/published.md is
-made; a case that is there already is played again and replaced.
+made; a case whose line is there is left out, so that a call goes on where the last one ended.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import csv
 import json
 import re
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,8 @@ from torusgd.rehearse.command import command
 TABLE = Path(__file__).parents[1] / "src" / "torusgd" / "plan" / "rehearsed.csv"
 COLUMNS = (
     "system", "devices", "settings", "published_id", "steps", "compute_ms", "exposed_ms", "least_ms", "most_ms",
-    "planned_ms", "step_ms", "planned_step_ms", "speedup", "planned_speedup", "stretch", "shrink", "excess_us", "date",
+    "planned_ms", "planned_late_ms", "step_ms", "planned_step_ms", "speedup", "planned_speedup", "stretch", "shrink",
+    "excess_us", "date",
 )  # fmt: skip
 
 
@@ -31,15 +34,17 @@ class System:
     recipe: str
     cluster: str
     batch: int
+    seconds: float
+    """that a step may take in the lab"""
     published: str = ""
 
 
 SYSTEMS = {
-    "ethernet": System("intel-aws-vgga-16", "aws-c4.8xlarge", 256, "das_vgga_aws"),
-    "fdr-cddnn": System("intel-cddnn-16", "endeavor", 1024, "das_cddnn_16"),
-    "fdr-vgga": System("intel-aws-vgga-16", "endeavor", 256),
-    "fdr-overfeat": System("intel-overfeat-64", "endeavor", 256),
-    "abci": System("resnet50", "abci", 512),
+    "ethernet": System("intel-aws-vgga-16", "aws-c4.8xlarge", 256, 18.0, "das_vgga_aws"),
+    "fdr-cddnn": System("intel-cddnn-16", "endeavor", 1024, 8.0, "das_cddnn_16"),
+    "fdr-vgga": System("intel-aws-vgga-16", "endeavor", 256, 12.0),
+    "fdr-overfeat": System("intel-overfeat-64", "endeavor", 256, 12.0),
+    "abci": System("resnet50", "abci", 512, 6.0),
 }
 IDEAS = {
     "native, no overlap": {"allreduce": "native", "overlap": False},
@@ -55,19 +60,24 @@ IDEAS = {
         "allreduce": "halving-doubling", "update": "sharded", "model_parallel": "auto",
     },
 }  # fmt: skip
-ALL = tuple(IDEAS)
+LADDER = ("native, no overlap", "native", "halving-doubling", "halving-doubling, sharded")
 FEW = ("native", "halving-doubling, sharded, hybrid")
 CASES = [
-    *[("ethernet", 16, idea) for idea in ALL if idea != "torus, sharded"],
-    *[("fdr-cddnn", 16, idea) for idea in ALL if idea != "torus, sharded"],
-    *[(system, n, idea) for system in ("ethernet", "fdr-cddnn") for n in (8, 4, 2) for idea in FEW],
-    *[("fdr-vgga", 16, idea) for idea in FEW],
-    *[("fdr-overfeat", 16, idea) for idea in FEW],
-    *[("abci", 16, idea) for idea in ("native, no overlap", "native", "ring", "torus", "auto", "torus, sharded")],
+    ("ethernet", 16, "halving-doubling, sharded, hybrid"),
+    ("fdr-cddnn", 16, "halving-doubling, sharded, hybrid"),
+    *[(system, 16, idea) for system in ("ethernet", "fdr-cddnn") for idea in LADDER],
+    *[("abci", 16, idea) for idea in ("native", "torus", "torus, sharded")],
+    *[(system, n, idea) for n in (8, 4, 2) for system in ("fdr-cddnn", "ethernet") for idea in FEW],
+    *[(system, 16, idea) for system in ("ethernet", "fdr-cddnn") for idea in ("torus", "halving-doubling, hybrid")],
+    *[(system, 16, "auto") for system in ("abci", "fdr-cddnn", "ethernet")],
+    *[(system, 16, idea) for system in ("fdr-overfeat", "fdr-vgga") for idea in FEW],
+    *[(system, 16, "ring") for system in ("abci", "fdr-cddnn", "ethernet")],
+    ("abci", 16, "native, no overlap"),
 ]
+"""the most telling first"""
 
 
-def play(name: str, devices: int, idea: str, steps: int, seconds: float, date: str) -> dict[str, str]:
+def play(name: str, devices: int, idea: str, steps: int, date: str) -> dict[str, str]:
     """One case as a line of the table."""
     system = SYSTEMS[name]
     share = system.batch // devices
@@ -76,7 +86,7 @@ def play(name: str, devices: int, idea: str, steps: int, seconds: float, date: s
         sets = [f"virtual_workers={devices}", f"stages=[{{until: 90ep, images_per_worker: {share}}}]"]
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command(
-            system.recipe, sets, cluster=system.cluster, devices=devices, steps=steps, seconds=seconds,
+            system.recipe, sets, cluster=system.cluster, devices=devices, steps=steps, seconds=system.seconds,
             json_file=Path(file.name), **IDEAS[idea],
         )  # fmt: skip
         found = json.loads(Path(file.name).read_text())
@@ -84,7 +94,8 @@ def play(name: str, devices: int, idea: str, steps: int, seconds: float, date: s
     values = {
         "compute_ms": 1e3 * found["compute"], "exposed_ms": 1e3 * found["exposed_rehearsed"],
         "least_ms": 1e3 * min(found["exposed_steps"]), "most_ms": 1e3 * max(found["exposed_steps"]),
-        "planned_ms": 1e3 * found["exposed_predicted"], "step_ms": 1e3 * found["seconds"],
+        "planned_ms": 1e3 * found["exposed_predicted"],
+        "planned_late_ms": 1e3 * found["exposed_predicted_late"], "step_ms": 1e3 * found["seconds"],
         "planned_step_ms": 1e3 * found["seconds_predicted"], "speedup": found["speedup"],
         "planned_speedup": found["speedup_predicted"], "stretch": found["stretch"], "shrink": found["shrink"],
         "excess_us": 1e6 * found["round_excess"],
@@ -106,9 +117,9 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:
-    """All lines, sorted as the cases are."""
-    order = {(system, str(n)): place for place, (system, n, _) in enumerate(reversed(CASES))}
-    rows.sort(key=lambda row: -order.get((row["system"], row["devices"]), 0))
+    """All lines, by system, number of devices and ideas."""
+    systems, ideas = list(SYSTEMS), list(IDEAS)
+    rows.sort(key=lambda row: (systems.index(row["system"]), -int(row["devices"]), ideas.index(plain(row)[2])))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -120,17 +131,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression for SYSTEM-DEVICES: SETTINGS")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0, help="a step in the lab")
+    parser.add_argument("--minutes", type=float, default=1e9, help="no case begins after so many; call again to go on")
     parser.add_argument("--date", required=True, help="noted in the table, such as 2026-11-21")
     parser.add_argument("--out", type=Path, default=TABLE)
     options = parser.parse_args()
+    stop = time.monotonic() + 60 * options.minutes
     for system, devices, idea in CASES:
-        if not re.search(options.only, f"{system}-{devices}: {idea}"):
+        if not re.search(options.only, f"{system}-{devices}: {idea}") or time.monotonic() > stop:
             continue
-        row = play(system, devices, idea, options.steps, options.seconds, options.date)
-        key = ("system", "devices", "settings")
-        others = [old for old in read(options.out) if [old[k] for k in key] != [row[k] for k in key]]
-        write(options.out, [*others, row])
+        rows = read(options.out)
+        if any(plain(row) == (system, str(devices), idea) for row in rows):
+            continue
+        write(options.out, [*rows, play(system, devices, idea, options.steps, options.date)])
+
+
+def plain(row: dict[str, str]) -> tuple[str, str, str]:
+    """The case of a line."""
+    return row["system"], row["devices"], re.sub(r" in \d+ groups?$", "", row["settings"])
 
 
 if __name__ == "__main__":

@@ -158,5 +158,11 @@ def _show(console: Console, found: Rehearsal) -> None:
     table.add_row("images/s", *(f"{rate:,.0f}" for _, rate in speeds))
     console.print(table)
     spread = f"{1e3 * min(found.waits):.2f} to {1e3 * max(found.waits):.2f} ms in {len(found.waits)} steps"
-    error = "" if found.rehearsed == 0 else f"{found.error:+.1%} of the rehearsed, "
-    console.print(f"exposed communication: {spread}; the plan's is {error}{found.error_of_step:+.1%} of the step off")
+    console.print(f"exposed communication: {spread}")
+    off = f"the plan is {found.error_of_step:+.1%} of the step off"
+    if found.rehearsed > 0:
+        off += f", {found.error:+.1%} of what was rehearsed"
+        if found.scale.excess:
+            late = f"{1e3 * found.predicted_late:.2f} ms ({found.error_late:+.1%})"
+            off += f"; with rounds as late as the lab's it says {late}"
+    console.print(off)

@@ -32,6 +32,8 @@ class Rehearsal:
     """a step of one device with the same batch"""
     predicted: float
     """communication that the plan exposes, activations of split layers included"""
+    predicted_late: float
+    """the same on the network that was played, whose rounds are `scale.excess` longer"""
     waits: tuple[float, ...]
     """exposed communication of each rehearsed step"""
     ceiling: Ceiling
@@ -57,6 +59,11 @@ class Rehearsal:
         return self.predicted / self.rehearsed - 1 if self.rehearsed > 0 else math.inf
 
     @property
+    def error_late(self) -> float:
+        """The same for the network that was played: what is wrong with timeline and formulas, not with the lab."""
+        return self.predicted_late / self.rehearsed - 1 if self.rehearsed > 0 else math.inf
+
+    @property
     def error_of_step(self) -> float:
         """The same difference as a share of the rehearsed step."""
         return (self.predicted - self.rehearsed) / self.seconds
@@ -69,8 +76,10 @@ class Rehearsal:
             "compute": self.planned.compute,
             "exposed_rehearsed": self.rehearsed,
             "exposed_predicted": self.predicted,
+            "exposed_predicted_late": self.predicted_late,
             "exposed_steps": list(self.waits),
             "error": self.error,
+            "error_late": self.error_late,
             "error_of_step": self.error_of_step,
             "seconds": self.seconds,
             "seconds_predicted": self.planned.seconds,
@@ -150,7 +159,11 @@ def rehearse(
     work = step_work(job.cost, cluster, software, devices, span.images)
     script = compose(job.cost, cluster, software, devices, span.images, passes, work)
     how = software.communication
-    predicted = waited_seconds(script, partial(price_of, cluster, how, devices), how.pipelined)
+
+    def exposed(late: float) -> float:
+        slower = how.model_copy(update={"message": how.message + late})
+        return waited_seconds(script, partial(price_of, cluster, slower, devices), how.pipelined)
+
     each = min(devices, cluster.devices_per_node)
     hosts = math.ceil(devices / each)
     size = sum(action.bytes for action in script if isinstance(action, Send))
@@ -165,7 +178,17 @@ def rehearse(
     ends, explanation = _played(part, [Host(each, scale.latency, 8 * scale.rate)] * hosts, (steps + 1) * limit)
     waits = [max(0.0, (after - before) / scale.stretch - compute_seconds(script)) for before, after in pairwise(ends)]
     return Rehearsal(
-        devices, span.images * span.workers, planned, alone, predicted, tuple(waits), ceiling, scale, explanation, size
+        devices=devices,
+        batch=span.images * span.workers,
+        planned=planned,
+        alone=alone,
+        predicted=exposed(0.0),
+        predicted_late=exposed(scale.excess),
+        waits=tuple(waits),
+        ceiling=ceiling,
+        scale=scale,
+        allreduce=explanation,
+        bytes=size,
     )
 
 
