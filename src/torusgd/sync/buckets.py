@@ -93,7 +93,8 @@ def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]
         )
         ends.append((best[0], int(best[1])))
         begins.append(int(begin))
-    counts, stop = [], len(numels)
+    counts: list[int] = []
+    stop = len(numels)
     while stop:
         counts.insert(0, stop - begins[stop])
         stop = begins[stop]

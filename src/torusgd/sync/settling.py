@@ -43,10 +43,11 @@ class Settling:
         if taken < STEPS[-1]:
             return ""
         dist.all_reduce(self._ready, op=dist.ReduceOp.MAX)
-        before, numels, ready = self._reducer.buckets, self._reducer.numels, self._ready.tolist()
-        buckets = best_buckets(profile, numels, ready)
+        times: list[float] = self._ready.tolist()
+        before = self._reducer.buckets
+        buckets = best_buckets(profile, self._reducer.numels, times)
         self._reducer.lay_out_anew(buckets)
-        late, early = (1e3 * finish(profile, layout, ready) for layout in (before, buckets))
+        late, early = (1e3 * finish(profile, layout, times) for layout in (before, buckets))
         return (
             f"buckets auto: {_sizes(buckets)}, by the profile and the times of the first gradients: expected to be "
             f"summed {early:.0f} ms after backward, where {_sizes(before)} take {late:.0f} ms"

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ..runtime import Ranks
@@ -29,7 +28,7 @@ class RollCall:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._store: dist.Store = PrefixStore("roll-call", _get_default_store())
+        self._store = PrefixStore("roll-call", _get_default_store())
         self._stop = threading.Event()
         threading.Thread(target=self._answer, daemon=True, name="torusgd-roll-call").start()
 
