@@ -11,6 +11,8 @@ from .script import Action, Compute, Send, Wait
 
 _MASTER_BYTES = 4
 """of a weight, as a sharded update gathers it"""
+_VERDICT_BYTES = 8
+"""of a tensor, by which the ranks of a sharded update tell each other whether its sum may be used"""
 
 
 @dataclass
@@ -20,6 +22,7 @@ class _Step:
     forward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
     backward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
     summed: list[Wait] = field(default_factory=list)
+    verdict: list[Action] = field(default_factory=list)
     gathers: list[tuple[float, Send]] = field(default_factory=list)
     """with the seconds after the start of forward at which they are needed"""
 
@@ -52,12 +55,16 @@ def compose(
         for layer in split:
             _exchange(step, cost, software, devices, images * passes, work, layer)
         _gradients(step, cost, software, work, {layer.name for layer in split})
+    if step.gathers:
+        verdict = Send("verdict", "sum", "statistics", _VERDICT_BYTES * len(cost.gradients))
+        step.verdict += [verdict, Wait(verdict.name)]
     between = (passes - 1) * (work.forward + work.backward)
     return [
         *_spread(step.forward, work.forward),
         *([Compute(between)] if between else []),
         *_spread(step.backward, work.backward),
         *step.summed,
+        *step.verdict,
         Compute(update_seconds(cost, cluster.device, software, devices)),
         *(send for _, send in sorted(step.gathers)),
     ]
