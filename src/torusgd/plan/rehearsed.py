@@ -20,6 +20,7 @@ class Played:
     settings: str
     published_id: str
     """of the row of published.csv that had this network, cluster, batch and number of devices; may be empty"""
+    date: str
     compute: float
     exposed: float
     least: float
@@ -35,7 +36,6 @@ class Played:
     shrink: float
     excess: float
     """microseconds of the machine by which a round of messages took too long in the lab"""
-    date: str
 
     @property
     def error(self) -> float:
@@ -60,8 +60,8 @@ def read_played() -> list[Played]:
         return []
     return [
         Played(
-            row["system"], int(row["devices"]), row["settings"], row["published_id"],
-            *(float(row[key]) for key in _NUMBERS), row["date"],
+            row["system"], int(row["devices"]), row["settings"], row["published_id"], row["date"],
+            *(float(row[key]) for key in _NUMBERS),
         )
         for row in csv.DictReader(path.read_text().splitlines())
     ]  # fmt: skip
