@@ -105,6 +105,22 @@ def test_time_to_train_of_two_stages_lies_between_those_of_its_parts() -> None:
     assert large < both < small
 
 
+def test_two_networks_check_a_third() -> None:
+    found = load_calibrated().other_networks
+    rows = {row.id: row for row in ROWS}
+    assert {rows[name].model for name in found} == {"vgg-a", "overfeat-fast", "cd-dnn"}
+    assert max(abs(value / rows[name].value - 1) for name, value in found.items()) <= 0.15
+
+
+@pytest.mark.parametrize("metric", ["throughput", "iteration", "scaling_efficiency", "speedup"])
+def test_one_device_is_a_row_too(metric: str) -> None:
+    row = next(row for row in ROWS if row.metric == metric).model_copy(update={"devices": 1})
+    found = predict_row(row)
+    assert 0 < found.low <= found.predicted <= found.high
+    ratio = next(row for row in ROWS if row.metric == "allreduce_speedup_vs_ring").model_copy(update={"devices": 1})
+    assert predict_row(ratio).predicted == 1.0
+
+
 def test_units() -> None:
     row = next(row for row in ROWS if row.id == "dgx1_1")
     system = system_of(row)

@@ -50,6 +50,8 @@ class Calibrated(Section):
     """software profile: spread of the logarithm of its predictions"""
     left_out: dict[str, Positive]
     """published row: predicted by the fit of all others"""
+    other_networks: dict[str, Positive]
+    """published row of a program with three networks or more: predicted by the fit without any row of its network"""
 
 
 @cache
@@ -73,7 +75,9 @@ def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | 
     Without `factors` by those found, and a profile gets its error beside them. A value that a file leaves to its
     default is not multiplied.
     """
-    found = load_calibrated() if factors is None else Calibrated(factors=factors, errors={}, left_out={})
+    found = (
+        load_calibrated() if factors is None else Calibrated(factors=factors, errors={}, left_out={}, other_networks={})
+    )
     result = copy.deepcopy(tree)
     for parameter in load_parameters().parameters:
         for key in parameter.keys(folder, name):

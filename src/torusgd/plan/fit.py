@@ -97,6 +97,21 @@ def leave_one_out(rows: Sequence[Row], factors: Factors) -> list[Check]:
     return checks
 
 
+def other_networks(rows: Sequence[Row], factors: Factors) -> dict[str, float]:
+    """Where a program trained three networks or more: each one's rows, predicted by the fit of the others alone."""
+    outliers = load_parameters().outliers
+    networks = {
+        software: {row.model for row in rows if row.software == software} for software in {r.software for r in rows}
+    }
+    found = {}
+    for software in sorted(networks):
+        for network in sorted(networks[software]) if len(networks[software]) > 2 else ():
+            mine = [row for row in rows if (row.software, row.model) == (software, network)]
+            fit = fit_factors([row for row in rows if row not in mine and row.id not in outliers], factors)
+            found |= {row.id: predict(row, system_of(row, fit)) for row in mine}
+    return found
+
+
 def spread_of(errors: Sequence[float]) -> float:
     """A robust standard deviation of the logarithm, 1.4826 times the median size; at least 5 % as rows are so few."""
     return max(0.05, 1.4826 * median(abs(math.log1p(error)) for error in errors))
@@ -116,6 +131,7 @@ def calibrate(rows: Sequence[Row]) -> tuple[Calibrated, list[Check]]:
             factors={name: float(f"{factor:.6g}") for name, factor in factors.items()},
             errors={software: round(spread_of(each), 4) for software, each in sorted(errors.items())},
             left_out={check.row.id: float(f"{check.predicted:.6g}") for check in checks},
+            other_networks={name: float(f"{value:.6g}") for name, value in other_networks(rows, factors).items()},
         ),
         checks,
     )

@@ -184,6 +184,8 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
 
 
 def _allreduce_speedup(system: System, devices: int) -> float:
+    if devices == 1:
+        return 1.0
     how = system.software.communication
     flat = how.model_copy(update={"algorithm": "ring"})
     buckets = cut_buckets(system.cost.gradients, np.zeros(len(system.cost.gradients)), how.buckets, how.wire_bits // 8)

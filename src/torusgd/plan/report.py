@@ -91,6 +91,22 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction]) -
         best = best_of(played, row.id)
         alone = f"{percent(None if free is None else free / row.value - 1)}{alone}{mark}"
         lines.append(f"{_line(prediction)} {alone} | {'' if best is None else f'{best.speedup:.3g}'} |")
+    lines += [
+        "",
+        "## Two networks check a third",
+        "",
+        "Where a program trained three networks or more: each row predicted by a fit without any row of its network,",
+        "so that only the others speak for the program and its machines.",
+        "",
+        "| id | network | published | predicted | error |",
+        "|---|---|---|---|---|",
+    ]
+    others = load_calibrated().other_networks
+    for row in [p.row for p in predictions if p.row.id in others]:
+        value = others[row.id]
+        lines.append(
+            f"| {row.id} | {row.model} | {number(row.value)} | {number(value)} | {percent(value / row.value - 1)} |"
+        )
     lines += ["", "## Relative to what", ""]
     for base in sorted({base_of(p.row) for p in predictions} - {""}):
         ids = ", ".join(p.row.id for p in predictions if base_of(p.row) == base)
