@@ -8,8 +8,8 @@ from torusgd.plan.published import read_rows
 from torusgd.plan.rehearsed import Played, best_of, read_played, section
 
 ONE = Played(
-    "ethernet", 16, "native", "das_vgga_aws", "2026-11-21", 600.0, 400.0, 390.0, 410.0, 300.0, 380.0, 1100.0, 9.0, 10.0, 18.0, 9.0,
-    50.0,
+    "ethernet", 16, "native", "das_vgga_aws", "2026-11-21",
+    600.0, 400.0, 390.0, 410.0, 300.0, 380.0, 1100.0, 9.0, 10.0, 18.0, 9.0, 50.0,
 )  # fmt: skip
 
 
