@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from torusgd.errors import UserError
 from torusgd.models import MODELS
@@ -10,27 +11,36 @@ from torusgd.models.columns import column_tail
 
 
 @pytest.mark.parametrize(
-    ("name", "pixels", "layers"),
+    ("name", "options", "pixels", "layers"),
     [
-        ("vgg-a", 64, ["fc6", "fc7", "fc8"]),
-        ("overfeat-fast", 96, ["fc6", "fc7", "fc8"]),
-        ("alexnet-bn", 67, ["fc6", "fc7", "fc8"]),
-        ("cd-dnn", 21, ["1", "3", "5", "7", "9", "11", "13", "15"]),
-        ("digits-net", 8, ["fc"]),
+        ("vgg-a", {"width": 4}, 64, ["fc6", "fc7", "fc8"]),
+        ("overfeat-fast", {"width": 6}, 96, ["fc6", "fc7", "fc8"]),
+        ("cd-dnn", {"inputs": 441, "width": 16}, 21, ["1", "3", "5", "7", "9", "11", "13", "15"]),
+        ("digits-net", {}, 8, ["fc"]),
     ],
 )
-def test_front_and_tail_are_the_network(name: str, pixels: int, layers: list[str]) -> None:
-    options = {"inputs": 441} if name == "cd-dnn" else {}
-    with torch.device("meta"):
-        network = MODELS[name](classes=7, channels=1, **options)
-        tail = column_tail(network, 4)
-        assert [layer.name for layer in tail.layers] == layers
-        assert tail.front(torch.empty(3, 1, pixels, pixels)).shape == (3, tail.layers[0].inputs)
+def test_front_and_tail_are_the_network(name: str, options: dict, pixels: int, layers: list[str]) -> None:
+    torch.manual_seed(0)
+    network = MODELS[name](classes=7, channels=1, **options).eval()
+    images = torch.randn(3, 1, pixels, pixels)
+    want = network(images)
+    tail = column_tail(network, 4)
+    assert [layer.name for layer in tail.layers] == layers
+    x = tail.front(images)
     names = {name for name, _ in network.named_parameters()}
     for layer in tail.layers:
         assert {f"{layer.name}.weight", f"{layer.name}.bias"} <= names
-        assert [block.high - block.low for block in layer.blocks] == [len(block.weight) for block in layer.blocks]
-        assert sum(len(block.weight) for block in layer.blocks) == layer.outputs
+        assert x.shape == (3, layer.inputs)
+        x = layer.after.eval()(torch.cat([linear(x, block.weight, block.bias) for block in layer.blocks], dim=1))
+    torch.testing.assert_close(x, want)
+
+
+def test_alexnet_has_a_tail() -> None:
+    with torch.device("meta"):
+        network = MODELS["alexnet-bn"](classes=7, channels=1)
+        tail = column_tail(network, 4)
+        assert tail.front(torch.empty(3, 1, 67, 67)).shape == (3, tail.layers[0].inputs)
+    assert [layer.name for layer in tail.layers] == ["fc6", "fc7", "fc8"]
 
 
 def test_blocks_share_the_memory_of_the_parameters() -> None:
