@@ -138,8 +138,11 @@ def be_a_rank(options: argparse.Namespace) -> None:
 
     told: dict[str, Any] = {}
     if options.only:
+        # What is allocated once: by an import that DDP and torch.optim make at first use, by kernels and by autograd.
+        import torch._dynamo
+
         warm = torch.ones(8, 8, requires_grad=True)
-        (warm @ warm).sum().backward()  # what autograd and the kernels allocate once
+        (warm @ warm).sum().backward()
         one = list(makers)[int(options.only) - 1]
         before = resident()
         made = makers[one]()
