@@ -70,10 +70,10 @@ def measure(out: Path, workers: int | None, device: str, seconds: float) -> None
     console = Console(highlight=False, soft_wrap=True)
     for name, link in (("inside a host", profile.inside), ("between hosts", profile.between)):
         if link is not None:
-            console.print(
-                f"{name}: {1e6 * link.latency:.1f} us (+- {1e6 * link.latency_error:.1f}), "
-                f"{8e-9 / link.per_byte:.2f} Gb/s (+- {link.per_byte_error / link.per_byte:.0%})"
-            )
+            rate = "a rate too high to tell"
+            if link.per_byte:
+                rate = f"{8e-9 / link.per_byte:.2f} Gb/s (+- {link.per_byte_error / link.per_byte:.0%})"
+            console.print(f"{name}: {1e6 * link.latency:.1f} us (+- {1e6 * link.latency_error:.1f}), {rate}")
     best: dict[int, Timing] = {}
     for timing in profile.timings:
         if timing.size not in best or timing.median < best[timing.size].median:
