@@ -40,7 +40,7 @@ class System:
 
 
 SYSTEMS = {
-    "ethernet": System("intel-aws-vgga-16", "aws-c4.8xlarge", 256, 18.0, "das_vgga_aws"),
+    "ethernet": System("intel-aws-vgga-16", "aws-c4.8xlarge", 256, 12.0, "das_vgga_aws"),
     "fdr-cddnn": System("intel-cddnn-16", "endeavor", 1024, 8.0, "das_cddnn_16"),
     "fdr-vgga": System("intel-aws-vgga-16", "endeavor", 256, 12.0),
     "fdr-overfeat": System("intel-overfeat-64", "endeavor", 256, 12.0),
