@@ -103,7 +103,7 @@ def other_networks(rows: Sequence[Row], factors: Factors) -> dict[str, float]:
     networks = {
         software: {row.model for row in rows if row.software == software} for software in {r.software for r in rows}
     }
-    found = {}
+    found: dict[str, float] = {}
     for software in sorted(networks):
         for network in sorted(networks[software]) if len(networks[software]) > 2 else ():
             mine = [row for row in rows if (row.software, row.model) == (software, network)]
