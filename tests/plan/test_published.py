@@ -121,6 +121,13 @@ def test_one_device_is_a_row_too(metric: str) -> None:
     assert predict_row(ratio).predicted == 1.0
 
 
+def test_a_network_of_which_only_the_gradients_are_known() -> None:
+    changes = {"metric": "throughput", "unit": "images/s", "images": (32,)}
+    row = next(row for row in ROWS if row.model == "bert-large").model_copy(update=changes)
+    with pytest.raises(UserError, match="only its gradients are known"):
+        predict_row(row)
+
+
 def test_units() -> None:
     row = next(row for row in ROWS if row.id == "dgx1_1")
     system = system_of(row)

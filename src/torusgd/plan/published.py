@@ -160,6 +160,8 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
     """The row's figure, in its unit; `quantile` of the slowest device's speed."""
     if row.metric == "allreduce_speedup_vs_ring":
         return _allreduce_speedup(system, row.devices)
+    if not system.cost.forward.flops.size:
+        raise UserError(f"row {row.id}: model {row.model}: only its gradients are known, for allreduce_speedup_vs_ring")
     images, scale = row.images[-1], _SCALE.get(row.unit, 1.0)
     software = system.software
     if row.metric == "time_to_train":
