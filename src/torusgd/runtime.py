@@ -50,7 +50,7 @@ class RuntimeOptions(Section):
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """seconds beyond a usual step after which a rank that doesn't answer is given up, once the first step is done"""
     start_timeout: Annotated[float, Field(gt=0)] = 120.0
-    """the same, in seconds, for what comes before: to meet, to read the data, to take the first step"""
+    """seconds for what comes before (to meet, to read the data, to take the first step), and at most for any answer"""
 
     @property
     def grid_size(self) -> tuple[int, int] | None:

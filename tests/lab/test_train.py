@@ -22,7 +22,7 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 2, "))
+    path.write_text(RECIPE)
     return path
 
 
@@ -33,8 +33,9 @@ def train(recipe: Path, out: Path, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "hosts", "cause"),
     [
-        (["--set", "data.options={pause: 0.02, rank: 2}"], [NEAR] * 4, "data"),
-        (["--set", "model={name: 'tests.train.slow:Late', options: {pause: 0.1, rank: 2}}"], [NEAR] * 4, "compute"),
+        (["--set", "data.options={pause: 0.1, rank: 2}"], [NEAR] * 4, "data"),
+        (["--set", "model={name: 'tests.train.slow:Late', options: {pause: 0.5, rank: 2}}"], [NEAR] * 4, "compute"),
+        ([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7), NEAR], "network"),
     ],
 )
 def test_one_slow_host_is_named_with_its_reason(
@@ -51,8 +52,9 @@ def test_one_slow_host_is_named_with_its_reason(
 
 
 def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_path: Path, recipe: Path) -> None:
-    out = tmp_path / "out"
-    words = train(recipe, out, "--set", "data.options.pause=0.01")
+    out, impatient = tmp_path / "out", tmp_path / "impatient.yaml"
+    impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 2, "))
+    words = train(impatient, out, "--set", "data.options.pause=0.01")
     with Lab([NEAR] * 3) as lab:
         crew = lab.start(words, ENVIRONMENT)
         end = time.monotonic() + 90

@@ -8,14 +8,14 @@ import torch
 from torusgd.train.lateness import EVERY, Lateness, slowest
 
 
-def compare(ranks: list[tuple[float, float, float]]):
+def compare(ranks: list[tuple[float, float, float]], links: list[float] | None = None):
     """Ranks as (data, compute, network) seconds; what all of them read from the summed message."""
-    total = torch.zeros(len(ranks) * 4, dtype=torch.int64)
+    total = torch.zeros(len(ranks) * 5, dtype=torch.int64)
     for rank, (data, compute, network) in enumerate(ranks):
-        lateness = Lateness(rank, len(ranks))
+        lateness = Lateness(rank, len(ranks), SimpleNamespace(seconds=links[rank]) if links else None)
         lateness._last_end = time.perf_counter() - data - compute - network
         ready = lateness._last_end + data + compute
-        lateness.note(SimpleNamespace(first_ready=ready, last_ready=ready), data)
+        lateness.note(0, SimpleNamespace(first_ready=ready, last_ready=ready), data)
         total += lateness.message(EVERY)
     return slowest(total)
 
@@ -33,6 +33,13 @@ def test_a_rank_that_computes_slowly_is_named() -> None:
 
 def test_when_all_are_ready_the_network_is_to_blame() -> None:
     assert compare([(0.1, 1.0, 3.0)] * 3).cause == "network"
+
+
+def test_the_rank_with_the_slow_link_is_named() -> None:
+    found = compare([(0.1, 1.0, 3.0)] * 4, links=[0.01, 0.2, 0.3, 0.01])
+    assert (found.rank, found.cause) == (2, "network")
+    assert abs(found.behind - 0.19) < 0.2
+    assert compare([(3.1, 1.0, 0.1), *[(0.1, 1.0, 3.1)] * 3], links=[0.01, 0.2, 0.3, 0.01]).cause == "data"
 
 
 def test_most_steps_carry_no_notes() -> None:

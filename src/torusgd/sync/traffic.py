@@ -20,7 +20,10 @@ class Traffic:
         self.waited = 0.0
         """seconds in all that `wait` took"""
         self.limit: float | None = None
-        """seconds that a `wait` may take from now on before it raises Overdue; None: the group's own timeout"""
+        """seconds that a `wait` may take from now on before it raises Overdue, beyond those since the wait before it
+        (the others may work as long again as this rank has); None: the group's own timeout"""
+        self.last_wait = time.perf_counter()
+        """when a `wait` ended last"""
         self._until = 0.0
 
     def watch(self, work: Work, left: float | None = None) -> Work:
@@ -56,12 +59,14 @@ class _Watched:
 
     def wait(self, limit: float | None = None) -> None:
         begin = time.perf_counter()
-        limits = [seconds for seconds in (limit, self._traffic.limit) if seconds is not None]
+        if limit is None and self._traffic.limit is not None:
+            limit = self._traffic.limit + begin - self._traffic.last_wait
         try:
-            self._work.wait(min(limits, default=None))
+            self._work.wait(limit)
         except Overdue:
-            raise Overdue(f"no answer within {min(limits):.0f} s") from None
-        self._traffic.waited += time.perf_counter() - begin
+            raise Overdue(f"no answer within {limit:.0f} s") from None
+        self._traffic.last_wait = time.perf_counter()
+        self._traffic.waited += self._traffic.last_wait - begin
         if not self._noted:
             self._noted = True
             self._traffic.arrived(self._left, self._work.ended())

@@ -10,21 +10,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..sync.links import Links, slow_link
 from ..sync.reducer import Reducer
 
 EVERY = 10
 """steps from one comparison to the next"""
-_FIELDS = 4
+_FIELDS = 5
 _UNIT = 1e-6  # seconds; the notes travel as integers
 
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank whose gradients were ready last."""
+    """The rank whose gradients were ready last, or whose link is slow."""
 
     rank: int
     behind: float
-    """seconds after the median rank"""
+    """seconds after the median rank, or of the link beyond the median link"""
     cause: str
     """what took the most time that others did not need: data, compute, or network (waiting after all were ready)"""
 
@@ -35,19 +36,27 @@ class Lateness:
     Args:
         rank: Of this process.
         size: Ranks in all.
+        links: Of this rank; None where nothing is to be compared.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, rank: int, size: int, links: Links | None = None) -> None:
+        self._rank, self._size, self._links = rank, size, links
         self._notes = [0.0] * _FIELDS
         self._last_end = time.perf_counter()
 
-    def note(self, reducer: Reducer, data_seconds: float) -> None:
+    def note(self, step: int, reducer: Reducer, data_seconds: float) -> None:
         """Notes a step whose all-reduce has just ended."""
         end = time.perf_counter()
         marks = (reducer.first_ready - self._last_end, reducer.last_ready - self._last_end, data_seconds)
-        self._notes = [*marks, end - self._last_end]
+        self._notes = [*marks, end - self._last_end, self._links.seconds if self._links is not None else 0.0]
         self._last_end = end
+        if self._links is not None and step % EVERY == EVERY // 2:
+            self._links.measure()
+
+    def close(self) -> None:
+        """Ends what watches the links; every rank calls it."""
+        if self._links is not None:
+            self._links.close()
 
     def message(self, step: int) -> Tensor:
         """int64: this rank's notes of the step before, in its place among all; empty in most steps."""
@@ -62,7 +71,7 @@ def slowest(message: Tensor) -> Slowest | None:
     """Compares the notes of all ranks, as `Lateness.message` sent them, summed; None without notes."""
     if not message.numel():
         return None
-    _, ready, data, total = (message.view(-1, _FIELDS).double() * _UNIT).unbind(dim=1)
+    _, ready, data, total, links = (message.view(-1, _FIELDS).double() * _UNIT).unbind(dim=1)
     rank = int(ready.argmax())
     compute = ready - data
     parts = {
@@ -70,4 +79,8 @@ def slowest(message: Tensor) -> Slowest | None:
         "compute": float(compute[rank] - compute.median()),
         "network": float(total.median() - ready.max()),
     }
-    return Slowest(rank, float(ready[rank] - ready.median()), max(parts, key=lambda part: parts[part]))
+    cause = max(parts, key=lambda part: parts[part])
+    behind = float(ready[rank] - ready.median())
+    if cause == "network" and (culprit := slow_link(links.tolist())) is not None:
+        rank, behind = culprit, float(links[culprit] - links.median())
+    return Slowest(rank, behind, cause)

@@ -145,7 +145,8 @@ class Run:
             outcome = Outcome(summary=self._finish()) if is_done else Outcome(signal=self.stop.signal or signal.SIGTERM)
             if self.hybrid is not None:
                 self.hybrid.close()
-            self.allreduce.close()  # not where a rank is lost: its threads and groups still wait for it
+            self.stepper.close()  # not where a rank is lost: threads and groups still wait for it
+            self.allreduce.close()
             return outcome
         finally:
             self.loader.close()

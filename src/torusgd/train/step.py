@@ -21,6 +21,7 @@ from ..runtime import Ranks
 from ..schedule import Schedule, Step
 from ..sync.allreduce import Planned
 from ..sync.buckets import Buckets
+from ..sync.links import Links
 from ..sync.native import Native
 from ..sync.reducer import Reducer
 from ..sync.strips import Strips
@@ -127,7 +128,7 @@ class Stepper:
             else:
                 self.update = Sharded(model, optimizer, self.reducer, strips, self.allreduce)
         self._statistics = StepStatistics(self.batch_norm.running.numel(), recipe.virtual_workers, ranks.device)
-        self._lateness = Lateness(ranks.rank, ranks.size)
+        self._lateness = Lateness(ranks.rank, ranks.size, Links() if ranks.size > 2 else None)
         self._loader = loader
         self._timeout = timeout
         self._recent: deque[float] = deque(maxlen=_USUAL)
@@ -136,6 +137,10 @@ class Stepper:
         self._batches: Iterator[Batch] = iter(())
         self._next_step = -1
         self._failure = ""  # why this rank can't read its images
+
+    def close(self) -> None:
+        """Ends what the steps began beside themselves; every rank calls it after the last one."""
+        self._lateness.close()
 
     def run(self, index: int) -> StepResult:
         """Takes step `index`; once `update.settle` was called the model holds the updated weights.
@@ -153,7 +158,7 @@ class Stepper:
         while True:
             totals = self._pass(step)
             verdict = self.reducer.finish()
-            self._lateness.note(self.reducer, self._loader.wait_seconds - data_before)
+            self._lateness.note(index, self.reducer, self._loader.wait_seconds - data_before)
             if totals.failed:
                 share = f"{totals.failed} of {self.ranks.size} ranks"
                 raise RunError(f"step {index}: {share} can't read training images{self._failure}")
