@@ -89,7 +89,7 @@ def _stepper(images: int, parts: int):
     options = RuntimeOptions(model_parallel=parts, allreduce="ring")
     hybrid = hybrid_tail(model, recipe, options, ranks, create("ring"))
     assert hybrid is not None
-    optimizer = build_optimizer(recipe.optimizer, model, 0.1, hybrid.held, hybrid.norms())
+    optimizer = build_optimizer(recipe.optimizer, model, 1e-4, hybrid.held, hybrid.norms())
     reducer = hybrid.reducer(recipe.virtual_workers, 4.0, Traffic())
     precision = Precision(recipe, ranks.device)
     passing = ColumnPass(hybrid.tail, hybrid.parts, ranks.rank, hybrid.groups, precision, 0.1, 0, reducer.add)
