@@ -53,24 +53,24 @@ IDEAS = {
     "halving-doubling": {"allreduce": "halving-doubling"},
     "torus": {"allreduce": "torus"},
     "auto": {"allreduce": "auto"},
-    "halving-doubling, sharded": {"allreduce": "halving-doubling", "update": "sharded"},
+    "ring, sharded": {"allreduce": "ring", "update": "sharded"},
     "torus, sharded": {"allreduce": "torus", "update": "sharded"},
-    "halving-doubling, hybrid": {"allreduce": "halving-doubling", "model_parallel": "auto"},
+    "ring, hybrid": {"allreduce": "ring", "model_parallel": "auto"},
+    "ring, sharded, hybrid": {"allreduce": "ring", "update": "sharded", "model_parallel": "auto"},
     "halving-doubling, sharded, hybrid": {
         "allreduce": "halving-doubling", "update": "sharded", "model_parallel": "auto",
     },
 }  # fmt: skip
-LADDER = ("native, no overlap", "native", "halving-doubling", "halving-doubling, sharded")
-FEW = ("native", "halving-doubling, sharded, hybrid")
+LADDER = ("native, no overlap", "native", "ring, sharded", "ring, sharded, hybrid")
+BEST = "halving-doubling, sharded, hybrid"
 CASES = [
-    ("ethernet", 16, "halving-doubling, sharded, hybrid"),
-    ("fdr-cddnn", 16, "halving-doubling, sharded, hybrid"),
-    *[(system, 16, idea) for system in ("ethernet", "fdr-cddnn") for idea in LADDER],
+    *[(system, 16, idea) for system in ("fdr-cddnn", "ethernet") for idea in (*LADDER, BEST)],
     *[("abci", 16, idea) for idea in ("native", "torus", "torus, sharded")],
-    *[(system, n, idea) for n in (8, 4, 2) for system in ("fdr-cddnn", "ethernet") for idea in FEW],
-    *[(system, 16, idea) for system in ("ethernet", "fdr-cddnn") for idea in ("torus", "halving-doubling, hybrid")],
+    *[(system, n, idea) for n in (8, 4, 2) for system in ("fdr-cddnn", "ethernet") for idea in ("native", BEST)],
+    *[(system, 16, idea) for system in ("fdr-cddnn", "ethernet") for idea in ("halving-doubling", "torus")],
     *[(system, 16, "auto") for system in ("abci", "fdr-cddnn", "ethernet")],
-    *[(system, 16, idea) for system in ("fdr-overfeat", "fdr-vgga") for idea in FEW],
+    *[(system, 16, "ring, hybrid") for system in ("fdr-cddnn", "ethernet")],
+    *[(system, 16, idea) for system in ("fdr-overfeat", "fdr-vgga") for idea in ("native", BEST)],
     *[(system, 16, "ring") for system in ("abci", "fdr-cddnn", "ethernet")],
     ("abci", 16, "native, no overlap"),
 ]

@@ -3,6 +3,7 @@
 import json
 import time
 from functools import cache
+from statistics import median
 
 import torch.distributed as dist
 
@@ -12,8 +13,8 @@ from ..sync.routes import Message, Round
 from ..sync.tune import slowest, zeros
 from .scale import Ceiling
 
-_LARGE = 1 << 19
-_LONG, _REPEAT = 9, 5
+_LARGE = 1 << 18
+_REPEAT = 5
 
 
 @cache
@@ -30,8 +31,8 @@ def told(output: str) -> str:
     return next(line.removeprefix("told: ") for line in output.splitlines() if line.startswith("told: "))
 
 
-def _chain(connection: Connection, distance: int, size: int) -> float:
-    """Seconds a round, of the slowest rank, in a chain in which every rank sends on what it got; the least of some."""
+def _chain(connection: Connection, distance: int, size: int, rounds: int) -> float:
+    """Seconds a round of the slowest rank, in a chain in which each waits for the one before; the median of some."""
     rank, ranks = connection.rank, connection.size
     tensor = zeros(connection, 2 * size)
     half = tensor.numel() // 2
@@ -39,25 +40,21 @@ def _chain(connection: Connection, distance: int, size: int) -> float:
         (Message((rank + distance) % ranks, 0, half),),
         copies=(Message((rank - distance) % ranks, half, 2 * half),),
     )
-    rounds = []
+    times = []
     for _ in range(_REPEAT):
-        times = []
-        for count in (1, _LONG):
-            dist.barrier(connection.control)
-            begin = time.perf_counter()
-            connection.engine.carry(tensor, [[turn] * count]).wait()
-            times.append(time.perf_counter() - begin)
-        one, many = slowest(connection, times)
-        rounds.append((many - one) / (_LONG - 1))
-    return min(rounds)
+        dist.barrier(connection.control)
+        begin = time.perf_counter()
+        connection.engine.carry(tensor, [[turn] * rounds]).wait()
+        times.append((time.perf_counter() - begin) / rounds)
+    return median(slowest(connection, times))
 
 
 def _be_a_rank(distance: int) -> None:
     dist.init_process_group("gloo")
     connection = connect()
-    small, large = (_chain(connection, distance, size) for size in (8, _LARGE))
+    small, large = _chain(connection, distance, 8, rounds=50), _chain(connection, distance, _LARGE, rounds=16)
     if dist.get_rank() == 0:
-        print("told:", json.dumps({"round": small, "rate": distance * _LARGE / max(large, 1e-9)}), flush=True)
+        print("told:", json.dumps({"round": small, "rate": distance * _LARGE / large}), flush=True)
     dist.barrier()
     connection.close()
 
