@@ -7,8 +7,11 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+TIMEOUT = timedelta(seconds=50)
+"""of the default group: shorter than a test may take, so that a lost rank is told by the ranks themselves"""
 _CONTEXT = multiprocessing.get_context("forkserver")
 # DistributedDataParallel imports torch._dynamo, which takes seconds.
 _CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "hypothesis", "torusgd.sync.ddp"])
@@ -22,7 +25,7 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
         answers.put((rank, function(*arguments), None))
     except BaseException:
         answers.put((rank, None, traceback.format_exc()))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torusgd.sync.allreduce import create
+from torusgd.sync.connect import new_group
 from torusgd.sync.traffic import Traffic, hidden_share
 from torusgd.sync.work import Overdue
 
@@ -69,3 +70,12 @@ def wait_for_a_rank_that_sleeps(names: list[str]) -> list[str]:
 
 def test_a_rank_that_does_not_answer_is_overdue():
     assert run_ranks(2, wait_for_a_rank_that_sleeps, ["native", "ring"])[0] == ["no answer within 1 s"] * 2
+
+
+def timeouts() -> list[float]:
+    made = [new_group(None, "gloo", limit) for limit in (None, 7.0)]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made]
+
+
+def test_a_new_group_waits_no_longer_than_the_one_it_is_made_from():
+    assert run_ranks(2, timeouts) == [[50.0, 7.0]] * 2

@@ -79,7 +79,7 @@ def create(
         profile: For `auto`: a file of `torusgd tune`, read by the first rank; None, or one measured on other ranks: a
             probe of a few seconds.
         device: Where the tensors live.
-        timeout: Seconds that a message may take; None: the backend's default.
+        timeout: Seconds that a message may take; None: what `group` allows.
 
     Returns:
         An all-reduce; on one rank the no-op of `native`. Its `explanation` says in one line what runs and why.

@@ -45,7 +45,7 @@ def connect(
     """Connects the ranks of `group` (None: all ranks), each of which calls it.
 
     Gloo carries CPU tensors. CUDA tensors go over NCCL where the group has it, else over Gloo by way of the host.
-    `timeout` is how many seconds a message may take; None: the backend's default.
+    `timeout` is how many seconds a message may take; None: what `group` allows.
     """
     target = torch.device(device)
     control = new_group(group, "gloo", timeout)
@@ -58,9 +58,20 @@ def connect(
 
 
 def new_group(group: dist.ProcessGroup | None, backend: str, timeout: float | None) -> dist.ProcessGroup:
-    """A new group of the same ranks, so that its messages have connections of their own."""
-    limit = None if timeout is None else timedelta(seconds=timeout)
+    """A new group of the same ranks, so that its messages have connections of their own.
+
+    Without a `timeout` it has that of `group`: torch's own is half an hour, whatever the default group has.
+    """
+    limit = _timeout_of(group) if timeout is None else timedelta(seconds=timeout)
     if group is None or group == dist.group.WORLD:
         return dist.new_group(timeout=limit, backend=backend)
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=True)
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    parent = dist.group.WORLD if group is None else group
+    assert parent is not None
+    device = torch.device("cuda" if "nccl" in dist.get_backend_config(parent) else "cpu")
+    limit: timedelta = parent._get_backend(device).options._timeout
+    return limit
