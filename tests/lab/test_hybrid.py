@@ -1,18 +1,16 @@
 """Hybrid parallelism sends what Das et al.'s formula says, at the interfaces of emulated hosts."""
 
 import json
-import os
 import runpy
 from pathlib import Path
 
 import pytest
 
-from torusgd.lab import Host, Lab, why_not
+from torusgd.lab import Host, Lab
 
-MISSING = why_not()
-pytestmark = pytest.mark.skipif(
-    MISSING is not None and not (os.environ.get("CI") == "true" and os.geteuid() == 0), reason=str(MISSING)
-)
+from .marks import needs_lab
+
+pytestmark = needs_lab
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "hybrid.py"
 
 
