@@ -101,6 +101,17 @@ def test_beyond_the_timed_sizes_the_formulas_carry_on():
     assert choose(small, 1 << 26, 16).algorithm != "doubling"
 
 
+def test_far_beyond_the_timed_sizes_native_stays_unless_much_is_won():
+    def timed(ours: float) -> Profile:
+        rows = [("native", None, 0.872), ("torus:direct", (4, 4), ours)]
+        timings = [Timing(size=1 << 22, algorithm=a, grid=g, chunks=1, median=m) for a, g, m in rows]
+        return profile(per_byte=8e-8).model_copy(update={"timings": tuple(timings)})
+
+    assert choose(timed(0.745), 1 << 22, 16).algorithm == "torus"
+    assert choose(timed(0.745), 1 << 24, 16).algorithm == "native"
+    assert choose(timed(0.3), 1 << 24, 16).algorithm == "torus"
+
+
 def test_another_number_of_ranks_goes_by_the_formulas():
     assert choose(profile(latency=5e-3), 64, 8).algorithm == "direct"
     assert "16 ranks" in choose(profile(), 64, 8).why
