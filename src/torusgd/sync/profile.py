@@ -15,7 +15,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _MARGIN = 0.97
 """an algorithm replaces the backend's own where it takes at most this part of its time"""
 _FAR_MARGIN = 0.9
-"""the same beyond twice the largest size that was timed: where many flows meet in a link they cost more than the formulas
+"""the same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
 say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more)"""
 
 _LEVEL = 1.08
