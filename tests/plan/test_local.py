@@ -12,7 +12,7 @@ from torusgd.plan.describe import Communication
 from torusgd.plan.local import local_cluster, measured_software
 from torusgd.plan.network import phases
 from torusgd.recipes import load_recipe
-from torusgd.sync.profile import Link, Profile, Timing
+from torusgd.sync.profile import Crowd, Link, Profile, Timing
 
 LINK = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
 FAST = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)
@@ -24,10 +24,13 @@ def profile(hosts: tuple[int, ...], timings: tuple[Timing, ...] = ()) -> Profile
     return Profile(backend="gloo", hosts=hosts, message=1e-5, inside=inside, between=between, timings=timings)
 
 
-def run(folder: Path, batch: int, seconds: float, world_size: int = 1) -> Path:
+def run(folder: Path, batch: int, seconds: float, world_size: int = 1, update: float = 0.02) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "summary.json").write_text(json.dumps({"world_size": world_size}))
-    lines = [{"step": n, "batch": batch, "step_seconds": 9.0 if n == 1 else seconds} for n in range(1, 6)]
+    lines = [
+        {"step": n, "batch": batch, "step_seconds": 9.0 if n == 1 else seconds, "update_seconds": update}
+        for n in range(1, 6)
+    ]
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"event": "evaluation"}]))
     return folder
 
@@ -56,9 +59,20 @@ def test_one_worker_is_predicted_as_it_was_measured(tmp_path: Path) -> None:
     folder = run(tmp_path / "one", batch=96, seconds=0.2)
     program = measured_software(job, cluster, software_for(recipe, load_software("torusgd")), folder)
     assert forecast(job, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
-    two = forecast(job, cluster, program, 2)
-    assert two.steps[0].compute == pytest.approx(0.1, rel=0.02)
-    assert two.steps[0].communication > 0
+    two = forecast(job, cluster, program, 2).steps[0]
+    assert two.compute == pytest.approx(0.18 / 2, rel=1e-6)
+    assert two.communication > 0
+
+
+def test_what_a_step_does_once_is_divided_by_no_number_of_ranks_and_is_crowded(tmp_path: Path) -> None:
+    recipe = load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe
+    crowded = profile((0, 1)).model_copy(update={"crowding": (Crowd(ranks=2, slowdown=1.5),)})
+    job, cluster = job_of(recipe), local_cluster(crowded)
+    folder = run(tmp_path / "one", batch=96, seconds=0.2)
+    program = measured_software(job, cluster, software_for(recipe, load_software("torusgd")), folder)
+    alone, two = (forecast(job, cluster, program, n).steps[0] for n in (1, 2))
+    assert (alone.update, two.update) == (pytest.approx(0.02), pytest.approx(1.5 * 0.02))
+    assert two.compute == pytest.approx(1.5 * 0.18 / 2)
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,12 @@ def test_more_of_anything_bad_never_helps(devices: int, images: int) -> None:
     assert step_time(cost, abci, shaky, devices, images).seconds >= step.seconds
 
 
-def test_crowded_nodes_are_slower() -> None:
+@pytest.mark.parametrize("part", ["compute", "update"])
+def test_crowded_nodes_are_slower(part: str) -> None:
     full = TWO.model_copy(update={"crowding": {2: 1.3, 4: 2.3}})
-    alone, both, three, many = (step_time(toy(), full, program(), devices, 1).compute for devices in (1, 2, 3, 9))
+    software = program().model_copy(update={"update_bytes": 24.0})
+    alone, both, three, many = (getattr(step_time(toy(), full, software, n, 1), part) for n in (1, 2, 3, 9))
+    assert alone > 0
     assert both == pytest.approx(1.3 * alone)
     assert three == pytest.approx(1.8 * alone)
     assert many == pytest.approx(2.3 * alone)
@@ -136,8 +139,8 @@ def test_a_coordinator_costs_every_rank() -> None:
 def test_a_sharded_update_costs_a_strip() -> None:
     whole = Software(name="x", source="", memory=1.0, update_bytes=20)
     strip = whole.model_copy(update={"sharded_update": True})
-    assert update_seconds(toy(), DEVICE, whole, 8) == pytest.approx(2e6 * 20 / 1e11)
-    assert update_seconds(toy(), DEVICE, strip, 8) == pytest.approx(2e6 * 20 / 1e11 / 8)
+    assert update_seconds(toy(), TWO, whole, 8) == pytest.approx(2e6 * 20 / 1e11)
+    assert update_seconds(toy(), TWO, strip, 8) == pytest.approx(2e6 * 20 / 1e11 / 8)
 
 
 def test_splitting_heavy_layers_trades_weights_for_activations() -> None:
@@ -153,10 +156,10 @@ def test_splitting_heavy_layers_trades_weights_for_activations() -> None:
 
 def test_a_measured_step_is_met_exactly() -> None:
     cost, software = known_cost("resnet50"), Software(name="x", source="", jitter=0.0)
-    fitted = matched(software, cost, DEVICE, images=8, seconds=3.5, passes=4)
-    assert step_time(cost, TWO.model_copy(update={"device": DEVICE}), fitted, 1, 8, passes=4).seconds == pytest.approx(
-        3.5
-    )
+    fitted = matched(software, cost, DEVICE, images=8, seconds=3.5, update=0.25, passes=4)
+    step = step_time(cost, TWO, fitted, 1, 8, passes=4)
+    assert (step.compute, step.update) == (pytest.approx(3.5), pytest.approx(0.25))
+    assert step_time(cost, TWO, fitted, 2, 8, passes=2).update == pytest.approx(0.25)
 
 
 def test_memory_grows_with_the_images() -> None:

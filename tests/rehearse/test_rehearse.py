@@ -174,7 +174,7 @@ def test_auto_takes_the_groups_of_the_shortest_step(job):
 
 
 def test_a_split_layer_is_updated_where_it_is_kept(job):
-    whole, split = (update_seconds(job.cost, AWS.device, program(linear_groups=g), 16) for g in (None, 4))
+    whole, split = (update_seconds(job.cost, AWS, program(linear_groups=g), 16) for g in (None, 4))
     linear = sum(layer.weights for layer in job.cost.layers if layer.linear)
     assert split / whole == pytest.approx((job.cost.parameters - 0.75 * linear) / job.cost.parameters)
 

@@ -65,7 +65,7 @@ def compose(
         *_spread(step.backward, work.backward),
         *step.summed,
         *step.verdict,
-        Compute(update_seconds(cost, cluster.device, software, devices)),
+        Compute(update_seconds(cost, cluster, software, devices)),
         *(send for _, send in sorted(step.gathers)),
     ]
 

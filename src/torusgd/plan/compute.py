@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .describe import Device, Software
+from .describe import Cluster, Device, Software
 from .layers import Array, Kernels, ModelCost
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -58,14 +58,18 @@ def pass_seconds(cost: ModelCost, device: Device, software: Software, images: fl
     return Pass(float(forward[-1]), float(done[-1]), ready, needed)
 
 
-def update_seconds(cost: ModelCost, device: Device, software: Software, devices: int) -> float:
-    """The optimiser: memory traffic of the weights that this device keeps, or of its strip of all."""
+def update_seconds(cost: ModelCost, cluster: Cluster, software: Software, devices: int) -> float:
+    """What each device does once a step, however few virtual workers it has: the optimiser's memory traffic.
+
+    Of the weights that this device keeps, or of its strip of all.
+    """
     groups = software.communication.linear_groups or devices
     shared = sum(layer.weights for layer in cost.layers if layer.linear) if groups < devices else 0
     weights = cost.parameters - shared * (1 - groups / devices)
     if software.sharded_update:
         weights = cost.parameters / devices
-    return weights * software.update_bytes / (device.memory_bandwidth * software.memory)
+    alone = weights * software.update_bytes / (cluster.device.memory_bandwidth * software.memory)
+    return alone * cluster.slowdown(devices)
 
 
 def memory_bytes(cost: ModelCost, software: Software, images: float) -> float:
@@ -76,13 +80,19 @@ def memory_bytes(cost: ModelCost, software: Software, images: float) -> float:
 
 
 def matched(
-    software: Software, cost: ModelCost, device: Device, images: float, seconds: float, passes: int = 1
+    software: Software, cost: ModelCost, device: Device, images: float, seconds: float, update: float, passes: int = 1
 ) -> Software:
-    """The profile with its efficiencies scaled so that `passes` passes of `images` images and an update take `seconds`.
+    """The profile scaled so that `passes` passes of `images` images take `seconds` in all, and an update `update`.
 
     For a device that was measured: one worker's step is enough to plan for more of them.
     """
     now = pass_seconds(cost, device, software, images)
-    factor = (passes * (now.forward + now.backward) + update_seconds(cost, device, software, 1)) / seconds
-    scaled = {"math": software.math * factor, "memory": software.memory * factor, "launch": software.launch / factor}
+    factor = passes * (now.forward + now.backward) / seconds
+    memory = software.memory * factor
+    scaled = {
+        "math": software.math * factor,
+        "memory": memory,
+        "launch": software.launch / factor,
+        "update_bytes": update * device.memory_bandwidth * memory / cost.parameters,
+    }
     return software.model_copy(update=scaled)

@@ -6,6 +6,7 @@ those that ship with torusgd carry their sources.
 
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from ..recipe import Count, Fraction, NotNegative, Positive, Section
@@ -81,6 +82,11 @@ class Cluster(Section):
     """profile used when none is named"""
     profile: Profile | None = None
     """what torusgd tune measured, where the machine is this one"""
+
+    def slowdown(self, devices: int) -> float:
+        """How many times longer than one alone each of so many devices works; see `crowding`."""
+        known = {1: 1.0, **self.crowding}
+        return float(np.interp(devices, sorted(known), [known[count] for count in sorted(known)]))
 
 
 class Buckets(Section):

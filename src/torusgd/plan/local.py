@@ -65,13 +65,15 @@ def measured_software(job: Job, cluster: Cluster, software: Software, run: Path)
         )
     first = job.spans[0]
     batch = first.images * first.workers
-    steps = [event["step_seconds"] for event in events if event.get("batch") == batch and "step_seconds" in event]
+    steps = [event for event in events if event.get("batch") == batch and "update_seconds" in event]
     if len(steps) < 2:
         raise UserError(f"measured run {run}: has no 2 steps of batch {batch}; it was another recipe or too short")
-    seconds = median(steps[1:])  # the first step pays for warming up
+    # The first step pays for warming up.
+    passes, update = (median(event[key] for event in steps[1:]) for key in ("step_seconds", "update_seconds"))
+    passes -= update
     if cluster.profile is not None:
         shared = cluster.profile.contention
         changes = {"message": cluster.profile.message, **({} if shared is None else {"contention": shared})}
         how = software.communication.model_copy(update=changes)
         software = software.model_copy(update={"communication": how})
-    return matched(software, job.cost, cluster.device, first.images, seconds, passes=first.workers)
+    return matched(software, job.cost, cluster.device, first.images, passes, update, first.workers)

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import NormalDist
 
-import numpy as np
-
 from .compose import compose, split_layers
 from .compute import Pass, pass_seconds, update_seconds
 from .describe import Cluster, Software
@@ -92,7 +90,7 @@ def step_time(
     if software.norm_group > 1 and devices > 1:
         # Statistics in forward and their gradients in backward: small messages, so alpha alone.
         exchange += 2 * cost.norms * passes * (cluster.inside.alpha + software.communication.message)
-    update = update_seconds(cost, cluster.device, software, devices)
+    update = update_seconds(cost, cluster, software, devices)
     contention = software.communication.contention * sent.hidden
     coordination = software.communication.coordination * devices if devices > 1 else 0.0
     jitter = (forward + backward) * (_stretch(software.jitter, devices, quantile) - 1)
@@ -104,8 +102,7 @@ def step_time(
 
 
 def _crowded(work: Pass, cluster: Cluster, devices: int) -> Pass:
-    known = {1: 1.0, **cluster.crowding}
-    factor = float(np.interp(devices, sorted(known), [known[count] for count in sorted(known)]))
+    factor = cluster.slowdown(devices)
     return Pass(work.forward * factor, work.backward * factor, work.ready * factor, work.needed * factor)
 
 

@@ -66,6 +66,8 @@ class StepResult:
     """that the step waited for messages"""
     on_way_seconds: float
     """with at least one message on its way; nan where nobody can tell (NCCL)"""
+    update_seconds: float
+    """of this rank's own work after its last backward pass: verdict, mean, optimiser, statistics"""
 
 
 class Stepper:
@@ -137,6 +139,7 @@ class Stepper:
         self._batches: Iterator[Batch] = iter(())
         self._next_step = -1
         self._failure = ""  # why this rank can't read its images
+        self._passed = 0.0  # when the step's last backward pass ended, without what was waited for messages until then
 
     def close(self) -> None:
         """Ends what the steps began beside themselves; every rank calls it after the last one."""
@@ -197,6 +200,7 @@ class Stepper:
             data_seconds=self._loader.wait_seconds - data_before,
             sync_seconds=self.traffic.waited - sync_before,
             on_way_seconds=self.traffic.on_way - on_way_before,
+            update_seconds=started + seconds - self.traffic.waited - self._passed,
         )
 
     def _update(self, step: Step, totals: Totals) -> None:
@@ -236,6 +240,7 @@ class Stepper:
                 self._passing.backward()
             self.reducer.end_worker()
         assert sent is not None
+        self._passed = time.perf_counter() - self.traffic.waited
         sent.wait()
         return self._statistics.totals()
 

@@ -75,6 +75,7 @@ class Telemetry:
             "step_seconds": round(result.seconds, 6),
             "data_seconds": round(result.data_seconds, 6),
             "sync_seconds": round(result.sync_seconds, 6),
+            "update_seconds": round(result.update_seconds, 6),
         }
         hidden = hidden_share(result.on_way_seconds, result.sync_seconds)
         optional = {
