@@ -54,6 +54,7 @@ IDEAS = {
     "torus": {"allreduce": "torus"},
     "auto": {"allreduce": "auto"},
     "ring, sharded": {"allreduce": "ring", "update": "sharded"},
+    "halving-doubling, sharded": {"allreduce": "halving-doubling", "update": "sharded"},
     "torus, sharded": {"allreduce": "torus", "update": "sharded"},
     "ring, hybrid": {"allreduce": "ring", "model_parallel": "auto"},
     "ring, sharded, hybrid": {"allreduce": "ring", "update": "sharded", "model_parallel": "auto"},
