@@ -8,10 +8,15 @@ import pytest
 from torusgd.errors import UserError
 from torusgd.plan import forecast, job_of, load_software, software_for
 from torusgd.plan.command import plan
-from torusgd.plan.describe import Communication
+from torusgd.plan.compose import compose
+from torusgd.plan.describe import Communication, Software
+from torusgd.plan.forecast import with_communication
 from torusgd.plan.local import local_cluster, measured_software
 from torusgd.plan.network import phases
+from torusgd.plan.script import Send
+from torusgd.plan.timeline import step_work
 from torusgd.recipes import load_recipe
+from torusgd.sync.buckets import best_buckets
 from torusgd.sync.profile import Crowd, Link, Profile, Timing
 
 LINK = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
@@ -62,6 +67,27 @@ def test_one_worker_is_predicted_as_it_was_measured(tmp_path: Path) -> None:
     two = forecast(job, cluster, program, 2).steps[0]
     assert two.compute == pytest.approx(0.18 / 2, rel=1e-6)
     assert two.communication > 0
+
+
+def test_buckets_are_those_on_which_a_run_settles() -> None:
+    timings = tuple(
+        Timing(size=1 << power, algorithm=name, grid=None, chunks=1, median=1e-5 + 1e-8 * (1 << power))
+        for power in (12, 14, 16, 18, 20)
+        for name in ("native", "ring")
+    )
+    job = job_of(load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe)
+    measured, software = profile((0, 1), timings), load_software("torusgd")
+    cluster = local_cluster(measured)
+    work = step_work(job.cost, cluster, software, 2, 16)
+
+    def sent(software: Software) -> list[float]:
+        script = compose(job.cost, cluster, software, 2, 16, 1, work)
+        return [action.bytes for action in script if isinstance(action, Send) and action.content == "gradients"]
+
+    numels = [gradient.values for gradient in job.cost.gradients]
+    settled = best_buckets(measured, numels, (work.ready - work.backward).tolist())
+    assert sent(software) == [4 * bucket.length for bucket in settled]
+    assert len(settled) > 1 == len(sent(with_communication(software, algorithm="ring")))
 
 
 def test_what_a_step_does_once_is_divided_by_no_number_of_ranks_and_is_crowded(tmp_path: Path) -> None:

@@ -56,3 +56,8 @@ def test_the_summary_holds_both(tmp_path: Path) -> None:
     assert beside["step_seconds"] == pytest.approx(0.1)
     assert beside["step_seconds_error"] == pytest.approx(0.1 / beside["measured_step_seconds"] - 1)
     assert "the plan said 100.0 ms" in done.stdout
+    told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    steps = [event for event in told if "event" not in event]
+    assert len(steps) == 3
+    for step in steps:
+        assert 0 < step["update_seconds"] < step["step_seconds"] - step["data_seconds"]

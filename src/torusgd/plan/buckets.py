@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from ..sync.buckets import best_buckets
+from ..sync.profile import Profile
 from .describe import Buckets
 from .layers import Array, Gradient
 
@@ -53,6 +55,24 @@ def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wi
     if seen - gone > total * 1e-9:
         buckets.append(Bucket(float(ready[-1]), seen - gone, first, len(sizes)))
     return buckets
+
+
+def settled_buckets(
+    gradients: tuple[Gradient, ...], ready: Array, backward: float, profile: Profile, wire_bytes: int
+) -> list[Bucket]:
+    """The buckets that a run with `allreduce: auto` settles on after its first steps, by the same function.
+
+    Args:
+        gradients: In the order in which backward completes them.
+        ready: When each is complete, in seconds after the start of backward.
+        backward: When backward ends.
+        profile: The measured network that the run is given.
+        wire_bytes: Of one value on the network.
+    """
+    if not gradients or not profile.timings:
+        return cut_buckets(gradients, ready, Buckets(), wire_bytes)
+    best = best_buckets(profile, [gradient.values for gradient in gradients], (ready - backward).tolist())
+    return [Bucket(float(max(ready[b.first : b.stop])), float(b.length * wire_bytes), b.first, b.stop) for b in best]
 
 
 def _runs(sizes: Sequence[int], ready: Array, limit: int) -> list[Bucket]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .buckets import cut_buckets
+from .buckets import cut_buckets, settled_buckets
 from .compute import Pass, update_seconds
 from .describe import Cluster, Software
 from .layers import Layer, ModelCost
@@ -54,7 +54,7 @@ def compose(
         split = split_layers(cost, software, devices)
         for layer in split:
             _exchange(step, cost, software, devices, images * passes, work, layer)
-        _gradients(step, cost, software, work, {layer.name for layer in split})
+        _gradients(step, cost, cluster, software, work, {layer.name for layer in split})
     if step.gathers:
         verdict = Send("verdict", "sum", "statistics", _VERDICT_BYTES * len(cost.gradients))
         step.verdict += [verdict, Wait(verdict.name)]
@@ -76,7 +76,7 @@ def split_layers(cost: ModelCost, software: Software, devices: int) -> list[Laye
     return [layer for layer in cost.layers if layer.linear] if groups is not None and groups < devices else []
 
 
-def _gradients(step: _Step, cost: ModelCost, software: Software, work: Pass, split: set[str]) -> None:
+def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Software, work: Pass, split: set[str]) -> None:
     """Buckets of all layers but those split; they leave in one order, the order of the gradients."""
     how = software.communication
     whole = [i for i, gradient in enumerate(cost.gradients) if gradient.name.rpartition(".")[0] not in split]
@@ -84,7 +84,13 @@ def _gradients(step: _Step, cost: ModelCost, software: Software, work: Pass, spl
     needed = work.needed[whole]
     is_ahead = software.sharded_update and how.gather_ahead
     size = how.wire_bits // 8
-    for number, bucket in enumerate(cut_buckets(gradients, work.ready[whole], how.buckets, size)):
+    ready = work.ready[whole]
+    may_settle = how.algorithm == "auto" and how.buckets.rule == "runs" and not software.sharded_update
+    if cluster.profile is not None and cluster.profile.backend == "gloo" and may_settle:  # as `sync.settling`: on CPUs
+        buckets = settled_buckets(gradients, ready, work.backward, cluster.profile, size)
+    else:
+        buckets = cut_buckets(gradients, ready, how.buckets, size)
+    for number, bucket in enumerate(buckets):
         when = bucket.ready if how.overlap else work.backward
         _summed(step, when, Send(f"gradients {number}", "scatter" if is_ahead else "sum", "gradients", bucket.bytes))
         if is_ahead:

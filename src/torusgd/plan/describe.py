@@ -94,8 +94,8 @@ class Buckets(Section):
 
     rule: Literal["one", "layer", "parts", "values", "runs", "cubic"] = "one"
     """`layer`: a tensor each; `values`: equal runs of values, which cut tensors; `runs`: tensors join up to so many
-    values and a larger one stands alone (torusgd); `cubic`: bucket k takes 3((k+1)^3 - k^3) tensors, batch norm's last
-    (Fujitsu)"""
+    values and a larger one stands alone (torusgd, which settles on others where it has a profile); `cubic`: bucket k
+    takes 3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu)"""
     parts: Count | None = None
     """with rule: parts, that many of equal bytes"""
     values: Count | None = None
