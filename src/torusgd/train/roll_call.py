@@ -30,7 +30,8 @@ class RollCall:
         self._ranks = ranks
         self._store = PrefixStore("roll-call", _get_default_store())
         self._stop = threading.Event()
-        threading.Thread(target=self._answer, daemon=True, name="torusgd-roll-call").start()
+        self._thread = threading.Thread(target=self._answer, daemon=True, name="torusgd-roll-call")
+        self._thread.start()
 
     def missing(self) -> list[int] | None:
         """Calls, and gives the ranks that didn't answer; None where the store can't be reached."""
@@ -41,8 +42,9 @@ class RollCall:
         return within(STORE_SECONDS, lambda: [rank for rank in others if not self._store.check([str(rank)])])
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread. An interpreter that ends while a thread asks the store aborts the process."""
         self._stop.set()
+        self._thread.join(STORE_SECONDS)
 
     def _call(self) -> list[int]:
         self._store.set(_CALLED, "")
