@@ -81,7 +81,9 @@ def our_step(case: dict[str, object], reduction: str, batch: Batch, workers: int
     model, optimizer = build(recipe)
     schedule = Schedule(recipe, 4096)
     ranks = Ranks(0, 1, torch.device("cpu"))
-    stepper = Stepper(recipe, schedule, model, optimizer, Ready(batch), ranks, native(), 4.0, False, 30.0, lambda: False)
+    stepper = Stepper(
+        recipe, schedule, model, optimizer, Ready(batch), ranks, native(), 4.0, False, 30.0, lambda: False
+    )
     return lambda index: void(stepper.run(index))
 
 
