@@ -10,6 +10,7 @@ import os
 import socket
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,8 +21,10 @@ from .algorithms import Plan
 from .connect import Connection
 from .profile import Crowd
 
-_TASKS = 2
-"""tasks of a timing, some 50 ms on one core"""
+_TASKS = 4
+"""tasks of a timing, some 100 ms on one core"""
+_MESSAGES = 16
+"""all-reduces beside a computation, so that what they cost stands out from the noise"""
 
 
 class _Work:
@@ -63,19 +66,20 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
 def contention(connection: Connection, how: Plan | None, size: int, repetitions: int) -> float:
     """Share of an all-reduce's time by which it slows the computation that hides it, between 0 and 1.
 
-    Every rank computes for at least twice as long as the all-reduce of `size` bytes takes; `how` None: natively.
+    Every rank computes for at least twice as long as several all-reduces of `size` bytes at once take; `how` None:
+    natively. What they add to the computation is set against their times one after another.
     """
     work = _Work(connection.engine.device)
-    tensor = torch.zeros(max(1, size // 4), device=connection.engine.device)
+    tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]
     work.run(_TASKS)
-    alone = statistics.median(_send(connection, how, tensor, work, 0) for _ in range(3))
-    tasks = max(_TASKS, math.ceil(2 * alone / (_compute(connection, work, _TASKS, connection.size) / _TASKS)))
-    shares = []
+    alone = _MESSAGES * statistics.median(_send(connection, how, tensors[:1], work, 0) for _ in range(_MESSAGES))
+    at_once = statistics.median(_send(connection, how, tensors, work, 0) for _ in range(3))
+    tasks = max(_TASKS, math.ceil(2 * at_once / (_compute(connection, work, _TASKS, connection.size) / _TASKS)))
+    added = []
     for _ in range(repetitions):
-        sent = _send(connection, how, tensor, work, 0)
         computed = _compute(connection, work, tasks, connection.size)
-        shares.append((_send(connection, how, tensor, work, tasks) - computed) / sent)
-    return min(1.0, max(0.0, statistics.median(shares)))
+        added.append(_send(connection, how, tensors, work, tasks) - computed)
+    return min(1.0, max(0.0, statistics.median(added) / alone))
 
 
 def _compute(connection: Connection, work: _Work, tasks: int, count: int) -> float:
@@ -87,13 +91,14 @@ def _compute(connection: Connection, work: _Work, tasks: int, count: int) -> flo
     return _slowest(connection, time.perf_counter() - begin)
 
 
-def _send(connection: Connection, how: Plan | None, tensor: torch.Tensor, work: _Work, tasks: int) -> float:
-    """Seconds of an all-reduce with so many tasks meanwhile, on the slowest rank."""
+def _send(connection: Connection, how: Plan | None, tensors: Sequence[torch.Tensor], work: _Work, tasks: int) -> float:
+    """Seconds of all-reduces with so many tasks meanwhile, on the slowest rank."""
     dist.barrier(connection.control)
     begin = time.perf_counter()
-    sent = connection.native.start(tensor) if how is None else connection.engine.run(tensor, how)
+    sent = [connection.native.start(t) if how is None else connection.engine.run(t, how) for t in tensors]
     work.run(tasks)
-    sent.wait()
+    for message in sent:
+        message.wait()
     return _slowest(connection, time.perf_counter() - begin)
 
 

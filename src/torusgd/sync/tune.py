@@ -27,8 +27,8 @@ _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 _SHORT_SIZES = tuple(1 << power for power in (14, 18, 22))
 _LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
 _CHUNKED = 1 << 20
-_CROWDED = 1 << 20
-"""largest message that is timed beside computation"""
+_CROWDED = 1 << 16
+"""bytes of a message that is timed beside computation: as most buckets of small networks, mostly work for the ranks"""
 _ROUNDS = 8
 """dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
 _FAN = 8
@@ -79,7 +79,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
         return profile
     largest = min(last_size, _CROWDED)
     shared = contention(connection, expect(profile, largest)[0], largest, repetitions)
-    return profile.model_copy(update={"crowding": crowding(connection, repetitions + 2), "contention": shared})
+    return profile.model_copy(update={"crowding": crowding(connection, 2 * repetitions + 1), "contention": shared})
 
 
 def stopwatch(connection: Connection, start: Callable[..., Work], *arguments: object) -> float:
