@@ -1,5 +1,31 @@
 """All tests run with one thread, as every rank of a CPU recipe does: bits differ between one and two."""
 
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 import torch
 
+from torusgd import cli
+from torusgd.train.signals import STOP_SIGNALS
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
+    """The command line in this process, for ends that come before any rank is started: exit code, output, errors."""
+    old = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["torusgd", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return (int(end.value.code or 0), *capsys.readouterr())
+
+    yield run
+    for number, handler in old.items():
+        signal.signal(number, handler)

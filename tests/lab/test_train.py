@@ -33,9 +33,9 @@ def train(recipe: Path, out: Path, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "hosts", "cause"),
     [
-        (["--set", "data.options={pause: 0.1, rank: 2}"], [NEAR] * 4, "data"),
-        (["--set", "model={name: 'tests.train.slow:Late', options: {pause: 0.5, rank: 2}}"], [NEAR] * 4, "compute"),
-        ([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7), NEAR], "network"),
+        (["--set", "data.options={pause: 0.05, rank: 2}"], [NEAR] * 3, "data"),
+        (["--set", "model={name: 'tests.train.slow:Late', options: {pause: 0.2, rank: 2}}"], [NEAR] * 3, "compute"),
+        ([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7)], "network"),
     ],
 )
 def test_one_slow_host_is_named_with_its_reason(
@@ -72,7 +72,5 @@ def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_pat
     )
     assert told[1].startswith("torusgd: rank 2 on ")
     assert "can't reach the others, or rank 0 is lost" in told[1]
-    with Lab([NEAR] * 2) as lab:
-        lab.run(words, timeout=120, environment=ENVIRONMENT)
-    assert summary(out)["resumed_from"] >= 4
+    assert run_alone(out, impatient)["resumed_from"] >= 4
     assert results(summary(out)) == results(run_alone(tmp_path / "alone", recipe))

@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torusgd import cli
 from torusgd.errors import RunError
-from torusgd.train.signals import STOP_SIGNALS
 
 from .processes import (
     RECIPE,
@@ -53,23 +49,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-@pytest.fixture
-def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
-    """The command line in this process, for ends that come before any rank is started: exit code, output, errors."""
-    old = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-
-    def run(*words: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["torusgd", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return (int(end.value.code or 0), *capsys.readouterr())
-
-    yield run
-    for number, handler in old.items():
-        signal.signal(number, handler)
-
-
 def one_line(process: Process) -> str:
     """The only thing that a run said on its error stream, but for the loader's word of each new attempt."""
     (line,) = [line for line in process.err.splitlines() if not line.startswith("reading again in ")]
@@ -97,7 +76,7 @@ def test_a_full_disk_ends_the_run_and_space_lets_it_go_on(tmp_path: Path, recipe
     assert "No space left on device" in one_line(again)
 
     (small_disk / "ballast").unlink()
-    process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.01))
+    process = torusgd(tmp_path, out, recipe, "--workers", "2")
     assert process.end() == 0, process.output
     assert results(summary(out)) == results(run_alone(tmp_path / "undisturbed", recipe))
     assert summary(out)["resumed_from"] >= 4

@@ -1,9 +1,6 @@
 """The thesis: weights, loss, top-1 and counts are equal, bit for bit, on any number of ranks."""
 
 import json
-import multiprocessing as mp
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.sync.gloo_world import run_ranks
 from torusgd.recipes import load_recipe
-from torusgd.runtime import RuntimeOptions, join
+from torusgd.runtime import Ranks, RuntimeOptions
 from torusgd.train.folder import RunFolder
 from torusgd.train.run import Job, Run
 from torusgd.train.signals import StopFlag
@@ -64,38 +62,22 @@ COMPARED = (
 )  # fmt: skip
 
 
-def rank_main(rank: int, size: int, port: int, out: str, cases: list[str]) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    ranks = join("cpu", timeout=60)
+def train_cases(out: str, cases: list[str]) -> None:
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     for name in cases:
         given = load_recipe(name, NETWORKS[name]) if name in NETWORKS else load_recipe("digits", [*BASE, *CASES[name]])
         recipe = given.recipe.resolve(precision="float32", memory_format="channels_last")
         path = Path(out) / name
-        if rank == 0:
+        if ranks.is_first:
             path.mkdir()
             RunFolder(path).claim(recipe, fresh=False)
         dist.barrier()
         Run(Job(recipe, RUNTIME.get(name, RuntimeOptions()), "cpu", path), ranks, StopFlag(), restarts=0).run()
         dist.barrier()
-    dist.destroy_process_group()
 
 
 def run_world(size: int, out: Path, cases: list[str]) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=rank_main, args=(r, size, port, str(out), cases)) for r in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=200)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert codes == [0] * size
+    run_ranks(size, train_cases, str(out), cases, timeout=200)
     results = {}
     for name in cases:
         summary = json.loads((out / name / "summary.json").read_text())
