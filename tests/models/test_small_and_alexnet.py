@@ -95,6 +95,6 @@ def test_alexnet_forward_cost_at_227_pixels() -> None:
 def test_alexnet_pools_to_its_classifier_at_unusual_sizes_only(size: int, pooled: bool) -> None:
     model = alexnet()
     calls: list[nn.Module] = []
-    model.get_submodule("to6x6").register_forward_hook(lambda module, args, output: calls.append(module))
+    model.get_submodule("to_pixels").register_forward_hook(lambda module, args, output: calls.append(module))
     assert model(torch.empty(2, 3, size, size, device="meta")).shape == (2, 1000)
     assert bool(calls) == pooled
