@@ -15,6 +15,7 @@ from .marks import needs_lab
 
 pytestmark = needs_lab
 ROOT = Path(__file__).parents[2]
+PAUSE = "data.options.pause=0.005"
 NEAR = Host(latency=1e-3, rate=1e9)
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
@@ -54,7 +55,7 @@ def test_one_slow_host_is_named_with_its_reason(
 def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_path: Path, recipe: Path) -> None:
     out, impatient = tmp_path / "out", tmp_path / "impatient.yaml"
     impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 2, "))
-    words = train(impatient, out, "--set", "data.options.pause=0.01")
+    words = train(impatient, out, "--set", PAUSE)
     with Lab([NEAR] * 3) as lab:
         crew = lab.start(words, ENVIRONMENT)
         end = time.monotonic() + 90
@@ -72,5 +73,5 @@ def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_pat
     )
     assert told[1].startswith("torusgd: rank 2 on ")
     assert "can't reach the others, or rank 0 is lost" in told[1]
-    assert run_alone(out, impatient)["resumed_from"] >= 4
+    assert run_alone(out, impatient, PAUSE)["resumed_from"] >= 4
     assert results(summary(out)) == results(run_alone(tmp_path / "alone", recipe))

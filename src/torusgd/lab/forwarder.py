@@ -5,8 +5,7 @@ until that input ends, with whose end the lab and every namespace is gone. A fur
 link is cut from then on.
 
 A packet of a host leaves through its sending link (a queue served at the host's rate), travels the latency, and enters
-through the receiver's link. A host whose link is busy is not read from: its kernel holds the packets, as before a real
-network card.
+through the receiver's link. The kernel keeps to the rate too (`namespace.open_tun`).
 """
 
 import heapq
@@ -21,8 +20,6 @@ from . import namespace
 
 MTU = 60_000
 """bytes; large packets, since each costs this process the same"""
-_SLACK = 0.001
-"""seconds that a sending link may be ahead of the clock, so that one wake-up moves several packets"""
 
 
 class Wire:
@@ -45,15 +42,8 @@ class Wire:
         while True:
             now = time.monotonic()
             self._deliver(now)
-            idle, wait = [orders], 1.0
-            for device, busy in zip(self._devices, self._sends_until, strict=True):
-                if busy - _SLACK <= now:
-                    idle.append(device)
-                else:
-                    wait = min(wait, busy - _SLACK - now)
-            if self._travelling:
-                wait = min(wait, self._travelling[0][0] - now)
-            ready = select.select(idle, (), (), max(wait, 0.0))[0]
+            wait = self._travelling[0][0] - now if self._travelling else 1.0
+            ready = select.select([orders, *self._devices], (), (), max(wait, 0.0))[0]
             for device in ready:
                 if device in self._host:
                     self._take(device)
@@ -63,9 +53,9 @@ class Wire:
                     return
 
     def _take(self, device: int) -> None:
-        """Reads what a host sends, up to the slack."""
+        """Reads what a host sends."""
         source, now = self._host[device], time.monotonic()
-        while self._sends_until[source] <= now + _SLACK:
+        while True:
             try:
                 packet = os.read(device, 65_536)
             except BlockingIOError:
@@ -105,10 +95,10 @@ def main() -> None:
     parent, hosts, addresses, prefix, settings = json.loads(sys.stdin.readline())
     namespace.die_with_parent(parent)
     spaces, devices = [], []
-    for address in addresses:
+    for address, (_, rate) in zip(addresses, hosts, strict=True):
         spaces.append(f"/proc/{os.getpid()}/fd/{namespace.unshare()}")
         _settings(settings)
-        devices.append(namespace.open_tun(address, prefix, MTU))
+        devices.append(namespace.open_tun(address, prefix, MTU, rate))
     print(json.dumps(spaces), flush=True)
     Wire(devices, addresses, hosts).carry(sys.stdin.fileno())
 

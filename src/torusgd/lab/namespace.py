@@ -7,9 +7,11 @@ leaves nothing behind.
 import ctypes
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import struct
+import subprocess
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
@@ -49,8 +51,13 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def open_tun(address: str, prefix: int, mtu: int) -> int:
-    """A TUN device in this namespace, up, with an address; reading its file yields the IP packets that leave."""
+def open_tun(address: str, prefix: int, mtu: int, rate: float) -> int:
+    """A TUN device in this namespace, up, with an address; reading its file yields the IP packets that leave.
+
+    The kernel lets out `rate` bytes a second. It counts what waits for that against each socket and lets it queue a few
+    packets only, as before a network card. Without, sockets put whole windows into the device: what they answer to the
+    other direction came after them, the round trip grew to seconds, and TCP took that for losses.
+    """
     device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))
     mask = socket.inet_ntoa(struct.pack(">I", (0xFFFFFFFF << (32 - prefix)) & 0xFFFFFFFF))
@@ -62,6 +69,10 @@ def open_tun(address: str, prefix: int, mtu: int) -> int:
             fcntl.ioctl(control, request, struct.pack("16si20x", INTERFACE.encode(), number))
         for name in (INTERFACE, "lo"):
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), _IFF_UP))
+    queue = f"tc qdisc add dev {INTERFACE} root tbf rate {8 * rate:.0f}bit burst {mtu + 4096} limit 1gb"
+    done = subprocess.run(queue.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{queue}: {done.stderr.strip()}")
     return device
 
 
@@ -73,4 +84,6 @@ def why_not() -> str | None:
         return "the network lab needs root, for network namespaces"
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
         return f"the network lab needs {_DEVICE}"
+    if shutil.which("tc") is None:
+        return "the network lab needs tc, of the package iproute2"
     return None
