@@ -57,7 +57,7 @@ def one_line(process: Process) -> str:
 
 def test_a_full_disk_ends_the_run_and_space_lets_it_go_on(tmp_path: Path, recipe: Path, small_disk: Path) -> None:
     out = small_disk / "out"
-    process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.01))
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.005))
     wait_for_step(out, 6, process)
     until((out / "checkpoints" / "step-00000004").is_dir, "the checkpoint of step 4", process)
     with (small_disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
@@ -71,12 +71,12 @@ def test_a_full_disk_ends_the_run_and_space_lets_it_go_on(tmp_path: Path, recipe
     assert done < 30
     assert not (out / "summary.json").exists()
 
-    again = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.01))  # not even a start is possible
+    again = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.005))  # not even a start is possible
     assert again.end() == 1, again.output
     assert "No space left on device" in one_line(again)
 
     (small_disk / "ballast").unlink()
-    process = torusgd(tmp_path, out, recipe, "--workers", "2")
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.005))
     assert process.end() == 0, process.output
     assert results(summary(out)) == results(run_alone(tmp_path / "undisturbed", recipe))
     assert summary(out)["resumed_from"] >= 4
@@ -188,7 +188,7 @@ def test_a_mistake_is_one_line_before_any_rank_is_started(
 
 
 def test_output_that_nobody_reads_ends_the_run_with_one_line(tmp_path: Path, recipe: Path) -> None:
-    words = torusgd_words(tmp_path / "out", recipe, "--workers", "2", *pauses(0.01))
+    words = torusgd_words(tmp_path / "out", recipe, "--workers", "2", *pauses(0.005))
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)

@@ -79,7 +79,8 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
         return profile
     largest = min(last_size, _CROWDED)
     shared = contention(connection, expect(profile, largest)[0], largest, repetitions)
-    return profile.model_copy(update={"crowding": crowding(connection, 2 * repetitions + 1), "contention": shared})
+    turns = max(3, min(9, round(seconds)))
+    return profile.model_copy(update={"crowding": crowding(connection, turns), "contention": shared})
 
 
 def stopwatch(connection: Connection, start: Callable[..., Work], *arguments: object) -> float:
