@@ -60,6 +60,10 @@ def train(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
 ) -> None:
     """Train a classifier from a recipe; the same command again resumes."""
+    from .train.forkserver import start_forkserver
+
+    if "RANK" not in os.environ:
+        start_forkserver()
     from .train.command import train as run
 
     flags = {

@@ -5,9 +5,6 @@ run that can't go on ends them all with one line.
 """
 
 import gc
-import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import re
 import signal
@@ -28,9 +25,10 @@ from ..launching import quiet, run_ranks
 from ..runtime import join, resolve_workers
 from .checkpoint import list_checkpoints
 from .folder import RunFolder
+from .forkserver import start_forkserver
 from .problems import Notes, Problem, problem_of
 from .run import Job, Run, steps_asked
-from .signals import EXIT_BASE, StopFlag, Stopped, asking_to_stop, die_with_launcher, held_back
+from .signals import EXIT_BASE, StopFlag, Stopped, asking_to_stop, die_with_launcher
 from .telemetry import warn
 
 MAX_RESTARTS = 20
@@ -65,7 +63,9 @@ def launch(job: Job, fresh: bool) -> Ending:
 
 def _supervise(job: Job, workers: int, folder: RunFolder) -> Ending:
     """Runs the ranks until they end well or for good."""
-    _prepare_ranks()
+    quiet()
+    gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
+    start_forkserver()
     lost = ""
     for restarts in range(MAX_RESTARTS + 1):
         if lost:
@@ -99,21 +99,6 @@ def _run_ranks(job: Job, workers: int, restarts: int, notes: str) -> dict[int, A
         shutdown_timeout=KILL_SECONDS,
         signals_to_handle="SIGQUIT",  # the others are ours
     )  # fmt: skip
-
-
-def _prepare_ranks() -> None:
-    """Starts the process that ranks are forked from: it imports torch once for all of them, and for each restart.
-
-    It holds no state and starts no thread. Stop signals are held back in it, and in each rank until it takes them,
-    so that a Ctrl-C, which reaches all processes of a terminal, ends none of them half-way.
-    """
-    quiet()
-    gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
-    multiprocessing.set_forkserver_preload(["torusgd.train.nursery"])
-    with held_back():
-        multiprocessing.resource_tracker.ensure_running()  # ends the holding back of two of them
-    with held_back():
-        multiprocessing.forkserver.ensure_running()
 
 
 def launched_rank(job: Job, restarts: int, notes_folder: str) -> dict[str, Any]:
