@@ -62,7 +62,7 @@ def train(
     """Train a classifier from a recipe; the same command again resumes."""
     from .train.forkserver import start_forkserver
 
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ:  # not a rank of torchrun: `launch` needs it; asked here, before torch is imported
         start_forkserver()
     from .train.command import train as run
 
