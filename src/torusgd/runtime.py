@@ -3,6 +3,7 @@
 Ranks, devices, process groups and the conditions (device model, torch build, threads) under which bits repeat.
 """
 
+import ctypes
 import os
 import platform
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ from torch.distributed.rendezvous import rendezvous
 from .duration import Duration
 from .errors import UserError
 from .recipe import Recipe, Section
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""numbers of glibc's malloc.h"""
+_LARGEST = 1 << 30
+"""bytes of a block that is kept"""
+_NEVER = -1
 
 
 class RuntimeOptions(Section):
@@ -132,8 +139,9 @@ def join(device: str, timeout: float) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), target)
 
 
-def prepare_numerics(recipe: Recipe, device: torch.device) -> None:
-    """Sets what the recipe promises of the arithmetic: threads, and on CUDA deterministic algorithms."""
+def prepare_process(recipe: Recipe, device: torch.device) -> None:
+    """Sets what the recipe promises of the arithmetic (threads, on CUDA deterministic algorithms), and keeps memory."""
+    keep_freed_memory()
     torch.set_num_threads(recipe.threads)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -144,6 +152,20 @@ def prepare_numerics(recipe: Recipe, device: torch.device) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep what a step frees for the next one, however large, instead of handing it back.
+
+    A step frees and takes the same activations again; fresh ones come zeroed, page by page, which is 5 to 7 % of a step
+    on CPUs (docs/benchmarks.md). glibc only, and not where the environment already tunes it.
+    """
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # neither musl nor macOS has it
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _LARGEST)
+        mallopt(_TRIM_THRESHOLD, _NEVER)
 
 
 def loader_threads(device: torch.device) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..errors import RunError, UserError
 from ..launching import quiet, run_ranks
-from ..runtime import join, ranks_are_given
+from ..runtime import join, keep_freed_memory, ranks_are_given
 from ..weights import write_text
 from .bench import SIZES, Record, bench_allreduce
 from .profile import Profile, Timing
@@ -167,6 +167,7 @@ def _bench_rank(
 
 
 def _tune_rank(seconds: float, device: torch.device) -> str:
+    keep_freed_memory()  # as a run does, whose computation is timed
     return tune(seconds, device=device).model_dump_json()
 
 

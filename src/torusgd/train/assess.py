@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..data.pipeline import Pipeline
 from ..errors import UserError
 from ..recipe import Recipe
-from ..runtime import RuntimeOptions, join, prepare_numerics, resolve_auto, resolve_device
+from ..runtime import RuntimeOptions, join, prepare_process, resolve_auto, resolve_device
 from ..sync.allreduce import native
 from ..weights import save_weights, weights_sha256
 from .evaluate import Evaluation, evaluate
@@ -35,7 +35,7 @@ class Assessment:
         self.ranks = join(chosen, TIMEOUT)
         self.trained = trained
         self.recipe: Recipe = resolve_auto(trained.recipe, chosen)
-        prepare_numerics(self.recipe, self.ranks.device)
+        prepare_process(self.recipe, self.ranks.device)
         self.model = trained.model.to(self.ranks.device)
         self.precision = Precision(self.recipe, self.ranks.device)
 

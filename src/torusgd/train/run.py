@@ -19,7 +19,7 @@ from ..errors import RunError, UserError
 from ..models import build_model
 from ..optim import build_optimizer
 from ..recipe import Recipe
-from ..runtime import Ranks, RuntimeOptions, check_world_size, conditions, loader_threads, prepare_numerics
+from ..runtime import Ranks, RuntimeOptions, check_world_size, conditions, loader_threads, prepare_process
 from ..schedule import Schedule
 from ..sync.allreduce import create
 from ..sync.settling import Settling
@@ -80,7 +80,7 @@ class Run:
         self.job, self.ranks, self.stop, self.restarts = job, ranks, stop, restarts
         recipe, options = job.recipe, job.options
         check_world_size(ranks.size, recipe)
-        prepare_numerics(recipe, ranks.device)
+        prepare_process(recipe, ranks.device)
         self.folder = RunFolder(job.out)
         train, held_out = open_sources(recipe.data, job.data, recipe.seed)
         self.classes = train.classes
