@@ -17,6 +17,8 @@ from torusgd.plan.known import known_cost
 from torusgd.plan.layers import Gradient, Kernels, ModelCost
 from torusgd.plan.timeline import slowest, step_time
 from torusgd.sync.buckets import plan_buckets
+from torusgd.sync.profile import Contention, Profile
+from torusgd.sync.profile import Link as MeasuredLink
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
 LINK = Link(alpha=0.0, bandwidth=1e9)
@@ -75,6 +77,17 @@ def test_what_is_ready_early_hides_behind_backward() -> None:
 def test_contention_slows_by_a_share_of_what_is_hidden() -> None:
     step = step_time(toy(), TWO, program(overlap=True, contention=0.5), devices=2, images=1)
     assert step.contention == pytest.approx(0.5e-3)
+
+
+def test_messages_slow_what_hides_them_as_tune_measured() -> None:
+    link = MeasuredLink(latency=0.0, latency_error=0.0, per_byte=1e-9, per_byte_error=0.0)
+    measured = Profile(backend="gloo", hosts=(0, 1), message=0.0, inside=None, between=link, timings=())
+    measured = measured.model_copy(update={"contention": (Contention(size=1, seconds=1e-3),)})
+    here = TWO.model_copy(update={"profile": measured})
+    alone, slower = (step_time(toy(), where, program(overlap=True), devices=2, images=10) for where in (TWO, here))
+    # Two messages, of which the half is hidden.
+    assert slower.contention == pytest.approx(alone.contention + 2 * 1e-3 / 2)
+    assert slower.seconds == pytest.approx(alone.seconds + 1e-3)
 
 
 def test_only_the_last_of_several_passes_hides_communication() -> None:

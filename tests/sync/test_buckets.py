@@ -9,7 +9,8 @@ from torch import nn
 
 from torusgd.sync.allreduce import create
 from torusgd.sync.buckets import best_buckets, finish, group, lay_out
-from torusgd.sync.profile import Link, Profile, Timing
+from torusgd.sync.gradients import Bucket
+from torusgd.sync.profile import Contention, Link, Profile, Timing
 from torusgd.sync.reducer import Reducer
 from torusgd.sync.settling import STEPS, Settling
 
@@ -56,16 +57,21 @@ def test_the_groups_of_the_published_systems():
     st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 0.1)), min_size=1, max_size=7),
     st.floats(1e-5, 1e-1),
     st.floats(1e-10, 1e-7),
+    st.one_of(st.just(0.0), st.floats(1e-6, 1e-1)),
 )
-def test_no_other_layout_is_summed_earlier(tensors, latency, per_byte):
+def test_no_other_layout_is_summed_earlier_for_as_little_work(tensors, latency, per_byte, work):
     numels, ready = [n for n, _ in tensors], [-when for _, when in tensors]
-    network = profile(latency, per_byte)
-    best = finish(network, best_buckets(network, numels, ready), ready)
+    network = profile(latency, per_byte).model_copy(update={"contention": (Contention(size=1, seconds=work),)})
+
+    def ends(layout: list[Bucket]) -> float:
+        return finish(network, layout, ready) + work * len(layout)
+
+    best = ends(best_buckets(network, numels, ready))
     inner = range(1, len(numels))
     for cuts in (cuts for many in range(len(numels)) for cuts in combinations(inner, many)):
         edges = [0, *cuts, len(numels)]
         layout = group([b - a for a, b in pairwise(edges)], numels)
-        assert best <= finish(network, layout, ready) + 1e-12
+        assert best <= ends(layout) + 1e-12
 
 
 def test_buckets_are_few_where_latency_is_and_many_where_it_is_not():

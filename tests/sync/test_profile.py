@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torusgd.errors import UserError
-from torusgd.sync.profile import Link, Profile, Timing, choose, explain, rank_plans, ranks_a_host
+from torusgd.sync.profile import (
+    Contention,
+    Link,
+    Profile,
+    Timing,
+    choose,
+    expect,
+    explain,
+    rank_plans,
+    ranks_a_host,
+    slowed,
+)
 from torusgd.sync.tune import fit
 
 
@@ -49,6 +60,15 @@ def test_the_fit_never_goes_below_zero():
 def test_a_profile_is_read_as_it_was_written(tmp_path):
     profile().save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile()
+
+
+def test_contention_is_even_between_its_points_and_grows_with_the_message_beyond() -> None:
+    points = (Contention(size=4096, seconds=0.001), Contention(size=12288, seconds=0.003))
+    measured = profile().model_copy(update={"contention": points})
+    assert slowed(profile(), 4096) == 0
+    assert [slowed(measured, size) for size in (1, 4096, 8192, 12288)] == pytest.approx([0.001, 0.001, 0.002, 0.003])
+    (_, long, _), (_, last, _) = expect(measured, 1 << 22), expect(measured, 12288)
+    assert slowed(measured, 1 << 22) == pytest.approx(0.003 * long / last)
 
 
 def change(**values: object) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import NormalDist
 
+from ..sync.profile import slowed
 from .compose import compose, split_layers
 from .compute import Pass, pass_seconds, update_seconds
 from .describe import Cluster, Software
@@ -91,7 +92,7 @@ def step_time(
         # Statistics in forward and their gradients in backward: small messages, so alpha alone.
         exchange += 2 * cost.norms * passes * (cluster.inside.alpha + software.communication.message)
     update = update_seconds(cost, cluster, software, devices)
-    contention = software.communication.contention * sent.hidden
+    contention = software.communication.contention * sent.hidden + sent.slowed
     coordination = software.communication.coordination * devices if devices > 1 else 0.0
     jitter = (forward + backward) * (_stretch(software.jitter, devices, quantile) - 1)
     busy = forward + backward + sent.exposed + contention + exchange + coordination + update + jitter
@@ -114,6 +115,8 @@ def _stretch(jitter: float, devices: int, quantile: float) -> float:
 class _Sent:
     exposed: float
     hidden: float
+    slowed: float
+    """seconds that messages add to the computation that hides them, where a profile tells"""
 
 
 def _sum_gradients(
@@ -126,7 +129,14 @@ def _sum_gradients(
     sent = [action for action in script if isinstance(action, Send)]
     seconds = {content: sum(p.seconds for s in sent if s.content == content for p in price(s)) for content in CONTENTS}
     waited = max(0.0, waited_seconds(script, price, how.pipelined) - seconds["activations"])
-    return _Sent(waited, max(0.0, sum(seconds.values()) - seconds["activations"] - waited))
+    summed = sum(seconds.values()) - seconds["activations"]
+    hidden = max(0.0, summed - waited)
+    beside = 0.0
+    if cluster.profile is not None and summed:
+        own = [s for s in sent if s.content != "activations"]
+        each = [slowed(cluster.profile, s.bytes) / (1 if s.kind == "sum" else 2) for s in own]
+        beside = sum(each) * hidden / summed
+    return _Sent(waited, hidden, beside)
 
 
 def step_work(cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int) -> Pass:

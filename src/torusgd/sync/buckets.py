@@ -4,14 +4,15 @@ Tensors stand in the order in which they are sent, that is in which backward com
 The layout changes no bit of an exact sum, whose scales are a tensor's and not a bucket's.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Literal
 
+import numpy as np
+
 from .gradients import Bucket
-from .profile import Profile, expect
+from .profile import Profile, expect, slowed
 
 Buckets = Literal["auto", "cubic"] | float | tuple[int, ...]
 """the rule: MiB of 4-byte elements, tensors of each bucket, Fujitsu's groups, or `auto`"""
@@ -72,40 +73,44 @@ def group(counts: Sequence[int], numels: Sequence[int]) -> list[Bucket]:
 
 
 def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]) -> list[Bucket]:
-    """The buckets with which the last gradient is summed earliest, after `finish`.
+    """The buckets with which a step ends earliest: the end of the last sum, after `finish`, and each message's work.
 
     Args:
-        profile: Its timings give an all-reduce's time.
+        profile: Its timings give an all-reduce's time, its contention what a message costs the computation.
         numels: Elements of each tensor, in sending order.
         ready: When each may leave, in seconds before (negative) or after the end of backward.
 
-    Of layouts that end at the same time, the one with fewest buckets: each is work for every rank. By dynamic
-    programming over the last bucket's first tensor, since an earlier end of what is before it never does harm.
+    Of layouts that end at the same time, one with fewest buckets. By dynamic programming over the number of buckets and
+    the last one's first tensor, since an earlier end of what is before it never does harm. What a message costs
+    whatever its size is what counts here, for all layouts send the same bytes.
     """
-    seconds, edges = _Times(profile, sum(numels)), list(accumulate(numels, initial=0))
-    leaves = list(accumulate(ready, max))
-    ends: list[tuple[float, int]] = [(-inf, 0)]
-    begins = [0]
-    for stop in range(1, len(numels) + 1):
-        *best, begin = min(
-            (max(ends[first][0], leaves[stop - 1]) + seconds(edges[stop] - edges[first]), ends[first][1] + 1, first)
-            for first in range(stop)
-        )
-        ends.append((best[0], int(best[1])))
-        begins.append(int(begin))
-    counts: list[int] = []
-    stop = len(numels)
-    while stop:
-        counts.insert(0, stop - begins[stop])
-        stop = begins[stop]
-    return group(counts, numels)
+    many, edges = len(numels), np.cumsum([0, *numels])
+    leaves = np.maximum.accumulate(np.asarray(ready, dtype=float))
+    took = _Times(profile, int(edges[-1]))(edges[None, 1:] - edges[:-1, None])
+    took[np.tril_indices(many, -1)] = inf  # [first tensor, last tensor]
+    message = slowed(profile, 1)
+    ends = np.array([-inf, *[inf] * (many - 1)])
+    best, cut = inf, [0, many]
+    begins: list[np.ndarray] = []
+    for count in range(1, many + 1):
+        if leaves[-1] + took[-1, -1] + count * message >= best:
+            break
+        options = np.maximum(ends[:, None], leaves[None, :]) + took
+        begins.append(options.argmin(axis=0))
+        last = options.min(axis=0)
+        ends = np.array([inf, *last[:-1]])
+        if last[-1] + count * message < best:
+            best, cut = last[-1] + count * message, [many]
+            for firsts in reversed(begins):
+                cut.insert(0, int(firsts[cut[0] - 1]))
+    return group([stop - first for first, stop in pairwise(cut)], numels)
 
 
 def finish(profile: Profile, buckets: Sequence[Bucket], ready: Sequence[float]) -> float:
     """When the last bucket is summed, in seconds after the end of backward, if they leave one after another."""
     seconds, end = _Times(profile, sum(b.length for b in buckets)), -inf
     for bucket in buckets:
-        end = max(end, *ready[: bucket.stop]) + seconds(bucket.length)
+        end = max(end, *ready[: bucket.stop]) + float(seconds(np.array(bucket.length)))
     return end
 
 
@@ -118,7 +123,5 @@ class _Times:
         expected = (expect(profile, _BYTES * length)[1] for length in self._lengths)
         self._seconds = list(accumulate(expected, max))
 
-    def __call__(self, length: int) -> float:
-        right = min(max(1, bisect_left(self._lengths, length)), len(self._lengths) - 1)
-        (low, high), (first, last) = self._lengths[right - 1 : right + 1], self._seconds[right - 1 : right + 1]
-        return first + (last - first) * max(0, length - low) / (high - low)
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        return np.interp(lengths, self._lengths, self._seconds)

@@ -81,6 +81,11 @@ def measure(out: Path, workers: int | None, device: str, seconds: float) -> None
     for size, timing in sorted(best.items()):
         how = timing.plan(len(profile.hosts)) or "native"
         console.print(f"{show_size(size):>8}: {how}, {1e3 * timing.median:.3g} ms")
+    if profile.crowding:
+        most = profile.crowding[-1]
+        console.print(f"{most.ranks} ranks at once compute {most.slowdown:.2f} times as long as one")
+    for point in profile.contention:
+        console.print(f"an all-reduce of {show_size(point.size)} slows computing by {1e3 * point.seconds:.2g} ms")
     console.print(f"in {out}; give it as --profile {out}", markup=False)
 
 

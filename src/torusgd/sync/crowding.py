@@ -22,7 +22,7 @@ from .connect import Connection
 from .profile import Crowd
 
 _TASKS = 4
-"""tasks of a timing, some 100 ms on one core"""
+"""of a timing of crowding, some 100 ms on one core"""
 _MESSAGES = 16
 """all-reduces beside a computation, so that what they cost stands out from the noise"""
 
@@ -30,8 +30,8 @@ _MESSAGES = 16
 class _Work:
     """A task: forward and backward of a few convolutions with batch norm, as records are made of."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._images = torch.rand(32, 3, 32, 32, device=device)
+    def __init__(self, device: torch.device, images: int) -> None:
+        self._images = torch.rand(images, 3, 32, 32, device=device)
         layers: list[nn.Module] = []
         with torch.random.fork_rng(devices=[]):
             for inputs, outputs in ((3, 32), (32, 32), (32, 64)):
@@ -43,8 +43,6 @@ class _Work:
         torch.set_num_threads(1)  # as a worker of a CPU recipe
         for _ in range(times):
             self._network(self._images).sum().backward()
-        if self._images.is_cuda:
-            torch.cuda.synchronize(self._images.device)
         torch.set_num_threads(before)
 
 
@@ -54,7 +52,7 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     Where n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
     """
     counts = sorted({*(1 << power for power in range(connection.size.bit_length())), connection.size})
-    work = _Work(connection.engine.device)
+    work = _Work(connection.engine.device, images=32)
     work.run(_TASKS)
     turns = [[_compute(connection, work, _TASKS, count) for count in counts] for _ in range(repetitions)]
     ratios = [statistics.median(turn[i] / turn[0] for turn in turns) for i in range(len(counts))]
@@ -64,22 +62,29 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
 
 
 def contention(connection: Connection, how: Plan | None, size: int, repetitions: int) -> float:
-    """Share of an all-reduce's time by which it slows the computation that hides it, between 0 and 1.
+    """Seconds by which an all-reduce of `size` bytes slows the computation that hides it.
 
-    Every rank computes for at least twice as long as several all-reduces of `size` bytes at once take; `how` None:
-    natively. What they add to the computation is set against their times one after another.
+    Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still
+    computes. What they add to the computation is shared among them. Where cores are free, or a GPU sends, it is little;
+    where ranks share cores it may be more than the all-reduce takes alone, for each message interrupts each rank.
+
+    Args:
+        connection: Between the ranks.
+        how: The plan; None: natively.
+        size: Bytes.
+        repetitions: Computations with and without all-reduces, in turn.
     """
-    work = _Work(connection.engine.device)
+    work = _Work(connection.engine.device, images=4)
     tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]
-    work.run(_TASKS)
-    alone = _MESSAGES * statistics.median(_send(connection, how, tensors[:1], work, 0) for _ in range(_MESSAGES))
-    at_once = statistics.median(_send(connection, how, tensors, work, 0) for _ in range(3))
-    tasks = max(_TASKS, math.ceil(2 * at_once / (_compute(connection, work, _TASKS, connection.size) / _TASKS)))
+    _send(connection, how, tensors, work, _MESSAGES)
+    at_once = _send(connection, how, tensors, work, 0)
+    task = _compute(connection, work, _MESSAGES, connection.size) / _MESSAGES
+    tasks = _MESSAGES * max(2, math.ceil(2 * at_once / task / _MESSAGES))
     added = []
     for _ in range(repetitions):
         computed = _compute(connection, work, tasks, connection.size)
         added.append(_send(connection, how, tensors, work, tasks) - computed)
-    return min(1.0, max(0.0, statistics.median(added) / alone))
+    return max(0.0, statistics.median(added) / _MESSAGES)
 
 
 def _compute(connection: Connection, work: _Work, tasks: int, count: int) -> float:
@@ -88,18 +93,21 @@ def _compute(connection: Connection, work: _Work, tasks: int, count: int) -> flo
     begin = time.perf_counter()
     if connection.rank < count:
         work.run(tasks)
-    return _slowest(connection, time.perf_counter() - begin)
+    return _slowest(connection, begin)
 
 
 def _send(connection: Connection, how: Plan | None, tensors: Sequence[torch.Tensor], work: _Work, tasks: int) -> float:
-    """Seconds of all-reduces with so many tasks meanwhile, on the slowest rank."""
+    """Seconds of so many tasks and all-reduces, on the slowest rank; they begin while the first half is computed."""
     dist.barrier(connection.control)
     begin = time.perf_counter()
-    sent = [connection.native.start(t) if how is None else connection.engine.run(t, how) for t in tensors]
-    work.run(tasks)
+    sent = []
+    for tensor in tensors:
+        work.run(tasks // 2 // len(tensors))
+        sent.append(connection.native.start(tensor) if how is None else connection.engine.run(tensor, how))
+    work.run(tasks - len(tensors) * (tasks // 2 // len(tensors)))
     for message in sent:
         message.wait()
-    return _slowest(connection, time.perf_counter() - begin)
+    return _slowest(connection, begin)
 
 
 def _ranks_a_core(connection: Connection, count: int) -> float:
@@ -118,7 +126,11 @@ def _ranks_a_core(connection: Connection, count: int) -> float:
     return max(names.count(int(other[0])) / int(other[1]) for other in everyone[:count])
 
 
-def _slowest(connection: Connection, seconds: float) -> float:
-    agreed = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, connection.control)
-    return float(agreed)
+def _slowest(connection: Connection, begin: float) -> float:
+    """Seconds since `begin` on the rank that ends last, once its device has done its work."""
+    device = connection.engine.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, connection.control)
+    return float(seconds)

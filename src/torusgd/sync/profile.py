@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UserError
@@ -61,6 +62,13 @@ class Crowd(_Part):
     slowdown: Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
+class Contention(_Part):
+    """An all-reduce of `size` bytes slows the computation that hides it by so many seconds."""
+
+    size: Annotated[int, Field(ge=1)]
+    seconds: Seconds
+
+
 class Profile(_Part):
     """What `tune` measured: `hosts` holds the host of each rank, `inside` and `between` the links within and across."""
 
@@ -75,8 +83,8 @@ class Profile(_Part):
     """the algorithms tried, native among them at every size"""
     crowding: tuple[Crowd, ...] = ()
     """by growing numbers of ranks; empty: not measured"""
-    contention: Annotated[float, Field(ge=0, le=1)] | None = None
-    """share of an all-reduce's time by which it slows the computation that hides it; null: not measured"""
+    contention: tuple[Contention, ...] = ()
+    """by growing sizes; empty: not measured"""
 
     @property
     def network(self) -> Network:
@@ -176,6 +184,20 @@ def expect(profile: Profile, size: int) -> tuple[Plan | None, float, float]:
     how, least = min(level, key=lambda rival: seconds(rival[0], size, network))
     margin = _MARGIN if size <= 2 * max(sizes) else _FAR_MARGIN
     return (how, least, native) if least <= margin * native else (None, native, native)
+
+
+def slowed(profile: Profile, size: float) -> float:
+    """Seconds by which an all-reduce of `size` bytes slows the computation that hides it; 0 where it is not measured.
+
+    Even between the sizes that were measured; beyond the largest it grows as the all-reduce's own time.
+    """
+    known = profile.contention
+    if not known:
+        return 0.0
+    last = known[-1]
+    if size > last.size and profile.timings:
+        return last.seconds * expect(profile, int(size))[1] / expect(profile, last.size)[1]
+    return float(np.interp(size, [point.size for point in known], [point.seconds for point in known]))
 
 
 def rank_plans(size: int, network: Network) -> list[tuple[Plan, float]]:
