@@ -61,7 +61,7 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     return tuple(Crowd(ranks=count, slowdown=max(ratio, bound)) for count, ratio, bound in pairs)
 
 
-def contention(connection: Connection, how: Plan | None, size: int, repetitions: int) -> float:
+def contention(connection: Connection, how: Plan | None, size: int, seconds: float) -> float:
     """Seconds by which an all-reduce of `size` bytes slows the computation that hides it.
 
     Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still
@@ -72,7 +72,7 @@ def contention(connection: Connection, how: Plan | None, size: int, repetitions:
         connection: Between the ranks.
         how: The plan; None: natively.
         size: Bytes.
-        repetitions: Computations with and without all-reduces, in turn.
+        seconds: To spend on computations with and without all-reduces in turn, of which there are 2 to 9 of each.
     """
     work = _Work(connection.engine.device, images=4)
     tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]
@@ -80,11 +80,12 @@ def contention(connection: Connection, how: Plan | None, size: int, repetitions:
     at_once = _send(connection, how, tensors, work, 0)
     task = _compute(connection, work, _MESSAGES, connection.size) / _MESSAGES
     tasks = _MESSAGES * max(2, math.ceil(2 * at_once / task / _MESSAGES))
-    added = []
-    for _ in range(repetitions):
-        computed = _compute(connection, work, tasks, connection.size)
-        added.append(_send(connection, how, tensors, work, tasks) - computed)
-    return max(0.0, statistics.median(added) / _MESSAGES)
+    without: list[float] = []
+    beside: list[float] = []
+    while len(beside) < 2 or (len(beside) < 9 and sum(without) + sum(beside) < seconds):
+        without.append(_compute(connection, work, tasks, connection.size))
+        beside.append(_send(connection, how, tensors, work, tasks))
+    return max(0.0, statistics.median(beside) - statistics.median(without)) / _MESSAGES
 
 
 def _compute(connection: Connection, work: _Work, tasks: int, count: int) -> float:

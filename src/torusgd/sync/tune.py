@@ -76,7 +76,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
         last, last_size = time.perf_counter() - before, size
     profile = profile.model_copy(update={"timings": tuple(timings)})
     shared = tuple(
-        Contention(size=size, seconds=contention(connection, expect(profile, size)[0], size, repetitions))
+        Contention(size=size, seconds=contention(connection, expect(profile, size)[0], size, seconds / 4))
         for size in (_BESIDE[:1] if short else _BESIDE)
     )
     profile = profile.model_copy(update={"contention": shared})
