@@ -17,7 +17,7 @@ from torusgd.plan.known import known_cost
 from torusgd.plan.layers import Gradient, Kernels, ModelCost
 from torusgd.plan.timeline import slowest, step_time
 from torusgd.sync.buckets import plan_buckets
-from torusgd.sync.profile import Contention, Profile
+from torusgd.sync.profile import InStep, Profile
 from torusgd.sync.profile import Link as MeasuredLink
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
@@ -82,7 +82,7 @@ def test_contention_slows_by_a_share_of_what_is_hidden() -> None:
 def test_messages_slow_what_hides_them_as_tune_measured() -> None:
     link = MeasuredLink(latency=0.0, latency_error=0.0, per_byte=1e-9, per_byte_error=0.0)
     measured = Profile(backend="gloo", hosts=(0, 1), message=0.0, inside=None, between=link, timings=())
-    measured = measured.model_copy(update={"contention": (Contention(size=1, seconds=1e-3),)})
+    measured = measured.model_copy(update={"in_steps": (InStep(size=1, hidden=1e-3, waited=1.0),)})
     here = TWO.model_copy(update={"profile": measured})
     alone, slower = (step_time(toy(), where, program(overlap=True), devices=2, images=10) for where in (TWO, here))
     # Two messages, of which the half is hidden.

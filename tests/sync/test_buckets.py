@@ -10,7 +10,7 @@ from torch import nn
 from torusgd.sync.allreduce import create
 from torusgd.sync.buckets import best_buckets, finish, group, lay_out
 from torusgd.sync.gradients import Bucket
-from torusgd.sync.profile import Contention, Link, Profile, Timing
+from torusgd.sync.profile import InStep, Link, Profile, Timing
 from torusgd.sync.reducer import Reducer
 from torusgd.sync.settling import STEPS, Settling
 
@@ -61,7 +61,9 @@ def test_the_groups_of_the_published_systems():
 )
 def test_no_other_layout_is_summed_earlier_for_as_little_work(tensors, latency, per_byte, work):
     numels, ready = [n for n, _ in tensors], [-when for _, when in tensors]
-    network = profile(latency, per_byte).model_copy(update={"contention": (Contention(size=1, seconds=work),)})
+    network = profile(latency, per_byte).model_copy(
+        update={"in_steps": (InStep(size=1, hidden=work, waited=latency + per_byte),)}
+    )
 
     def ends(layout: list[Bucket]) -> float:
         return finish(network, layout, ready) + work * len(layout)

@@ -42,7 +42,7 @@ def test_tune_writes_a_profile_that_auto_takes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     measured = Profile.load(file)
     assert [crowd.ranks for crowd in measured.crowding] == [2]
-    assert [point.size for point in measured.contention] == [16 << 10, 256 << 10]
+    assert [point.size for point in measured.in_steps] == [16 << 10, 256 << 10]
     assert Profile.load(file).hosts == (0, 0)
     again = run(
         "bench", "allreduce", "--workers", "2", "--sizes", "4KiB", "--algorithms", "auto", "-n", "1", "--profile", file

@@ -9,16 +9,17 @@ from hypothesis import strategies as st
 
 from torusgd.errors import UserError
 from torusgd.sync.profile import (
-    Contention,
+    InStep,
     Link,
     Profile,
     Timing,
     choose,
     expect,
     explain,
+    hidden,
     rank_plans,
     ranks_a_host,
-    slowed,
+    waited,
 )
 from torusgd.sync.tune import fit
 
@@ -62,13 +63,14 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     assert Profile.load(tmp_path / "p.json") == profile()
 
 
-def test_contention_is_even_between_its_points_and_grows_with_the_message_beyond() -> None:
-    points = (Contention(size=4096, seconds=0.001), Contention(size=12288, seconds=0.003))
-    measured = profile().model_copy(update={"contention": points})
-    assert slowed(profile(), 4096) == 0
-    assert [slowed(measured, size) for size in (1, 4096, 8192, 12288)] == pytest.approx([0.001, 0.001, 0.002, 0.003])
-    (_, long, _), (_, last, _) = expect(measured, 1 << 22), expect(measured, 12288)
-    assert slowed(measured, 1 << 22) == pytest.approx(0.003 * long / last)
+def test_what_a_message_adds_is_even_between_the_points_and_grows_with_the_message_beyond() -> None:
+    points = (InStep(size=4096, hidden=0.001, waited=0.01), InStep(size=12288, hidden=0.003, waited=0.02))
+    measured = profile().model_copy(update={"in_steps": points})
+    assert (hidden(profile(), 4096), waited(profile(), 4096)) == (0, expect(profile(), 4096)[1])
+    assert [hidden(measured, size) for size in (1, 4096, 8192, 12288)] == pytest.approx([0.001, 0.001, 0.002, 0.003])
+    assert [waited(measured, size) for size in (1, 8192, 12288)] == pytest.approx([0.01, 0.015, 0.02])
+    growth = expect(measured, 1 << 22)[1] / expect(measured, 12288)[1]
+    assert (hidden(measured, 1 << 22), waited(measured, 1 << 22)) == pytest.approx((0.003 * growth, 0.02 * growth))
 
 
 def change(**values: object) -> str:

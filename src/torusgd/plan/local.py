@@ -73,7 +73,7 @@ def measured_software(job: Job, cluster: Cluster, software: Software, run: Path)
     passes -= update
     if cluster.profile is not None:
         changes = {"message": cluster.profile.message}
-        if cluster.profile.contention:
+        if cluster.profile.in_steps:
             changes["contention"] = 0.0  # the measured one takes its place
         how = software.communication.model_copy(update=changes)
         software = software.model_copy(update={"communication": how})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ..sync.profile import expect
+from ..sync.profile import expect, waited
 from .describe import Cluster, Communication
 
 
@@ -130,10 +130,10 @@ def phases(cluster: Cluster, communication: Communication, ranks: int, size: flo
     if ranks == 1:
         return ()
     measured = cluster.profile
-    if measured is not None and measured.timings and len(measured.hosts) == ranks:
-        _, best, native = expect(measured, round(size))
-        if communication.algorithm in ("auto", "native"):
-            return (Phase("flat", best if communication.algorithm == "auto" else native),)
+    has_timings = measured is not None and measured.timings and len(measured.hosts) == ranks
+    if measured is not None and has_timings and communication.algorithm in ("auto", "native"):
+        native = expect(measured, round(size))[2]
+        return (Phase("flat", waited(measured, size) if communication.algorithm == "auto" else native),)
     if communication.algorithm == "auto":
         return _chosen(cluster, communication, ranks, size)
     if communication.algorithm in ("torus", "hierarchical"):

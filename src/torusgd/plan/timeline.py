@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import NormalDist
 
-from ..sync.profile import slowed
+from ..sync.profile import hidden as hidden_seconds
 from .compose import compose, split_layers
 from .compute import Pass, pass_seconds, update_seconds
 from .describe import Cluster, Software
@@ -134,7 +134,7 @@ def _sum_gradients(
     beside = 0.0
     if cluster.profile is not None and summed:
         own = [s for s in sent if s.content != "activations"]
-        each = [slowed(cluster.profile, s.bytes) / (1 if s.kind == "sum" else 2) for s in own]
+        each = [hidden_seconds(cluster.profile, s.bytes) / (1 if s.kind == "sum" else 2) for s in own]
         beside = sum(each) * hidden / summed
     return _Sent(waited, hidden, beside)
 

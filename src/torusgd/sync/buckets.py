@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from .gradients import Bucket
-from .profile import Profile, expect, slowed
+from .profile import Profile, hidden, waited
 
 Buckets = Literal["auto", "cubic"] | float | tuple[int, ...]
 """the rule: MiB of 4-byte elements, tensors of each bucket, Fujitsu's groups, or `auto`"""
@@ -76,7 +76,7 @@ def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]
     """The buckets with which a step ends earliest: the end of the last sum, after `finish`, and each message's work.
 
     Args:
-        profile: Its timings give an all-reduce's time, its contention what a message costs the computation.
+        profile: It tells an all-reduce's time, and what a message costs the computation.
         numels: Elements of each tensor, in sending order.
         ready: When each may leave, in seconds before (negative) or after the end of backward.
 
@@ -88,7 +88,7 @@ def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]
     leaves = np.maximum.accumulate(np.asarray(ready, dtype=float))
     took = _Times(profile, int(edges[-1]))(edges[None, 1:] - edges[:-1, None])
     took[np.tril_indices(many, -1)] = inf  # [first tensor, last tensor]
-    message = slowed(profile, 1)
+    message = hidden(profile, 1)
     ends = np.array([-inf, *[inf] * (many - 1)])
     best, cut = inf, [0, many]
     begins: list[np.ndarray] = []
@@ -115,12 +115,12 @@ def finish(profile: Profile, buckets: Sequence[Bucket], ready: Sequence[float]) 
 
 
 class _Times:
-    """Seconds of an all-reduce by its elements: a line through what the profile expects at powers of two."""
+    """Seconds of an all-reduce by its elements: a line through what the profile tells at powers of two."""
 
     def __init__(self, profile: Profile, largest: int) -> None:
         self._lengths = [1 << power for power in range(8, max(largest, 256).bit_length() + 1)]
         # A longer message never takes less: noise of a timing is no reason for a larger bucket.
-        expected = (expect(profile, _BYTES * length)[1] for length in self._lengths)
+        expected = (waited(profile, _BYTES * length) for length in self._lengths)
         self._seconds = list(accumulate(expected, max))
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:

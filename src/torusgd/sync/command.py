@@ -84,8 +84,9 @@ def measure(out: Path, workers: int | None, device: str, seconds: float) -> None
     if profile.crowding:
         most = profile.crowding[-1]
         console.print(f"{most.ranks} ranks at once compute {most.slowdown:.2f} times as long as one")
-    for point in profile.contention:
-        console.print(f"an all-reduce of {show_size(point.size)} slows computing by {1e3 * point.seconds:.2g} ms")
+    for point in profile.in_steps:
+        slows, waits = 1e3 * point.hidden, 1e3 * point.waited
+        console.print(f"in a step {show_size(point.size)}: {waits:.2g} ms if waited for, {slows:.2g} ms if hidden")
     console.print(f"in {out}; give it as --profile {out}", markup=False)
 
 

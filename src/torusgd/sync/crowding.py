@@ -10,7 +10,8 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +20,10 @@ from torch import nn
 
 from .algorithms import Plan
 from .connect import Connection
-from .profile import Crowd
+from .profile import Crowd, InStep
+from .work import Work
 
+Start = Callable[[torch.Tensor], Work]
 _TASKS = 4
 """of a timing of crowding, some 100 ms on one core"""
 _MESSAGES = 16
@@ -61,31 +64,35 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     return tuple(Crowd(ranks=count, slowdown=max(ratio, bound)) for count, ratio, bound in pairs)
 
 
-def contention(connection: Connection, how: Plan | None, size: int, seconds: float) -> float:
-    """Seconds by which an all-reduce of `size` bytes slows the computation that hides it.
+def in_step(connection: Connection, how: Plan | None, size: int, seconds: float) -> InStep:
+    """What an all-reduce of `size` bytes adds to a computation that hides it, and to one that it follows.
 
     Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still
     computes. What they add to the computation is shared among them. Where cores are free, or a GPU sends, it is little;
-    where ranks share cores it may be more than the all-reduce takes alone, for each message interrupts each rank.
+    where ranks share cores it may be more than the all-reduce takes alone, for each message interrupts each rank. Then
+    the same with ranks that wait for each message: they come to it one later than the other.
 
     Args:
         connection: Between the ranks.
         how: The plan; None: natively.
         size: Bytes.
-        seconds: To spend on computations with and without all-reduces in turn, of which there are 2 to 9 of each.
+        seconds: To spend on computations without, with and between all-reduces in turn, of which there are 2 to 9 each.
     """
     work = _Work(connection.engine.device, images=4)
     tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]
-    _send(connection, how, tensors, work, _MESSAGES)
-    at_once = _send(connection, how, tensors, work, 0)
+    start: Start = connection.native.start if how is None else partial(connection.engine.run, plan=how)
+    _between(connection, start, tensors, work, _MESSAGES)
+    at_once = _beside(connection, start, tensors, work, 0)
     task = _compute(connection, work, _MESSAGES, connection.size) / _MESSAGES
     tasks = _MESSAGES * max(2, math.ceil(2 * at_once / task / _MESSAGES))
-    without: list[float] = []
-    beside: list[float] = []
-    while len(beside) < 2 or (len(beside) < 9 and sum(without) + sum(beside) < seconds):
-        without.append(_compute(connection, work, tasks, connection.size))
-        beside.append(_send(connection, how, tensors, work, tasks))
-    return max(0.0, statistics.median(beside) - statistics.median(without)) / _MESSAGES
+    rows: list[tuple[float, float, float]] = []
+    while len(rows) < 2 or (len(rows) < 9 and sum(map(sum, rows)) < seconds):
+        alone = _compute(connection, work, tasks, connection.size)
+        beside, between = (run(connection, start, tensors, work, tasks) for run in (_beside, _between))
+        rows.append((alone, beside, between))
+    alone, beside, between = (statistics.median(column) for column in zip(*rows, strict=True))
+    hidden, waited = (max(0.0, added - alone) / _MESSAGES for added in (beside, between))
+    return InStep(size=size, hidden=hidden, waited=waited)
 
 
 def _compute(connection: Connection, work: _Work, tasks: int, count: int) -> float:
@@ -97,17 +104,28 @@ def _compute(connection: Connection, work: _Work, tasks: int, count: int) -> flo
     return _slowest(connection, begin)
 
 
-def _send(connection: Connection, how: Plan | None, tensors: Sequence[torch.Tensor], work: _Work, tasks: int) -> float:
-    """Seconds of so many tasks and all-reduces, on the slowest rank; they begin while the first half is computed."""
+def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], work: _Work, tasks: int) -> float:
+    """Seconds of so many tasks and all-reduces that begin during the first half, on the slowest rank."""
+    share = tasks // 2 // len(tensors)
     dist.barrier(connection.control)
     begin = time.perf_counter()
     sent = []
     for tensor in tensors:
-        work.run(tasks // 2 // len(tensors))
-        sent.append(connection.native.start(tensor) if how is None else connection.engine.run(tensor, how))
-    work.run(tasks - len(tensors) * (tasks // 2 // len(tensors)))
+        work.run(share)
+        sent.append(start(tensor))
+    work.run(tasks - len(tensors) * share)
     for message in sent:
         message.wait()
+    return _slowest(connection, begin)
+
+
+def _between(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], work: _Work, tasks: int) -> float:
+    """Seconds of as many tasks before each all-reduce, which is waited for, on the slowest rank."""
+    dist.barrier(connection.control)
+    begin = time.perf_counter()
+    for tensor in tensors:
+        work.run(tasks // len(tensors))
+        start(tensor).wait()
     return _slowest(connection, begin)
 
 

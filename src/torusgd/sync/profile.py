@@ -62,11 +62,14 @@ class Crowd(_Part):
     slowdown: Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
-class Contention(_Part):
-    """An all-reduce of `size` bytes slows the computation that hides it by so many seconds."""
+class InStep(_Part):
+    """What an all-reduce of `size` bytes adds to the computation of a step."""
 
     size: Annotated[int, Field(ge=1)]
-    seconds: Seconds
+    hidden: Seconds
+    """seconds by which it slows the computation, if it travels meanwhile"""
+    waited: Seconds
+    """seconds if it leaves when the computation ends"""
 
 
 class Profile(_Part):
@@ -83,7 +86,7 @@ class Profile(_Part):
     """the algorithms tried, native among them at every size"""
     crowding: tuple[Crowd, ...] = ()
     """by growing numbers of ranks; empty: not measured"""
-    contention: tuple[Contention, ...] = ()
+    in_steps: tuple[InStep, ...] = ()
     """by growing sizes; empty: not measured"""
 
     @property
@@ -186,18 +189,24 @@ def expect(profile: Profile, size: int) -> tuple[Plan | None, float, float]:
     return (how, least, native) if least <= margin * native else (None, native, native)
 
 
-def slowed(profile: Profile, size: float) -> float:
-    """Seconds by which an all-reduce of `size` bytes slows the computation that hides it; 0 where it is not measured.
+def hidden(profile: Profile, size: float) -> float:
+    """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 where it is not measured."""
+    return _in_step(profile, size, [point.hidden for point in profile.in_steps]) if profile.in_steps else 0.0
 
-    Even between the sizes that were measured; beyond the largest it grows as the all-reduce's own time.
-    """
-    known = profile.contention
-    if not known:
-        return 0.0
-    last = known[-1]
-    if size > last.size and profile.timings:
-        return last.seconds * expect(profile, int(size))[1] / expect(profile, last.size)[1]
-    return float(np.interp(size, [point.size for point in known], [point.seconds for point in known]))
+
+def waited(profile: Profile, size: float) -> float:
+    """Seconds of an all-reduce of `size` bytes after a computation; where that is not measured, of one alone."""
+    if profile.in_steps:
+        return _in_step(profile, size, [point.waited for point in profile.in_steps])
+    return expect(profile, round(size))[1]
+
+
+def _in_step(profile: Profile, size: float, seconds: Sequence[float]) -> float:
+    """Even between the sizes that were measured; beyond the largest it grows as the all-reduce's own time."""
+    sizes = [point.size for point in profile.in_steps]
+    if size > sizes[-1] and profile.timings:
+        return seconds[-1] * expect(profile, round(size))[1] / expect(profile, sizes[-1])[1]
+    return float(np.interp(size, sizes, seconds))
 
 
 def rank_plans(size: int, network: Network) -> list[tuple[Plan, float]]:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ..errors import UserError
 from .connect import Connection, connect
-from .crowding import contention, crowding
-from .profile import Contention, Link, Profile, Timing, expect, rank_plans
+from .crowding import crowding, in_step
+from .profile import Link, Profile, Timing, expect, rank_plans
 from .routes import Message, Round
 from .work import Work
 
@@ -27,8 +27,8 @@ _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 _SHORT_SIZES = tuple(1 << power for power in (14, 18, 22))
 _LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
 _CHUNKED = 1 << 20
-_BESIDE = (1 << 14, 1 << 18)
-"""bytes of messages that are timed beside computation"""
+_IN_STEPS = (1 << 14, 1 << 18)
+"""bytes of messages that are timed among computation"""
 _ROUNDS = 8
 """dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
 _FAN = 8
@@ -75,11 +75,9 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
         timings += _rivals(connection, profile, size, rivals, repetitions)
         last, last_size = time.perf_counter() - before, size
     profile = profile.model_copy(update={"timings": tuple(timings)})
-    shared = tuple(
-        Contention(size=size, seconds=contention(connection, expect(profile, size)[0], size, seconds / 4))
-        for size in (_BESIDE[:1] if short else _BESIDE)
-    )
-    profile = profile.model_copy(update={"contention": shared})
+    sizes = _IN_STEPS[:1] if short else _IN_STEPS
+    points = tuple(in_step(connection, expect(profile, size)[0], size, seconds / 4) for size in sizes)
+    profile = profile.model_copy(update={"in_steps": points})
     if short:
         return profile
     turns = max(3, min(9, round(seconds)))
