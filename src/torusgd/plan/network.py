@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ..sync.profile import expect, waited
+from ..sync.profile import Profile, expect, waited
 from .describe import Cluster, Communication
 
 
@@ -33,6 +33,8 @@ class Phase(NamedTuple):
 
     axis: str
     seconds: float
+    latency: float = 0.0
+    """seconds of it during which it may pass others, at its beginning"""
 
 
 def hop(cluster: Cluster, axis: Axis) -> Hop:
@@ -129,11 +131,9 @@ def phases(cluster: Cluster, communication: Communication, ranks: int, size: flo
     """The parts of one all-reduce of `size` bytes over the first `ranks` devices, in order."""
     if ranks == 1:
         return ()
-    measured = cluster.profile
-    has_timings = measured is not None and measured.timings and len(measured.hosts) == ranks
-    if measured is not None and has_timings and communication.algorithm in ("auto", "native"):
-        native = expect(measured, round(size))[2]
-        return (Phase("flat", waited(measured, size) if communication.algorithm == "auto" else native),)
+    profile, name = cluster.profile, communication.algorithm
+    if profile is not None and profile.timings and len(profile.hosts) == ranks and name in ("auto", "native"):
+        return (_measured(profile, name == "auto", size),)
     if communication.algorithm == "auto":
         return _chosen(cluster, communication, ranks, size)
     if communication.algorithm in ("torus", "hierarchical"):
@@ -155,10 +155,18 @@ def phases(cluster: Cluster, communication: Communication, ranks: int, size: flo
     return (Phase("flat", seconds[communication.algorithm]()),)
 
 
+def _measured(profile: Profile, is_chosen: bool, size: float) -> Phase:
+    """By `torusgd tune`, on its own ranks: of what it chose, or of the backend's own all-reduce."""
+    if not is_chosen:
+        return Phase("flat", expect(profile, round(size))[2])
+    # Messages have lanes of their own: one's rounds begin while another's are under way.
+    return Phase("flat", waited(profile, size), latency=waited(profile, 1))
+
+
 def halves(parts: Sequence[Phase]) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
     """An all-reduce as its reduce-scatter and its all-gather, which is the same backwards."""
     middle = len(parts) // 2
-    half = [Phase(axis, seconds / 2) for axis, seconds in parts[middle : middle + len(parts) % 2]]
+    half = [Phase(axis, seconds / 2, latency / 2) for axis, seconds, latency in parts[middle : middle + len(parts) % 2]]
     return (*parts[:middle], *half), (*half, *parts[len(parts) - middle :])
 
 

@@ -89,7 +89,7 @@ def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> 
 
 
 class _Line:
-    """Messages on their way: an axis serves one of them at a time, in the order of arrival."""
+    """Messages on their way: past its latency an axis serves one of them at a time, in the order of arrival."""
 
     def __init__(self, price: Price, pipelined: bool) -> None:
         self._price, self._pipelined = price, pipelined
@@ -102,7 +102,7 @@ class _Line:
     def send(self, message: Send, now: float) -> None:
         parts = self._price(message)
         if not self._pipelined:
-            parts = [Phase("all", sum(phase.seconds for phase in parts))]
+            parts = [Phase("all", sum(phase.seconds for phase in parts), sum(phase.latency for phase in parts))]
         self._arrived[message.name] = now
         if parts:
             self._on_the_way.add(message.name)
@@ -112,8 +112,8 @@ class _Line:
         """When the message is there; those sent later can't delay it, for they are sent after that."""
         while name in self._on_the_way:
             now, number, part, owner, parts = heappop(self._waiting)
-            axis, seconds = parts[part]
-            end = max(now, self._free.get(axis, 0.0)) + seconds
+            axis, seconds, latency = parts[part]
+            end = max(now + latency, self._free.get(axis, 0.0)) + seconds - latency
             self._free[axis] = end
             if part + 1 < len(parts):
                 heappush(self._waiting, (end, number, part + 1, owner, parts))
