@@ -27,11 +27,11 @@ Start = Callable[[torch.Tensor], Work]
 _TASKS = 4
 """of a timing of crowding, some 100 ms on one core"""
 _MESSAGES = 16
-"""all-reduces beside a computation, so that what they cost stands out from the noise"""
+"""all-reduces among a computation, so that what they cost stands out from the noise"""
 
 
-class _Work:
-    """A task: forward and backward of a few convolutions with batch norm, as records are made of."""
+class _Task:
+    """Forward and backward of a few convolutions with batch norm, as records are made of."""
 
     def __init__(self, device: torch.device, images: int) -> None:
         self._images = torch.rand(images, 3, 32, 32, device=device)
@@ -55,9 +55,9 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     Where n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
     """
     counts = sorted({*(1 << power for power in range(connection.size.bit_length())), connection.size})
-    work = _Work(connection.engine.device, images=32)
-    work.run(_TASKS)
-    turns = [[_compute(connection, work, _TASKS, count) for count in counts] for _ in range(repetitions)]
+    task = _Task(connection.engine.device, images=32)
+    task.run(_TASKS)
+    turns = [[_compute(connection, task, _TASKS, count) for count in counts] for _ in range(repetitions)]
     ratios = [statistics.median(turn[i] / turn[0] for turn in turns) for i in range(len(counts))]
     least = [max(1.0, _ranks_a_core(connection, count)) for count in counts]
     pairs = zip(counts[1:], ratios[1:], least[1:], strict=True)
@@ -78,53 +78,53 @@ def in_step(connection: Connection, how: Plan | None, size: int, seconds: float)
         size: Bytes.
         seconds: To spend on computations without, with and between all-reduces in turn, of which there are 2 to 9 each.
     """
-    work = _Work(connection.engine.device, images=4)
+    task = _Task(connection.engine.device, images=4)
     tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]
     start: Start = connection.native.start if how is None else partial(connection.engine.run, plan=how)
-    _between(connection, start, tensors, work, _MESSAGES)
-    at_once = _beside(connection, start, tensors, work, 0)
-    task = _compute(connection, work, _MESSAGES, connection.size) / _MESSAGES
-    tasks = _MESSAGES * max(2, math.ceil(2 * at_once / task / _MESSAGES))
+    _between(connection, start, tensors, task, _MESSAGES)
+    at_once = _beside(connection, start, tensors, task, 0)
+    one = _compute(connection, task, _MESSAGES, connection.size) / _MESSAGES
+    tasks = _MESSAGES * max(2, math.ceil(2 * at_once / one / _MESSAGES))
     rows: list[tuple[float, float, float]] = []
     while len(rows) < 2 or (len(rows) < 9 and sum(map(sum, rows)) < seconds):
-        alone = _compute(connection, work, tasks, connection.size)
-        beside, between = (run(connection, start, tensors, work, tasks) for run in (_beside, _between))
+        alone = _compute(connection, task, tasks, connection.size)
+        beside, between = (run(connection, start, tensors, task, tasks) for run in (_beside, _between))
         rows.append((alone, beside, between))
     alone, beside, between = (statistics.median(column) for column in zip(*rows, strict=True))
     hidden, waited = (max(0.0, added - alone) / _MESSAGES for added in (beside, between))
     return InStep(size=size, hidden=hidden, waited=waited)
 
 
-def _compute(connection: Connection, work: _Work, tasks: int, count: int) -> float:
+def _compute(connection: Connection, task: _Task, tasks: int, count: int) -> float:
     """Seconds of the slowest of the first `count` ranks, the same number everywhere."""
     dist.barrier(connection.control)
     begin = time.perf_counter()
     if connection.rank < count:
-        work.run(tasks)
+        task.run(tasks)
     return _slowest(connection, begin)
 
 
-def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], work: _Work, tasks: int) -> float:
+def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
     """Seconds of so many tasks and all-reduces that begin during the first half, on the slowest rank."""
     share = tasks // 2 // len(tensors)
     dist.barrier(connection.control)
     begin = time.perf_counter()
     sent = []
     for tensor in tensors:
-        work.run(share)
+        task.run(share)
         sent.append(start(tensor))
-    work.run(tasks - len(tensors) * share)
+    task.run(tasks - len(tensors) * share)
     for message in sent:
         message.wait()
     return _slowest(connection, begin)
 
 
-def _between(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], work: _Work, tasks: int) -> float:
+def _between(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
     """Seconds of as many tasks before each all-reduce, which is waited for, on the slowest rank."""
     dist.barrier(connection.control)
     begin = time.perf_counter()
     for tensor in tensors:
-        work.run(tasks // len(tensors))
+        task.run(tasks // len(tensors))
         start(tensor).wait()
     return _slowest(connection, begin)
 

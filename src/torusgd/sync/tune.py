@@ -27,6 +27,8 @@ _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 _SHORT_SIZES = tuple(1 << power for power in (14, 18, 22))
 _LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
 _CHUNKED = 1 << 20
+_SIZES_SHARE, _IN_STEPS_SHARE = 0.6, 0.15
+"""of the seconds, for all sizes alone and for each among computation; crowding takes what it takes, a few seconds"""
 _IN_STEPS = (1 << 14, 1 << 18)
 """bytes of messages that are timed among computation"""
 _ROUNDS = 8
@@ -70,13 +72,15 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
         before = time.perf_counter()
         # It takes what the last size took, and the further bytes, which every run moves about twice.
         ahead = last + repetitions * (1 + 2 * rivals) * 2 * per_byte * (size - last_size)
-        if timings and slowest(connection, [before - begin + ahead])[0] > seconds:
+        if timings and slowest(connection, [before - begin + ahead])[0] > (
+            seconds if short else _SIZES_SHARE * seconds
+        ):
             break
         timings += _rivals(connection, profile, size, rivals, repetitions)
         last, last_size = time.perf_counter() - before, size
     profile = profile.model_copy(update={"timings": tuple(timings)})
-    sizes = _IN_STEPS[:1] if short else _IN_STEPS
-    points = tuple(in_step(connection, expect(profile, size)[0], size, seconds / 4) for size in sizes)
+    sizes, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_SHARE * seconds)
+    points = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in sizes)
     profile = profile.model_copy(update={"in_steps": points})
     if short:
         return profile
