@@ -3,12 +3,13 @@
 import multiprocessing
 import os
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+from torch.distributed import TCPStore
 
 TIMEOUT = timedelta(seconds=50)
 """of the default group: shorter than a test may take, so that a lost rank is told by the ranks themselves"""
@@ -23,7 +24,7 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCHELASTIC_USE_AGENT_STORE="True")  # the test holds the store
     try:
         dist.init_process_group("gloo", timeout=TIMEOUT)
         answers.put((rank, function(*arguments), None))
@@ -31,7 +32,6 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
         answers.put((rank, None, traceback.format_exc()))
     answers.close()
     answers.join_thread()
-    time.sleep(0.5 if rank == 0 else 0)  # rank 0 holds the store that the others may still be talking to
     os._exit(0)
 
 
@@ -42,12 +42,10 @@ def run_ranks(
 
     With `expected`, only so many ranks answer (the test loses the others on purpose).
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = _CONTEXT.Queue()
     processes = [
-        _CONTEXT.Process(target=_rank, args=(function, rank, size, port, arguments, answers), daemon=True)
+        _CONTEXT.Process(target=_rank, args=(function, rank, size, store.port, arguments, answers), daemon=True)
         for rank in range(size)
     ]
     for process in processes:

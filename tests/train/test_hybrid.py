@@ -3,7 +3,6 @@
 import json
 import multiprocessing as mp
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +99,7 @@ def train(out: Path, case: str, rank: int, ranks: Any, steps: int | None = None,
 def rank_main(rank: int, ports: dict[int, int], out: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "RANK": str(rank)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the test holds the stores
     told = {}
     for size, _, until in RELAY:
         if rank >= size:
@@ -121,10 +121,8 @@ def rank_main(rank: int, ports: dict[int, int], out: Path) -> None:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("hybrid")
-    probes = {size: socket.create_server(("127.0.0.1", 0)) for size in RUNS}
-    ports = {size: probe.getsockname()[1] for size, probe in probes.items()}
-    for probe in probes.values():
-        probe.close()
+    stores = {size: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for size in RUNS}
+    ports = {size: store.port for size, store in stores.items()}
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "torusgd.train.run"])
     processes = [context.Process(target=rank_main, args=(rank, ports, out)) for rank in range(max(RUNS))]

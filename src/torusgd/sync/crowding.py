@@ -76,7 +76,7 @@ def in_step(connection: Connection, how: Plan | None, size: int, seconds: float)
         connection: Between the ranks.
         how: The plan; None: natively.
         size: Bytes.
-        seconds: To spend on computations without, with and between all-reduces in turn, of which there are 2 to 9 each.
+        seconds: To spend on computations without, with and between all-reduces in turn, of which there are 1 to 9 each.
     """
     task = _Task(connection.engine.device, images=4)
     tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]
@@ -86,7 +86,7 @@ def in_step(connection: Connection, how: Plan | None, size: int, seconds: float)
     one = _compute(connection, task, _MESSAGES, connection.size) / _MESSAGES
     tasks = _MESSAGES * max(2, math.ceil(2 * at_once / one / _MESSAGES))
     rows: list[tuple[float, float, float]] = []
-    while len(rows) < 2 or (len(rows) < 9 and sum(map(sum, rows)) < seconds):
+    while not rows or (len(rows) < 9 and sum(map(sum, rows)) < seconds):
         alone = _compute(connection, task, tasks, connection.size)
         beside, between = (run(connection, start, tensors, task, tasks) for run in (_beside, _between))
         rows.append((alone, beside, between))
