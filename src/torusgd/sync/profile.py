@@ -190,23 +190,29 @@ def expect(profile: Profile, size: int) -> tuple[Plan | None, float, float]:
 
 
 def hidden(profile: Profile, size: float) -> float:
-    """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 where it is not measured."""
-    return _in_step(profile, size, [point.hidden for point in profile.in_steps]) if profile.in_steps else 0.0
+    """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 where it is not measured.
+
+    Even between the sizes that were measured; beyond the largest it is the same share of the all-reduce's own time.
+    """
+    if not profile.in_steps:
+        return 0.0
+    last = profile.in_steps[-1]
+    if size > last.size and profile.timings:
+        return last.hidden * expect(profile, round(size))[1] / expect(profile, last.size)[1]
+    return float(np.interp(size, [p.size for p in profile.in_steps], [p.hidden for p in profile.in_steps]))
 
 
 def waited(profile: Profile, size: float) -> float:
-    """Seconds of an all-reduce of `size` bytes after a computation; where that is not measured, of one alone."""
-    if profile.in_steps:
-        return _in_step(profile, size, [point.waited for point in profile.in_steps])
-    return expect(profile, round(size))[1]
+    """Seconds of an all-reduce of `size` bytes after a computation; where that is not measured, of one alone.
 
-
-def _in_step(profile: Profile, size: float, seconds: Sequence[float]) -> float:
-    """Even between the sizes that were measured; beyond the largest it grows as the all-reduce's own time."""
-    sizes = [point.size for point in profile.in_steps]
-    if size > sizes[-1] and profile.timings:
-        return seconds[-1] * expect(profile, round(size))[1] / expect(profile, sizes[-1])[1]
-    return float(np.interp(size, sizes, seconds))
+    Even between the sizes that were measured; beyond the largest it grows by as much as the all-reduce's own time.
+    """
+    if not profile.in_steps:
+        return expect(profile, round(size))[1]
+    last = profile.in_steps[-1]
+    if size > last.size and profile.timings:
+        return last.waited + max(0.0, expect(profile, round(size))[1] - expect(profile, last.size)[1])
+    return float(np.interp(size, [p.size for p in profile.in_steps], [p.waited for p in profile.in_steps]))
 
 
 def rank_plans(size: int, network: Network) -> list[tuple[Plan, float]]:
