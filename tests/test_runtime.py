@@ -1,3 +1,5 @@
+"""What a process is prepared with before it computes."""
+
 import os
 import subprocess
 import sys

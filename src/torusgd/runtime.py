@@ -157,8 +157,8 @@ def prepare_process(recipe: Recipe, device: torch.device) -> None:
 def keep_freed_memory() -> None:
     """Lets the C library keep what a step frees for the next one, however large, instead of handing it back.
 
-    A step frees and takes the same activations again; fresh ones come zeroed, page by page, which is 5 to 7 % of a step
-    on CPUs (docs/benchmarks.md). glibc only, and not where the environment already tunes it.
+    A step frees and takes the same activations again; fresh ones come zeroed, page by page, which was 6 to 8 % of a
+    step on CPUs (docs/log.md). glibc only, and not where the environment already tunes it.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return

@@ -72,9 +72,6 @@ def measured_software(job: Job, cluster: Cluster, software: Software, run: Path)
     passes, update = (median(event[key] for event in steps[1:]) for key in ("step_seconds", "update_seconds"))
     passes -= update
     if cluster.profile is not None:
-        changes = {"message": cluster.profile.message}
-        if cluster.profile.in_steps:
-            changes["contention"] = 0.0  # the measured one takes its place
-        how = software.communication.model_copy(update=changes)
+        how = software.communication.model_copy(update={"message": cluster.profile.message})
         software = software.model_copy(update={"communication": how})
     return matched(software, job.cost, cluster.device, first.images, passes, update, first.workers)

@@ -92,13 +92,12 @@ def step_time(
         # Statistics in forward and their gradients in backward: small messages, so alpha alone.
         exchange += 2 * cost.norms * passes * (cluster.inside.alpha + software.communication.message)
     update = update_seconds(cost, cluster, software, devices)
-    contention = software.communication.contention * sent.hidden + sent.slowed
     coordination = software.communication.coordination * devices if devices > 1 else 0.0
     jitter = (forward + backward) * (_stretch(software.jitter, devices, quantile) - 1)
-    busy = forward + backward + sent.exposed + contention + exchange + coordination + update + jitter
+    busy = forward + backward + sent.exposed + sent.contention + exchange + coordination + update + jitter
     waiting = max(0.0, images * passes / software.input_rate - busy) if software.input_rate else 0.0
     return StepTime(
-        forward, backward, sent.exposed, contention, exchange, coordination, update, waiting, jitter, sent.hidden
+        forward, backward, sent.exposed, sent.contention, exchange, coordination, update, waiting, jitter, sent.hidden
     )
 
 
@@ -115,8 +114,8 @@ def _stretch(jitter: float, devices: int, quantile: float) -> float:
 class _Sent:
     exposed: float
     hidden: float
-    slowed: float
-    """seconds that messages add to the computation that hides them, where a profile tells"""
+    contention: float
+    """seconds that messages add to the computation that hides them"""
 
 
 def _sum_gradients(
@@ -131,12 +130,12 @@ def _sum_gradients(
     waited = max(0.0, waited_seconds(script, price, how.pipelined) - seconds["activations"])
     summed = sum(seconds.values()) - seconds["activations"]
     hidden = max(0.0, summed - waited)
-    beside = 0.0
-    if cluster.profile is not None and summed:
+    contention = how.contention * hidden
+    if cluster.profile is not None and cluster.profile.in_steps and summed:
         own = [s for s in sent if s.content != "activations"]
         each = [hidden_seconds(cluster.profile, s.bytes) / (1 if s.kind == "sum" else 2) for s in own]
-        beside = sum(each) * hidden / summed
-    return _Sent(waited, hidden, beside)
+        contention = sum(each) * hidden / summed
+    return _Sent(waited, hidden, contention)
 
 
 def step_work(cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int) -> Pass:

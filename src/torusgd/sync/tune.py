@@ -66,15 +66,14 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
         timings=(),
     )
     timings: list[Timing] = []
+    until = seconds if short else _SIZES_SHARE * seconds
     last, last_size = 0.0, 0
     per_byte = max(link.per_byte for link in (inside, between) if link is not None)
     for size in _SHORT_SIZES if short else _SIZES:
         before = time.perf_counter()
         # It takes what the last size took, and the further bytes, which every run moves about twice.
         ahead = last + repetitions * (1 + 2 * rivals) * 2 * per_byte * (size - last_size)
-        if timings and slowest(connection, [before - begin + ahead])[0] > (
-            seconds if short else _SIZES_SHARE * seconds
-        ):
+        if timings and slowest(connection, [before - begin + ahead])[0] > until:
             break
         timings += _rivals(connection, profile, size, rivals, repetitions)
         last, last_size = time.perf_counter() - before, size
