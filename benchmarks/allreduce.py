@@ -3,17 +3,18 @@
     sudo .venv/bin/python benchmarks/allreduce.py --setup far --sizes 4KiB,64KiB,256KiB,1MiB,4MiB
     sudo .venv/bin/python benchmarks/allreduce.py --setup far-slow --sizes 4MiB,16MiB --json far-slow.json
 
-The set-ups are real processes and sockets on this machine with links of set latency and bandwidth (`torusgd.lab`).
-The ratio is that of the medians, plain torch.distributed.all_reduce over the algorithm. `limit` is what the links
-allow: one latency, and 2 (H - 1) / H of the bytes through each of H hosts' links; no all-reduce can be faster.
+The set-ups are real processes and sockets on this machine with links of set latency and bandwidth
+(`torusgd.rehearse.lab`). The ratio is that of the medians, plain torch.distributed.all_reduce over the algorithm.
+`limit` is what the links allow: one latency, and 2 (H - 1) / H of the bytes through each of H hosts' links; no all-
+reduce can be faster.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from torusgd.lab import Host, Lab
-from torusgd.sync.bench import bench_allreduce
+from torusgd.comm.bench import bench_allreduce
+from torusgd.rehearse.lab import Host, Lab
 
 SETUPS = {
     "far": [Host(latency=5e-3, rate=1e9)] * 16,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from allreduce import DESCRIBED, SETUPS
-from torusgd.lab import Lab
+from torusgd.rehearse.lab import Lab
 
 
 def variants(width: int) -> dict[str, Callable[[], object]]:
@@ -27,7 +27,7 @@ def variants(width: int) -> dict[str, Callable[[], object]]:
     from torch.nn.parallel import DistributedDataParallel
 
     from torusgd import ddp_hook
-    from torusgd.sync.algorithms import squarest
+    from torusgd.comm.algorithms import squarest
 
     torch.manual_seed(1 + dist.get_rank())
     images, labels = torch.rand(16, 784), torch.randint(10, (16,))

@@ -5,10 +5,11 @@ Needs root.
     sudo .venv/bin/python benchmarks/hybrid.py --images 16,64,256
     sudo .venv/bin/python benchmarks/hybrid.py --images 64 --rate 1e8 --json hybrid.json
 
-Each host is one rank with a link of set latency and bandwidth (`torusgd.lab`). A step is the trainer's own: forward,
-backward, exact sums, SGD, of two linear layers of 1,024 inputs and outputs; what is before them is left out. The bytes
-are what the kernel counted at the hosts' interfaces, headers included. Beside them stands the exact volume of Das et
-al. (arXiv 1602.06709; `torusgd.sync.volume`), and what the planner's formula takes to be the best.
+Each host is one rank with a link of set latency and bandwidth (`torusgd.rehearse.lab`). A step is the trainer's own:
+forward, backward, exact sums, SGD, of two linear layers of 1,024 inputs and outputs; what is before them is left out.
+The bytes are what the kernel counted at the hosts' interfaces, headers included. Beside them stands the exact volume
+of Das et al. (arXiv 1602.06709; `torusgd.tensor_parallel.volume`), and what the planner's formula takes to be the
+best.
 """
 
 import argparse
@@ -17,8 +18,8 @@ import statistics
 import time
 from pathlib import Path
 
-from torusgd.lab import Host, Lab, interface_bytes
-from torusgd.sync.volume import Linear, best_groups, hybrid_volume
+from torusgd.rehearse.lab import Host, Lab, interface_bytes
+from torusgd.tensor_parallel.volume import Linear, best_groups, hybrid_volume
 
 WIDTH, LAYERS = 1024, 2
 
@@ -70,14 +71,14 @@ def _stepper(images: int, parts: int):
     import torch.distributed as dist
     from torch import nn
 
+    from torusgd.comm.allreduce import create
+    from torusgd.comm.monitor import Traffic
     from torusgd.optim import build_optimizer
-    from torusgd.recipes import load_recipe
+    from torusgd.precision import Precision
+    from torusgd.recipe.load import load_recipe
     from torusgd.runtime import Ranks, RuntimeOptions
-    from torusgd.sync.allreduce import create
-    from torusgd.sync.traffic import Traffic
-    from torusgd.train.columns import ColumnPass
-    from torusgd.train.hybrid import hybrid_tail
-    from torusgd.train.precision import Precision
+    from torusgd.tensor_parallel.column_pass import ColumnPass
+    from torusgd.tensor_parallel.parallel_tail import hybrid_tail
 
     size = dist.get_world_size()
     ranks = Ranks(dist.get_rank(), size, torch.device("cpu"))

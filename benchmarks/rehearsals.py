@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torusgd.rehearse.command import command
+from torusgd.cli.rehearse import command
 
 TABLE = Path(__file__).parents[1] / "src" / "torusgd" / "plan" / "rehearsed.csv"
 COLUMNS = (

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from torusgd.lab import Host, Lab, interface_bytes
+from torusgd.rehearse.lab import Host, Lab, interface_bytes
 
 STEPS = 3
 HOSTS = 4
@@ -53,7 +53,7 @@ def contestants(width: int, adam: bool) -> dict[str, Callable[[], Contestant]]:
     from torch.nn.parallel import DistributedDataParallel
 
     from torusgd import ShardedUpdate, ddp_hook
-    from torusgd.sync.algorithms import squarest
+    from torusgd.comm.algorithms import squarest
 
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     images, labels = torch.rand(16, 784, generator=generator), torch.randint(10, (16,), generator=generator)

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torusgd.comm.allreduce import native
 from torusgd.data.loader import Loader
 from torusgd.data.pipeline import Batch
 from torusgd.models import build_model
 from torusgd.optim import build_optimizer
-from torusgd.recipe import Recipe
-from torusgd.recipes import load_recipe
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.schedule import Schedule
+from torusgd.recipe.schema import Recipe
 from torusgd.runtime import Ranks, resolve_auto
-from torusgd.schedule import Schedule
-from torusgd.sync.allreduce import native
 from torusgd.train.step import Stepper
 
 CASES = {

@@ -14,8 +14,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from torusgd.lab import Host, Lab
-from torusgd.sync.settling import STEPS
+from torusgd.gradients.bucket_rebuild import STEPS
+from torusgd.rehearse.lab import Host, Lab
 
 VARIANTS = {
     "native, 4 MiB buckets": "{allreduce: native, buckets: 4.0}",

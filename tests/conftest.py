@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torusgd import cli
-from torusgd.train.signals import STOP_SIGNALS
+from torusgd.signals import STOP_SIGNALS
 
 torch.set_num_threads(1)
 

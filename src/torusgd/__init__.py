@@ -9,12 +9,12 @@ from typing import Any
 
 _HOMES = {
     "Lars": "optim",
-    "Recipe": "recipe",
-    "Schedule": "schedule",
-    "ShardedUpdate": "train.own_loop",
+    "Recipe": "recipe.schema",
+    "Schedule": "recipe.schedule",
+    "ShardedUpdate": "gradients.sharded_update",
     "StreamOrder": "data.order",
-    "ddp_hook": "sync.ddp",
-    "load_recipe": "recipes",
+    "ddp_hook": "gradients.ddp_hook",
+    "load_recipe": "recipe.load",
     "polish": "train.polish",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - the names are looked up below

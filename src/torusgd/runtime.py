@@ -17,9 +17,9 @@ from pydantic import Field
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from .duration import Duration
 from .errors import UserError
-from .recipe import Recipe, Section
+from .recipe.duration import Duration
+from .recipe.schema import Recipe, Section
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """numbers of glibc's malloc.h"""

@@ -13,7 +13,7 @@ from torusgd.data import ArraySource, Pipeline, Source, open_sources
 from torusgd.data import pipeline as module
 from torusgd.data.augment import draw_changes, random_region
 from torusgd.errors import RunError, UserError
-from torusgd.recipe import Augment, Data
+from torusgd.recipe.schema import Augment, Data
 
 from .own import Stripes
 from .pictures import folder_data, psnr, write_folder

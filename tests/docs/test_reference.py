@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torusgd.recipes.reference import reference
+from torusgd.recipe.reference import reference
 
 
 def test_the_table_of_keys_is_current() -> None:

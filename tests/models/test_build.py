@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torusgd.errors import UserError
 from torusgd.models import MODELS, build_model
-from torusgd.recipe import Model, Options
+from torusgd.recipe.schema import Model, Options
 
 
 def build(name: str, options: Options | None = None, *, seed: int = 0, image_size: int = 8) -> nn.Module:

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from torusgd import recipe
 from torusgd.optim import Lars, Sgd, build_optimizer, parameter_kinds, set_hyperparameters
+from torusgd.recipe import schema as recipe
 
 
 class ScaleNorm(nn.Module):

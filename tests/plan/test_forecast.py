@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from torusgd.cli.plan import plan, published
+from torusgd.cli.plan_tables import duration
 from torusgd.errors import UserError
 from torusgd.plan import best, forecast, job_of, load_cluster, load_software, software_for, step_time, sweep
-from torusgd.plan.command import plan, published
 from torusgd.plan.forecast import Job, with_communication
-from torusgd.plan.run import staged
-from torusgd.plan.show import duration
+from torusgd.plan.run_time import staged
 from torusgd.plan.sweep import device_counts, fixed_batch, fixed_share, knee_of
-from torusgd.recipes import load_recipe
-from torusgd.schedule import Schedule
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.schedule import Schedule
 
 ABCI = load_cluster("abci")
 

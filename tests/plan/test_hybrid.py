@@ -18,7 +18,7 @@ from torusgd.plan.hybrid import (
     overlap_efficiency,
 )
 from torusgd.plan.known import known_cost
-from torusgd.plan.layers import Layer
+from torusgd.plan.model_cost import Layer
 
 
 def linear(ifm: int, ofm: int) -> Layer:

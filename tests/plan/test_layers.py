@@ -6,7 +6,7 @@ from torch import nn
 
 from torusgd.errors import UserError
 from torusgd.models import MODELS
-from torusgd.plan.layers import ModelCost, read_model
+from torusgd.plan.model_cost import ModelCost, read_model
 
 
 def cost_of(name: str, pixels: int) -> ModelCost:

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from torusgd.cli.plan import plan
+from torusgd.comm.buckets import best_buckets
+from torusgd.comm.profile import Crowd, Link, Profile, Timing
 from torusgd.errors import UserError
 from torusgd.plan import forecast, job_of, load_software, software_for
-from torusgd.plan.command import plan
+from torusgd.plan.cluster import Communication, Software
 from torusgd.plan.compose import compose
-from torusgd.plan.describe import Communication, Software
 from torusgd.plan.forecast import with_communication
 from torusgd.plan.local import local_cluster, measured_software
 from torusgd.plan.network import phases
-from torusgd.plan.script import Send
+from torusgd.plan.step_script import Send
 from torusgd.plan.timeline import step_work
-from torusgd.recipes import load_recipe
-from torusgd.sync.buckets import best_buckets
-from torusgd.sync.profile import Crowd, Link, Profile, Timing
+from torusgd.recipe.load import load_recipe
 
 LINK = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
 FAST = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.plan.describe import Cluster, Communication, Device, Link
+from torusgd.comm.algorithms import plan
+from torusgd.comm.cost import Network, Terms, seconds
+from torusgd.plan.cluster import Cluster, Communication, Device, Link
 from torusgd.plan.network import Axis, doubling, exchange, grid_of, hop, phases, reduce_scatter, tree
-from torusgd.sync.algorithms import plan
-from torusgd.sync.cost import Network, Terms, seconds
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
 

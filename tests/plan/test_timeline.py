@@ -8,17 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torusgd.comm.buckets import plan_buckets
+from torusgd.comm.profile import InStep, Profile
+from torusgd.comm.profile import Link as MeasuredLink
 from torusgd.models.vgg import vgg_a
 from torusgd.plan.buckets import cut_buckets
 from torusgd.plan.catalog import load_cluster, load_software
-from torusgd.plan.compute import kernel_seconds, matched, memory_bytes, pass_seconds, update_seconds
-from torusgd.plan.describe import Buckets, Cluster, Communication, Device, Link, Software
+from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software
 from torusgd.plan.known import known_cost
-from torusgd.plan.layers import Gradient, Kernels, ModelCost
+from torusgd.plan.model_cost import Gradient, Kernels, ModelCost
+from torusgd.plan.roofline import kernel_seconds, matched, memory_bytes, pass_seconds, update_seconds
 from torusgd.plan.timeline import slowest, step_time
-from torusgd.sync.buckets import plan_buckets
-from torusgd.sync.profile import InStep, Profile
-from torusgd.sync.profile import Link as MeasuredLink
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
 LINK = Link(alpha=0.0, bandwidth=1e9)

@@ -9,22 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torusgd.cli import rehearse as command
 from torusgd.errors import RunError, UserError
-from torusgd.lab import why_not
 from torusgd.plan.catalog import load_cluster, load_software
+from torusgd.plan.cluster import Communication, Software
 from torusgd.plan.compose import compose
-from torusgd.plan.compute import update_seconds
-from torusgd.plan.describe import Communication, Software
 from torusgd.plan.forecast import Job, job_of, software_for, with_communication
 from torusgd.plan.network import Axis, Phase, hop
-from torusgd.plan.script import Action, Compute, Send, Wait, compute_seconds, price_of, waited_seconds
+from torusgd.plan.roofline import update_seconds
+from torusgd.plan.step_script import Action, Compute, Send, Wait, compute_seconds, price_of, waited_seconds
 from torusgd.plan.timeline import step_time, step_work
-from torusgd.recipes import load_recipe
-from torusgd.rehearse import command
+from torusgd.recipe.load import load_recipe
+from torusgd.rehearse.lab import why_not
 from torusgd.rehearse.player import dump, elements
 from torusgd.rehearse.rehearsal import as_torusgd
 from torusgd.rehearse.scale import SHARE, Ceiling, choose_scale
-from torusgd.sync.volume import hybrid_volume
+from torusgd.tensor_parallel.volume import hybrid_volume
 
 AWS = load_cluster("aws-c4.8xlarge")
 MISSING = why_not()

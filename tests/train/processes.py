@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from torusgd.duration import Duration
-from torusgd.recipes import load_recipe
+from torusgd.recipe.duration import Duration
+from torusgd.recipe.load import load_recipe
 from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
-from torusgd.train.folder import RunFolder
+from torusgd.signals import StopFlag
 from torusgd.train.run import Job, Run
-from torusgd.train.signals import StopFlag
+from torusgd.train.run_dir import RunFolder
 
 from .runs import command
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from torusgd.recipes import load_recipe
+from torusgd.recipe.load import load_recipe
 from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
-from torusgd.train.folder import RunFolder
+from torusgd.signals import StopFlag
+from torusgd.train.events import plan_table
 from torusgd.train.run import Job, Run
-from torusgd.train.signals import StopFlag
-from torusgd.train.telemetry import plan_table
+from torusgd.train.run_dir import RunFolder
 
 # The digits recipe, made tiny: two stages, twelve virtual workers, keyed images, dropout, batch norm, LARS.
 TINY = (

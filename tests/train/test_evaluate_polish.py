@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from torusgd.comm.allreduce import native
 from torusgd.data.pipeline import Pipeline
 from torusgd.data.sources import open_sources
 from torusgd.models import build_model
-from torusgd.recipes import load_recipe
+from torusgd.precision import Precision
+from torusgd.recipe.load import load_recipe
 from torusgd.runtime import Ranks
-from torusgd.sync.allreduce import native
 from torusgd.train.evaluate import count_correct, evaluate
 from torusgd.train.polish import polish
-from torusgd.train.precision import Precision
 
 from .runs import TINY
 

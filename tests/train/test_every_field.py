@@ -6,7 +6,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from torusgd.recipe import Recipe
+from torusgd.recipe.schema import Recipe
 
 from .runs import events, run_here
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.sync.gloo_world import run_ranks
-from torusgd.recipes import load_recipe
+from tests.comm.gloo_world import run_ranks
+from torusgd.recipe.load import load_recipe
 from torusgd.runtime import Ranks, RuntimeOptions
-from torusgd.train.folder import RunFolder
+from torusgd.signals import StopFlag
 from torusgd.train.run import Job, Run
-from torusgd.train.signals import StopFlag
+from torusgd.train.run_dir import RunFolder
 
 from .runs import events
 

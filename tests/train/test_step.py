@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torusgd.comm.allreduce import native
 from torusgd.data.loader import Loader
 from torusgd.data.order import StreamOrder
 from torusgd.data.pipeline import Pipeline
@@ -14,10 +15,9 @@ from torusgd.data.sources import open_sources
 from torusgd.errors import RunError
 from torusgd.models import build_model
 from torusgd.optim import build_optimizer
-from torusgd.recipes import load_recipe
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.schedule import Schedule
 from torusgd.runtime import Ranks
-from torusgd.schedule import Schedule
-from torusgd.sync.allreduce import native
 from torusgd.train.step import Stepper
 from torusgd.weights import weights_sha256
 

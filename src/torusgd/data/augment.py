@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..keyed import AUGMENT, keyed_integer, keyed_uniform
-from ..recipe import Augment
+from ..recipe.schema import Augment
+from ..rng import AUGMENT, keyed_integer, keyed_uniform
 from .view import Region
 
 Pixels = npt.NDArray[np.uint8]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..errors import UserError
-from ..keyed import SPLIT, keyed_permutation
+from ..rng import SPLIT, keyed_permutation
 from .arrays import Images
 
 HELD_OUT = 360

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UserError
-from ..keyed import FRAMES, keyed_hash, keyed_integer
+from ..rng import FRAMES, keyed_hash, keyed_integer
 
 Pixels = npt.NDArray[np.uint8]
 Int32 = npt.NDArray[np.int32]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
-from ..recipes import load_recipe, recipe_names
+from ..recipe.load import load_recipe, recipe_names
 from .arrays import open_arrays
 from .decode import Undecodable
 from .folder import Folder, open_folder

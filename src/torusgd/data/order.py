@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ..keyed import ORDER, keyed_permutation
+from ..rng import ORDER, keyed_permutation
 
 Int64 = npt.NDArray[np.int64]
 

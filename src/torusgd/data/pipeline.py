@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from ..errors import RunError, UserError
-from ..keyed import SUBSTITUTE, keyed_integer
-from ..recipe import Data, sides
+from ..recipe.schema import Data, sides
+from ..rng import SUBSTITUTE, keyed_integer
 from . import augment as random_changes
 from .augment import Changes
 from .sources import ArraySource, CorruptImage, RegionSource, Source

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..errors import UserError
 from ..importing import import_factory
-from ..recipe import Data, sides
+from ..recipe.schema import Data, sides
 from .view import Choose
 
 Pixels = npt.NDArray[np.uint8]

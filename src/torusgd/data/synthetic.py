@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UserError
-from ..keyed import SYNTHETIC, keyed_hash, keyed_integer
+from ..rng import SYNTHETIC, keyed_hash, keyed_integer
 
 Pixels = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]

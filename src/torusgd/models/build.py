@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UserError
 from ..importing import import_factory
-from ..keyed import INIT, keyed_hash
-from ..recipe import Model, Sides, sides
+from ..recipe.schema import Model, Sides, sides
+from ..rng import INIT, keyed_hash
 from .alexnet import alexnet_bn
 from .dnn import cd_dnn
 from .overfeat import overfeat_fast

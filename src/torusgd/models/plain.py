@@ -47,7 +47,7 @@ class PlainNet(nn.Module):
         return x.flatten(1)
 
     def tail(self) -> list[nn.Module]:
-        """The linear layers with what is between them (`torusgd.models.columns`)."""
+        """The linear layers with what is between them (`torusgd.tensor_parallel.tail`)."""
         return [self.fc6, self.relu, self.dropout, self.fc7, self.relu, self.dropout, self.fc8]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class SmallResNet(nn.Module):
         return self.dropout(self.avgpool(x).flatten(1))
 
     def tail(self) -> list[nn.Module]:
-        """The classifier (`torusgd.models.columns`)."""
+        """The classifier (`torusgd.tensor_parallel.tail`)."""
         return [self.fc]
 
     def forward(self, x: Tensor) -> Tensor:

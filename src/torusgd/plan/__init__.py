@@ -1,7 +1,7 @@
 """The planner: how long a recipe takes on a described cluster, where the time goes, and what to change.
 
 >>> from torusgd.plan import forecast, job_of, load_cluster, load_software, software_for
->>> from torusgd.recipes import load_recipe
+>>> from torusgd.recipe.load import load_recipe
 >>> recipe = load_recipe("fujitsu-74s").recipe
 >>> program = software_for(recipe, load_software("mxnet-fujitsu"))
 >>> plan = forecast(job_of(recipe), load_cluster("abci"), program, devices=2048)
@@ -11,9 +11,9 @@ True
 
 from .best import best
 from .catalog import cluster_names, load_cluster, load_software, software_names
-from .describe import Cluster, Device, Link, Software
+from .cluster import Cluster, Device, Link, Software
 from .forecast import Forecast, forecast, job_of, software_for
-from .layers import ModelCost, read_model
+from .model_cost import ModelCost, read_model
 from .sweep import fixed_batch, fixed_share, sweep
 from .timeline import StepTime, step_time
 

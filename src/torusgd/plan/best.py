@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .describe import Buckets, Cluster, Software
+from .cluster import Buckets, Cluster, Software
 from .forecast import Forecast, Job, forecast, with_communication
-from .run import Span
+from .run_time import Span
 
 Change = Callable[[Software], Software]
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..sync.buckets import best_buckets
-from ..sync.profile import Profile
-from .describe import Buckets
-from .layers import Array, Gradient
+from ..comm.buckets import best_buckets
+from ..comm.profile import Profile
+from .cluster import Buckets
+from .model_cost import Array, Gradient
 
 
 class Bucket(NamedTuple):
@@ -76,7 +76,7 @@ def settled_buckets(
 
 
 def _runs(sizes: Sequence[int], ready: Array, limit: int) -> list[Bucket]:
-    """As torusgd cuts (`sync.reducer`): tensors join up to the limit, a larger one stands alone."""
+    """As torusgd cuts (`gradients.reducer`): tensors join up to the limit, a larger one stands alone."""
     edges, length = [0], 0
     for number, size in enumerate(sizes):
         if number > edges[-1] and length + size > limit:

@@ -11,8 +11,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ..recipe import NotNegative, Positive, Section
-from ..recipes import parse_yaml, validate
+from ..recipe.load import parse_yaml, validate
+from ..recipe.schema import NotNegative, Positive, Section
 
 Factors = dict[str, float]
 """parameter's name: factor"""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import UserError
-from ..recipe import Section
-from ..recipes import parse_yaml, validate
+from ..recipe.load import parse_yaml, validate
+from ..recipe.schema import Section
 from .calibration import calibrated
-from .describe import Cluster, Software
+from .cluster import Cluster, Software
 
 D = TypeVar("D", bound=Section)
 

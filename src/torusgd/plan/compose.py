@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .buckets import cut_buckets, settled_buckets
-from .compute import Pass, update_seconds
-from .describe import Cluster, Software
-from .layers import Layer, ModelCost
-from .script import Action, Compute, Send, Wait
+from .cluster import Cluster, Software
+from .model_cost import Layer, ModelCost
+from .roofline import Pass, update_seconds
+from .step_script import Action, Compute, Send, Wait
 
 _MASTER_BYTES = 4
 """of a weight, as a sharded update gathers it"""
@@ -86,7 +86,9 @@ def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Softwar
     size = how.wire_bits // 8
     ready = work.ready[whole]
     may_settle = how.algorithm == "auto" and how.buckets.rule == "runs" and not software.sharded_update
-    if cluster.profile is not None and cluster.profile.backend == "gloo" and may_settle:  # as `sync.settling`: on CPUs
+    if (
+        cluster.profile is not None and cluster.profile.backend == "gloo" and may_settle
+    ):  # as `gradients.bucket_rebuild`: on CPUs
         buckets = settled_buckets(gradients, ready, work.backward, cluster.profile, size)
     else:
         buckets = cut_buckets(gradients, ready, how.buckets, size)

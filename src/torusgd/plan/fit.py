@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 
 from .calibration import Calibrated, Factors, Parameter, load_parameters
-from .layers import Array
+from .model_cost import Array
 from .published import Row, predict, system_of
 
 ROW_SPREAD = 0.04

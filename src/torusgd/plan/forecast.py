@@ -13,12 +13,12 @@ from torch import nn
 from ..data.sources import open_sources
 from ..errors import UserError
 from ..models.build import construct
-from ..recipe import Model, Recipe, sides
-from ..schedule import Schedule
-from .compute import memory_bytes
-from .describe import Cluster, Communication, Software
-from .layers import ModelCost, read_model
-from .run import HIGH, LOW, RunTime, Span, run_time, widened
+from ..recipe.schedule import Schedule
+from ..recipe.schema import Model, Recipe, sides
+from .cluster import Cluster, Communication, Software
+from .model_cost import ModelCost, read_model
+from .roofline import memory_bytes
+from .run_time import HIGH, LOW, RunTime, Span, run_time, widened
 from .timeline import StepTime, step_time
 
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ..sync.volume import best_groups, hybrid_volume, optimal_groups
-from .layers import Layer
+from ..tensor_parallel.volume import best_groups, hybrid_volume, optimal_groups
+from .model_cost import Layer
 
 __all__ = [
     "best_groups",

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..models import MODELS
-from .layers import Gradient, Kernels, ModelCost, read_model
+from .model_cost import Gradient, Kernels, ModelCost, read_model
 
 _INPUTS = {
     "alexnet-bn": (3, 227, 227, 1000),

@@ -5,12 +5,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..comm.profile import Link as MeasuredLink
+from ..comm.profile import Profile, ranks_a_host
 from ..errors import UserError
-from ..sync.profile import Link as MeasuredLink
-from ..sync.profile import Profile, ranks_a_host
-from .compute import matched
-from .describe import Cluster, Device, Link, Software
+from .cluster import Cluster, Device, Link, Software
 from .forecast import Job
+from .roofline import matched
 
 _NOMINAL = 1e12
 """FLOP/s of a device nobody gave a figure for; a measured step scales it away"""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ..sync.profile import Profile, expect, waited
-from .describe import Cluster, Communication
+from ..comm.profile import Profile, expect, waited
+from .cluster import Cluster, Communication
 
 
 class Hop(NamedTuple):

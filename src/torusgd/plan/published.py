@@ -10,16 +10,16 @@ from typing import Literal
 import numpy as np
 
 from ..errors import UserError
-from ..recipe import Count, Positive, Section
-from ..recipes import validate
+from ..recipe.load import validate
+from ..recipe.schema import Count, Positive, Section
 from .buckets import cut_buckets
 from .calibration import Factors, calibrated
 from .catalog import load_cluster, load_software, tree_of
-from .describe import Cluster, Communication, Software
+from .cluster import Cluster, Communication, Software
 from .known import known_cost
-from .layers import ModelCost
+from .model_cost import ModelCost
 from .network import phases
-from .run import HIGH, LOW, run_time, staged, widened
+from .run_time import HIGH, LOW, run_time, staged, widened
 from .timeline import step_time
 
 COLUMNS = ("id", "system", "model", "cluster", "software", "devices", "batch_per_device", "global_batch", "epochs")

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .describe import Cluster, Software
+from .cluster import Cluster, Software
 from .forecast import Forecast, Job, forecast
-from .run import Span
+from .run_time import Span
 
 KNEE_EFFICIENCY = 0.8
 """the knee is the last point of the curve where one more device still gives this share of one device's work"""

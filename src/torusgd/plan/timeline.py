@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import NormalDist
 
-from ..sync.profile import hidden as hidden_seconds
+from ..comm.profile import hidden as hidden_seconds
+from .cluster import Cluster, Software
 from .compose import compose, split_layers
-from .compute import Pass, pass_seconds, update_seconds
-from .describe import Cluster, Software
 from .hybrid import hybrid_volume
-from .layers import Layer, ModelCost
+from .model_cost import Layer, ModelCost
 from .network import Axis, reduce_scatter
-from .script import CONTENTS, Send, price_of, waited_seconds
+from .roofline import Pass, pass_seconds, update_seconds
+from .step_script import CONTENTS, Send, price_of, waited_seconds
 
 
 @dataclass(frozen=True)

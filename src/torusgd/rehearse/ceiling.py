@@ -7,10 +7,10 @@ from statistics import median
 
 import torch.distributed as dist
 
-from ..lab import Host, Lab
-from ..sync.connect import Connection, connect
-from ..sync.routes import Message, Round
-from ..sync.tune import slowest, zeros
+from ..comm.groups import Connection, connect
+from ..comm.rounds import Message, Round
+from ..comm.tune import slowest, zeros
+from .lab import Host, Lab
 from .scale import Ceiling
 
 _LARGE = 1 << 18

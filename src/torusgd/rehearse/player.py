@@ -1,4 +1,4 @@
-"""Plays a script on one rank: real messages through `torusgd.sync`, timed waits in place of compute."""
+"""Plays a script on one rank: real messages through `torusgd.comm`, timed waits in place of compute."""
 
 import json
 import sys
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..plan.script import Action, Compute, Send, Wait
-from ..sync.algorithms import GRIDS, Plan, parse_grid, plan, usual_chunks
-from ..sync.allreduce import Planned, create
-from ..sync.connect import connect
-from ..sync.native import Native
-from ..sync.strips import Strips
-from ..sync.work import Work
+from ..comm.algorithms import GRIDS, Plan, parse_grid, plan, usual_chunks
+from ..comm.allreduce import Planned, create
+from ..comm.base import Work
+from ..comm.groups import connect
+from ..comm.native import Native
+from ..comm.reduce_scatter import Strips
+from ..plan.step_script import Action, Compute, Send, Wait
 
 DTYPES = {"exact": "int32", "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 """of gradients on the wire, by the recipe's reduction"""

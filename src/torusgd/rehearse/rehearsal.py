@@ -9,14 +9,14 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from ..lab import Host, Lab
+from ..plan.cluster import Buckets, Cluster, Software
 from ..plan.compose import compose
-from ..plan.describe import Buckets, Cluster, Software
 from ..plan.forecast import Job, with_communication
 from ..plan.network import grid_of
-from ..plan.script import Send, compute_seconds, price_of, waited_seconds
+from ..plan.step_script import Send, compute_seconds, price_of, waited_seconds
 from ..plan.timeline import StepTime, step_time, step_work
 from .ceiling import measure_ceiling, told
+from .lab import Host, Lab
 from .player import DTYPES, dump
 from .scale import Ceiling, Scale, choose_scale
 
@@ -110,7 +110,7 @@ def as_torusgd(
     Args:
         software: Of the cluster.
         bucket_mib: Of the recipe's runtime.
-        allreduce: As `torusgd.sync.allreduce.create` takes it, torus:halving/ring for example.
+        allreduce: As `torusgd.comm.allreduce.create` takes it, torus:halving/ring for example.
         grid: Y x X, for torus and hierarchical.
         overlap: Buckets leave during backward.
         sharded: Strips of the weights are updated, and gathered behind the next forward pass.

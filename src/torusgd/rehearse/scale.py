@@ -7,7 +7,7 @@ that takes s times as long. Every ratio of times is kept, so that a share of the
 
 from dataclasses import dataclass
 
-from ..plan.describe import Cluster, Communication
+from ..plan.cluster import Cluster, Communication
 
 SHARE = 0.15
 """of the lab's measured rate that a scaled link may ask for, so that its CPU stays a carrier and no part of the play"""

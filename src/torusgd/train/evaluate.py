@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..comm.base import AllReduce
+from ..comm.exact_sum import FULL, decode, encode
 from ..data.pipeline import Batch, Pipeline
 from ..errors import RunError
+from ..precision import Precision
 from ..runtime import Ranks
-from ..sync.exact import FULL, decode, encode
-from ..sync.work import AllReduce
-from .precision import Precision
 
 
 @dataclass(frozen=True)

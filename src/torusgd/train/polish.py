@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..comm.allreduce import native
+from ..comm.base import AllReduce
+from ..comm.exact_sum import FULL, decode, encode
 from ..data.pipeline import Pipeline
-from ..recipe import Recipe
+from ..precision import Precision
+from ..recipe.schema import Recipe
 from ..runtime import Ranks
-from ..sync.allreduce import native
-from ..sync.exact import FULL, decode, encode
-from ..sync.work import AllReduce
 from .evaluate import read_ahead
-from .precision import Precision
 
 
 @torch.no_grad()

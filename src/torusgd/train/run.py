@@ -10,31 +10,31 @@ from typing import Any
 
 from torch import Tensor
 
+from ..comm.allreduce import create
+from ..comm.monitor import hidden_share
 from ..data.loader import Loader
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline
 from ..data.sources import open_sources
-from ..duration import Duration
 from ..errors import RunError, UserError
+from ..gradients.bucket_rebuild import Settling
 from ..models import build_model
 from ..optim import build_optimizer
-from ..recipe import Recipe
+from ..recipe.duration import Duration
+from ..recipe.schedule import Schedule
+from ..recipe.schema import Recipe
 from ..runtime import Ranks, RuntimeOptions, check_world_size, conditions, loader_threads, prepare_process
-from ..schedule import Schedule
-from ..sync.allreduce import create
-from ..sync.settling import Settling
-from ..sync.traffic import hidden_share
+from ..signals import StopFlag
+from ..tensor_parallel.parallel_tail import hybrid_tail
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
 from .checkpoint import CheckpointWriter, newest_checkpoint
+from .compare_plan import Planned
 from .evaluate import Evaluation, evaluate
-from .folder import RunFolder
-from .hybrid import hybrid_tail
-from .planned import Planned
+from .events import Telemetry, plan_table, warn
 from .polish import polish_by_recipe
-from .signals import StopFlag
+from .run_dir import RunFolder
 from .state import RunState, broadcast_text
 from .step import Stepper, StepResult
-from .telemetry import Telemetry, plan_table, warn
 
 
 @dataclass(frozen=True)

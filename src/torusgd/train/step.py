@@ -12,28 +12,28 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..comm.allreduce import Planned
+from ..comm.buckets import Buckets
+from ..comm.monitor import Traffic
+from ..comm.native import Native
+from ..comm.reduce_scatter import Strips
 from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
 from ..errors import RunError
+from ..gradients.reducer import Reducer
+from ..gradients.update import Replicated, Sharded, Update
 from ..optim import set_hyperparameters
-from ..recipe import Recipe
+from ..precision import Precision
+from ..recipe.schedule import Schedule, Step
+from ..recipe.schema import Recipe
 from ..runtime import Ranks
-from ..schedule import Schedule, Step
-from ..sync.allreduce import Planned
-from ..sync.buckets import Buckets
-from ..sync.links import Links
-from ..sync.native import Native
-from ..sync.reducer import Reducer
-from ..sync.strips import Strips
-from ..sync.traffic import Traffic
+from ..tensor_parallel.parallel_step import Hybrid, HybridPass, HybridReducer
+from ..tensor_parallel.parallel_tail import HybridTail
 from .batchnorm import BatchNormStatistics
-from .hybrid import HybridTail
-from .hybrid_step import Hybrid, HybridPass, HybridReducer
-from .lateness import Lateness, Slowest, slowest
-from .passes import Passing, WholePass, blank
-from .precision import Precision
-from .statistics import StepStatistics, Totals
-from .update import Replicated, Sharded, Update
+from .control_vector import StepStatistics, Totals
+from .forward_backward import Passing, WholePass, blank
+from .link_probe import Links
+from .stragglers import Lateness, Slowest, slowest
 
 MAX_ATTEMPTS = 3
 _USUAL = 8

@@ -1,0 +1,233 @@
+"""Measures a network with the ranks at hand: links as alpha-beta terms, and the algorithms against each other.
+
+Every rank takes part and ends with the same profile: times are the slowest rank's, agreed by a MAX all-reduce.
+"""
+
+import hashlib
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import UserError
+from .base import Work
+from .contention import crowding, in_step
+from .groups import Connection, connect
+from .profile import Link, Profile, Timing, expect, rank_plans
+from .rounds import Message, Round
+
+_SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
+_SHORT_SIZES = tuple(1 << power for power in (14, 18, 22))
+_LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
+_CHUNKED = 1 << 20
+_SIZES_SHARE, _IN_STEPS_SHARE = 0.6, 0.15
+"""of the seconds, for all sizes alone and for each among computation; crowding takes what it takes, a few seconds"""
+_IN_STEPS = (1 << 14, 1 << 18)
+"""bytes of messages that are timed among computation"""
+_ROUNDS = 8
+"""dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
+_FAN = 8
+_FAN_ROUNDS = 4
+
+
+def tune(seconds: float = 40.0, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Profile:
+    """Measures the network between the ranks of `group` (None: all), each of which calls it and gets the profile."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        raise UserError("tune: one rank has no network to measure; start it on several ranks, such as with torchrun")
+    connection = connect(group, device)
+    try:
+        return measure(connection, seconds)
+    finally:
+        connection.close()
+
+
+def measure(connection: Connection, seconds: float, short: bool = False) -> Profile:
+    """A profile in about `seconds`: sizes are tried from small to large until the time is up.
+
+    `short` is the probe before a run without a profile: fewer sizes, rivals and repetitions.
+    """
+    begin = time.perf_counter()
+    hosts = hosts_of(connection.control)
+    repetitions, rivals = (2, 3) if short else (4, 5)
+    inside, between, message = _links(connection, hosts, repetitions)
+    profile = Profile(
+        backend="nccl" if connection.control is not connection.groups[-1] else "gloo",
+        hosts=hosts,
+        message=message,
+        inside=inside,
+        between=between,
+        timings=(),
+    )
+    timings: list[Timing] = []
+    until = seconds if short else _SIZES_SHARE * seconds
+    last, last_size = 0.0, 0
+    per_byte = max(link.per_byte for link in (inside, between) if link is not None)
+    for size in _SHORT_SIZES if short else _SIZES:
+        before = time.perf_counter()
+        # It takes what the last size took, and the further bytes, which every run moves about twice.
+        ahead = last + repetitions * (1 + 2 * rivals) * 2 * per_byte * (size - last_size)
+        if timings and slowest(connection, [before - begin + ahead])[0] > until:
+            break
+        timings += _rivals(connection, profile, size, rivals, repetitions)
+        last, last_size = time.perf_counter() - before, size
+    profile = profile.model_copy(update={"timings": tuple(timings)})
+    sizes, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_SHARE * seconds)
+    points = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in sizes)
+    profile = profile.model_copy(update={"in_steps": points})
+    if short:
+        return profile
+    turns = max(3, min(9, round(seconds)))
+    return profile.model_copy(update={"crowding": crowding(connection, turns)})
+
+
+def stopwatch(connection: Connection, start: Callable[..., Work], *arguments: object) -> float:
+    """Seconds on this rank from a barrier to the end of the work that `start(*arguments)` begins."""
+    dist.barrier(connection.control)
+    begin = time.perf_counter()
+    start(*arguments).wait()
+    if connection.engine.device.type == "cuda":
+        torch.cuda.synchronize(connection.engine.device)
+    return time.perf_counter() - begin
+
+
+def slowest(connection: Connection, values: Sequence[float]) -> list[float]:
+    """The largest of each value over the ranks: the same list everywhere."""
+    agreed = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, connection.control)
+    return agreed.tolist()
+
+
+def zeros(connection: Connection, size: int) -> torch.Tensor:
+    """A float32 tensor of so many bytes (at least one element)."""
+    return torch.zeros(max(1, size // 4), device=connection.engine.device)
+
+
+def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
+    """Times native and the most promising plans in turn, plans twice as often; the first run of each warms up."""
+    plans = [how for how, _ in rank_plans(size, profile.network)[:rivals]]
+    # What chunks gain (links that are never idle) is not in the formulas: it is tried.
+    plans += [replace(how, chunks=4) for how in plans[:2] if size >= _CHUNKED and how.chunks == 1]
+    natives: list[float] = []
+    rows: list[list[float]] = []
+    for _ in range(repetitions):
+        natives.append(stopwatch(connection, connection.native.start, zeros(connection, size)))
+        for _ in range(2):
+            rows.append([stopwatch(connection, connection.engine.run, zeros(connection, size), how) for how in plans])
+    columns = [natives[1:], *zip(*rows[1:], strict=True)]
+    medians = [statistics.median(slowest(connection, column)) for column in columns]
+    described = [("native", None, 1), *[(how.name, how.grid, how.chunks) for how in plans]]
+    return [
+        Timing(size=size, algorithm=name, grid=grid, chunks=chunks, median=median)
+        for (name, grid, chunks), median in zip(described, medians, strict=True)
+    ]
+
+
+def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> tuple[Link | None, Link | None, float]:
+    """The link within hosts, the link between them (one rank of each host at work), and the cost of a message."""
+    rank, size = connection.rank, connection.size
+    host = [r for r in range(size) if hosts[r] == hosts[rank]]
+    leaders = [r for r in range(size) if hosts.index(hosts[r]) == r]
+    inside = _link(connection, host, repetitions) if len(leaders) < size else None
+    between = _link(connection, leaders, repetitions) if len(leaders) > 1 else None
+    fan = min(_FAN, size - 1)
+    few, many = (slowest(connection, [_fan(connection, n, repetitions)])[0] for n in (1, fan))
+    return inside, between, max(0.0, many - few) / _FAN_ROUNDS / max(1, fan - 1)
+
+
+def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
+    """Times chains of rounds around the members; ranks outside look on."""
+    points = []
+    for size in _LINK_BYTES:
+        for _ in range(repetitions):
+            one, chain = (
+                stopwatch(connection, _shift, connection, members, size, rounds) for rounds in (1, 1 + _ROUNDS)
+            )
+            points.append((size, one, chain))
+    flat = slowest(connection, [value for _, one, chain in points for value in (one, chain)])
+    rounds = [(chain - one) / _ROUNDS for one, chain in zip(flat[::2], flat[1::2], strict=True)]
+    return fit([size for size, _, _ in points], rounds)
+
+
+def _shift(connection: Connection, members: list[int], size: int, rounds: int) -> Work:
+    """Every member sends `size` bytes to the next and waits for the one before, `rounds` times; one alone looks on."""
+    tensor = zeros(connection, 2 * size * rounds)
+    route = [Round() for _ in range(rounds)]
+    if connection.rank in members and len(members) > 1:
+        place, half = members.index(connection.rank), tensor.numel() // 2
+        after, before = members[(place + 1) % len(members)], members[place - 1]
+        step = half // rounds
+        route = [
+            Round(
+                (Message(after, i * step, (i + 1) * step),),
+                copies=(Message(before, half + i * step, half + (i + 1) * step),),
+            )
+            for i in range(rounds)
+        ]
+    return connection.engine.carry(tensor, [route])
+
+
+def _fan(connection: Connection, peers: int, repetitions: int) -> float:
+    """Median seconds of a chain of rounds with a small message to each of several ranks."""
+    rank, size = connection.rank, connection.size
+    route = [
+        Round(
+            tuple(Message((rank + i) % size, 0, 1) for i in range(1, peers + 1)),
+            copies=tuple(Message((rank - i) % size, i + turn * size, i + 1 + turn * size) for i in range(1, peers + 1)),
+        )
+        for turn in range(_FAN_ROUNDS)
+    ]
+    tensor = zeros(connection, 4 * size * _FAN_ROUNDS)
+    return statistics.median(
+        stopwatch(connection, connection.engine.carry, tensor, [route]) for _ in range(repetitions + 1)
+    )
+
+
+def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
+    """Least squares of time = latency + per_byte * size, with standard errors.
+
+    Errors are weighed against the median at their size. A negative term becomes zero and the other is fitted alone.
+    """
+    x, y = np.asarray(sizes, float), np.asarray(times, float)
+    scale = np.array([max(float(np.median(y[x == size])), 1e-9) for size in x])
+    columns, y = np.stack([1 / scale, x / scale], axis=1), y / scale
+    terms, errors = _solve(columns, y)
+    for kept, other in ((0, 1), (1, 0)):
+        if terms[other] < 0:
+            alone, error = _solve(columns[:, [kept]], y)
+            terms[kept], terms[other], errors[kept] = alone[0], 0.0, error[0]
+    return Link(
+        latency=max(0.0, float(terms[0])),
+        latency_error=float(errors[0]),
+        per_byte=max(0.0, float(terms[1])),
+        per_byte_error=float(errors[1]),
+    )
+
+
+def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Coefficients and their standard errors."""
+    terms = np.linalg.lstsq(columns, values, rcond=None)[0]
+    freedom = max(1, len(columns) - columns.shape[1])
+    variance = float(((columns @ terms - values) ** 2).sum()) / freedom
+    return terms, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)) * variance)
+
+
+def hosts_of(control: dist.ProcessGroup) -> tuple[int, ...]:
+    """The host of each rank, numbered by first appearance; network namespaces count as hosts of their own."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        machine = ""
+    name = hashlib.sha256(f"{socket.gethostname()} {machine}".encode()).digest()
+    mine = torch.tensor([int.from_bytes(name[:7], "big")])
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size(control))]
+    dist.all_gather(everyone, mine, control)
+    names = [int(other) for other in everyone]
+    order = list(dict.fromkeys(names))
+    return tuple(order.index(name) for name in names)

@@ -1,0 +1,24 @@
+"""The process that ranks are forked from: it imports torch once for all of them, and for each restart."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import sys
+
+from ..signals import held_back
+
+
+def start_forkserver() -> None:
+    """Starts it, unless it runs; before this process imports torch itself, so that both do it at the same time.
+
+    It holds no state and starts no thread. Stop signals are held back in it, and in each rank until it takes them,
+    so that a Ctrl-C, which reaches all processes of a terminal, ends none of them half-way.
+    """
+    if sys.platform == "linux":  # ranks have the environment of now
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    multiprocessing.set_forkserver_preload(["torusgd.launch.forkserver_preload"])
+    with held_back():
+        multiprocessing.resource_tracker.ensure_running()  # ends the holding back of two of them
+    with held_back():
+        multiprocessing.forkserver.ensure_running()

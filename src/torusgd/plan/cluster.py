@@ -1,0 +1,187 @@
+"""What a user writes to describe a machine: the cluster and the software profile, typed, with errors that name the key.
+
+A cluster file says what the hardware is, a software profile what a training program makes of it. Both are plain YAML;
+those that ship with torusgd carry their sources.
+"""
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from ..comm.profile import Profile
+from ..recipe.schema import Count, Fraction, NotNegative, Positive, Section
+
+Precision = Literal["float32", "bfloat16", "float16"]
+Method = Literal["ring", "halving", "doubling", "direct"]
+Algorithm = Literal[
+    "auto",
+    "native",
+    "ring",
+    "halving-doubling",
+    "doubling",
+    "direct",
+    "torus",
+    "hierarchical",
+    "tree",
+    "nccl",
+    "in-network",
+]
+Grid = Annotated[tuple[Count, Count], Field(strict=False)]
+
+
+class Device(Section):
+    """One processor that trains: a GPU, or a CPU node or socket."""
+
+    name: str
+    peak: Annotated[dict[Precision, Positive], Field(min_length=1)]
+    """FLOP/s at each precision, as the vendor states it"""
+    memory_bandwidth: Positive
+    """bytes/s"""
+    slowness: Positive = 1.0
+    """of its launches, against a fast core's or a GPU's"""
+    memory: Positive | None = None
+    """bytes; null: not limited"""
+
+
+class Link(Section):
+    """A network in alpha-beta terms."""
+
+    alpha: NotNegative
+    """seconds a message takes before its first byte arrives, the library's own part included"""
+    bandwidth: Positive
+    """bytes/s each way: of one device inside a node, of all the network cards of a node between nodes"""
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """share of the bandwidth that payload gets"""
+    stream: Positive | None = None
+    """bytes/s of a single connection, where it can't fill the link (TCP); null: it can"""
+
+
+class Cluster(Section):
+    """A machine: equal nodes of equal devices, a network inside each node and one between them."""
+
+    name: str
+    source: str
+    """where its numbers come from"""
+    device: Device
+    devices_per_node: Count = 1
+    nodes: Count | None = None
+    """null: as many as asked for"""
+    crowding: Annotated[dict[Count, Annotated[float, Field(ge=1)]], Field(default_factory=dict)]
+    """devices at work: how many times longer compute takes than with one, as they share cores, memory or power; from
+    one number to the next it grows evenly, and stays as it is beyond the last"""
+    inside: Link
+    between: Link
+    rack_nodes: Count | None = None
+    """nodes with full bandwidth among them; null: the whole machine"""
+    taper: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """share of the bandwidth that leaves a rack"""
+    in_network_reduction: bool = False
+    """switches can add (SHARP)"""
+    software: str = "torusgd"
+    """profile used when none is named"""
+    profile: Profile | None = None
+    """what torusgd tune measured, where the machine is this one"""
+
+    def slowdown(self, devices: int) -> float:
+        """How many times longer than one alone each of so many devices works; see `crowding`."""
+        known = {1: 1.0, **self.crowding}
+        return float(np.interp(devices, sorted(known), [known[count] for count in sorted(known)]))
+
+
+class Buckets(Section):
+    """How gradients are cut into runs that travel together, in the order in which backward completes them."""
+
+    rule: Literal["one", "layer", "parts", "values", "runs", "cubic"] = "one"
+    """`layer`: a tensor each; `values`: equal runs of values, which cut tensors; `runs`: tensors join up to so many
+    values and a larger one stands alone (torusgd, which settles on others where it has a profile); `cubic`: bucket k
+    takes 3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu)"""
+    parts: Count | None = None
+    """with rule: parts, that many of equal bytes"""
+    values: Count | None = None
+    """with rules values and runs, elements of one bucket"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Buckets":
+        for key, rules in (("parts", ("parts",)), ("values", ("values", "runs"))):
+            if (getattr(self, key) is not None) != (self.rule in rules):
+                raise ValueError(f"{key}: needed with rule: {' or '.join(rules)}, and only there")
+        return self
+
+
+class Communication(Section):
+    """How gradients are summed."""
+
+    algorithm: Algorithm = "native"
+    """`auto`: what torusgd would choose; `nccl`: the faster of ring and tree; `native` is taken for a ring"""
+    grid: Literal["node", "square"] = "square"
+    """of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows"""
+    grids: tuple[Grid, ...] = ()
+    """Y x X grids that go before `grid` where their product is the number of devices"""
+    methods: tuple[Method, Method] = ("ring", "ring")
+    """of the vertical and the horizontal axis, with torus and hierarchical"""
+    wire_bits: Literal[16, 32] = 32
+    buckets: Buckets = Buckets()
+    overlap: bool = False
+    """buckets leave while backward runs"""
+    pipelined: bool = False
+    """buckets on different axes of a grid travel at the same time"""
+    contention: Fraction = 0.0
+    """share of the hidden communication by which it slows the computation that hides it"""
+    message: NotNegative = 0.0
+    """seconds a message costs the program on top of the link's alpha"""
+    coordination: NotNegative = 0.0
+    """seconds a rank and step that a central coordinator needs"""
+    gather_ahead: bool = False
+    """with a sharded update: new weights are gathered as the next forward pass needs them, and hide behind it"""
+    statistic_bytes: NotNegative = 0.0
+    """of each batch-norm statistic and of the loss, summed in a step's first message, which leaves after forward"""
+    linear_groups: Count | None = None
+    """linear layers are split inside each of so many groups of ranks (Das et al.); null: data-parallel like the rest"""
+
+
+class Evaluation(Section):
+    """What classifying the held-out images costs beside their forward pass."""
+
+    every: Positive = 1.0
+    """epochs; a recipe's own value goes before it"""
+    seconds: NotNegative = 0.0
+    """each time"""
+    norm_sums: Annotated[int, Field(ge=0)] = 0
+    """all-reduces a batch-norm layer before each, where its statistics are not kept up during training"""
+
+
+class Software(Section):
+    """What a training program makes of a machine: few numbers, each with a meaning."""
+
+    name: str
+    source: str
+    precision: Precision = "float32"
+    fused: bool = False
+    """activations and additions are done inside the kernel before them"""
+    math: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """share of the device's peak in convolutions and products"""
+    memory: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """share of the memory bandwidth"""
+    launch: NotNegative = 1e-5
+    """seconds a kernel takes whatever its work: launch, ramp and framework"""
+    jitter: NotNegative = 0.01
+    """relative spread (standard deviation of the logarithm) of a device's step time"""
+    sharded_update: bool = False
+    """each rank updates a strip of the weights"""
+    update_bytes: NotNegative = 24.0
+    """memory traffic of the optimiser a weight"""
+    weights_first: bool = False
+    """a layer's weight gradient is computed before its input gradient, and leaves at once"""
+    norm_group: Count = 1
+    """devices of a node that share batch statistics"""
+    input_rate: Positive | None = None
+    """images/s that the input of one device gives; null: never the limit"""
+    communication: Communication = Communication()
+    base_devices: Count = 1
+    """devices that the publication's speed-ups and efficiencies are relative to"""
+    start: NotNegative = 0.0
+    """seconds before the first step that count as training time"""
+    evaluation: Evaluation = Evaluation()
+    error: NotNegative = 0.1
+    """relative error (standard deviation of the logarithm) of predictions with this profile"""

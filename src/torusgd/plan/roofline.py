@@ -1,0 +1,98 @@
+"""Time on one device: an additive roofline. A kernel takes its launch, its operations and its memory traffic.
+
+    seconds = launch + images * flops / (peak * math) + bytes / (memory_bandwidth * memory)
+
+Three numbers of the software profile describe all of a network's kernels on all devices: `math`, `memory` and `launch`.
+The launch is what makes few images a device slow. Terms add up rather than hide each other: batch norm and activations
+wait for the convolution before them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .cluster import Cluster, Device, Software
+from .model_cost import Array, Kernels, ModelCost
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass of one virtual worker, in seconds.
+
+    ready: for each gradient, in the order of `ModelCost.gradients`, when it is complete after the start of backward.
+    needed: for each gradient's parameter, in the same order, when it is used first after the start of forward.
+    """
+
+    forward: float
+    backward: float
+    ready: Array
+    needed: Array
+
+
+def kernel_seconds(
+    kernels: Kernels, device: Device, software: Software, images: float, linear_share: float = 1.0
+) -> Array:
+    """Seconds of each kernel for so many images; `linear_share` of the weights of linear layers are this device's."""
+    left = 1.0 - kernels.elementwise if software.fused else np.ones_like(kernels.elementwise)
+    peak = device.peak.get(software.precision) or max(device.peak.values())
+    math_seconds = images * kernels.flops / (peak * software.math)
+    own = 1.0 - kernels.linear * (1.0 - linear_share)
+    traffic = (images * kernels.values + kernels.fixed * own) * _BYTES[software.precision]
+    memory_seconds = traffic / (device.memory_bandwidth * software.memory)
+    launch = software.launch * device.slowness * kernels.launches
+    return (launch + memory_seconds) * left + math_seconds
+
+
+def pass_seconds(cost: ModelCost, device: Device, software: Software, images: float, linear_share: float = 1.0) -> Pass:
+    """A pass over `images` images on one device, which keeps `linear_share` of the weights of linear layers."""
+    forward = np.concatenate([[0.0], np.cumsum(kernel_seconds(cost.forward, device, software, images, linear_share))])
+    needed = forward[np.array([gradient.needed for gradient in cost.gradients], dtype=int)]
+    backward = kernel_seconds(cost.backward, device, software, images, linear_share)
+    done = np.concatenate([[0.0], np.cumsum(backward)])
+    last = np.array([gradient.ready for gradient in cost.gradients], dtype=int)
+    ready = done[last]
+    if software.weights_first:  # both gradients of a convolution stand as one kernel, the second half is the input's
+        ready = ready - np.where(cost.backward.launches[last - 1] > 1, backward[last - 1] / 2, 0.0)
+    return Pass(float(forward[-1]), float(done[-1]), ready, needed)
+
+
+def update_seconds(cost: ModelCost, cluster: Cluster, software: Software, devices: int) -> float:
+    """What each device does once a step, however few virtual workers it has: the optimiser's memory traffic.
+
+    Of the weights that this device keeps, or of its strip of all.
+    """
+    groups = software.communication.linear_groups or devices
+    shared = sum(layer.weights for layer in cost.layers if layer.linear) if groups < devices else 0
+    weights = cost.parameters - shared * (1 - groups / devices)
+    if software.sharded_update:
+        weights = cost.parameters / devices
+    alone = weights * software.update_bytes / (cluster.device.memory_bandwidth * software.memory)
+    return alone * cluster.slowdown(devices)
+
+
+def memory_bytes(cost: ModelCost, software: Software, images: float) -> float:
+    """About what training holds on a device: activations of one pass, weights, gradients and momentum."""
+    size = _BYTES[software.precision]
+    kept = 0.6 if software.fused else 1.0  # without the outputs of fused activations and additions
+    return images * cost.activations * size * kept + cost.parameters * 16
+
+
+def matched(
+    software: Software, cost: ModelCost, device: Device, images: float, seconds: float, update: float, passes: int = 1
+) -> Software:
+    """The profile scaled so that `passes` passes of `images` images take `seconds` in all, and an update `update`.
+
+    For a device that was measured: one worker's step is enough to plan for more of them.
+    """
+    now = pass_seconds(cost, device, software, images)
+    factor = passes * (now.forward + now.backward) / seconds
+    memory = software.memory * factor
+    scaled = {
+        "math": software.math * factor,
+        "memory": memory,
+        "launch": software.launch / factor,
+        "update_bytes": update * device.memory_bandwidth * memory / cost.parameters,
+    }
+    return software.model_copy(update=scaled)

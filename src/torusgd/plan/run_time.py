@@ -1,0 +1,98 @@
+"""A whole run: steps of every stage, evaluations and the start, with a band."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .cluster import Cluster, Software
+from .model_cost import ModelCost
+from .network import phases
+from .roofline import pass_seconds
+from .timeline import StepTime, step_time
+
+IMAGENET_TRAIN, IMAGENET_EVAL = 1_281_167, 50_000
+LOW, HIGH = 0.05, 0.95
+"""quantiles of a band"""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps of one batch size."""
+
+    steps: int
+    images: int
+    """of one virtual worker"""
+    workers: int
+    """virtual workers"""
+    spare: int = 0
+    """how many images fewer than that a batch has, where the workers don't share it evenly"""
+
+    @property
+    def batch(self) -> int:
+        """Images of a step."""
+        return self.images * self.workers - self.spare
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Seconds of a run; `steps` holds one step of each span."""
+
+    start: float
+    training: float
+    evaluation: float
+    steps: tuple[StepTime, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.start + self.training + self.evaluation
+
+
+def run_time(
+    cost: ModelCost,
+    cluster: Cluster,
+    software: Software,
+    devices: int,
+    spans: Sequence[Span],
+    evaluations: int,
+    eval_images: int = IMAGENET_EVAL,
+    quantile: float = 0.5,
+) -> RunTime:
+    """Seconds of a run on `devices` devices.
+
+    Args:
+        spans: In order; a device takes its share of a span's virtual workers, one after another.
+        evaluations: How often the held-out images are classified.
+        eval_images: How many those are.
+        quantile: As in `step_time`.
+    """
+    steps = tuple(
+        step_time(cost, cluster, software, devices, span.images, math.ceil(span.workers / devices), quantile)
+        for span in spans
+    )
+    training = sum(span.steps * step.seconds for span, step in zip(spans, steps, strict=True))
+    share = math.ceil(eval_images / devices)
+    forward = pass_seconds(cost, cluster.device, software, share).forward if share else 0.0
+    small = sum(phase.seconds for phase in phases(cluster, software.communication, devices, 4096.0))
+    each = forward + software.evaluation.seconds + software.evaluation.norm_sums * cost.norms * small
+    return RunTime(software.start, training, evaluations * each, steps)
+
+
+def staged(epochs: float, images: Sequence[int], devices: int, train_images: int = IMAGENET_TRAIN) -> list[Span]:
+    """Spans of a published `a>b` batch on `devices` workers whose switch points are not told.
+
+    Of k batches each but the last gets 1 / (k + 1) of the epochs, the last twice as much: Sony's 34K > 68K switched
+    after 30 of 90.
+    """
+    parts = [1 / (len(images) + 1)] * (len(images) - 1) if len(images) > 1 else []
+    shares = [*parts, 1 - sum(parts)]
+    return [
+        Span(math.ceil(epochs * share * train_images / (each * devices)), each, devices)
+        for share, each in zip(shares, images, strict=True)
+    ]
+
+
+def widened(values: Sequence[float], error: float) -> tuple[float, float]:
+    """A band around predicted values: stragglers as they are, times the profile's own error at the same quantiles."""
+    spread = math.exp(1.645 * error)
+    return min(values) / spread, max(values) * spread

@@ -1,0 +1,72 @@
+"""Precision, memory format and loss scaling of the passes, as the recipe says."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from .errors import RunError
+from .recipe.schema import Recipe
+
+_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+class Precision:
+    """Autocast and dynamic loss scaling; the scale is a power of two and part of a checkpoint.
+
+    With float16 the loss is scaled up, a step with a non-finite gradient is skipped and halves the scale, and
+    `growth_interval` accepted steps in a row double it.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self._dtype = _DTYPES[recipe.precision]
+        self._format = _FORMATS[recipe.memory_format]
+        self._device = device
+        self._is_scaling = recipe.precision == "float16"
+        self._interval = recipe.loss_scale.growth_interval
+        self.loss_scale = recipe.loss_scale.initial if self._is_scaling else 1.0
+        self.accepted_in_a_row = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix products."""
+        return self._dtype or torch.float32
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of a forward pass."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._dtype)
+
+    def place(self, images: Tensor, device: torch.device) -> Tensor:
+        """Images (n, c, h, w) on the device in the recipe's memory format."""
+        # A new tensor, since one channel counts as both formats and the first convolution would choose the other.
+        placed = torch.empty(images.shape, dtype=images.dtype, device=device, memory_format=self._format)
+        return placed.copy_(images, non_blocking=True)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss * self.loss_scale if self._is_scaling else loss
+
+    def accept(self, parameters: Sequence[Tensor]) -> None:
+        """Takes the loss scale out of the gradients, and lets it grow after enough good steps."""
+        if not self._is_scaling:
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
+        self.accepted_in_a_row += 1
+        if self.accepted_in_a_row == self._interval:
+            self.loss_scale *= 2.0
+            self.accepted_in_a_row = 0
+
+    def skip(self, step: int, names: Sequence[str]) -> None:
+        """Halves the loss scale after a non-finite gradient; RunError where no scale is to blame."""
+        if not self._is_scaling or self.loss_scale < 2.0**-14:
+            raise RunError(
+                f"step {step}: the gradient of {names[0]} is not finite ({len(names)} parameters); the run "
+                "has diverged: lower rate.lr or lengthen rate.warmup.length"
+            )
+        self.loss_scale /= 2.0
+        self.accepted_in_a_row = 0

@@ -1,0 +1,171 @@
+"""Built-in recipes, and how a recipe is read: a name or a YAML file, overrides, validation in one line."""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ..errors import UserError
+from ..runtime import RuntimeOptions
+from .schema import Recipe
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Loaded(NamedTuple):
+    """A recipe with the `runtime:` block that stood beside it."""
+
+    recipe: Recipe
+    runtime: RuntimeOptions
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers (1e-3 is a number) and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} appears twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+0123456789.")
+)
+
+
+def recipe_names() -> list[str]:
+    """The names of the built-in recipes, sorted."""
+    return sorted(f.name.removesuffix(".yaml") for f in files(__package__).iterdir() if f.name.endswith(".yaml"))
+
+
+def recipe_source(name: str) -> str:
+    """The YAML text of a built-in recipe, comments included; UserError when there is none of that name."""
+    if name not in recipe_names():
+        raise UserError(f"recipe {name!r}: no file and no built-in recipe of that name{_nearest(name, recipe_names())}")
+    return (files(__package__) / f"{name}.yaml").read_text()
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
+    """Reads a recipe by built-in name or from a YAML file.
+
+    Args:
+        name: A built-in name, or the path of a YAML file.
+        overrides: Items `key.path=value`; list items by index (`stages.0.images_per_worker=8`), the value in YAML.
+
+    Raises:
+        UserError: One line that names the key, the value and what is allowed.
+
+    >>> load_recipe("digits", ["seed=3"]).recipe.seed
+    3
+    """
+    is_path = name.endswith((".yaml", ".yml")) or "/" in name
+    try:
+        text = Path(name).read_text() if is_path else recipe_source(name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {name}: can't be read: {getattr(error, 'strerror', None) or error}") from error
+    tree = parse_yaml(text, f"recipe {name}")
+    if not isinstance(tree, dict):
+        raise UserError(f"recipe {name}: needs keys and values, such as 'model: {{name: resnet50}}'")
+    apply_overrides(tree, overrides)
+    runtime = tree.pop("runtime", None) or {}
+    return Loaded(
+        validate(Recipe, tree, f"recipe {name}"), validate(RuntimeOptions, runtime, f"recipe {name}: runtime")
+    )
+
+
+def validate(model: type[M], tree: object, where: str) -> M:
+    """Builds a pydantic model from plain values; UserError of one line for the first mistake."""
+    try:
+        return model.model_validate_json(json.dumps(tree))
+    except (TypeError, ValueError) as error:
+        if not isinstance(error, ValidationError):
+            raise UserError(f"{where}: holds a date or a set; use plain numbers and text") from None
+        raise UserError(f"{where}: {_first_line(error, model)}") from None
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Plain values of a YAML text; UserError of one line with the line number."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise UserError(f"{where}:{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Changes plain values in place by items `key.path=value`; UserError for one that leads nowhere."""
+    for item in overrides:
+        _override(tree, item)
+
+
+def _override(tree: dict[str, Any], item: str) -> None:
+    path, separator, value = item.partition("=")
+    if not separator or not path:
+        raise UserError(f"--set {item}: write it as key.path=value, such as rate.lr=0.1")
+    *parents, last = path.split(".")
+    node: Any = tree
+    for key in parents:
+        index = _index(node, key, item)
+        if isinstance(node, dict) and node.get(index) is None:
+            node[index] = {}
+        node = node[index]
+    node[_index(node, last, item)] = parse_yaml(value, f"--set {item}")
+
+
+def _index(node: Any, key: str, item: str) -> Any:
+    if isinstance(node, dict):
+        return key
+    if not isinstance(node, list):
+        raise UserError(f"--set {item}: the key before {key!r} holds a plain value, not keys")
+    if not key.isdigit() or int(key) >= len(node):
+        raise UserError(f"--set {item}: {key!r} is no item of that list; use 0 to {len(node) - 1}")
+    return int(key)
+
+
+def _first_line(error: ValidationError, model: type[BaseModel]) -> str:
+    first = error.errors(include_url=False)[0]
+    location = [str(part) for part in first["loc"]]
+    # Unions add the names of the branches that were tried; they are no keys of the user's file.
+    key = ".".join(part for part in location if re.fullmatch(r"[a-z_0-9]+", part) and part not in _BRANCHES)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(model, location[:-1])
+        return f"{key}: unknown key{_nearest(location[-1], known)}"
+    if first["type"] == "missing":
+        return f"{key}: is missing; it must be given"
+    given = "" if isinstance(first["input"], dict) else f" = {json.dumps(first['input'])}"
+    return f"{key}{given}: {message[0].lower()}{message[1:]}" if key else message
+
+
+_BRANCHES = frozenset({"float", "int", "str", "bool", "constrained", "literal"})
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:
+    """The keys allowed at a place, found by walking the annotations."""
+    current: Any = model
+    for part in location:
+        annotation = current.model_fields[part].annotation if hasattr(current, "model_fields") else current
+        if part.isdigit():
+            continue
+        found = [a for a in _flatten(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
+        current = found[0] if found else current
+    return list(current.model_fields)
+
+
+def _flatten(annotation: Any) -> list[Any]:
+    inner = getattr(annotation, "__args__", ())
+    return [annotation, *(leaf for a in inner for leaf in _flatten(a))]
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; allowed: {', '.join(known)}"

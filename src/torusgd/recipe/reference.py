@@ -1,0 +1,93 @@
+"""Every key of a recipe as a Markdown table, read off the model itself: `torusgd recipes --keys`."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ..runtime import RuntimeOptions
+from .duration import Duration
+from .schema import Recipe
+
+
+def reference() -> str:
+    """One table for the recipe and one for the `runtime:` block."""
+    return "\n".join([*_table("Recipe", Recipe), "", *_table("The `runtime:` block", RuntimeOptions)]) + "\n"
+
+
+def _table(title: str, model: type[BaseModel]) -> list[str]:
+    rows = [f"| `{key}` | {kind} | {default} | {text} |" for key, kind, default, text in _rows(model)]
+    return [f"## {title}", "", "| key | values | default | meaning |", "| --- | --- | --- | --- |", *rows]
+
+
+def _rows(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str, str, str]]:
+    for name, field in model.model_fields.items():
+        inner = _section(field.annotation)
+        text = (field.description or "").replace("\n", " ").replace("|", "\\|")
+        if inner is None:
+            yield path + name, _kind(field), _default(field), text
+            continue
+        many = get_origin(field.annotation) is tuple
+        text = text or (inner.__doc__ or "").strip().splitlines()[0]
+        yield path + name, "a list of" if many else "keys", _default(field), text
+        yield from _rows(inner, f"{path}{name}.{'N.' if many else ''}")
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type):
+        return annotation if issubclass(annotation, BaseModel) else None
+    return next((found for part in get_args(annotation) if (found := _section(part)) is not None), None)
+
+
+def _kind(field: FieldInfo) -> str:
+    words = _words(field.annotation)
+    return ", ".join([words, *_limits(field.metadata)])
+
+
+def _words(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return ", ".join([_words(parts[0]), *_limits(parts[1:])])
+    if origin is Literal:
+        return " or ".join(f"`{part}`" if part != "" else '""' for part in parts)
+    if origin is tuple:
+        return "a list of: " + _words(parts[0]) if parts[-1] is Ellipsis else f"{len(parts)} of: {_words(parts[0])}"
+    if origin is dict:
+        return "names with plain values"
+    if parts:
+        return " or ".join(_words(part) for part in parts)
+    names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+    return "duration" if annotation is Duration else names[annotation]
+
+
+def _limits(metadata: Any) -> list[str]:
+    found = []
+    for item in metadata:
+        constraints = getattr(item, "metadata", None) or [item]
+        for each in constraints:
+            for kind, word, key in (
+                (Ge, "at least", "ge"),
+                (Gt, "above", "gt"),
+                (Le, "at most", "le"),
+                (Lt, "below", "lt"),
+            ):
+                if isinstance(each, kind):
+                    found.append(f"{word} {getattr(each, key)}")
+            if isinstance(each, MinLen):
+                found.append(f"at least {each.min_length} of them")
+    return found
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
+    value = field.default
+    if isinstance(value, BaseModel):
+        return ""
+    if isinstance(value, tuple | dict):
+        return f"`{list(value) if isinstance(value, tuple) else value}`".replace("'", "")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"`{value}`" if value != "" else '""'

@@ -1,0 +1,221 @@
+"""Recipe -> steps: batch, rate and momentum of every step as pure functions of progress.
+
+The same object drives a run and a plan. Positions are counted in samples consumed: a duration is turned into the
+sample count at which it ends, and a stage ends at the first step boundary at or after its end.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import UserError
+from .duration import Duration
+from .schema import Decay, Recipe, Stage
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stage laid on the axis of steps; `stop_step` and `stop` are exclusive."""
+
+    stage: Stage
+    first_step: int
+    stop_step: int
+    start: int
+    """samples consumed before its first step"""
+    batch: int
+    lr: float
+    """the rate before warm-up and decay"""
+    momentum: float
+
+    @property
+    def stop(self) -> int:
+        """Samples consumed after its last step."""
+        return self.start + (self.stop_step - self.first_step) * self.batch
+
+
+@dataclass(frozen=True)
+class Step:
+    """One synchronous update."""
+
+    index: int
+    stage: int
+    """index of the stage"""
+    epoch: float
+    """passes over the training images before this step"""
+    start: int
+    """samples consumed before this step"""
+    images_per_worker: int
+    batch: int
+    lr: float
+    momentum: float
+    weight_decay_factor: float
+    """on the recipe's weight decay; 1.0 unless ramp_weight_decay"""
+    augment: bool
+
+    def share(self, worker: int) -> int:
+        """First position in the stream of a virtual worker's images."""
+        return self.start + worker * self.images_per_worker
+
+
+class Schedule:
+    """The steps of a recipe over a training set.
+
+    Args:
+        recipe: What to compute.
+        train_images: Images in one epoch.
+
+    Raises:
+        UserError: A stage of no steps, or a warm-up or decay that doesn't fit the run.
+
+    >>> from torusgd.recipe.load import load_recipe
+    >>> schedule = Schedule(load_recipe("fujitsu-74s").recipe, train_images=1281167)
+    >>> schedule[0].batch, len(schedule)
+    (81920, 1440)
+    """
+
+    def __init__(self, recipe: Recipe, train_images: int) -> None:
+        self.recipe = recipe
+        self.train_images = train_images
+        self.spans = self._lay_stages()
+        self._first_steps = [span.first_step for span in self.spans]
+        self.stop = self.spans[-1].stop
+        """samples consumed by the whole run"""
+        warmup = recipe.rate.warmup
+        decay = recipe.rate.decay
+        self._warmup_end = self.position(warmup.length) if warmup else 0.0
+        self._decay_start = self.position(decay.start) if decay.start else self._warmup_end
+        self._decay_end = self.position(decay.end) if decay.end else float(self.stop)
+        self._milestones = [self.position(milestone) for milestone in decay.milestones]
+        if self._warmup_end > self.stop:
+            raise UserError(f"rate.warmup.length = {warmup and warmup.length}: longer than the run, {self._length()}")
+        if decay.shape in ("polynomial", "cosine") and self._decay_start >= self._decay_end:
+            raise UserError(f"rate.decay: it starts at or after its end; the run lasts {self._length()}")
+
+    def __len__(self) -> int:
+        return self.spans[-1].stop_step
+
+    def __getitem__(self, index: int) -> Step:
+        """Step `index`; IndexError outside 0..len-1."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"step {index} of {len(self)}")
+        number = bisect_right(self._first_steps, index) - 1
+        span = self.spans[number]
+        start = span.start + (index - span.first_step) * span.batch
+        factor, offset = self._shape(start)
+        return Step(
+            index=index,
+            stage=number,
+            epoch=start / self.train_images,
+            start=start,
+            images_per_worker=span.stage.images_per_worker,
+            batch=span.batch,
+            lr=offset + (span.lr - offset) * factor,
+            momentum=span.momentum,
+            weight_decay_factor=factor if self.recipe.optimizer.ramp_weight_decay else 1.0,
+            augment=span.stage.augment,
+        )
+
+    def __iter__(self) -> Iterator[Step]:
+        return (self[index] for index in range(len(self)))
+
+    def position(self, duration: Duration) -> float:
+        """Samples consumed when `duration` has passed since the start of the run."""
+        if duration.unit == "ep":
+            return duration.value * self.train_images
+        if duration.unit == "sa":
+            return duration.value
+        number = max(bisect_right([span.first_step for span in self.spans], int(duration.value)) - 1, 0)
+        span = self.spans[number]
+        return span.start + (int(duration.value) - span.first_step) * float(span.batch)
+
+    def step_after(self, position: float) -> int:
+        """Index of the first step boundary (= count of steps done) at or after a position in samples."""
+        number = max(bisect_right([span.start for span in self.spans], position) - 1, 0)
+        span = self.spans[number]
+        return min(span.first_step + math.ceil(max(position - span.start, 0.0) / span.batch), len(self))
+
+    def boundaries(self, every: Duration | None, first: Duration | None = None) -> list[int]:
+        """Step counts after which something periodic happens; the end of the run is always one."""
+        counts = {len(self)}
+        if every is not None:
+            interval = self.position(every) if every.unit != "st" else every.value
+            offset = interval if first is None else self.position(first) if every.unit != "st" else first.value
+            if first is not None and first.unit != every.unit:
+                raise UserError(f"evaluate.first = {first}: needs the unit of evaluate.every, {every}")
+            if interval <= 0:
+                raise UserError(f"an interval of {every} never passes; give a positive one")
+            limit = len(self) if every.unit == "st" else self.stop
+            for k in range(int(max(limit - offset, 0) // interval) + 1):
+                mark = offset + k * interval
+                counts.add(min(int(mark), len(self)) if every.unit == "st" else self.step_after(mark))
+        return sorted(count for count in counts if count > 0)
+
+    def _lay_stages(self) -> list[Span]:
+        recipe = self.recipe
+        spans: list[Span] = []
+        for number, stage in enumerate(recipe.stages):
+            before = spans[-1] if spans else None
+            first_step, start = (before.stop_step, before.stop) if before else (0, 0)
+            batch = recipe.virtual_workers * stage.images_per_worker
+            reference = spans[0] if spans else None
+            lr = _stage_rate(stage, batch, recipe.rate.lr, reference)
+            momentum = _stage_momentum(number, stage, batch, lr, recipe.optimizer.momentum, reference)
+            if stage.until.unit == "st":
+                stop_step = int(stage.until.value)
+            else:
+                end = stage.until.value * (self.train_images if stage.until.unit == "ep" else 1)
+                stop_step = first_step + math.ceil((end - start) / batch)
+            if stop_step <= first_step:
+                raise UserError(
+                    f"stages.{number}.until = {stage.until}: the stage has no steps; it must end after "
+                    f"step {first_step} ({start} samples)"
+                )
+            spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum))
+        return spans
+
+    def _shape(self, samples: int) -> tuple[float, float]:
+        """(factor, offset): the rate is offset + (stage rate - offset) * factor."""
+        warmup, decay = self.recipe.rate.warmup, self.recipe.rate.decay
+        if warmup is not None and samples < self._warmup_end:
+            progress = samples / self._warmup_end
+            return (progress if warmup.shape == "linear" else progress**2), warmup.start
+        if decay.shape == "step":
+            return decay.factor ** sum(samples >= milestone for milestone in self._milestones), 0.0
+        if decay.shape == "constant":
+            return 1.0, 0.0
+        span = self._decay_end - self._decay_start
+        return _decayed(decay, min(max((samples - self._decay_start) / span, 0.0), 1.0)), 0.0
+
+    def _length(self) -> str:
+        return f"{len(self)} steps or {self.stop / self.train_images:.4g} epochs"
+
+
+def _decayed(decay: Decay, progress: float) -> float:
+    cosine = decay.shape == "cosine"
+    falling = 0.5 * (1 + math.cos(math.pi * progress)) if cosine else (1 - progress) ** decay.power
+    return decay.floor + (1 - decay.floor) * falling
+
+
+def _stage_rate(stage: Stage, batch: int, base: float, reference: Span | None) -> float:
+    if isinstance(stage.lr, float | int):
+        return float(stage.lr)
+    if stage.lr is None or reference is None:
+        return base
+    ratio = batch / reference.batch
+    return base * (ratio if stage.lr == "linear" else math.sqrt(ratio))
+
+
+def _stage_momentum(number: int, stage: Stage, batch: int, lr: float, base: float, reference: Span | None) -> float:
+    """Noise scale of Smith and Le (arXiv 1710.06451): g ~ lr * N / (B * (1 - m)), kept at the first stage's value."""
+    if isinstance(stage.momentum, float | int):
+        return float(stage.momentum)
+    if stage.momentum is None or reference is None:
+        return base
+    momentum = 1 - (lr / batch) * (reference.batch * (1 - base) / reference.lr)
+    if not 0 <= momentum < 1:
+        raise UserError(
+            f"stages.{number}.momentum = noise-scale: comes to {momentum:.4g} for a batch of {batch} at "
+            f"rate {lr:.4g}; it must be in [0, 1): lower stages.{number}.lr"
+        )
+    return momentum

@@ -1,0 +1,193 @@
+"""The lab itself: hosts, the wire between them, and runs of a Python program on every rank."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NamedTuple
+
+from ..errors import RunError
+from .netns import INTERFACE, why_not
+
+__all__ = ["Crew", "Host", "Lab", "interface_bytes", "why_not"]
+
+_PREFIX = 16
+_PORT = 29_500
+_SETTINGS = {
+    # Nothing is lost here, so that the plainest control fills the link, as it does on every kernel.
+    "tcp_congestion_control": "reno",
+    # Windows of several packets of 60,000 bytes from the first moment on.
+    "tcp_rmem": "4096 4194304 16777216",
+    "tcp_wmem": "4096 1048576 16777216",
+}
+
+
+class Host(NamedTuple):
+    """One machine of the lab; its ranks talk to each other over its own loopback.
+
+    `latency` is in seconds, one way, to a host like itself (between unlike hosts: the mean); `rate` is that of its
+    link, in bits a second each way.
+    """
+
+    ranks: int = 1
+    latency: float = 0.0
+    rate: float = 10e9
+
+
+class Traffic(NamedTuple):
+    """Bytes through an interface so far, headers included."""
+
+    received: int
+    sent: int
+
+
+def interface_bytes() -> dict[str, Traffic]:
+    """What the kernel counted at each interface of this process' host: `lo` within the host, `tun0` to the others."""
+    found = {}
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        name, numbers = line.split(":")
+        fields = numbers.split()
+        found[name.strip()] = Traffic(int(fields[0]), int(fields[8]))
+    return found
+
+
+class Crew:
+    """The ranks of one run: `processes` are their ids, in rank order."""
+
+    def __init__(self, command: Sequence[str], ranks: list[tuple[str, dict[str, str]]], folder: Path) -> None:
+        self._outputs = [folder / f"rank{rank}.txt" for rank in range(len(ranks))]
+        described = [(*rank, str(output)) for rank, output in zip(ranks, self._outputs, strict=True)]
+        self._keeper = _start_module("torusgd.rehearse.spawn", [os.getpid(), list(command), described])
+        self.processes: list[int] = _answer(self._keeper, time.monotonic() + 60)
+
+    def wait(self, timeout: float) -> list[int]:
+        """Exit codes in rank order (negative: the signal); RunError after `timeout` seconds."""
+        codes: list[int] = _answer(self._keeper, time.monotonic() + timeout)
+        self.end()
+        return codes
+
+    def outputs(self) -> list[str]:
+        """What each rank has written to its standard output and error so far."""
+        return [path.read_text(errors="replace") if path.exists() else "" for path in self._outputs]
+
+    def end(self) -> None:
+        """Kills the ranks that still run."""
+        _end(self._keeper)
+
+
+class Lab:
+    """Hosts on one machine, for a `with` statement; needs root (`why_not` tells what is missing).
+
+    >>> with Lab([Host(latency=5e-3, rate=1e9)] * 16) as lab:  # doctest: +SKIP
+    ...     outputs = lab.run(["train.py", "--steps", "3"], timeout=120)
+
+    Ranks are numbered host by host and find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    and GLOO_SOCKET_IFNAME set. Nothing outside the lab is touched, and nothing outlives it, even where it is killed.
+    """
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self.hosts = tuple(hosts)
+        self.addresses = [f"10.{77 + host // 65_000}.{host // 250}.{1 + host % 250}" for host in range(len(hosts))]
+        self._crews: list[Crew] = []
+
+    def __enter__(self) -> "Lab":
+        reason = why_not()
+        if reason is not None:
+            raise RunError(reason)
+        self._folder = tempfile.TemporaryDirectory(prefix="torusgd-lab-")
+        links = [(host.latency, host.rate / 8) for host in self.hosts]
+        self._wire = _start_module("torusgd.rehearse.wire", [os.getpid(), links, self.addresses, _PREFIX, _SETTINGS])
+        self._spaces: list[str] = _answer(self._wire, time.monotonic() + 60)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for crew in self._crews:
+            crew.end()
+        _end(self._wire)
+        self._folder.cleanup()
+
+    def cut(self, host: int) -> None:
+        """Loses every packet from and to a host from now on, as when its cable is pulled."""
+        assert self._wire.stdin is not None
+        self._wire.stdin.write(f"{host}\n")
+        self._wire.stdin.flush()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Crew:
+        """Starts a Python program (`[script, argument, ...]` or `["-m", module, argument, ...]`) on every rank."""
+        places = [(host, local) for host, spec in enumerate(self.hosts) for local in range(spec.ranks)]
+        ranks = []
+        for rank, (host, local) in enumerate(places):
+            variables = {
+                "RANK": rank,
+                "WORLD_SIZE": len(places),
+                "LOCAL_RANK": local,
+                "LOCAL_WORLD_SIZE": self.hosts[host].ranks,
+                "MASTER_ADDR": self.addresses[0],
+                "MASTER_PORT": _PORT + len(self._crews),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "OMP_NUM_THREADS": 1,
+                **(environment or {}),
+            }
+            ranks.append((self._spaces[host], {name: str(value) for name, value in variables.items()}))
+        crew = Crew(command, ranks, Path(tempfile.mkdtemp(dir=self._folder.name)))
+        self._crews.append(crew)
+        return crew
+
+    def run(self, command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None) -> list[str]:
+        """The outputs of a program on every rank; RunError where one failed, or after `timeout` seconds."""
+        crew = self.start(command, environment)
+        try:
+            codes = crew.wait(timeout)
+        except RunError as error:
+            raise RunError(f"{error}; rank 0 said: {crew.outputs()[0][-2000:]}") from None
+        finally:
+            crew.end()
+        bad = [rank for rank, code in enumerate(codes) if code]
+        if bad:
+            text = crew.outputs()[bad[0]][-4000:]
+            raise RunError(f"{len(bad)} of {len(codes)} ranks failed; rank {bad[0]} ended with {codes[bad[0]]}: {text}")
+        return crew.outputs()
+
+
+def _start_module(module: str, message: object) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def _answer(process: subprocess.Popen[str], deadline: float) -> list:  # type: ignore[type-arg]
+    """The next line of JSON that the process writes."""
+    output: IO[str] | None = process.stdout
+    assert output is not None
+    if not select.select([output], (), (), max(0.0, deadline - time.monotonic()))[0]:
+        raise RunError("the network lab: no end within the time allowed")
+    line = output.readline()
+    if not line:
+        raise RunError("the network lab: its helper ended; see its message above")
+    return json.loads(line)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Closing its input ends it."""
+    if process.stdin is not None and not process.stdin.closed:
+        process.stdin.close()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

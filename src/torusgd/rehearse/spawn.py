@@ -1,0 +1,86 @@
+"""Starts the ranks of a lab: imports torch once, then forks a process a rank, each in its host's namespace.
+
+Reads one JSON line from standard input: the parent's process id, the command (a script or `-m module`, and arguments),
+and a rank's namespace, environment and output file each. Answers with the process ids; ends when all ranks have, with a
+JSON line of their exit codes; kills those it started when its input ends.
+"""
+
+import json
+import os
+import runpy
+import select
+import signal
+import sys
+import traceback
+
+from . import netns as namespace
+
+_INPUT = 0
+
+
+def _be_rank(command: list[str], space: str, environment: dict[str, str], output: str) -> None:
+    """Runs the command in this process, as the interpreter itself would."""
+    target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    namespace.enter(space)
+    os.environ.update(environment)
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def _start(command: list[str], space: str, environment: dict[str, str], output: str) -> int:
+    crew = os.getpid()
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        namespace.die_with_parent(crew)
+        _be_rank(command, space, environment, output)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The interpreter's own end would run what belongs to the parent it was forked from.
+        os._exit(code)
+
+
+def main() -> None:
+    """See the module."""
+    parent, command, ranks = json.loads(sys.stdin.readline())
+    namespace.die_with_parent(parent)
+    import torch.distributed  # noqa: F401 - imported here once rather than in every rank
+
+    processes = [_start(command, *rank) for rank in ranks]
+    print(json.dumps(processes), flush=True)
+    codes: dict[int, int] = {}
+    watch = {os.pidfd_open(process): process for process in processes}
+    while watch:
+        ready = select.select([_INPUT, *watch], (), ())[0]
+        if _INPUT in ready:
+            for process in watch.values():
+                os.kill(process, signal.SIGKILL)
+            return
+        for handle in ready:
+            process = watch.pop(handle)
+            os.close(handle)
+            codes[process] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    print(json.dumps([codes[process] for process in processes]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

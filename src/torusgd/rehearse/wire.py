@@ -1,0 +1,107 @@
+"""The wire of the lab: one process that makes every host's namespace and carries packets between them, late and slowly.
+
+Started by `network.Lab`, which writes one JSON line to its standard input; it answers with one line and carries packets
+until that input ends, with whose end the lab and every namespace is gone. A further line is the number of a host whose
+link is cut from then on.
+
+A packet of a host leaves through its sending link (a queue served at the host's rate), travels the latency, and enters
+through the receiver's link. The kernel keeps to the rate too (`namespace.open_tun`).
+"""
+
+import heapq
+import json
+import os
+import select
+import sys
+import time
+from pathlib import Path
+
+from . import netns as namespace
+
+MTU = 60_000
+"""bytes; large packets, since each costs this process the same"""
+
+
+class Wire:
+    """Queues between the hosts' devices; `hosts` holds (seconds of one-way latency, bytes a second) of each."""
+
+    def __init__(self, devices: list[int], addresses: list[str], hosts: list[tuple[float, float]]) -> None:
+        self._devices = devices
+        self._host = {device: host for host, device in enumerate(devices)}
+        self._by_address = {bytes(map(int, address.split("."))): host for host, address in enumerate(addresses)}
+        self._latency = [latency / 2 for latency, _ in hosts]
+        self._seconds_a_byte = [1 / rate for _, rate in hosts]
+        self._sends_until = [0.0] * len(hosts)
+        self._receives_until = [0.0] * len(hosts)
+        self._travelling: list[tuple[float, int, int, bytes, bool]] = []
+        self._order = 0
+        self._cut: set[int] = set()
+
+    def carry(self, orders: int) -> None:
+        """Carries packets until the file `orders` ends; a line in it is the number of a host to cut off."""
+        while True:
+            now = time.monotonic()
+            self._deliver(now)
+            wait = self._travelling[0][0] - now if self._travelling else 1.0
+            ready = select.select([orders, *self._devices], (), (), max(wait, 0.0))[0]
+            for device in ready:
+                if device in self._host:
+                    self._take(device)
+                elif lines := os.read(orders, 4096):
+                    self._cut.update(int(line) for line in lines.split())
+                else:
+                    return
+
+    def _take(self, device: int) -> None:
+        """Reads what a host sends."""
+        source, now = self._host[device], time.monotonic()
+        while True:
+            try:
+                packet = os.read(device, 65_536)
+            except BlockingIOError:
+                return
+            target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
+            if target is None or self._cut & {source, target}:
+                continue
+            sent = max(now, self._sends_until[source]) + len(packet) * self._seconds_a_byte[source]
+            self._sends_until[source] = sent
+            self._push(sent + self._latency[source] + self._latency[target], target, packet, received=False)
+
+    def _push(self, when: float, target: int, packet: bytes, received: bool) -> None:
+        self._order += 1
+        heapq.heappush(self._travelling, (when, self._order, target, packet, received))
+
+    def _deliver(self, now: float) -> None:
+        """Hands over what has arrived, when the receiver's link has taken it in."""
+        while self._travelling and self._travelling[0][0] <= now:
+            when, _, target, packet, received = heapq.heappop(self._travelling)
+            if not received:
+                # A link as fast as the sender's takes a packet in while it comes: only what is ahead of it delays it.
+                end = max(when, self._receives_until[target] + len(packet) * self._seconds_a_byte[target])
+                self._receives_until[target] = end
+                if end > when:
+                    self._push(end, target, packet, received=True)
+                    continue
+            os.write(self._devices[target], packet)
+
+
+def _settings(values: dict[str, str]) -> None:
+    for name, value in values.items():
+        Path("/proc/sys/net/ipv4", name).write_text(value)
+
+
+def main() -> None:
+    """Makes the hosts told on standard input, answers with the namespaces' paths, and is their wire."""
+    parent, hosts, addresses, prefix, settings = json.loads(sys.stdin.readline())
+    namespace.die_with_parent(parent)
+    spaces, devices = [], []
+    for address, (_, rate) in zip(addresses, hosts, strict=True):
+        spaces.append(f"/proc/{os.getpid()}/fd/{namespace.unshare()}")
+        _settings(settings)
+        devices.append(namespace.open_tun(address, prefix, MTU, rate))
+    print(json.dumps(spaces), flush=True)
+    Wire(devices, addresses, hosts).carry(sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    main()

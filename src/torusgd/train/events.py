@@ -1,0 +1,253 @@
+"""What a run tells: a progress line, `events.jsonl`, and TensorBoard where it is asked for. Rank 0 only."""
+
+import errno
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from ..comm.monitor import hidden_share
+from ..errors import RunError, UserError
+from ..recipe.schedule import Schedule
+from ..recipe.schema import Recipe
+from ..weights import write_text
+from .evaluate import Evaluation
+from .step import StepResult
+
+PLAIN_SECONDS = 5.0
+"""between progress lines where the output is no terminal"""
+WIDE = 150
+"""columns of a terminal in which the progress line fits; in others it is cut in two"""
+
+
+class Telemetry:
+    """Writes events and shows progress.
+
+    Args:
+        folder: The run's folder.
+        schedule: Of the run.
+        first_step: Steps done before; later events of an earlier attempt are dropped.
+        tensorboard: Also write TensorBoard files under `folder/tensorboard`.
+
+    Raises:
+        UserError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, folder: Path, schedule: Schedule, first_step: int, tensorboard: bool) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+        self._schedule = schedule
+        self._path = folder / "events.jsonl"
+        self._board = _open_tensorboard(folder / "tensorboard", first_step) if tensorboard else None
+        _drop_later_events(self._path, first_step)
+        self._file = self._path.open("ab", buffering=0)  # a line a write: what was told stays told
+        self._progress: Progress | None = None
+        self._last_line = time.perf_counter()
+        self._speed = 0.0
+        self._slowest = ""
+        if self.console.is_terminal:
+            self._progress = Progress(
+                BarColumn(bar_width=16), TextColumn("{task.description}", markup=False), console=self.console
+            )
+            self._task = self._progress.add_task("starting", total=len(schedule), completed=first_step)
+            self._progress.start()
+
+    def step(self, result: StepResult, seconds: float) -> None:
+        """One step; `seconds` is the training time so far."""
+        step = result.step
+        event: dict[str, Any] = {
+            "step": step.index + 1,
+            "samples": step.start + step.batch,
+            "epoch": round((step.start + step.batch) / self._schedule.train_images, 6),
+            "stage": step.stage,
+            "loss": result.loss,
+            "lr": step.lr,
+            "momentum": step.momentum,
+            "batch": step.batch,
+            "seconds": round(seconds, 6),
+            "step_seconds": round(result.seconds, 6),
+            "data_seconds": round(result.data_seconds, 6),
+            "sync_seconds": round(result.sync_seconds, 6),
+            "update_seconds": round(result.update_seconds, 6),
+        }
+        hidden = hidden_share(result.on_way_seconds, result.sync_seconds)
+        optional = {
+            "replaced": result.replaced,
+            "redone": result.redone,
+            "overflowed": result.overflowed,
+            "skipped": result.skipped,
+            "underflow": result.underflow,
+            "slowest": asdict(result.slowest) if result.slowest else None,
+        }
+        if hidden is not None:
+            event["hidden_share"] = round(hidden, 4)
+        if self._schedule.recipe.precision == "float16":
+            event["loss_scale"] = result.loss_scale
+        event |= {key: value for key, value in optional.items() if value}
+        self._write(event)
+        if result.overflowed:
+            self.say(
+                f"step {step.index + 1}: {result.overflowed[0]}: gradient grew past the integer range; the scale "
+                "was measured again and the step redone"
+            )
+        if result.skipped:
+            self.say(
+                f"step {step.index + 1}: {result.skipped[0]}: gradient not finite; step skipped, loss scale halved"
+            )
+        if self._board is not None:
+            for key in ("loss", "lr", "momentum", "batch"):
+                self._board.add_scalar(f"train/{key}", event[key], step.index + 1)
+            shares = {
+                "data_wait": result.data_seconds / result.seconds,
+                "sync_wait": result.sync_seconds / result.seconds,
+            }
+            for key, share in (shares | ({} if hidden is None else {"sync_hidden": hidden})).items():
+                self._board.add_scalar(f"share/{key}", share, step.index + 1)
+        self._show(result, seconds)
+
+    def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
+        """An evaluation after `step` steps."""
+        self._write({
+            "event": "polished" if polished else "evaluation", "step": step, "seconds": round(seconds, 6),
+            "top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss, "images": evaluation.images,
+            "excluded": evaluation.excluded,
+        })  # fmt: skip
+        if self._board is not None:
+            self._board.add_scalar("eval/top1", evaluation.top1, step)
+            self._board.add_scalar("eval/loss", evaluation.loss, step)
+        epoch = self._schedule_epoch(step)
+        self.say(f"{'polished ' if polished else ''}epoch {epoch:.4g}  step {step}  top-1 {evaluation.top1:.2%}  "
+                 f"top-5 {evaluation.top5:.2%}  loss {evaluation.loss:.4f}  {seconds:.1f} s")  # fmt: skip
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the progress line."""
+        self.console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Ends the progress line and closes the files."""
+        if self._progress is not None:
+            self._progress.stop()
+        if self._board is not None:
+            self._board.close()
+        self._file.close()
+
+    def _show(self, result: StepResult, seconds: float) -> None:
+        if result.slowest is not None:
+            late = result.slowest
+            self._slowest = f"  slowest rank {late.rank} (+{1e3 * late.behind:.0f} ms, {late.cause})"
+        now = result.step.batch / result.seconds
+        self._speed = 0.9 * self._speed + 0.1 * now if self._speed else now
+        if self._progress is not None:
+            gap = "  " if self.console.width >= WIDE else "\n"
+            self._progress.update(self._task, completed=result.step.index + 1, description=self._line(result, gap))
+        elif time.perf_counter() - self._last_line >= PLAIN_SECONDS:
+            self._last_line = time.perf_counter()
+            print(self._line(result), flush=True)
+
+    def _line(self, result: StepResult, gap: str = "  ") -> str:
+        step, schedule = result.step, self._schedule
+        data, sync = result.data_seconds / result.seconds, result.sync_seconds / result.seconds
+        share = hidden_share(result.on_way_seconds, result.sync_seconds)
+        hidden = "" if share is None else f", {share:.0%} hidden"
+        left = (schedule.stop - step.start - step.batch) / self._speed
+        return (
+            f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
+            f"/{schedule.stop / schedule.train_images:.4g}  step {step.index + 1}/{len(schedule)}  "
+            f"loss {result.loss:.4f}  lr {step.lr:.4g}{gap}{self._speed:,.0f} images/s  "
+            f"data {data:.0%}  sync {sync:.0%}{hidden}  {_clock(left)} left{self._slowest}"
+        )
+
+    def _schedule_epoch(self, step: int) -> float:
+        last = self._schedule[step - 1]
+        return (last.start + last.batch) / self._schedule.train_images
+
+    def _write(self, event: dict[str, Any]) -> None:
+        line = json.dumps(event).encode() + b"\n"
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RunError(
+                f"{self._path}: can't be written: {error.strerror}; the last checkpoint is good: free space and give "
+                "the same command again"
+            ) from None
+
+
+def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
+    """The batch plan: one row a stage."""
+    target = f", target top-1 {recipe.target_top1:.2%}" if recipe.target_top1 is not None else ""
+    title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
+    caption = (
+        f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, {recipe.precision}, "
+        f"reduction {recipe.reduction}, seed {recipe.seed}{target}"
+    )
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    has_plain = any(not span.stage.augment for span in schedule.spans)
+    columns = ["stage", "steps", "epochs", "images", "batch", "rate", "last", "momentum"]
+    for column in [*columns, *(["augment"] if has_plain else [])]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for number, span in enumerate(schedule.spans, 1):
+        first, last = schedule[span.first_step], schedule[span.stop_step - 1]
+        row = [
+            str(number),
+            f"{span.first_step}-{span.stop_step - 1}",
+            f"{first.epoch:.3g}-{span.stop / schedule.train_images:.3g}",
+            str(span.stage.images_per_worker),
+            f"{span.batch:,}",
+            f"{span.lr:.4g}",
+            f"{last.lr:.2g}",
+            f"{span.momentum:.4g}",
+        ]
+        table.add_row(*row, *(["yes" if span.stage.augment else "no"] if has_plain else []))
+    return table
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _drop_later_events(path: Path, first_step: int) -> None:
+    """After a resume, steps are told again; what an earlier attempt told of them goes, and a torn last line too.
+
+    So does the polish of this step, which is done again.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            event = json.loads(line)
+            if event["step"] < first_step or (event["step"] == first_step and event.get("event") != "polished"):
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    write_text(path, "".join(kept))
+
+
+def _open_tensorboard(folder: Path, first_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("tensorboard: not installed; give: pip install 'torusgd[tensorboard]'") from None
+    return SummaryWriter(str(folder), purge_step=first_step + 1)
+
+
+def warn(text: str) -> None:
+    """A line on the error stream."""
+    print(f"torusgd: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,106 @@
+"""Trained weights opened for use: of a run's folder, a checkpoint's folder, or a weight file trained elsewhere."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from ..data.sources import Source, open_sources
+from ..errors import UserError
+from ..models import build_model
+from ..recipe.load import apply_overrides, load_recipe, validate
+from ..recipe.schema import Recipe
+from ..weights import load_weights, match_weights
+from .checkpoint import FILES, list_checkpoints
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with its weights, and the data that its recipe names."""
+
+    path: Path
+    """the weight file"""
+    model: nn.Module
+    recipe: Recipe
+    metadata: dict[str, str]
+    train: Source
+    held_out: Source
+
+
+def open_trained(
+    path: Path, data: Path | None, model: str | None, classes: str | None, overrides: Sequence[str] = ()
+) -> Trained:
+    """Builds the model of a weight file and loads the weights.
+
+    Args:
+        path: A run's folder, a checkpoint's folder, or a weight file (.safetensors, or a .pth of tensors).
+        data: The data set, where the recipe's source needs a path.
+        model: The network, for weights trained elsewhere; with it the data is read as the recipe `folder` says, at
+            224 pixels from a shorter side of 256.
+        classes: File in `data` that lists the class folders in the order of the weights' outputs.
+        overrides: `key.path=value` on the recipe.
+
+    Raises:
+        UserError: No weights there, of an unknown network, or not fitting it.
+    """
+    file = find_weights(path)
+    tensors, metadata = load_weights(file)
+    listed = [] if classes is None else [f"data.options.classes={json.dumps(classes)}"]
+    recipe = _recipe(file, metadata, model, [*listed, *overrides])
+    train, held_out = open_sources(recipe.data, data, recipe.seed)
+    _check_classes(file, metadata, train)
+    network = build_model(
+        recipe.model,
+        classes=recipe.data.classes or len(train.classes),
+        channels=recipe.data.channels,
+        image_size=recipe.data.image_size,
+        seed=recipe.seed,
+    )
+    expected = network.state_dict()
+    for name in expected.keys() - tensors.keys():
+        if name.endswith("num_batches_tracked"):  # files of before torch 0.4.1 lack it, and nothing reads it
+            tensors[name] = expected[name]
+    match_weights(tensors, expected, str(file))
+    network.load_state_dict(tensors)
+    return Trained(file, network, recipe, metadata, train, held_out)
+
+
+def find_weights(path: Path) -> Path:
+    """The weight file of a run's folder (finished, else its newest checkpoint), of a checkpoint's, or itself."""
+    if path.is_file():
+        return path
+    newest = list_checkpoints(path / "checkpoints") if path.is_dir() else []
+    for candidate in (path / FILES[0], *(checkpoint / FILES[0] for checkpoint in newest)):
+        if candidate.is_file():
+            return candidate
+    raise UserError(f"{path}: holds no weights; give a run's folder, a checkpoint's folder or a weight file")
+
+
+def _recipe(file: Path, metadata: dict[str, str], model: str | None, overrides: Sequence[str]) -> Recipe:
+    if model is not None:
+        plain = ["data.image_size=224", "data.resize=256", "precision=float32", "model.options={}"]
+        return load_recipe("folder", [*plain, f"model.name={model}", *overrides]).recipe
+    try:
+        tree = json.loads(metadata["recipe"])
+    except (KeyError, ValueError):
+        raise UserError(f"{file}: doesn't say which network it is of; give --model NAME, such as resnet50") from None
+    apply_overrides(tree, overrides)
+    return validate(Recipe, tree, f"{file}: recipe")
+
+
+def _check_classes(file: Path, metadata: dict[str, str], train: Source) -> None:
+    """Weights know their classes by name; other names in the data would give a wrong result without a word."""
+    try:
+        names = json.loads(metadata["classes"])
+    except (KeyError, ValueError):
+        return
+    if list(names) != list(train.classes):
+        differing = next((pair for pair in zip(names, train.classes, strict=False) if pair[0] != pair[1]), None)
+        what = (
+            f"{differing[0]!r} there, {differing[1]!r} here"
+            if differing
+            else f"{len(names)}, {len(train.classes)} here"
+        )
+        raise UserError(f"{file}: was trained on other classes ({what}); give the data set of the same classes")

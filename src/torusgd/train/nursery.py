@@ -1,9 +1,0 @@
-"""What the process that ranks are forked from imports: all that ranks need, so that none of them takes the time."""
-
-import gc
-
-import torch._dynamo  # noqa: F401 - the first Optimizer imports it, for 2 s
-
-from . import launch  # noqa: F401
-
-gc.freeze()  # modules are no garbage: ranks share their pages, and the exit need not look through them (1 s)

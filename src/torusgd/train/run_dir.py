@@ -1,0 +1,193 @@
+"""The run's folder: what it holds, who may write to it, and whether the run in it is done."""
+
+import errno
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from ..errors import RunError, UserError
+from ..recipe.load import validate
+from ..recipe.schema import Recipe
+from ..weights import write_text
+
+LOCK_SECONDS = 10.0
+FILES = ("events.jsonl", "summary.json", "model.safetensors")
+STEP = "step-" + 8 * "[0-9]"
+PARTS = {"checkpoints": (STEP, f".{STEP}.partial"), "tensorboard": ("events.out.tfevents.*",)}
+"""sub-folders, and what a run writes into them"""
+OWN = ("recipe.yaml", *FILES, *PARTS)
+HEAD = "# The complete recipe of this run, defaults included."
+
+
+class RunFolder:
+    """Paths of a run.
+
+    Args:
+        path: The folder; made by `lock`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.summary = path / "summary.json"
+        self.model = path / "model.safetensors"
+        self.events = path / "events.jsonl"
+        self.checkpoints = path / "checkpoints"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Makes the folder and keeps other runs out of it.
+
+        Raises:
+            UserError: Another run, which is named, holds it for 10 s; or it can't be written.
+            RunError: The disk is full or broken.
+        """
+        holder = self.path / ".holder"
+        with self._telling():
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / ".lock", timeout=LOCK_SECONDS)
+            try:
+                lock.acquire()
+            except Timeout:
+                name = holder.read_text().strip() if holder.exists() else "another run"
+                raise UserError(f"--out {self.path}: in use by {name}; wait for it or choose another folder") from None
+        try:
+            with self._telling():
+                started = time.strftime("%Y-%m-%d %H:%M:%S")
+                holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
+            yield
+        finally:
+            with suppress(OSError):
+                holder.unlink()
+            lock.release()
+
+    def claim(self, recipe: Recipe, fresh: bool) -> None:
+        """Makes the folder this recipe's (under `lock`); with `fresh` an earlier run in it is deleted.
+
+        Only what a run wrote is ever deleted, and only when `recipe.yaml` shows that a run wrote it.
+
+        Raises:
+            UserError: It belongs to another recipe, or holds files that no run wrote.
+            RunError: The disk is full or broken.
+        """
+        with self._telling():
+            if not self._is_run():
+                self._refuse_strangers(fresh)
+            elif fresh:
+                self._delete_run()
+            else:
+                self._compare(recipe)
+            self._sweep()
+            if not self.recipe.exists():
+                write_text(self.recipe, dump_recipe(recipe))
+
+    def finished(self, steps: int) -> dict[str, Any] | None:
+        """The summary, if the run in this folder has done `steps` steps; that of a shorter run is removed."""
+        try:
+            summary = json.loads(self.summary.read_text())
+        except (OSError, ValueError):
+            return None
+        if isinstance(summary, dict) and summary.get("steps", 0) >= steps:
+            return summary
+        with self._telling():
+            self.summary.unlink()
+            self.model.unlink(missing_ok=True)
+        return None
+
+    def _is_run(self) -> bool:
+        try:
+            with self.recipe.open(errors="replace") as file:
+                return file.readline().startswith(HEAD)
+        except FileNotFoundError:
+            return False
+
+    def _refuse_strangers(self, fresh: bool) -> None:
+        names = {path.name for path in self.path.iterdir() if not path.name.startswith(".")}
+        ambiguous = sorted(names.intersection(OWN))
+        if ambiguous:
+            raise UserError(
+                f"--out {self.path}: holds {ambiguous[0]!r}, which no run of torusgd left there; choose another folder"
+            )
+        if names and not fresh:
+            raise UserError(
+                f"--out {self.path}: holds {min(names)!r} but no run; choose an empty folder, or give --fresh to "
+                "write beside what is there"
+            )
+
+    def _compare(self, recipe: Recipe) -> None:
+        other = read_run_recipe(self.recipe)
+        if other.sha256() != recipe.sha256():
+            key = _first_difference(other.as_dict(), recipe.as_dict())
+            raise UserError(
+                f"--out {self.path}: holds a run of another recipe ({other.name}; {key} differs); choose another "
+                "folder, or give --fresh to delete that run"
+            )
+
+    def _delete_run(self) -> None:
+        for part, patterns in PARTS.items():
+            for path in [found for pattern in patterns for found in (self.path / part).glob(pattern)]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            folder = self.path / part
+            if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+                folder.rmdir()
+        for name in FILES:
+            (self.path / name).unlink(missing_ok=True)
+        self.recipe.unlink()  # the last: with it goes the sign that the others are a run's
+
+    def _sweep(self) -> None:
+        """Removes what a killed run was writing under another name."""
+        for name in OWN:
+            for path in self.path.glob(f".{name}.*"):
+                path.unlink()
+        for path in self.checkpoints.glob(PARTS["checkpoints"][1]):
+            shutil.rmtree(path)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise RunError(f"--out {self.path}: can't be written: {reason}; free space on that disk") from None
+            raise UserError(f"--out {self.path}: can't be written: {reason}; choose another folder") from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The complete recipe as YAML, defaults included."""
+    head = f"{HEAD} recipe_sha256: {recipe.sha256()}\n"
+    return head + yaml.safe_dump(recipe.as_dict(), sort_keys=False, default_flow_style=None, width=110)
+
+
+def read_run_recipe(path: Path) -> Recipe:
+    """The recipe that a run wrote down; UserError when it is damaged."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: can't be read as a recipe: {reason}") from None
+    return validate(Recipe, tree, str(path))
+
+
+def _first_difference(one: Any, other: Any, path: str = "") -> str:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one:
+            if one[key] != other.get(key):
+                return _first_difference(one[key], other.get(key), f"{path}.{key}" if path else key)
+        for key in other:
+            if key not in one:
+                return f"{path}.{key}" if path else key
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            if a != b:
+                return _first_difference(a, b, f"{path}.{index}")
+    return path

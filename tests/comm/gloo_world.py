@@ -1,0 +1,66 @@
+"""Runs a function on several ranks: processes forked from one that has torch imported, joined over Gloo on loopback."""
+
+import multiprocessing
+import os
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+
+TIMEOUT = timedelta(seconds=50)
+"""of the default group: shorter than a test may take, so that a lost rank is told by the ranks themselves"""
+_CONTEXT = multiprocessing.get_context("forkserver")
+# DistributedDataParallel imports torch._dynamo, which takes seconds.
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook"])
+
+
+def _rank(function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, answers: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCHELASTIC_USE_AGENT_STORE="True")  # the test holds the store
+    try:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        answers.put((rank, function(*arguments), None))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, expected: int = 0, timeout: float = 100
+) -> list[Any]:
+    """What `function(*arguments)` returns on each rank of a world of `size`, in rank order; fails if a rank does.
+
+    With `expected`, only so many ranks answer (the test loses the others on purpose).
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers = _CONTEXT.Queue()
+    processes = [
+        _CONTEXT.Process(target=_rank, args=(function, rank, size, store.port, arguments, answers), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(results) < (expected or size):
+            rank, result, error = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            assert error is None, f"rank {rank}: {error}"
+            results[rank] = result
+    except queue.Empty:
+        raise AssertionError(f"after {timeout} s only ranks {sorted(results)} of {size} had ended") from None
+    finally:
+        for process in processes:
+            process.join(5 if len(results) == size else 0)
+            process.kill()
+    return [results[rank] for rank in sorted(results)]

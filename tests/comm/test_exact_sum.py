@@ -1,0 +1,58 @@
+"""Exact sums: equal to math.fsum, free of order, honest about what is not finite."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torusgd.comm.exact_sum import FULL, NARROW, decode, encode, exact_sum
+
+floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+moderate = st.floats(min_value=-1e15, max_value=1e15, allow_nan=False).filter(lambda x: x == 0 or abs(x) > 1e-30)
+
+
+@given(st.lists(floats32, min_size=1, max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_sum_of_float32_is_the_rounded_exact_sum(values: list[float]) -> None:
+    total = exact_sum(torch.tensor(values, dtype=torch.float32)).item()
+    expected = math.fsum(values)
+    assert abs(total - expected) <= math.ulp(expected)
+
+
+@given(st.lists(moderate, min_size=1, max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_sum_of_float64_is_the_rounded_exact_sum(values: list[float]) -> None:
+    total = exact_sum(torch.tensor(values, dtype=torch.float64)).item()
+    expected = math.fsum(values)
+    assert abs(total - expected) <= math.ulp(expected)
+
+
+@given(st.lists(floats32, min_size=2, max_size=30), st.randoms(use_true_random=False), st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_bits_do_not_depend_on_order_or_on_how_ranks_share(values: list[float], random, ranks: int) -> None:
+    shuffled = values.copy()
+    random.shuffle(shuffled)
+    parts = [torch.tensor(shuffled[r::ranks], dtype=torch.float32) for r in range(ranks)]
+    shared = decode(sum(encode(part).sum(dim=1) for part in parts))
+    assert shared.item() == exact_sum(torch.tensor(values, dtype=torch.float32)).item()
+
+
+def test_narrow_window_drops_bits_of_each_value_alone() -> None:
+    small = decode(encode(torch.tensor([1.0, 2.0**-60, 2.0**-70, -1.0]), NARROW).sum(dim=1), NARROW).item()
+    assert small == 2.0**-60
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 2.0**58])
+def test_what_does_not_fit_is_nan_and_touches_no_neighbour(bad: float) -> None:
+    values = torch.tensor([[1.0, 2.0], [bad, 3.0]])
+    assert decode(encode(values, NARROW).sum(dim=1), NARROW).tolist()[1] == 5.0
+    assert math.isnan(decode(encode(values, NARROW).sum(dim=1), NARROW).tolist()[0])
+
+
+def test_largest_float32_a_million_times() -> None:
+    largest = float(np.finfo(np.float32).max)
+    limbs = encode(torch.tensor([largest], dtype=torch.float32)) * 2**20
+    assert decode(limbs, FULL).item() == largest * 2**20

@@ -1,0 +1,109 @@
+"""The engine against the backend's own all_reduce: any number of ranks, any length, any dtype, many at a time."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from tests.comm.gloo_world import run_ranks
+
+from torusgd.comm.algorithms import Plan, plan
+from torusgd.comm.gloo import GlooEngine
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+LENGTHS = (0, 1, 2, 5, 64, 1009)
+WORLD = 8
+
+
+def plans(ranks: int) -> list[Plan]:
+    grids = [(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]
+    methods = ["ring", "halving/ring", "doubling/halving", "direct", "ring/direct"]
+    return [
+        *[plan(name, ranks, chunks=chunks) for name in ("ring", "halving-doubling", "doubling") for chunks in (1, 3)],
+        plan("direct", ranks),
+        *[plan(f"torus:{methods[i % 5]}", ranks, grid, chunks=1 + i % 3) for i, grid in enumerate(grids)],
+        plan("torus:halving", ranks, grids[-1], chunks=2),
+        *[plan(f"hierarchical:{methods[i % 2]}", ranks, grid, chunks=1 + i % 2) for i, grid in enumerate(grids)],
+    ]
+
+
+def addend(rank: int, length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    if dtype.is_floating_point:
+        return torch.randn(length, generator=generator).to(dtype)
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, (length,), generator=generator, dtype=dtype)
+
+
+def compare_on_every_world() -> list[str]:
+    """Runs on each of 8 ranks; the smaller worlds are made of the first of them. Returns what went wrong."""
+    wrong = []
+    for size in range(1, WORLD + 1):
+        group, own = dist.new_group(list(range(size))), dist.new_group(list(range(size)))
+        if dist.get_rank() >= size:
+            continue
+        engine = GlooEngine(own)
+        for seed, how in enumerate(plans(size)):
+            cases = [(dtype, length) for dtype in DTYPES for length in LENGTHS]
+            sums = [addend(dist.get_rank(), length, dtype, seed) for dtype, length in cases]
+            exact = [
+                sum(addend(r, n, t, seed).to(torch.float64 if t.is_floating_point else t) for r in range(size))
+                for t, n in cases
+            ]
+            works = [engine.run(tensor, how) for tensor in sums]
+            for work in works:
+                work.wait()
+            for (dtype, length), work, got, want in zip(cases, works, sums, exact, strict=True):
+                close = (
+                    got.equal(want)
+                    if not dtype.is_floating_point
+                    else torch.allclose(got.double(), want, rtol=0, atol=8 * size * torch.finfo(dtype).eps)
+                )
+                if not (close and work.done()):
+                    wrong.append(f"{how}, {dtype}, {length}")
+                first = got.clone()
+                if length:
+                    dist.broadcast(first, 0, group)
+                if not first.equal(got):
+                    wrong.append(f"{how}, {dtype}, {length}: bits differ between ranks")
+        engine.close()
+    return wrong
+
+
+def test_sums_equal_the_exact_ones_and_have_the_same_bits_on_every_rank():
+    assert run_ranks(WORLD, compare_on_every_world) == [[]] * WORLD
+
+
+def lose_a_rank() -> str:
+    """Rank 2 leaves in the middle; the others must be told so."""
+    own = dist.new_group(timeout=timedelta(seconds=5))
+    engine = GlooEngine(own)
+    engine.run(torch.ones(10), plan("ring", 3)).wait()
+    if dist.get_rank() == 2:
+        os._exit(0)
+    try:
+        engine.run(torch.ones(10), plan("ring", 3)).wait()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_lost_rank_is_an_error_on_the_others_and_not_a_hang():
+    for told in run_ranks(3, lose_a_rank, expected=2, timeout=60):
+        assert told.startswith("all-reduce failed")
+
+
+def long_messages_while_computing() -> bool:
+    engine, how = GlooEngine(dist.new_group()), plan("torus", 4, (2, 2), chunks=4)
+    sums = [torch.full((300_001,), float(i + dist.get_rank())) for i in range(4)]
+    works = [engine.run(tensor, how) for tensor in sums]
+    square = torch.eye(200)
+    for _ in range(50):
+        square = square @ square
+    for work in works:
+        work.wait()
+    return all(bool((tensor == 4 * i + 6).all()) for i, tensor in enumerate(sums))
+
+
+def test_long_messages_in_chunks_while_the_ranks_compute():
+    assert run_ranks(4, long_messages_while_computing) == [True] * 4

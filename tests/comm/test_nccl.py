@@ -1,0 +1,98 @@
+"""The NCCL engine's collectives and batches, over Gloo on CPU tensors; and with a GPU, the engines themselves."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.comm.gloo_world import run_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+from torusgd.comm.algorithms import plan
+from torusgd.comm.allreduce import create
+from torusgd.comm.nccl import NcclEngine, carry_in_batches, torus_by_collectives
+
+
+def sum_of_ranks(length: int, ranks: int) -> torch.Tensor:
+    return torch.arange(length) * ranks + ranks * (ranks - 1) // 2
+
+
+def addend(length: int) -> torch.Tensor:
+    return torch.arange(length) + dist.get_rank()
+
+
+def collectives_on_every_grid() -> list[str]:
+    wrong, ranks = [], dist.get_world_size()
+    for grid in ((1, 6), (2, 3), (3, 2), (6, 1)):
+        mesh = DeviceMesh("cpu", torch.arange(ranks).view(grid), mesh_dim_names=("vertical", "horizontal"))
+        for length in (0, 1, 5, 12, 101):
+            for chunks in (1, 2, 5):
+                tensor = addend(length)
+                torus_by_collectives(tensor, mesh, chunks, [nullcontext, nullcontext])
+                if not tensor.equal(sum_of_ranks(length, ranks)):
+                    wrong.append(f"{grid}, {length}, {chunks}")
+    return wrong
+
+
+def batches_of_every_algorithm() -> list[str]:
+    wrong, ranks = [], dist.get_world_size()
+    for name in ("ring", "halving-doubling", "doubling", "direct", "torus:halving/ring", "hierarchical"):
+        for length in (1, 5, 101):
+            for chunks in (1, 3):
+                tensor, how = addend(length), plan(name, ranks, chunks=chunks)
+                carry_in_batches(tensor, how.routes(dist.get_rank(), length), dist.group.WORLD)
+                if not tensor.equal(sum_of_ranks(length, ranks)):
+                    wrong.append(f"{how}, {length}")
+    return wrong
+
+
+def test_torus_by_collectives_sums_whatever_the_grid_and_length():
+    assert run_ranks(6, collectives_on_every_grid) == [[]] * 6
+
+
+@pytest.mark.parametrize("ranks", [5, 6])
+def test_batches_sum_whatever_the_algorithm(ranks):
+    assert run_ranks(ranks, batches_of_every_algorithm) == [[]] * ranks
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def over_nccl_on_one_rank() -> list[str]:
+    wrong, device = [], torch.device("cuda", 0)
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", device_id=device)
+    engine = NcclEngine(dist.new_group(backend="nccl"), device)
+    for name in ("torus", "ring", "hierarchical"):
+        for length in (1, 100_001):
+            tensor = torch.arange(length, device=device)
+            work = engine.run(tensor, plan(name, 1, chunks=3))
+            work.wait()
+            torch.cuda.synchronize()
+            if not (work.done() and tensor.cpu().equal(torch.arange(length))):
+                wrong.append(f"{name}, {length}")
+    engine.close()
+    return wrong
+
+
+def over_gloo_with_cuda_tensors() -> list[str]:
+    wrong, device, ranks = [], torch.device("cuda", 0), dist.get_world_size()
+    for name in ("auto", "torus", "halving-doubling"):
+        allreduce = create(name, device=device)
+        # The values are still being made on the current stream when the sum starts.
+        tensors = [addend(length).to(device, non_blocking=True) * 1 for length in (1, 1000, 300_001)]
+        for work in [allreduce.start(tensor) for tensor in tensors]:
+            work.wait()
+        wrong += [name for t in tensors if not (t * 1).cpu().equal(sum_of_ranks(t.numel(), ranks))]
+        allreduce.close()
+    return wrong
+
+
+@needs_gpu
+def test_one_rank_over_nccl():
+    assert run_ranks(1, over_nccl_on_one_rank) == [[]]
+
+
+@needs_gpu
+def test_several_ranks_over_gloo_with_cuda_tensors():
+    assert run_ranks(3, over_gloo_with_cuda_tensors) == [[]] * 3

@@ -1,0 +1,86 @@
+"""Strips against the backend's own all_reduce: any ranks, grid, stops and dtype, groups of ranks, many on their way."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.comm.gloo_world import run_ranks
+
+from torusgd.comm.allreduce import ALGORITHMS, Native, Planned, create
+from torusgd.comm.reduce_scatter import Strips
+
+WORLD = 6
+LENGTHS = (0, 1, 5, 64, 1009)
+STOPS = (None, (), (3, 4, 50, 64, 500, 996), tuple(range(0, 1009, 16)))
+DTYPES = (torch.float32, torch.int32, torch.int64)
+
+
+def addend(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-1000, 1000, (length,), generator=generator).to(dtype)
+
+
+def every_case(allreduce: Planned | Native, ranks: list[int]) -> list[str]:
+    """Scatters all tensors at once, then gathers them at once, an all-reduce between; what went wrong."""
+    strips, wrong = Strips(allreduce), []
+    cases = [(length, stops, dtype) for length in LENGTHS for stops in STOPS for dtype in DTYPES]
+    tensors = [addend(dist.get_rank(), length, dtype) for length, _, dtype in cases]
+    sums = [sum(addend(rank, length, dtype) for rank in ranks) for length, _, dtype in cases]
+    spans = [[strips.span(rank, length, stops) for rank in range(strips.size)] for length, stops, _ in cases]
+    works = [strips.start_scatter(tensor, stops) for tensor, (_, stops, _) in zip(tensors, cases, strict=True)]
+    whole = addend(dist.get_rank(), 1009, torch.int64)
+    works.append(allreduce.start(whole))
+    for work in works:
+        work.wait()
+        assert work.done()
+    if not whole.equal(sums[-1]):
+        wrong.append("an all-reduce between")
+    for case, tensor, total, places in zip(cases, tensors, sums, spans, strict=True):
+        low, high = places[strips.rank]
+        if sorted(i for span in places for i in range(*span)) != list(range(case[0])):
+            wrong.append(f"spans of {case}")
+        if case[1] is not None and not {edge for span in places for edge in span} <= {0, case[0], *case[1]}:
+            wrong.append(f"stops of {case}")
+        if not tensor[low:high].equal(total[low:high]):
+            wrong.append(f"scatter of {case}")
+        tensor[:low], tensor[high:] = -7, -7
+    for work in [strips.start_gather(tensor, stops) for tensor, (_, stops, _) in zip(tensors, cases, strict=True)]:
+        work.wait()
+    wrong += [f"gather of {c}" for c, got, want in zip(cases, tensors, sums, strict=True) if not got.equal(want)]
+    return [f"{allreduce.name} on {ranks}: {what}" for what in wrong]
+
+
+def every_name() -> list[str]:
+    """All names on all ranks, grids, and two groups of ranks at a time."""
+    wrong = []
+    for name in ALGORITHMS:
+        allreduce = create(name, timeout=30)
+        wrong += every_case(allreduce, list(range(WORLD)))
+        allreduce.close()
+    for name, grid in (("torus", (3, 2)), ("torus:doubling/direct", (2, 3)), ("hierarchical", (2, 3))):
+        allreduce = create(name, grid=grid, timeout=30)
+        wrong += every_case(allreduce, list(range(WORLD)))
+        allreduce.close()
+    # Each division is used once: torch names a group by its ranks, and finds a closed one's addresses under that name.
+    for size, name in ((5, "halving-doubling"), (3, "ring"), (2, "native")):
+        parts = [list(range(size)), list(range(size, WORLD))]
+        groups = [dist.new_group(part) for part in parts]
+        mine = int(dist.get_rank() >= size)
+        allreduce = create(name, group=groups[mine], timeout=30)
+        wrong += every_case(allreduce, parts[mine])
+        allreduce.close()
+    return wrong
+
+
+def test_strips_hold_the_sums_and_are_gathered():
+    assert run_ranks(WORLD, every_name) == [[]] * WORLD
+
+
+@pytest.mark.parametrize("name", ["auto", "native", "torus"])
+def test_alone_the_strip_is_the_whole(name):
+    strips = Strips(create(name))
+    tensor = torch.arange(5)
+    assert strips.span(0, 5) == (0, 5)
+    for work in (strips.start_scatter(tensor), strips.start_gather(tensor, (2,))):
+        work.wait()
+        assert work.done()
+    assert tensor.equal(torch.arange(5))

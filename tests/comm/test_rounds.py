@@ -1,0 +1,183 @@
+"""The routes, run by a simulator: every rank ends with the sum, every message is received, none is in excess."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torusgd.comm.algorithms import FLAT, Plan, parse_grid, plan, squarest
+from torusgd.comm.rounds import METHODS, Round, cut, mirror
+from torusgd.errors import UserError
+
+PLANS = st.integers(1, 13).flatmap(
+    lambda ranks: st.one_of(
+        st.builds(plan, st.sampled_from(list(FLAT)), st.just(ranks), chunks=st.integers(1, 3)),
+        st.builds(
+            plan,
+            st.sampled_from([f"torus:{v}/{h}" for v in METHODS for h in METHODS]),
+            st.just(ranks),
+            st.sampled_from([(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]),
+            st.integers(1, 3),
+        ),
+        st.builds(
+            plan,
+            st.sampled_from([f"hierarchical:{v}/{h}" for v in METHODS for h in METHODS if h != "doubling"]),
+            st.just(ranks),
+            st.sampled_from([(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]),
+            st.integers(1, 3),
+        ),
+    )
+)
+
+
+def simulate(how: Plan, inputs: list[list]) -> list[list]:
+    """Runs all ranks in step; values need only `+`. Fails on a message without a partner."""
+    tensors = [list(values) for values in inputs]
+    carry_out([how.routes(rank, len(values)) for rank, values in enumerate(inputs)], tensors)
+    return tensors
+
+
+def carry_out(routes: list[list[list[Round]]], tensors: list[list]) -> None:
+    """The routes of all ranks, chunk by chunk, on their tensors."""
+    for chunk in range(len(routes[0])):
+        for step, parts in enumerate(zip(*[route[chunk] for route in routes], strict=True)):
+            wire: dict[tuple[int, int], list] = {}
+            for rank, part in enumerate(parts):
+                for peer, low, high in part.sends:
+                    wire.setdefault((rank, peer), []).append(tensors[rank][low:high])
+            for rank, part in enumerate(parts):
+                for peer, low, high in part.adds:
+                    values = wire[peer, rank].pop(0)
+                    assert len(values) == high - low > 0
+                    tensors[rank][low:high] = [a + b for a, b in zip(tensors[rank][low:high], values, strict=True)]
+                for peer, low, high in part.copies:
+                    values = wire[peer, rank].pop(0)
+                    assert len(values) == high - low > 0
+                    tensors[rank][low:high] = values
+            assert not any(wire.values()), f"step {step}: a message that nobody receives"
+
+
+def elements_sent(how: Plan, rank: int, length: int) -> int:
+    return sum(m.high - m.low for chunk in how.routes(rank, length) for turn in chunk for m in turn.sends)
+
+
+@settings(deadline=None, max_examples=300)
+@given(PLANS, st.integers(0, 40))
+def test_every_rank_ends_with_the_sum(how, length):
+    ranks = math.prod(how.grid)
+    inputs = [[(rank + 1) * 1000 + i for i in range(length)] for rank in range(ranks)]
+    total = [sum(column) for column in zip(*inputs, strict=True)]
+    assert simulate(how, inputs) == [total] * ranks
+
+
+@settings(deadline=None, max_examples=100)
+@given(PLANS, st.integers(1, 20), st.randoms())
+def test_floats_end_with_the_same_bits_on_every_rank(how, length, random):
+    ranks = math.prod(how.grid)
+    inputs = [[random.gauss(0, 1) for _ in range(length)] for _ in range(ranks)]
+    results = simulate(how, inputs)
+    assert results == [results[0]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 12, 16, 17])
+@pytest.mark.parametrize("name", ["ring", "halving-doubling", "direct"])
+def test_flat_algorithms_move_no_more_than_the_least_possible(name, ranks):
+    length = 1000 * ranks
+    for rank in range(ranks):
+        assert elements_sent(plan(name, ranks), rank, length) == 2 * (ranks - 1) * length // ranks
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 3), (4, 4), (5, 2), (3, 7)])
+def test_a_torus_moves_a_shard_on_its_vertical_axis(rows, columns):
+    length = 100 * rows * columns
+    how = plan("torus", rows * columns, (rows, columns))
+    for rank in range(rows * columns):
+        horizontal, vertical = how.axes(rank)
+        sent = {m.peer: 0 for turn in how.routes(rank, length)[0] for m in turn.sends}
+        for turn in how.routes(rank, length)[0]:
+            for m in turn.sends:
+                sent[m.peer] += m.high - m.low
+        along = sum(n for peer, n in sent.items() if peer in horizontal.members)
+        across = sum(n for peer, n in sent.items() if peer in vertical.members)
+        assert along == 2 * (columns - 1) * length // columns
+        assert across == 2 * (rows - 1) * length // (columns * rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "steps"),
+    [
+        ("ring", 16, 30),
+        ("halving-doubling", 16, 8),
+        ("halving-doubling", 17, 10),
+        ("doubling", 16, 4),
+        ("doubling", 17, 6),
+        ("direct", 16, 2),
+        ("torus", 16, 12),
+    ],
+)
+def test_steps_follow_the_formula(name, ranks, steps):
+    assert len(plan(name, ranks).routes(0, 1000)[0]) == steps
+
+
+def test_grids():
+    assert [squarest(n) for n in (1, 7, 12, 16)] == [(1, 1), (1, 7), (3, 4), (4, 4)]
+    assert parse_grid("4x8") == (4, 8)
+    for text in ("4", "4x", "0x4", "4x4x4", "axb"):
+        with pytest.raises(UserError, match="grid"):
+            parse_grid(text)
+    with pytest.raises(UserError, match="3x5: has 15 places; give Y x X = 16"):
+        plan("torus", 16, (3, 5))
+    with pytest.raises(UserError, match="unknown"):
+        plan("tree", 16)
+    for name in ("torus:tree", "torus:ring/", "torus:ring/tree", "hierarchical:ring/doubling"):
+        with pytest.raises(UserError, match="VERTICAL/HORIZONTAL"):
+            plan(name, 16)
+    for name in ("torus:halving/ring", "torus:direct", "torus", "hierarchical:halving"):
+        assert plan(name, 12).name == name
+    assert str(plan("torus", 12, (4, 3), chunks=2)) == "torus 4x3 in 2 chunks"
+
+
+@settings(deadline=None, max_examples=300)
+@given(PLANS, st.integers(0, 40), st.none() | st.lists(st.integers(0, 40), unique=True).map(sorted))
+def test_a_reduce_scatter_leaves_each_rank_its_span_and_its_mirror_gathers_them(how, length, stops):
+    ranks = math.prod(how.grid)
+    inputs = [[(rank + 1) * 1000 + i for i in range(length)] for rank in range(ranks)]
+    total = [sum(column) for column in zip(*inputs, strict=True)]
+    scatters = [how.scatter(rank, length, stops) for rank in range(ranks)]
+    spans = [span for _, span in scatters]
+    assert sorted(i for low, high in spans for i in range(low, high)) == list(range(length))
+    if stops is not None:
+        assert {edge for span in spans for edge in span} <= {0, length, *stops}
+    tensors = [list(values) for values in inputs]
+    carry_out([[rounds] for rounds, _ in scatters], tensors)
+    for (low, high), values in zip(spans, tensors, strict=True):
+        assert values[low:high] == total[low:high]
+        values[:low], values[high:] = [None] * low, [None] * (length - high)
+    carry_out([[mirror(rounds)] for rounds, _ in scatters], tensors)
+    assert tensors == [total] * ranks
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 50), st.integers(0, 200), st.integers(1, 9), st.lists(st.integers(0, 300), unique=True))
+def test_edges_go_to_the_nearest_stop(low, width, parts, stops):
+    high = low + width
+    allowed = sorted(stops)
+    free, edges = cut(low, high, parts), cut(low, high, parts, allowed)
+    inside = [low, *(stop for stop in allowed if low <= stop <= high), high]
+    assert edges == sorted(edges)
+    assert (edges[0], edges[-1], len(edges)) == (low, high, parts + 1)
+    for ideal, edge in zip(free, edges, strict=True):
+        assert edge in inside
+        assert abs(edge - ideal) == min(abs(stop - ideal) for stop in inside)
+
+
+@pytest.mark.parametrize("name", ["ring", "halving-doubling", "direct", "torus", "torus:halving/direct"])
+@pytest.mark.parametrize("ranks", [2, 5, 12])
+def test_a_reduce_scatter_moves_half_of_an_all_reduce(name, ranks):
+    length = 1000 * ranks
+    for rank in range(ranks):
+        rounds, (low, high) = plan(name, ranks).scatter(rank, length)
+        assert high - low == 1000
+        assert sum(m.high - m.low for turn in rounds for m in turn.sends) == (ranks - 1) * 1000
+        assert 2 * (ranks - 1) * 1000 == elements_sent(plan(name, ranks), rank, length)

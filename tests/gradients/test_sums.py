@@ -1,0 +1,243 @@
+"""Gradient sums: the same bits in any order, an error within the promised bits, overflow and nan told."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torusgd.comm.buckets import plan_buckets
+from torusgd.gradients.float_sum import FloatGradientSum
+from torusgd.gradients.integer_sum import HEADROOM, INT32_MAX, ExactGradientSum, power_of_two_scale
+
+CPU = torch.device("cpu")
+SIZES = (5, 3000, 1, 700)
+
+
+def gradients(workers: int, seed: int, scale: float = 1.0) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [torch.randn(n, generator=generator) * scale * 10.0 ** (i - 3) for i, n in enumerate(SIZES)]
+        for _ in range(workers)
+    ]
+
+
+def run(total, by_rank: list[list[list[torch.Tensor]]]):
+    """Sums messages of several 'ranks' as an all-reduce would; returns the verdict and the mean."""
+    totals = by_rank
+    sums = []
+    for rank_gradients in totals:
+        total.clear()
+        for worker in rank_gradients:
+            slot = 0
+            for index, bucket in enumerate(total.buckets):
+                for _ in range(bucket.first, bucket.stop):
+                    total.add(index, slot, worker[slot])
+                    slot += 1
+                total.end_worker(index)
+        sums.append([total.message(i).clone() for i in range(len(total.buckets))])
+    for index in range(len(total.buckets)):
+        message = total.message(index)
+        message.copy_(sums[0][index])
+        for other in sums[1:]:
+            message.add_(other[index])
+    verdict = total.finish()
+    out = [torch.zeros(n) for n in SIZES]
+    if verdict.accepted:
+        total.mean(out)
+    return verdict, out
+
+
+def exact(workers: int, limit: int = 2048) -> ExactGradientSum:
+    return ExactGradientSum(plan_buckets(SIZES, limit), workers, CPU)
+
+
+def measured(total, workers: list[list[torch.Tensor]]):
+    total.set_maxima(torch.stack([torch.stack([w[i].abs().max() for w in workers]).max() for i in range(len(SIZES))]))
+    return total
+
+
+@given(st.integers(0, 1000), st.integers(1, 9), st.integers(1, 9))
+@settings(max_examples=30, deadline=None)
+def test_bits_are_equal_for_any_sharing_and_order(seed: int, workers: int, ranks: int) -> None:
+    grads = gradients(workers, seed)
+    ranks = min(ranks, workers)
+    _, alone = run(measured(exact(workers), grads), [grads])
+    _, shared = run(measured(exact(workers, limit=100), grads), [grads[::-1][r::ranks] for r in range(ranks)])
+    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+
+
+@pytest.mark.parametrize("workers", [1, 12, 2048])
+def test_error_against_float64_is_within_the_promised_bits(workers: int) -> None:
+    grads = gradients(workers, seed=1)
+    _, mean = run(measured(exact(workers), grads), [grads])
+    bits = 31 - math.log2(HEADROOM) - 1 - math.log2(workers)  # the scale is rounded down to a power of two
+    for slot, got in enumerate(mean):
+        stack = torch.stack([worker[slot] for worker in grads]).double()
+        error = (got.double() - stack.mean(dim=0)).abs().max()
+        # Each addend is rounded by half a unit; the unit is max / 2**bits.
+        assert error <= stack.abs().max() * 0.5 / 2**bits + stack.mean(dim=0).abs().max() * 2**-23
+
+
+def test_growth_within_headroom_is_accepted_and_beyond_is_told() -> None:
+    grads = gradients(4, seed=2)
+    total = measured(exact(4), grads)
+    verdict, mean = run(total, [[[g * 7.9 for g in w] for w in grads]])
+    assert verdict.accepted
+    torch.testing.assert_close(mean[1], torch.stack([w[1] * 7.9 for w in grads]).mean(dim=0), rtol=1e-5, atol=1e-9)
+    total = measured(exact(4), grads)
+    grown = [[g * (70 if slot == 1 else 1) for slot, g in enumerate(w)] for w in grads]
+    verdict, _ = run(total, [grown[:2], grown[2:]])
+    assert verdict.overflow == [1]
+    assert not verdict.nonfinite
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nonfinite_is_told_by_slot_even_beside_overflow(bad: float) -> None:
+    grads = gradients(3, seed=3)
+    total = measured(exact(3), grads)
+    grads[1][3][17] = bad
+    grads[2][0] *= 1e9
+    verdict, _ = run(total, [grads[:1], grads[1:]])
+    assert verdict.nonfinite == [3]
+    assert verdict.overflow == [0]
+
+
+def test_values_far_out_of_range_are_an_overflow_not_a_wrap() -> None:
+    grads = gradients(2, seed=4)
+    total = measured(exact(2), grads)
+    verdict, _ = run(total, [[[g * 3e9 for g in w] for w in grads]])
+    assert verdict.overflow == [0, 1, 2, 3]
+
+
+def test_a_refused_step_changes_no_scale() -> None:
+    grads = gradients(2, seed=5)
+    total = measured(exact(2), grads)
+    before = total.state()
+    run(total, [[[g * 1e6 for g in w] for w in grads]])
+    assert torch.equal(total.state(), before)
+    _, mean = run(total, [grads])
+    _, expected = run(measured(exact(2), grads), [grads])
+    assert all(torch.equal(a, b) for a, b in zip(mean, expected, strict=True))
+
+
+def test_zero_gradient_takes_the_largest_scale_and_missing_slots_are_zero() -> None:
+    grads = gradients(2, seed=6)
+    for worker in grads:
+        worker[2].zero_()
+    total = measured(exact(2), grads)
+    grads[0][2].fill_(grads[0][3].abs().max().item())
+    verdict, mean = run(total, [grads])
+    assert verdict.accepted
+    assert mean[2].item() == pytest.approx(grads[0][2].item() / 2, rel=1e-6)
+
+
+def test_state_restores_the_scales_with_other_buckets() -> None:
+    grads = gradients(3, seed=7)
+    first = measured(exact(3), grads)
+    run(first, [grads])
+    second = exact(3, limit=50)
+    second.load_state(first.state())
+    following = gradients(3, seed=8)
+    assert all(torch.equal(a, b) for a, b in zip(run(first, [following])[1], run(second, [following])[1], strict=True))
+
+
+@given(st.lists(st.floats(0, 1e30), min_size=1, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_scale_is_the_largest_power_of_two_that_fits(bounds: list[float]) -> None:
+    scales = power_of_two_scale(torch.tensor(bounds, dtype=torch.float64), INT32_MAX).tolist()
+    largest = max(bounds)
+    for bound, scale in zip(bounds, scales, strict=True):
+        assert math.frexp(scale)[0] == 0.5
+        value = bound or largest
+        if value and 2.0**-100 < scale < 2.0**100:
+            assert HEADROOM * value * scale <= INT32_MAX < 2 * HEADROOM * value * scale * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16, torch.float32])
+def test_float_wires_are_close_and_scaled(wire: torch.dtype) -> None:
+    grads = gradients(6, seed=9, scale=1e4)
+    total = FloatGradientSum(plan_buckets(SIZES, 2048), 6, CPU, wire)
+    if total.needs_measure:
+        measured(total, grads)
+    verdict, mean = run(total, [grads[:2], grads[2:4], grads[4:]])
+    assert verdict.accepted
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6}[wire]
+    for slot in (1, 3):
+        expected = torch.stack([w[slot] for w in grads]).mean(dim=0)
+        torch.testing.assert_close(mean[slot], expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+def test_float16_wire_tells_overflow_nonfinite_and_underflow() -> None:
+    grads = gradients(2, seed=10)
+    wire = plan_buckets(SIZES, 10**6)
+
+    def fresh() -> FloatGradientSum:
+        return measured(FloatGradientSum(wire, 2, CPU, torch.float16), grads)
+
+    assert run(fresh(), [[[g * 1e3 for g in w] for w in grads]])[0].overflow == [0]
+    tiny = [[g * (1e-9 if slot == 1 else 1) for slot, g in enumerate(w)] for w in grads]
+    assert run(fresh(), [tiny])[0].underflow > 0.5
+    grads[1][1][5] = math.nan
+    verdict = run(fresh(), [grads[:1], grads[1:]])[0]
+    assert verdict.nonfinite == [1]
+
+
+def test_buckets_cover_all_tensors_in_order() -> None:
+    buckets = plan_buckets([3, 10, 2, 2, 9, 1], limit=10)
+    assert [(b.first, b.stop) for b in buckets] == [(0, 1), (1, 2), (2, 4), (4, 6)]
+    assert buckets[2].offsets == (0, 2)
+
+
+def fill(total, worker: list[torch.Tensor]) -> None:
+    total.clear()
+    for index, bucket in enumerate(total.buckets):
+        for slot in range(bucket.first, bucket.stop):
+            total.add(index, slot, worker[slot])
+        total.end_worker(index)
+
+
+@pytest.mark.parametrize("wire", [None, torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("trouble", [None, "nan", "overflow"])
+def test_strips_of_the_sums_with_the_tails_say_what_whole_messages_say(
+    wire: torch.dtype | None, trouble: str | None
+) -> None:
+    grads, layout = gradients(2, seed=12), plan_buckets(SIZES, 2048)
+    ranks = [
+        measured(exact(2) if wire is None else FloatGradientSum(layout, 2, CPU, wire), gradients(2, seed=12))
+        for _ in grads
+    ]
+    if trouble == "nan":
+        grads[1][1][5] = math.nan
+    if trouble == "overflow":
+        grads[0][3][7] = grads[1][3][7] = 3e38 if wire == torch.float32 else 1e6
+    whole, mean = run(measured(exact(2) if wire is None else FloatGradientSum(layout, 2, CPU, wire), gradients(2, 12)),
+                      [grads[:1], grads[1:]])  # fmt: skip
+    for total, worker in zip(ranks, grads, strict=True):
+        fill(total, worker)
+    bodies = [[total.body(index) for index in range(len(layout))] for total in ranks]
+    tails = [total.tails() for total in ranks]
+    # Each rank has its half of each bucket of the sum, and rubbish in the other.
+    sums = [first + second for first, second in zip(*bodies, strict=True)]
+    spans = [[(0, n // 2) for n in SIZES], [(n // 2, n) for n in SIZES]]
+    found = []
+    for total, body, own, rest in zip(ranks, bodies, spans, reversed(spans), strict=True):
+        for index, bucket in enumerate(layout):
+            body[index].copy_(sums[index])
+            for slot, offset in zip(range(bucket.first, bucket.stop), bucket.offsets, strict=True):
+                body[index][offset + rest[slot][0] : offset + rest[slot][1]] = -77
+        found.append(total.finish(tails[0] + tails[1]))
+        if found[-1].accepted:
+            parts = [torch.zeros(high - low) for low, high in own]
+            total.mean(parts, own)
+            for part, (low, high), expected in zip(parts, own, mean, strict=True):
+                torch.testing.assert_close(part, expected[low:high], rtol=0, atol=0)
+        assert [total.room(index).shape for index in range(len(layout))] == [(b.length,) for b in layout]
+        assert total.room(0).dtype == torch.float32
+    assert found[0] == found[1]
+    assert found[0].accepted == whole.accepted
+    assert whole.accepted == (trouble is None or (trouble == "overflow" and wire == torch.bfloat16))
+    assert found[0].nonfinite == whole.nonfinite
+    assert bool(found[0].overflow) == bool(whole.overflow)
+    torch.testing.assert_close(ranks[0].state(), ranks[1].state(), rtol=0, atol=0)

@@ -1,0 +1,226 @@
+"""What happens to a run when its processes are stopped, killed or frozen: it goes on to the same weights."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..train.processes import (
+    RECIPE,
+    STEPS,
+    Process,
+    assert_told_once,
+    is_alive,
+    last_step,
+    pauses,
+    results,
+    run_alone,
+    summary,
+    torusgd,
+    torusgd_words,
+    until,
+    wait_for_step,
+)
+
+LINE = "; the same command goes on from "
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of a run that nothing happens to: one rank, no launcher, no pauses."""
+    return results(run_alone(tmp_path_factory.mktemp("undisturbed") / "out", recipe))
+
+
+@pytest.fixture(scope="module")
+def frozen(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> "Frozen":
+    return Frozen(recipe, tmp_path_factory.mktemp("frozen"))
+
+
+class Frozen:
+    """A run with a rank that is frozen at step 6; it waits much and computes little, so it runs beside the others."""
+
+    def __init__(self, recipe: Path, folder: Path) -> None:
+        self.out = folder / "out"
+        impatient = folder / "impatient.yaml"
+        impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 5, "))
+        self.process = torusgd(folder, self.out, impatient, "--workers", "2", *pauses(0.01))
+        wait_for_step(self.out, 6, self.process)
+        self.victim = self.process.rank(self.out, 1)
+        os.kill(self.victim, signal.SIGSTOP)
+        self.second = torusgd(folder, self.out, impatient, "--workers", "2", *pauses(0.01))
+
+
+def kill_a_rank(process: Process, draw: random.Random) -> None:
+    """Kills any rank; returns when it is dead."""
+    while True:
+        victim = draw.choice(until(process.ranks, "ranks are up", process))
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+            until(lambda: not is_alive(victim), "the rank is dead")  # noqa: B023
+            return
+
+
+@pytest.mark.usefixtures("frozen")
+def test_a_stop_in_every_phase_then_the_same_results(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
+    out = tmp_path / "out"
+
+    def start() -> Process:
+        return torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.01, 0.04))
+
+    def assert_stopped(process: Process, code: int, line: str) -> None:
+        assert process.end() == code, process.output
+        assert re.fullmatch(f"torusgd: {line}\n", process.err)
+        assert not any(map(is_alive, process.descendants()))
+
+    process = start()
+    time.sleep(
+        random.Random(0).uniform(0.5, 1.0)
+    )  # Python and torch are being loaded; on a fast machine, a step is done
+    os.kill(process.pid, signal.SIGINT)
+    assert_stopped(process, 130, rf"stopped by SIGINT({LINE}the checkpoint of step \d)?")
+
+    process = start()
+    until(process.ranks, "a rank is starting", process)
+    os.killpg(process.pid, signal.SIGHUP)  # the terminal is closed
+    assert_stopped(process, 129, rf"stopped by SIGHUP{LINE}the checkpoint of step \d")
+
+    process = start()
+    wait_for_step(out, 6, process)
+    os.kill(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
+    process.end()
+    done = last_step(out)
+    assert_stopped(process, 143, f"stopped by SIGTERM{LINE}the checkpoint of step {done}")
+    assert 6 <= done < 10
+
+    process = start()
+    wait_for_step(out, 10, process)
+    time.sleep(0.05)  # in the evaluation, which lasts 0.5 s
+    os.killpg(process.pid, signal.SIGINT)
+    assert_stopped(process, 130, f"stopped by SIGINT{LINE}the checkpoint of step 10")
+    assert '"evaluation"' not in (out / "events.jsonl").read_text()
+
+    process = start()
+    assert process.end() == 0, process.output
+    told = summary(out)
+    assert results(told) == undisturbed
+    assert (told["resumed_from"], told["restarts"], told["world_size"]) == (10, 0, 2)
+    assert_told_once(out, STEPS)
+    assert "resumed from the checkpoint of step 10" in process.out
+    assert process.err == ""
+
+
+def test_kill_9_of_ranks_and_launchers_at_random_moments(
+    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
+) -> None:
+    draw, out = random.Random(20261121), tmp_path / "out"
+    moments = sorted(draw.sample(range(27), 11))
+    launchers = draw.sample(moments[:-1], 2)
+
+    def start() -> Process:
+        return torusgd(tmp_path, out, recipe, "--workers", str(draw.choice((2, 3))), *pauses(0.01))
+
+    process = start()
+    for moment in moments:
+        until(lambda: process.ranks() and last_step(out) >= moment, f"step {moment}", process)  # noqa: B023
+        time.sleep(draw.uniform(0, 0.1))
+        everything = process.descendants()
+        if moment in launchers:
+            process.popen.kill()
+            until(lambda: not any(map(is_alive, everything)), "no orphan is left")  # noqa: B023
+            process = start()
+        else:
+            kill_a_rank(process, draw)
+    assert process.end() == 0, process.output
+    told = summary(out)
+    assert results(told) == undisturbed
+    assert told["restarts"] >= 1
+    assert_told_once(out, STEPS)
+    for line in process.err.splitlines():
+        assert line.startswith("torusgd: rank ")
+        assert "; all ranks start again from the checkpoint of step " in line
+
+
+def test_kill_9_while_a_checkpoint_is_written_and_in_an_evaluation_on_3_ranks_then_2(
+    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    process = torusgd(tmp_path, out, recipe, "--workers", "3", *pauses(0.004, 0.04))
+    writing = out / "checkpoints"
+    wait_for_step(out, 1, process)
+    for _ in range(10):
+        first = process.rank(out, 0)
+        until(lambda: list(writing.glob(".step-*")), "a checkpoint is being written", process, pause=0.0005)
+        os.kill(first, signal.SIGKILL)
+        until(lambda: not is_alive(first), "rank 0 is dead")  # noqa: B023
+        if list(writing.glob(".step-*")):
+            break
+    else:
+        pytest.fail("never hit in the middle of a checkpoint")
+    wait_for_step(out, 10, process)
+    os.kill(process.rank(out, 1), signal.SIGKILL)
+    wait_for_step(out, 13, process)
+    ranks = process.ranks()
+    process.popen.kill()
+    until(lambda: not any(map(is_alive, ranks)), "no orphan is left")
+
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.004, 0.04))
+    assert process.end() == 0, process.output
+    told = summary(out)
+    assert results(told) == undisturbed
+    assert told["resumed_from"] >= 8
+    assert told["world_size"] == 2
+    assert_told_once(out, STEPS)
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == [f"step-{step:08d}" for step in (28, 30)]
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".model")]
+
+
+def test_a_defect_on_one_rank_is_told_once_and_not_tried_again(tmp_path: Path, recipe: Path) -> None:
+    out = tmp_path / "out"
+    flags = ["--set", "model={name: 'tests.train.slow:Broken'}"]
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", *flags)
+    assert process.end() == 1, process.output
+    assert process.err.count("Traceback") == 1
+    assert 'KeyError: "a defect of the user\'s model"' in process.err
+    assert process.err.splitlines()[-1].startswith("torusgd: rank 1: KeyError")
+    assert not (out / "summary.json").exists()
+
+
+def test_a_frozen_rank_is_found_and_a_second_run_is_kept_out(frozen: Frozen, undisturbed: dict[str, Any]) -> None:
+    assert frozen.second.end() == 2
+    assert f"in use by process {frozen.process.pid} on " in frozen.second.err
+    assert frozen.second.err.count("\n") == 1
+    assert frozen.process.end() == 0, frozen.process.output
+    assert re.search("torusgd: rank 1 gave no answer within [5-9] s; all ranks start again from ", frozen.process.err)
+    assert not is_alive(frozen.victim)
+    assert results(summary(frozen.out)) == undisturbed
+    assert_told_once(frozen.out, STEPS)
+
+
+def test_the_progress_line_on_a_terminal(tmp_path: Path, recipe: Path) -> None:
+    out = tmp_path / "out"
+    words = [*torusgd_words(out, recipe), "--workers", "2", *pauses(0.002)]
+    line = " ".join(f"'{word}'" for word in words)
+    done = subprocess.run(
+        ["script", "-qec", line, "/dev/null"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0
+    assert "stage 2/2" in done.stdout
+    assert "images/s  data " in done.stdout
+    assert "left" in done.stdout
+    assert done.stdout.count("\x1b[?25h") >= done.stdout.count("\x1b[?25l")  # the cursor is back

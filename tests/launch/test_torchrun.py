@@ -1,0 +1,158 @@
+"""Ranks that torchrun or a script has started: the same weights as under our own launcher, and one of them speaks."""
+
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..train.processes import (
+    RECIPE,
+    STEPS,
+    Process,
+    assert_told_once,
+    children,
+    is_alive,
+    last_step,
+    pauses,
+    results,
+    run_alone,
+    summary,
+    torusgd_words,
+    until,
+    wait_for_step,
+)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
+    path.write_text(RECIPE.replace("runtime: {", "runtime: {start_timeout: 20, "))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results(run_alone(tmp_path_factory.mktemp("undisturbed") / "out", recipe))
+
+
+def torchrun(folder: Path, out: Path, recipe: Path, *options: str, flags: list[str]) -> Process:
+    words = torusgd_words(out, recipe, *flags)
+    assert words[1] == "-m"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    return Process(folder, *launcher, *options, *words[1:])
+
+
+def by_hand(folder: Path, out: Path, recipe: Path, size: int, flags: list[str]) -> list[Process]:
+    """Ranks whose variables a script has set."""
+    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    words = torusgd_words(out, recipe, *flags)
+    return [Process(folder / str(rank), *words, environment=told | {"RANK": str(rank)}) for rank in range(size)]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def ours(process: Process) -> list[str]:
+    """What torusgd says on the error stream of torchrun."""
+    return [line for line in process.err.splitlines() if line.startswith("torusgd:")]
+
+
+def test_torchrun_restarts_and_passes_a_stop_on_then_ranks_started_by_hand_finish(
+    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
+) -> None:
+    out, slow = tmp_path / "out", pauses(0.01)
+    process = torchrun(tmp_path, out, recipe, "--max-restarts", "2", flags=slow)
+    wait_for_step(out, 6, process)
+    first = children(process.pid)
+    os.kill(first[1], signal.SIGKILL)
+    wait_for_step(out, 9, process)
+    ranks = children(process.pid)
+    os.kill(process.pid, signal.SIGTERM)
+    process.end()
+    done = last_step(out)
+    assert (out / "checkpoints" / f"step-{done:08d}").is_dir()
+    assert not any(map(is_alive, ranks))
+    assert process.out.count("4 virtual workers on 2 ranks") == 2  # rank 0 alone prints, in both attempts
+    assert process.out.count("resumed from the checkpoint of step 4") == 1
+
+    ranks_by_hand = by_hand(tmp_path, out, recipe, 3, slow)
+    assert [process.end() for process in ranks_by_hand] == [0, 0, 0]
+    told = summary(out)
+    assert results(told) == undisturbed
+    assert told["resumed_from"] == done
+    assert told["world_size"] == 3
+    assert_told_once(out, STEPS)
+    assert "done: top-1 " in ranks_by_hand[0].out
+    assert [process.output.strip() for process in ranks_by_hand[1:]] == ["", ""]
+
+
+def test_no_rank_outlives_a_killed_torchrun(tmp_path: Path, recipe: Path) -> None:
+    out = tmp_path / "out"
+    process = torchrun(tmp_path, out, recipe, flags=pauses(0.01))
+    wait_for_step(out, 3, process)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.popen.kill()
+    until(lambda: not any(map(is_alive, ranks)), "no orphan is left")
+
+
+def test_a_stop_of_one_rank_started_by_hand_stops_all_with_a_checkpoint(tmp_path: Path, recipe: Path) -> None:
+    out = tmp_path / "out"
+    ranks = by_hand(tmp_path, out, recipe, 2, pauses(0.01))
+    wait_for_step(out, 5, ranks[0])
+    os.kill(ranks[1].pid, signal.SIGINT)
+    assert [process.end() for process in ranks] == [143, 130]
+    assert (out / "checkpoints" / f"step-{last_step(out):08d}").is_dir()
+    assert not any("Traceback" in process.err for process in ranks)
+
+
+def test_a_lost_rank_ends_the_others_with_one_line(tmp_path: Path, recipe: Path) -> None:
+    out = tmp_path / "out"
+    ranks = by_hand(tmp_path, out, recipe, 3, pauses(0.01))
+    wait_for_step(out, 5, ranks[0])
+    ranks[1].kill()
+    assert [ranks[0].end(), ranks[2].end()] == [1, 1]
+    (line,) = (ranks[0].err + ranks[2].err).splitlines()
+    assert re.fullmatch(
+        r"torusgd: rank 1 was lost, says rank [02] on \S+; the same command goes on from the checkpoint of step 4", line
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "line"),
+    [
+        (
+            ["--set", "virtual_workers=1"],
+            2,
+            "torusgd: workers = 2: the recipe has 1 virtual workers to share; use at most",
+        ),
+        (["--set", "model={name: 'tests.train.slow:Broken'}"], 1, "torusgd: rank 1: KeyError: "),
+    ],
+    ids=["too many ranks", "a defect on rank 1"],
+)
+def test_one_rank_tells_why_all_end(tmp_path: Path, recipe: Path, flags: list[str], code: int, line: str) -> None:
+    ranks = by_hand(tmp_path, tmp_path / "out", recipe, 2, flags)
+    assert [process.end() for process in ranks] == [code, code]
+    (told,) = (process.err for process in ranks if process.err)
+    assert told.splitlines()[-1].startswith(line)
+    assert told.count("Traceback") == (1 if code == 1 else 0)
+    assert told.count("torusgd:") == 1
+
+
+def test_ranks_that_never_meet_end_with_one_line(tmp_path: Path, recipe: Path) -> None:
+    impatient = tmp_path / "impatient.yaml"
+    impatient.write_text(recipe.read_text().replace("start_timeout: 20", "start_timeout: 2"))
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": "1"}
+    process = Process(tmp_path, *torusgd_words(tmp_path / "out", impatient), environment=told)
+    assert process.end() == 1
+    (line,) = process.err.splitlines()
+    assert line.startswith("torusgd: rank 1 on ")
+    assert f"the ranks did not meet at 127.0.0.1:{told['MASTER_PORT']} within 2 s: " in line

@@ -1,0 +1,115 @@
+"""Recipes: errors in one line, every field read, equal text equal hash."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torusgd.errors import UserError
+from torusgd.recipe.duration import Duration
+from torusgd.recipe.load import load_recipe, recipe_names, recipe_source
+from torusgd.recipe.schema import Recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("sead=3", ["sead", "unknown key", "'seed'"]),
+        ("stages.0.images_per_worker='8'", ["stages.0.images_per_worker", '"8"', "integer"]),
+        ("stages.0.images_per_worker=0", ["stages.0.images_per_worker", "0", "greater than or equal to 1"]),
+        ("rate.decay.shap=cosine", ["rate.decay.shap", "'shape'"]),
+        ("rate.lr=abc", ["rate.lr", "abc", "number"]),
+        ("rate.lr=.inf", ["rate.lr", "finite"]),
+        ("optimizer.no_decay=[x]", ["optimizer.no_decay", "'norm' or 'bias'"]),
+        ("evaluate.every=5", ["evaluate.every", "5ep"]),
+        ("evaluate.every=1.5st", ["evaluate.every", "whole numbers"]),
+        ("data.augment.flip=2", ["data.augment.flip", "less than or equal to 1"]),
+        ("data.augment.shift=0", ["data.augment", "shift"]),
+        ("data.mean=[1, 2]", ["data", "mean", "one value a channel"]),
+        ("data.resize=4", ["data", "resize", "image_size"]),
+        ("data.image_size=0", ["data.image_size", "0", "[height, width]"]),
+        ("data.image_size=[11, 39, 1]", ["data.image_size", "[11, 39, 1]", "[height, width]"]),
+        ("data={image_size: [4, 9], resize: 8, source: digits}", ["resize", "at least image_size, 9"]),
+        ("optimizer.name=sgd", ["optimizer", "lars only"]),
+        ("optimizer.nesterov=true", ["optimizer", "nesterov", "sgd only"]),
+        ("stages.0.lr=2.0", ["stages.0.lr", "rate.lr"]),
+        ("loss_scale.initial=8", ["loss_scale", "float16"]),
+        ("rate.decay.milestones=[1ep]", ["rate.decay", "milestones"]),
+        ("stages=[]", ["stages", "at least 1"]),
+        ("stages.9.lr=1", ["stages.9.lr", "0 to 1"]),
+        ("seed", ["seed", "key.path=value"]),
+        ("name.x=3", ["name.x", "plain value"]),
+        ("seed=-1", ["seed", "-1"]),
+        ("virtual_workers=[", ["virtual_workers", "YAML"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_key_value_and_remedy(override: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe("digits", [override])
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_unknown_recipe_suggests_a_near_name() -> None:
+    with pytest.raises(UserError, match="did you mean 'digits'"):
+        load_recipe("digit")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: 1\na: 2\n", "appears twice"),
+        ("- 1\n", "keys and values"),
+        ("name: [\n", "not valid YAML"),
+        ("!!python/object/apply:os.system ['true']\n", "not valid YAML"),
+        ("name: x\n", "is missing"),
+        ("name: 2020-01-01\n", "date"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words) as caught:
+        load_recipe(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_built_in_recipe_loads_and_says_what_it_is() -> None:
+    for name in recipe_names():
+        recipe = load_recipe(name).recipe
+        assert recipe.name == name
+        assert recipe.description
+
+
+def test_a_complete_dump_gives_the_same_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe("digits").recipe
+    path = tmp_path / "whole.yaml"
+    path.write_text(yaml.safe_dump(recipe.as_dict()))
+    again = load_recipe(str(path)).recipe
+    assert again == recipe
+    assert again.sha256() == recipe.sha256()
+
+
+def test_hash_covers_every_key_and_no_runtime(tmp_path: Path) -> None:
+    base = load_recipe("digits").recipe
+    assert load_recipe("digits", ["seed=1"]).recipe.sha256() != base.sha256()
+    path = tmp_path / "with_runtime.yaml"
+    path.write_text(recipe_source("digits") + "\nruntime: {workers: 2, checkpoint_every: 50st}\n")
+    loaded = load_recipe(str(path))
+    assert loaded.recipe.sha256() == base.sha256()
+    assert loaded.runtime.workers == 2
+    assert loaded.runtime.checkpoint_every == Duration(50, "st")
+
+
+def test_scientific_numbers_are_numbers() -> None:
+    assert load_recipe("digits", ["rate.lr=1e-3"]).recipe.rate.lr == 1e-3
+    assert str(Duration.parse("1e6sa")) == "1000000sa"
+
+
+def test_auto_is_resolved_into_the_recipe() -> None:
+    recipe: Recipe = load_recipe("digits", ["precision=auto"]).recipe
+    resolved = recipe.resolve(precision="bfloat16", memory_format="channels_last")
+    assert (resolved.precision, resolved.memory_format) == ("bfloat16", "channels_last")
+    assert recipe.resolve(precision="float32", memory_format="contiguous").precision == "float32"
+    assert load_recipe("digits").recipe.resolve(precision="bfloat16", memory_format="auto").precision == "float32"

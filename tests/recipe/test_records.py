@@ -1,0 +1,243 @@
+"""The record recipes against the figures of their papers, at full size, without running them."""
+
+import math
+import re
+
+import pytest
+
+from torusgd.plan.published import read_rows
+from torusgd.recipe.load import load_recipe, recipe_names, recipe_source
+from torusgd.recipe.schedule import Schedule, Step
+from torusgd.recipe.schema import Recipe
+
+IMAGENET = 1281167
+RECORDS = {
+    "sony-224s", "sony-122s", "fujitsu-74s", "fujitsu-62s", "you-resnet50-20min", "you-resnet50-14min",
+    "you-alexnet-11min",
+}  # fmt: skip
+# Nodes, batch, steps: Das et al. (arXiv 1602.06709), with the lengths of VGG's and OverFeat's authors.
+INTEL = {
+    "intel-vgga-128": (128, 512, 185169),
+    "intel-vgga-64": (64, 256, 370338),
+    "intel-overfeat-64": (64, 256, 450411),
+    "intel-aws-vgga-16": (16, 256, 370338),
+    "intel-cddnn-16": (16, 1024, 39063),
+}
+
+
+def schedule(name: str) -> Schedule:
+    return Schedule(load_recipe(name).recipe, IMAGENET)
+
+
+def step_at(plan: Schedule, epoch: float) -> Step:
+    """The first step at or after an epoch."""
+    return plan[plan.step_after(epoch * IMAGENET)]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_bears_its_file_name_and_tells_what_it_is(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    assert recipe.name == name
+    assert recipe.description
+    assert recipe_source(name).startswith("#")
+
+
+@pytest.mark.parametrize("name", sorted({*RECORDS, *INTEL}))
+def test_a_record_says_where_each_value_comes_from(name: str) -> None:
+    header = recipe_source(name).split("\nname:")[0]
+    assert "# Published" in header
+    assert "# Chosen" in header
+    assert "arXiv" in header or "HPDC" in header
+
+
+@pytest.mark.parametrize("name", sorted(RECORDS))
+def test_a_record_is_of_imagenet_and_only_the_reduction_is_needed_for_invariance(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    assert (recipe.data.train_images, recipe.data.eval_images, recipe.data.classes) == (IMAGENET, 50000, 1000)
+    assert recipe.reduction != "exact"
+    assert load_recipe(name, ["reduction=exact"]).recipe.reduction == "exact"
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "batches", "steps", "top1"),
+    [
+        ("sony-224s", 2176, [34816, 69632], 2208, 0.7503),
+        ("sony-122s", 3456, [55296], 2086, 0.7529),
+        ("fujitsu-74s", 2048, [81920, 81920], 1440, 0.7508),
+        ("fujitsu-62s", 3072, [86016, 86016], 1350, 0.7597),
+        ("you-resnet50-20min", 2048, [32768], 3519, 0.754),
+        ("you-resnet50-14min", 2048, [32768], 2503, 0.749),
+        ("you-alexnet-11min", 1024, [32768], 4000, 0.586),
+    ],
+)
+def test_workers_batches_steps_and_accuracy(
+    name: str, workers: int, batches: list[int], steps: int, top1: float
+) -> None:
+    plan = schedule(name)
+    assert plan.recipe.virtual_workers == workers
+    assert [span.batch for span in plan.spans] == batches
+    assert len(plan) == steps
+    assert plan.recipe.target_top1 == top1
+
+
+# Rates of Fujitsu's code at the start of a pass (0 is the first).
+FUJITSU_RATES = {0: 0.0, 10: 3.61, 36: 13.0, 45: 8.57, 60: 3.35, 75: 0.65, 80: 0.24, 85: 0.057, 86: 0.043, 88: 0.0325}
+
+
+@pytest.mark.parametrize(("name", "steps_a_pass"), [("fujitsu-62s", 15), ("fujitsu-74s", 16)])
+def test_fujitsu_rate(name: str, steps_a_pass: int) -> None:
+    plan = schedule(name)
+    assert len(plan) == 90 * steps_a_pass
+    for number, rate in FUJITSU_RATES.items():
+        # Half a unit of the last digit that is published.
+        digits = 3 if 0 < rate < 0.1 else 2
+        assert plan[number * steps_a_pass].lr == pytest.approx(rate, abs=0.5 * 0.1**digits * 1.02)
+    assert plan[len(plan) - 1].lr == pytest.approx(0.0025 * 13)
+
+
+def test_fujitsu_rate_is_the_formula_of_the_code() -> None:
+    plan = schedule("fujitsu-62s")
+    for t in range(1350):
+        falling = 0.9975 * (1 - min(1, max(t - 540, 0) / 780)) ** 2.2 + 0.0025
+        assert plan[t].lr == pytest.approx(13 * (t / 540 if t < 540 else falling), rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "steps_a_pass"), [("fujitsu-62s", 15), ("fujitsu-74s", 16)])
+def test_fujitsu_evaluates_after_passes_2_6_to_90_and_polishes_in_the_last_5(name: str, steps_a_pass: int) -> None:
+    plan = schedule(name)
+    evaluate = plan.recipe.evaluate
+    passes = [step / steps_a_pass for step in plan.boundaries(evaluate.every, evaluate.first)]
+    assert passes == list(range(2, 91, 4))
+    assert [step.index // steps_a_pass for step in plan if not step.augment] == [
+        number for number in range(85, 90) for _ in range(steps_a_pass)
+    ]
+
+
+@pytest.mark.parametrize("name", ["fujitsu-62s", "fujitsu-74s"])
+def test_fujitsu_passes_hold_the_whole_of_imagenet(name: str) -> None:
+    plan = schedule(name)
+    a_pass = plan[0].batch * len(plan) / 90
+    assert IMAGENET < a_pass < 1.03 * IMAGENET
+
+
+def test_fujitsu_optimizer_is_that_of_the_code() -> None:
+    for name in ("fujitsu-62s", "fujitsu-74s"):
+        optimizer = load_recipe(name).recipe.optimizer
+        assert (optimizer.variant, optimizer.trust, optimizer.eps) == ("fujitsu", 0.0025, 1e-9)
+        assert (optimizer.momentum, optimizer.weight_decay) == (0.96, 5e-5)
+        # The rate of the step multiplies weight decay already; a ramp of its own would count twice.
+        assert {step.weight_decay_factor for step in schedule(name)} == {1.0}
+
+
+def test_sony_224s_rate_and_switch() -> None:
+    plan = schedule("sony-224s")
+    assert plan[0].lr == pytest.approx(0.2)
+    for step in plan:
+        if step.epoch < 5:
+            expected = 0.2 + 28.8 * step.epoch / 5
+        else:
+            expected = (29 if step.batch == 34816 else 50) * (1 - step.epoch / 90) ** 2
+        assert step.lr == pytest.approx(expected, rel=1e-9)
+    first_large = next(step for step in plan if step.batch == 69632)
+    assert 30 <= first_large.epoch < 30 + 34816 / IMAGENET
+
+
+def test_sony_224s_keeps_the_noise_scale() -> None:
+    first, second = schedule("sony-224s").spans
+    assert first.momentum == 0.9
+    assert 50 / (69632 * (1 - second.momentum)) == pytest.approx(29 / (34816 * 0.1), rel=1e-12)
+
+
+def test_sony_122s_rate() -> None:
+    plan = schedule("sony-122s")
+    assert plan[0].lr == pytest.approx(1e-5)
+    assert max(step.lr for step in plan) == pytest.approx(34, rel=0.002)
+    assert step_at(plan, 62).lr == pytest.approx(34 * 0.5**2, rel=0.01)
+    # The noise scale of a batch of 32,768 at the same rate with momentum 0.9.
+    assert plan[0].momentum == pytest.approx(1 - 32768 * 0.1 / 55296, abs=5e-5)
+
+
+@pytest.mark.parametrize("name", ["you-resnet50-20min", "you-resnet50-14min", "you-alexnet-11min"])
+def test_you_rate_is_caffes_poly_after_a_quadratic_warmup(name: str) -> None:
+    plan = schedule(name)
+    warm = next(i for i in range(len(plan)) if plan[i + 1].lr < plan[i].lr) + 1
+    assert warm * 32768 / IMAGENET == pytest.approx(10.2 if "alexnet" in name else 10, abs=0.05)
+    assert plan[0].lr == 1.0
+    assert plan[warm // 2].lr == pytest.approx(1 + 31 * 0.25, rel=0.02)
+    for index in (warm, len(plan) // 2, len(plan) - 1):
+        assert plan[index].lr == pytest.approx(32 * (1 - plan[index].start / plan.stop) ** 2, rel=0.01, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", INTEL)
+def test_intel_batches_are_those_of_the_paper(name: str) -> None:
+    nodes, batch, steps = INTEL[name]
+    recipe = load_recipe(name).recipe
+    plan = Schedule(recipe, recipe.data.train_images)
+    assert (recipe.virtual_workers, [span.batch for span in plan.spans], len(plan)) == (nodes, [batch], steps)
+    # The planner's table of published results has the same system in it.
+    speed_up = re.search(r", (\d+(?:\.\d)?)x$", recipe.description)
+    assert speed_up is not None
+    row = (recipe.model.name, nodes, [batch // nodes], float(speed_up[1]))
+    assert row in [(row.model, row.devices, list(row.images), row.value) for row in read_rows()]
+
+
+@pytest.mark.parametrize("name", INTEL)
+def test_intel_leaves_sgd_unaltered(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    assert (recipe.optimizer.name, recipe.optimizer.nesterov, recipe.rate.warmup) == ("sgd", False, None)
+    assert (recipe.precision, recipe.reduction, recipe.label_smoothing, recipe.polish) == (
+        "float32",
+        "float32",
+        0,
+        None,
+    )
+    assert load_recipe(name, ["reduction=exact"]).recipe.reduction == "exact"
+
+
+def test_vgg_rate_falls_three_times_by_ten_and_no_recipe_of_it_differs_but_in_the_batch() -> None:
+    plan = schedule("intel-vgga-64")
+    for epochs, rate in ((0, 0.01), (18.4, 0.01), (18.5, 1e-3), (37, 1e-4), (55.5, 1e-5), (73.9, 1e-5)):
+        assert step_at(plan, epochs).lr == pytest.approx(rate)
+    assert len(plan) == pytest.approx(370e3, rel=0.01)  # iterations of VGG's authors
+    optimizer = plan.recipe.optimizer
+    assert (optimizer.momentum, optimizer.weight_decay, optimizer.no_decay) == (0.9, 5e-4, ())
+    for name in ("intel-vgga-128", "intel-aws-vgga-16"):
+        other = load_recipe(name).recipe
+        for key in ("data", "model", "rate", "optimizer", "evaluate"):
+            assert getattr(other, key) == getattr(plan.recipe, key), key
+
+
+def test_overfeat_rate_is_halved_five_times() -> None:
+    plan = schedule("intel-overfeat-64")
+    rates = [step_at(plan, epochs).lr for epochs in (0, 29.9, 30, 50, 60, 70, 80, 89)]
+    assert rates == pytest.approx([0.05, 0.05, 0.025, 0.0125, 0.00625, 0.003125, 0.0015625, 0.0015625])
+    assert (plan.recipe.optimizer.momentum, plan.recipe.optimizer.weight_decay) == (0.6, 1e-5)
+
+
+def test_you_epochs() -> None:
+    epochs = {name: schedule(name).stop / IMAGENET for name in RECORDS if name.startswith("you")}
+    assert {name: math.floor(value) for name, value in epochs.items()} == {
+        "you-resnet50-20min": 90, "you-resnet50-14min": 64, "you-alexnet-11min": 102,
+    }  # fmt: skip
+
+
+def test_the_everyday_recipe_fits_1_to_8_gpus() -> None:
+    recipe = load_recipe("resnet50").recipe
+    assert [span.batch for span in schedule("resnet50").spans] == [1024, 2048, 4096]
+    assert all(recipe.virtual_workers % ranks == 0 for ranks in (1, 2, 4, 8))
+    assert max(stage.images_per_worker for stage in recipe.stages) <= 128
+
+
+def test_fashion_large_differs_from_fashion_only_where_it_must() -> None:
+    small, large = (load_recipe(name).recipe for name in ("fashion", "fashion-large"))
+    for key in ("data", "model", "precision", "reduction", "evaluate", "target_top1"):
+        assert getattr(small, key) == getattr(large, key), key
+    assert small.stages[-1].until == large.stages[-1].until
+    assert [span.batch for span in Schedule(small, 60000).spans] == [256]
+    assert Schedule(large, 60000).spans[-1].batch == 4096
+
+
+def test_recipes_are_complete_without_their_comments() -> None:
+    for name in recipe_names():
+        recipe = load_recipe(name).recipe
+        assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe

@@ -1,0 +1,53 @@
+"""Each record takes real steps when scaled down: its network, optimizer, precision and wire, with few images."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train.runs import events
+
+from torusgd.recipe.load import load_recipe, recipe_names
+from torusgd.recipe.schedule import Schedule
+from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
+from torusgd.signals import StopFlag
+from torusgd.train.run import Job, Run
+from torusgd.train.run_dir import RunFolder
+
+RECORDS = [name for name in recipe_names() if name.startswith(("sony", "fujitsu", "you", "intel"))]
+SMALL = (
+    "virtual_workers=2",
+    "stages.0.images_per_worker=2",
+    "data.train_images=96",
+    "data.eval_images=4",
+    "data.classes=4",
+    "evaluate={every: null, images_per_chunk: 4}",
+)
+PICTURES = ("data.source=synthetic", "data.image_size=64", "data.resize=72")
+# What is not small yet: linear layers of 100 million weights.
+FURTHER = {
+    "intel-vgga-128": (*PICTURES, "model.options.width=4"),
+    "intel-vgga-64": (*PICTURES, "model.options.width=4"),
+    "intel-aws-vgga-16": (*PICTURES, "model.options.width=4"),
+    "intel-overfeat-64": (*PICTURES, "data.image_size=96", "data.resize=100", "model.options.width=6"),
+    "intel-cddnn-16": ("model.options.width=64",),
+}
+
+# A CPU computes float16 slowly: one record stands for the four that use it.
+FLOAT32 = {name: ("precision=float32", "loss_scale={}") for name in RECORDS if name != "fujitsu-62s"}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_three_steps(name: str, tmp_path: Path) -> None:
+    recipe = resolve_auto(
+        load_recipe(name, [*SMALL, *FURTHER.get(name, PICTURES), *FLOAT32.get(name, ())]).recipe, "cpu"
+    )
+    RunFolder(tmp_path).claim(recipe, fresh=False)
+    job = Job(recipe, RuntimeOptions(), "cpu", tmp_path, max_steps=3)
+    summary = Run(job, Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0).run().summary
+    steps = [event for event in events(tmp_path) if "lr" in event]
+    plan = Schedule(recipe, 96)
+    assert [step["lr"] for step in steps] == [plan[i].lr for i in range(3)]
+    assert [step["samples"] for step in steps] == [4, 8, 12]
+    # A loss of chance is log 4 = 1.39; a step that did harm shows as a loss far from it, or as one that was skipped.
+    assert all(0.5 < step["loss"] < 20 and not step.get("skipped") for step in steps)
+    assert summary["steps"] == 3

@@ -1,0 +1,115 @@
+"""Schedules: nothing dropped, boundaries where they are promised, rates by the formula."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torusgd.errors import UserError
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.schedule import Schedule
+
+TRAIN = 1437
+
+
+def schedule(*overrides: str, train_images: int = TRAIN) -> Schedule:
+    return Schedule(load_recipe("digits", overrides).recipe, train_images)
+
+
+@given(
+    st.integers(1, 40), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(50, 5000),
+    st.lists(st.integers(1, 5), min_size=4, max_size=4),
+)  # fmt: skip
+@settings(max_examples=50, deadline=None)
+def test_steps_follow_one_another_and_stages_end_at_the_first_boundary(
+    workers: int, images: list[int], train: int, spans: list[int]
+) -> None:
+    ends = [sum(spans[: i + 1]) * math.ceil(workers * max(images) * 2 / train) for i in range(len(images))]
+    stages = ", ".join(f"{{until: {end}ep, images_per_worker: {n}}}" for end, n in zip(ends, images, strict=True))
+    plan = schedule(
+        f"virtual_workers={workers}", f"stages=[{stages}]", "rate.warmup=null", "evaluate.every=null",
+        train_images=train,
+    )  # fmt: skip
+    position = 0
+    for step in plan:
+        assert step.start == position
+        assert step.batch == workers * step.images_per_worker
+        position += step.batch
+    assert position == plan.stop
+    for span, end in zip(plan.spans, ends, strict=True):
+        assert span.stop >= end * train > span.stop - span.batch
+    shares = {plan[0].share(worker) for worker in range(workers)}
+    assert shares == {worker * plan[0].images_per_worker for worker in range(workers)}
+
+
+def test_rate_by_formula_in_each_phase() -> None:
+    plan = schedule("rate.lr=3.0", "rate.warmup={length: 30st, shape: quadratic, start: 0.3}", "stages.1.lr=5.0")
+    assert plan[0].lr == 0.3
+    assert plan[15].lr == pytest.approx(0.3 + 2.7 * 0.25)
+    assert plan[30].lr == 3.0
+    at = plan[200].start
+    begin = 30 * 96
+    assert plan[200].lr == pytest.approx(3.0 * (1 - (at - begin) / (plan.stop - begin)) ** 2)
+    assert plan[400].lr == pytest.approx(5.0 * (1 - (plan[400].start - begin) / (plan.stop - begin)) ** 2)
+
+
+def test_step_cosine_and_floor() -> None:
+    step = schedule("rate.decay={shape: step, milestones: [10ep, 30ep], factor: 0.1}", "rate.warmup=null")
+    lrs = [step[i].lr for i in (0, 149, 150, 400)]
+    root = 4.0 * math.sqrt(2)
+    assert lrs == pytest.approx([4.0, 4.0, 0.4, root * 0.01])
+    cosine = schedule("rate.decay={shape: cosine, floor: 0.1, end: 20ep}", "rate.warmup=null")
+    assert cosine[0].lr == 4.0
+    assert cosine[449].lr == pytest.approx(root * 0.1)
+    assert schedule("rate.decay={shape: constant}", "rate.warmup=null")[449].lr == pytest.approx(root)
+
+
+def test_noise_scale_momentum_keeps_lr_over_batch_and_one_minus_momentum() -> None:
+    plan = schedule()
+    first, second = plan.spans
+    assert second.lr == pytest.approx(first.lr * math.sqrt(2))
+    scales = [span.lr / (span.batch * (1 - span.momentum)) for span in plan.spans]
+    assert scales[0] == pytest.approx(scales[1])
+
+
+def test_weight_decay_is_ramped_only_when_asked() -> None:
+    assert schedule()[0].weight_decay_factor == 1.0
+    ramped = schedule("optimizer.ramp_weight_decay=true")
+    assert ramped[0].weight_decay_factor == 0.0
+    assert 0 < ramped[10].weight_decay_factor < 1
+
+
+def test_evaluations_by_steps_epochs_and_offset() -> None:
+    plan = schedule()
+    recipe = load_recipe("digits", ["evaluate={every: 100st, first: 20st}"]).recipe
+    assert plan.boundaries(recipe.evaluate.every, recipe.evaluate.first) == [20, 120, 220, 320, 420, 450]
+    assert plan.boundaries(None) == [450]
+    every = load_recipe("digits").recipe.evaluate.every
+    assert plan.boundaries(every)[:2] == [math.ceil(5 * TRAIN / 96), math.ceil(10 * TRAIN / 96)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["stages.1.until=20ep"], "stages.1.until = 20ep: the stage has no steps"),
+        (["rate.warmup.length=50ep"], "rate.warmup.length = 50ep: longer than the run"),
+        (["rate.decay.end=1ep"], "rate.decay"),
+        (["stages.1.lr=1000.0"], "stages.1.momentum = noise-scale"),
+    ],
+)
+def test_impossible_schedules_are_one_line(overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        schedule(*overrides)
+
+
+def test_evaluate_first_needs_the_same_unit() -> None:
+    recipe = load_recipe("digits", ["evaluate={every: 5ep, first: 20st}"]).recipe
+    with pytest.raises(UserError, match="unit"):
+        schedule().boundaries(recipe.evaluate.every, recipe.evaluate.first)
+
+
+def test_record_needs_no_data_to_be_planned() -> None:
+    plan = Schedule(load_recipe("digits").recipe, 1281167)
+    assert len(plan) == plan.spans[-1].stop_step
+    assert plan[len(plan) - 1].start + plan[len(plan) - 1].batch == plan.stop

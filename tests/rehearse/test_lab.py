@@ -1,0 +1,134 @@
+"""The network lab: its links, its counters, and that it leaves nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torusgd.comm.algorithms import plan
+from torusgd.errors import RunError
+from torusgd.rehearse.lab import Host, Lab
+
+from .marks import needs_lab
+
+pytestmark = needs_lab
+HERE = Path(__file__).parent
+
+
+def descendants_of(process: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return children + [deeper for child in children for deeper in descendants_of(child)]
+
+
+def alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def gone(processes: list[int], within: float) -> bool:
+    deadline = time.monotonic() + within
+    while any(alive(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(alive(process) for process in processes)
+
+
+def records(outputs: list[str]) -> list:
+    """What each rank told in JSON, if it did, among what torch may have warned of."""
+    lines = [line.removeprefix("told: ") for text in outputs for line in text.splitlines() if line.startswith("told: ")]
+    return [json.loads(line) for line in lines]
+
+
+def test_latency_and_bandwidth_are_at_least_what_was_asked_for():
+    with Lab([Host(latency=0.02, rate=50e6), Host(latency=0.02, rate=50e6), Host(latency=0.06, rate=50e6)]) as lab:
+        pings, slow, transfer = records(lab.run([str(HERE / "program_links.py")], timeout=60))[0]
+    assert pings >= 0.04
+    assert slow >= 0.08
+    assert transfer >= 8 * 1_000_000 / 50e6
+
+
+def test_bytes_on_the_wire_follow_the_formula_on_each_axis():
+    """4 hosts of 3 ranks: a grid of 4 x 3 has its horizontal axis on loopback and its vertical one on the links."""
+    length = 600_000
+    with Lab([Host(ranks=3, latency=0.001, rate=1e9)] * 4) as lab:
+        found = records(lab.run([str(HERE / "program_bytes.py"), str(length)], timeout=120))
+    for rank in range(0, 12, 3):
+        for name, (inside, between) in found[rank].items():
+            want = {"torus": (3 * 2 * (2 / 3), 3 * 2 * (3 / 4) / 3), "ring": (2 * 2 * (11 / 12), 2 * (11 / 12))}[name]
+            assert inside == pytest.approx(4 * length * want[0], rel=0.05)
+            assert between == pytest.approx(4 * length * want[1], rel=0.05)
+
+
+def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes():
+    length = 600_000
+    with Lab([Host(latency=0.001, rate=1e9)] * 6) as lab:
+        found = records(lab.run([str(HERE / "program_bytes.py"), str(length)], timeout=120))
+    how = plan("torus", 6, (2, 3))
+    for rank, measured in enumerate(found):
+        sent = sum(m.high - m.low for turn in how.routes(rank, length)[0] for m in turn.sends)
+        assert measured["torus"][1] == pytest.approx(4 * sent, rel=0.05)
+
+
+def test_one_slow_host_and_every_algorithm_still_agrees():
+    hosts = [Host(latency=0.001, rate=1e9)] * 3 + [Host(latency=0.01, rate=500e6)]
+    with Lab(hosts) as lab:
+        outputs = lab.run([str(HERE / "program_auto.py")], timeout=120)
+    explained = {line for text in outputs for line in text.splitlines() if line.startswith("allreduce auto")}
+    assert len(explained) == 1
+    assert "4 ranks on 4 hosts" in explained.pop()
+
+
+def test_a_cut_link_ends_an_all_reduce_within_its_timeout():
+    with Lab([Host(latency=0.001, rate=1e9)] * 3) as lab:
+        crew = lab.start([str(HERE / "program_cut.py")])
+        deadline = time.monotonic() + 30
+        while not all("summed" in output for output in crew.outputs()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        lab.cut(1)
+        assert crew.wait(timeout=30) == [3, 3, 3], crew.outputs()
+
+
+def test_a_failing_rank_is_named_with_what_it_said(tmp_path):
+    program = tmp_path / "fails.py"
+    program.write_text("import os\nif os.environ['RANK'] == '1': raise SystemExit('no luck')\n")
+    with Lab([Host()] * 2) as lab, pytest.raises(RunError, match="rank 1 ended with 1: no luck"):
+        lab.run([str(program)], timeout=60)
+
+
+def test_a_program_that_takes_too_long_is_ended(tmp_path):
+    program = tmp_path / "sleeps.py"
+    program.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
+    with Lab([Host(ranks=2)]) as lab:
+        crew = lab.start([str(program)])
+        with pytest.raises(RunError, match="no end within"):
+            crew.wait(timeout=3)
+        assert all(alive(process) for process in crew.processes)
+        crew.end()
+        assert gone(crew.processes, within=5)
+
+
+def test_nothing_outlives_a_lab_whose_owner_is_killed(tmp_path):
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import time\nfrom torusgd.rehearse.lab import Host, Lab\n"
+        "with Lab([Host()] * 2) as lab:\n"
+        f"    lab.start([{str(tmp_path / 'sleeps.py')!r}])\n    print('up', flush=True)\n    time.sleep(600)\n"
+    )
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
+    devices = Path("/proc/net/dev").read_text().count(":")
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    owner = subprocess.Popen(
+        [sys.executable, str(driver)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert owner.stdout.readline() == "up\n"
+    started = descendants_of(owner.pid)
+    assert len(started) == 4  # the wire, the crew's keeper, two ranks
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    assert gone(started, within=5)
+    assert Path("/proc/net/dev").read_text().count(":") == devices

@@ -1,0 +1,79 @@
+"""`torusgd train` on several hosts: a slow one is named with its reason, and a lost one ends the run in good order."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.processes import RECIPE, last_step, results, run_alone, summary
+from torusgd.rehearse.lab import Host, Lab
+
+from .marks import needs_lab
+
+pytestmark = needs_lab
+ROOT = Path(__file__).parents[2]
+PAUSE = "data.options.pause=0.005"
+NEAR = Host(latency=1e-3, rate=1e9)
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def train(recipe: Path, out: Path, *flags: str) -> list[str]:
+    return ["-m", "torusgd", "train", str(recipe), "--out", str(out), *flags]
+
+
+@pytest.mark.parametrize(
+    ("flags", "hosts", "cause"),
+    [
+        (["--set", "data.options={pause: 0.05, rank: 2}"], [NEAR] * 3, "data"),
+        (["--set", "model={name: 'tests.train.slow:Late', options: {pause: 0.2, rank: 2}}"], [NEAR] * 3, "compute"),
+        ([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7)], "network"),
+    ],
+)
+def test_one_slow_host_is_named_with_its_reason(
+    tmp_path: Path, recipe: Path, flags: list[str], hosts: list[Host], cause: str
+) -> None:
+    with Lab(hosts) as lab:
+        lab.run(train(recipe, tmp_path / "out", "--max-steps", "11", *flags), timeout=120, environment=ENVIRONMENT)
+    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
+    named = [event["slowest"] for event in events if "slowest" in event]
+    assert len(named) == 1
+    assert {(late["rank"], late["cause"]) for late in named} == {(2, cause)}
+    told = [event["hidden_share"] for event in events if "loss" in event and "event" not in event]
+    assert all(0 <= share <= 1 for share in told)
+
+
+def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_path: Path, recipe: Path) -> None:
+    out, impatient = tmp_path / "out", tmp_path / "impatient.yaml"
+    impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 2, "))
+    words = train(impatient, out, "--set", PAUSE)
+    with Lab([NEAR] * 3) as lab:
+        crew = lab.start(words, ENVIRONMENT)
+        end = time.monotonic() + 90
+        while last_step(out) < 6:
+            assert time.monotonic() < end, crew.outputs()
+            time.sleep(0.05)
+        lab.cut(2)
+        assert crew.wait(timeout=60) == [1, 1, 1], crew.outputs()
+        told = [line for text in crew.outputs() for line in text.splitlines() if line.startswith("torusgd: ")]
+    assert len(told) == 2, told
+    assert re.fullmatch(
+        r"torusgd: rank 2 gave no answer within [2-9] s, says rank [01] on \S+; the same command goes on from the "
+        r"checkpoint of step [48]",
+        told[0],
+    )
+    assert told[1].startswith("torusgd: rank 2 on ")
+    assert "can't reach the others, or rank 0 is lost" in told[1]
+    with Lab([NEAR] * 2) as lab:
+        lab.run(words, timeout=120, environment=ENVIRONMENT)
+    assert summary(out)["resumed_from"] >= 4
+    assert results(summary(out)) == results(run_alone(tmp_path / "alone", recipe))

@@ -1,0 +1,134 @@
+"""The pass through column blocks: on a group of ranks it has the bits of each virtual worker alone."""
+
+from typing import Any
+
+import torch
+from tests.comm.gloo_world import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torusgd.precision import Precision
+from torusgd.recipe.load import load_recipe
+from torusgd.tensor_parallel.column_pass import ColumnPass
+from torusgd.tensor_parallel.layout import Groups, Layout
+from torusgd.tensor_parallel.tail import ColumnTail, column_tail
+
+BLOCKS, RANKS, SMOOTHING, SEED = 8, 4, 0.1, 5
+# 12 and 10 outputs in 8 blocks are uneven.
+WIDTHS = (24, 12, 10)
+PARTS = [(1, 1, 1), (2, 2, 2), (4, 4, 4), (4, 2, 1), (1, 4, 2), (2, 4, 4)]
+
+
+def network(front: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    first = [nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten()] if front else [nn.Flatten()]
+    inputs = 2 * 5 * 5 if front else 25
+    return nn.Sequential(
+        *first, nn.Linear(inputs, WIDTHS[0]), nn.ReLU(inplace=True), nn.Dropout(0.3),
+        nn.Linear(WIDTHS[0], WIDTHS[1], bias=False), nn.Sigmoid(), nn.Linear(WIDTHS[1], WIDTHS[2]),
+    )  # fmt: skip
+
+
+def images(owner: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(100 + owner)
+    return torch.randn(3, 1, 5, 5, generator=draw), torch.randint(WIDTHS[2], (3,), generator=draw)
+
+
+def precision(name: str) -> Precision:
+    recipe = load_recipe("digits").recipe
+    return Precision(recipe.model_copy(update={"precision": name, "memory_format": "contiguous"}), torch.device("cpu"))
+
+
+class Recorded:
+    """What a pass gave: the loss, the tail's gradients by (layer, block) in order, and the first weight's gradient."""
+
+    def __init__(self, model: nn.Sequential, how: Precision, parts: tuple[int, ...], rank: int, groups: Groups) -> None:
+        self.gradients: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = {}
+        self.model, self.how, self.rank = model, how, rank
+        self.tail: ColumnTail = column_tail(model, BLOCKS)
+        self.passing = ColumnPass(self.tail, parts, rank, groups, how, SMOOTHING, SEED, self._take)
+
+    def _take(self, layer: int, block: int, weight: Tensor, bias: Tensor | None) -> None:
+        self.gradients.setdefault((layer, block), []).append((weight, bias))
+
+    def run(self, worker: int) -> tuple[Tensor, Tensor | None]:
+        x, targets = images(worker)
+        self.passing.begin(targets)
+        with self.how.autocast():
+            features = self.tail.front(x)
+        loss = self.passing.forward(features, step=3, workers=lambda rank: worker - self.rank + rank)
+        self.passing.backward()
+        first = self.model[0]
+        grad = first.weight.grad if isinstance(first, nn.Conv2d) else None
+        first.zero_grad()
+        return loss, grad
+
+
+def compare(name: str, front: bool) -> None:
+    import torch.distributed as dist
+
+    rank, how, model = dist.get_rank(), precision(name), network(front)
+    alone = []
+    for owner in range(RANKS):
+        one = Recorded(model, how, (1, 1, 1), 0, Groups([], 1, None))
+        alone.append((*one.run(owner), one.gradients))
+    for parts in PARTS:
+        groups = Groups(parts, RANKS, timeout=30)
+        both = Recorded(model, how, parts, rank, groups)
+        loss, grad = both.run(rank)
+        assert torch.equal(loss, alone[rank][0]), (parts, loss, alone[rank][0])
+        assert not front or torch.equal(grad, alone[rank][1]), parts
+        expected = {
+            (layer, block): [gradient for owner in layout.owners(rank) for gradient in alone[owner][2][layer, block]]
+            for layer, layout in enumerate(Layout(m, BLOCKS) for m in parts)
+            for block in layout.held(rank)
+        }
+        assert both.gradients.keys() == expected.keys()
+        for key, found in both.gradients.items():
+            for (weight, bias), (same_weight, same_bias) in zip(found, expected[key], strict=True):
+                assert torch.equal(weight, same_weight), (parts, key)
+                assert bias is None or torch.equal(bias, same_bias), (parts, key)
+        groups.close()
+
+
+def compare_all() -> None:
+    compare("float32", front=True)
+    compare("bfloat16", front=True)
+    compare("float32", front=False)
+
+
+def test_groups_of_any_size_have_the_bits_of_one_rank() -> None:
+    run_ranks(RANKS, compare_all, timeout=100)
+
+
+def test_the_pass_is_the_network() -> None:
+    """Against autograd through the network itself, without dropout."""
+    model = network()
+    model[5].p = 0.0
+    x, targets = images(0)
+    F.cross_entropy(model(x), targets, label_smoothing=SMOOTHING).backward()
+    want: dict[str, Any] = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    one = Recorded(model, precision("float32"), (1, 1, 1), 0, Groups([], 1, None))
+    _, first = one.run(0)
+    torch.testing.assert_close(first, want["0.weight"])
+    for number, layer in enumerate(one.tail.layers):
+        found = [one.gradients[number, block][0] for block in range(BLOCKS)]
+        torch.testing.assert_close(torch.cat([weight for weight, _ in found]), want[f"{layer.name}.weight"])
+        if number != 1:
+            torch.testing.assert_close(torch.cat([bias for _, bias in found]), want[f"{layer.name}.bias"])
+
+
+def test_dropout_depends_on_worker_layer_and_block() -> None:
+    model = network()
+    losses = set()
+    for worker in (0, 8):  # the same images, of two virtual workers
+        one = Recorded(model, precision("float32"), (1, 1, 1), 0, Groups([], 1, None))
+        x, targets = images(0)
+        one.passing.begin(targets)
+        loss = one.passing.forward(one.tail.front(x), step=3, workers=lambda rank, worker=worker: worker)
+        losses.add(loss.item())
+        outputs = one.passing._kept[0].outputs
+        dropped = [(output == 0).sum().item() for output in outputs.values()]
+        assert len(set(map(str, [(o.detach() == 0).tolist() for o in outputs.values()]))) > 1, dropped
+    assert len(losses) == 2

@@ -1,0 +1,69 @@
+"""The tail of a network: which networks have one, and that its blocks are the network's own parameters."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from torusgd.errors import UserError
+from torusgd.models import MODELS
+from torusgd.tensor_parallel.tail import column_tail
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "pixels", "layers"),
+    [
+        ("vgg-a", {"width": 4}, 64, ["fc6", "fc7", "fc8"]),
+        ("overfeat-fast", {"width": 6}, 96, ["fc6", "fc7", "fc8"]),
+        ("cd-dnn", {"inputs": 441, "width": 16}, 21, ["1", "3", "5", "7", "9", "11", "13", "15"]),
+        ("digits-net", {}, 8, ["fc"]),
+    ],
+)
+def test_front_and_tail_are_the_network(name: str, options: dict, pixels: int, layers: list[str]) -> None:
+    torch.manual_seed(0)
+    network = MODELS[name](classes=7, channels=1, **options).eval()
+    images = torch.randn(3, 1, pixels, pixels)
+    want = network(images)
+    tail = column_tail(network, 4)
+    assert [layer.name for layer in tail.layers] == layers
+    x = tail.front(images)
+    names = {name for name, _ in network.named_parameters()}
+    for layer in tail.layers:
+        assert {f"{layer.name}.weight", f"{layer.name}.bias"} <= names
+        assert x.shape == (3, layer.inputs)
+        x = layer.after.eval()(torch.cat([linear(x, block.weight, block.bias) for block in layer.blocks], dim=1))
+    torch.testing.assert_close(x, want)
+
+
+def test_alexnet_has_a_tail() -> None:
+    with torch.device("meta"):
+        network = MODELS["alexnet-bn"](classes=7, channels=1)
+        tail = column_tail(network, 4)
+        assert tail.front(torch.empty(3, 1, 67, 67)).shape == (3, tail.layers[0].inputs)
+    assert [layer.name for layer in tail.layers] == ["fc6", "fc7", "fc8"]
+
+
+def test_blocks_share_the_memory_of_the_parameters() -> None:
+    network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3, bias=False))
+    tail = column_tail(network, 3)
+    block = tail.layers[0].blocks[1]
+    block.weight.fill_(7.0)
+    block.bias.fill_(5.0)
+    assert network[0].weight[2:4].eq(7).all()
+    assert network[0].bias[2:4].eq(5).all()
+    assert tail.layers[1].blocks[0].bias is None
+    assert not tail.layers[0].after[0].inplace
+    assert network[1].inplace
+
+
+@pytest.mark.parametrize(
+    ("network", "blocks", "message"),
+    [
+        (MODELS["resnet18"](classes=8, channels=1), 2, "ResNet has no tail"),
+        (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), 2, "has no tail"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), 4, "layer 3 has only 3 outputs"),
+    ],
+)
+def test_a_network_without_a_tail_is_told(network: nn.Module, blocks: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        column_tail(network, blocks)

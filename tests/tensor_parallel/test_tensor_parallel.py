@@ -1,0 +1,209 @@
+"""Hybrid parallelism keeps the thesis: one hash for every number of ranks and of model-parallel ranks among them."""
+
+import json
+import multiprocessing as mp
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torusgd.errors import UserError
+from torusgd.recipe.load import load_recipe
+from torusgd.runtime import Ranks, RuntimeOptions, join
+from torusgd.signals import StopFlag
+from torusgd.tensor_parallel.parallel_tail import choose_parts
+from torusgd.tensor_parallel.tail import column_tail
+from torusgd.train.run import Job, Run
+from torusgd.train.run_dir import RunFolder
+from torusgd.weights import load_weights
+
+from ..train.runs import run_here
+
+STEPS = 4
+BASE = (
+    f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]",
+    "virtual_workers=8",
+    "column_blocks=4",
+    # Images made on the fly: a library to read others would take 8 processes seconds to import.
+    "data={source: synthetic, train_images: 96, eval_images: 20, image_size: 8, channels: 1, classes: 10, mean: [0.5], "
+    "std: [0.25]}",
+    "evaluate={every: 2st, images_per_chunk: 20}",
+    "polish={images: 40, images_per_batch: 20}",
+    "rate={lr: 0.5, warmup: {length: 2st}}",
+    "model={name: 'tests.tensor_parallel.test_tensor_parallel:network', options: {dropout: 0.2}}",
+)
+SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}"
+LARS = "optimizer={name: lars, momentum: 0.9, weight_decay: 1.0e-3, trust: 0.01, no_trust: []}"
+CASES: dict[str, tuple[str, ...]] = {
+    "sgd": (SGD,),
+    "bfloat16": (SGD, "precision=bfloat16"),
+    "float16": (SGD, "precision=float16", "loss_scale.initial=1.0e+30"),
+    "lars": (LARS,),
+    # No layer before the tail, and a jump of the gradients: steps are measured anew and redone.
+    "all tail": (
+        SGD,
+        "model={name: cd-dnn, options: {inputs: 64, hidden: 2, width: 12}}",
+        "rate={lr: 300.0, decay: {shape: constant}}",
+    ),
+    "torn images": (SGD, "data.source=tests.train.sources:Torn", "data.classes=4", "data.max_replaced=1.0"),
+}
+# ranks -> (case, model-parallel ranks, other options)
+RUNS: dict[int, list[tuple[str, int | str, dict[str, Any]]]] = {
+    1: [(case, 1, {}) for case in CASES],
+    2: [(case, 2, {}) for case in ("sgd", "bfloat16", "lars", "all tail")],
+    4: [
+        *[(case, 4, {}) for case in CASES],
+        ("sgd", 1, {}),
+        ("sgd", 2, {"buckets": 0.0005}),
+        ("bfloat16", 2, {}),
+        ("lars", 2, {"allreduce": "ring"}),
+    ],
+    8: [
+        ("sgd", 1, {}),
+        ("sgd", 2, {}),
+        ("sgd", 4, {"allreduce": "halving-doubling"}),
+        ("bfloat16", "auto", {}),
+        ("lars", 4, {}),
+    ],
+}
+"""A run that is begun on one world and carried on by the next ones: (ranks, model-parallel ranks, up to step)."""
+RELAY = [(8, 4, 1), (4, 2, 2), (2, 1, 3), (1, 1, STEPS)]
+COMPARED = ("weights_sha256", "top1", "loss", "train_loss", "redone_steps", "skipped_steps", "replaced_images")
+
+
+def network(classes: int, channels: int, dropout: float) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(channels, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(48, 24), nn.ReLU(inplace=True), nn.Dropout(dropout),
+        nn.Linear(24, 14, bias=False), nn.Tanh(), nn.Dropout(dropout), nn.Linear(14, classes),
+    )  # fmt: skip
+
+
+def train(out: Path, case: str, rank: int, ranks: Any, steps: int | None = None, **options: Any) -> dict[str, Any]:
+    recipe = load_recipe("digits", [*BASE, *CASES[case]]).recipe.resolve(
+        precision="float32", memory_format="contiguous"
+    )
+    if rank == 0 and not out.exists():
+        out.mkdir()
+        RunFolder(out).claim(recipe, fresh=False)
+    if dist.is_initialized():
+        dist.barrier()
+    job = Job(recipe, RuntimeOptions(**options), "cpu", out, max_steps=steps)
+    return Run(job, ranks, StopFlag(), restarts=0).run().summary
+
+
+def rank_main(rank: int, ports: dict[int, int], out: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "RANK": str(rank)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the test holds the stores
+    told = {}
+    for size, _, until in RELAY:
+        if rank >= size:
+            break
+        os.environ |= {"WORLD_SIZE": str(size), "MASTER_PORT": str(ports[size])}
+        ranks = join("cpu", timeout=60)
+        for number, (case, parts, options) in enumerate(RUNS[size]):
+            name = f"{size}-{number}"
+            summary = train(out / name, case, rank, ranks, model_parallel=parts, **options)
+            told[f"{case}: {size} ranks, {parts} model-parallel, {options}"] = {k: summary[k] for k in COMPARED}
+        parts = next(parts for n, parts, _ in RELAY if n == size)
+        train(out / "relay", "lars", rank, ranks, steps=until, model_parallel=parts)
+        dist.barrier()
+        dist.destroy_process_group()
+    if rank == 0:
+        (out / "told.json").write_text(json.dumps(told))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("hybrid")
+    stores = {size: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for size in RUNS}
+    ports = {size: store.port for size, store in stores.items()}
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torusgd.train.run"])
+    processes = [context.Process(target=rank_main, args=(rank, ports, out)) for rank in range(max(RUNS))]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=240)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * len(processes)
+    found = json.loads((out / "told.json").read_text())
+    relay = json.loads((out / "relay" / "summary.json").read_text())
+    return found | {"lars: in a relay": {key: relay[key] for key in COMPARED}}
+
+
+def test_same_bits_for_any_number_of_model_parallel_ranks(told: dict[str, dict[str, Any]]) -> None:
+    for case in CASES:
+        alone = told[f"{case}: 1 ranks, 1 model-parallel, {{}}"]
+        others = {name: result for name, result in told.items() if name.startswith(f"{case}: ")}
+        assert len(others) > 1
+        assert {name for name, result in others.items() if result != alone} == set()
+
+
+def test_cases_are_what_they_claim(told: dict[str, dict[str, Any]]) -> None:
+    alone = {case: told[f"{case}: 1 ranks, 1 model-parallel, {{}}"] for case in CASES}
+    assert len({result["weights_sha256"] for result in alone.values()}) == len(CASES)
+    assert alone["all tail"]["redone_steps"] > 0
+    assert alone["float16"]["skipped_steps"] > 0
+    assert alone["torn images"]["replaced_images"] > 0
+
+
+def test_column_blocks_train_what_the_whole_layers_train(tmp_path: Path) -> None:
+    """To rounding, without dropout: the gradients' sums, means and the update are those of whole layers."""
+    plain = ("model.options.dropout=0.0", LARS.replace("no_trust: []", "no_trust: [bias]"))
+    found = []
+    for blocks in (1, 4):
+        out = tmp_path / str(blocks)
+        run_here(out, *BASE, *plain, f"column_blocks={blocks}", tiny=False)
+        found.append(load_weights(out / "model.safetensors")[0])
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_auto_takes_the_formula_s_parts_of_each_layer() -> None:
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 8))
+    tail = column_tail(model, 8)
+    recipe = load_recipe("digits", ["virtual_workers=16", "column_blocks=8", "stages.0.images_per_worker=16"]).recipe
+    # G* = sqrt(N batch / outputs): 0.7 groups for the first layer, and 16 for the second, of 8 ranks and 256 images.
+    assert choose_parts("auto", tail.layers, recipe, 8) == [8, 1]
+    assert choose_parts("auto", tail.layers, recipe, 5) == [1, 1]
+    assert choose_parts(2, tail.layers, recipe, 8) == [2, 2]
+    with pytest.raises(UserError, match="must divide 8 ranks"):
+        choose_parts(3, tail.layers, recipe, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("model={name: resnet18}", "column_blocks=2"), "ResNet has no tail"),
+        (("column_blocks=5",), "layer fc has only 4 outputs"),
+        (("column_blocks=2", "reduction=float32"), "needs reduction: exact"),
+    ],
+)
+def test_mistakes_are_told(changes: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        run_here(tmp_path, *changes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        ((), {"model_parallel": 2}, "model_parallel = 2: the recipe computes its linear layers whole"),
+        (("column_blocks=4",), {"model_parallel": 2}, "must divide 1 ranks"),
+        (("column_blocks=4",), {"update": "sharded"}, "update = sharded: .* in 4 column blocks"),
+    ],
+)
+def test_what_the_ranks_can_not_share_is_told(
+    overrides: tuple[str, ...], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    recipe = load_recipe("digits", overrides).recipe.resolve(precision="float32", memory_format="contiguous")
+    job = Job(recipe, RuntimeOptions(**options), "cpu", tmp_path)
+    with pytest.raises(UserError, match=message):
+        Run(job, Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0)

@@ -1,0 +1,140 @@
+"""The run's folder: whose it is, what may be deleted in it, and who may write to it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torusgd.errors import RunError, UserError
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.schema import Recipe
+from torusgd.train import run_dir as module
+from torusgd.train.run_dir import RunFolder
+
+RECIPE = load_recipe("digits").recipe
+
+
+def run_in(path: Path, recipe: Recipe = RECIPE) -> RunFolder:
+    """A folder as a run leaves it, with a file of the user's in each place."""
+    folder = RunFolder(path)
+    with folder.lock():
+        folder.claim(recipe, fresh=False)
+    parts = ("notes.txt", "step-00000004/a", ".step-00000008.partial/a")
+    names = ("events.jsonl", "model.safetensors", "notes.txt", "tensorboard/events.out.tfevents.1", ".summary.json.x")
+    for name in (*names, *(f"checkpoints/{part}" for part in parts)):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("x")
+    folder.summary.write_text(json.dumps({"steps": 30, "top1": 0.5}))
+    return folder
+
+
+def files(path: Path) -> list[str]:
+    return sorted(
+        str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and p.name not in (".lock", ".holder")
+    )
+
+
+def test_a_new_folder_gets_the_complete_recipe(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a" / "b")
+    with folder.lock():
+        folder.claim(RECIPE, fresh=False)
+        folder.claim(RECIPE, fresh=False)
+    assert module.read_run_recipe(folder.recipe) == RECIPE
+    assert files(folder.path) == ["recipe.yaml"]
+
+
+def test_the_same_recipe_goes_on_and_partial_files_are_swept(tmp_path: Path) -> None:
+    folder = run_in(tmp_path)
+    before = files(tmp_path)
+    folder.claim(RECIPE, fresh=False)
+    assert set(before) - set(files(tmp_path)) == {".summary.json.x", "checkpoints/.step-00000008.partial/a"}
+
+
+@pytest.mark.parametrize(
+    ("override", "key"), [("rate.lr=3.5", "rate.lr"), ("stages.1.images_per_worker=24", "stages.1.images_per_worker")]
+)
+def test_another_recipe_is_refused_by_its_first_different_key(tmp_path: Path, override: str, key: str) -> None:
+    folder = run_in(tmp_path)
+    other = load_recipe("digits", [override]).recipe
+    before = files(tmp_path)
+    with pytest.raises(UserError, match=rf"another recipe \(digits; {key} differs\).*--fresh"):
+        folder.claim(other, fresh=False)
+    assert files(tmp_path) == before
+    folder.claim(other, fresh=True)
+    assert module.read_run_recipe(folder.recipe) == other
+    assert files(tmp_path) == ["checkpoints/notes.txt", "notes.txt", "recipe.yaml"]
+
+
+def test_a_strangers_folder_is_refused_and_with_fresh_only_added_to(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    folder = RunFolder(tmp_path)
+    with pytest.raises(UserError, match=r"holds 'thesis.tex' but no run; .*--fresh"):
+        folder.claim(RECIPE, fresh=False)
+    folder.claim(RECIPE, fresh=True)
+    assert files(tmp_path) == ["recipe.yaml", "thesis.tex"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints/epoch-1.pt", "recipe.yaml", "model.safetensors", "events.jsonl"])
+def test_what_only_has_the_name_of_a_runs_file_is_never_deleted(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("flour: 500 g\n")
+    (top,) = (path.name for path in tmp_path.iterdir())
+    for fresh in (False, True):
+        with pytest.raises(UserError, match=f"holds '{top}', which no run of torusgd left there"):
+            RunFolder(tmp_path).claim(RECIPE, fresh)
+    assert (tmp_path / name).read_text() == "flour: 500 g\n"
+
+
+def test_a_finished_run_is_known_and_that_of_fewer_steps_makes_way(tmp_path: Path) -> None:
+    folder = run_in(tmp_path)
+    assert folder.finished(30) == {"steps": 30, "top1": 0.5}
+    assert folder.finished(20) == {"steps": 30, "top1": 0.5}
+    assert folder.finished(31) is None
+    assert not folder.summary.exists()
+    assert not folder.model.exists()
+    folder.summary.write_text('{"steps": 3')
+    assert folder.finished(1) is None
+
+
+def test_a_second_run_is_kept_out_until_the_first_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.2)
+    code = f"""
+import pathlib, sys
+from torusgd.train.run_dir import RunFolder
+with RunFolder(pathlib.Path({str(tmp_path)!r})).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with (
+            pytest.raises(UserError, match=f"in use by process {holder.pid} on .*; wait for it"),
+            RunFolder(tmp_path).lock(),
+        ):
+            pass
+        holder.kill()  # no word of farewell
+    with RunFolder(tmp_path).lock():
+        assert (tmp_path / ".holder").read_text().startswith(f"process {os.getpid()} on ")
+    assert not (tmp_path / ".holder").exists()
+
+
+def test_a_file_in_place_of_the_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("x")
+    for path in (tmp_path / "out", tmp_path / "out" / "below"):
+        with pytest.raises(UserError, match=r"can't be written: .*; choose another folder"), RunFolder(path).lock():
+            pass
+
+
+def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs /dev/full")
+    (tmp_path / ".holder").symlink_to(full)
+    with pytest.raises(RunError, match="No space left on device; free space on that disk"), RunFolder(tmp_path).lock():
+        pass
+    with RunFolder(tmp_path).lock():  # the lock was given back
+        pass

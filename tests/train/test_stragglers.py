@@ -1,0 +1,49 @@
+"""The slowest rank is named, with what made it slow."""
+
+import time
+from types import SimpleNamespace
+
+import torch
+
+from torusgd.train.stragglers import EVERY, Lateness, slowest
+
+
+def compare(ranks: list[tuple[float, float, float]], links: list[float] | None = None):
+    """Ranks as (data, compute, network) seconds; what all of them read from the summed message."""
+    total = torch.zeros(len(ranks) * 5, dtype=torch.int64)
+    for rank, (data, compute, network) in enumerate(ranks):
+        lateness = Lateness(rank, len(ranks), SimpleNamespace(seconds=links[rank]) if links else None)
+        lateness._last_end = time.perf_counter() - data - compute - network
+        ready = lateness._last_end + data + compute
+        lateness.note(0, SimpleNamespace(first_ready=ready, last_ready=ready), data)
+        total += lateness.message(EVERY)
+    return slowest(total)
+
+
+def test_a_rank_that_waits_for_data_is_named() -> None:
+    found = compare([(0.1, 1.0, 2.0), (0.1, 1.0, 2.0), (2.9, 1.0, 0.2)])
+    assert (found.rank, found.cause) == (2, "data")
+    assert abs(found.behind - 2.8) < 0.1
+
+
+def test_a_rank_that_computes_slowly_is_named() -> None:
+    found = compare([(0.1, 3.0, 0.1), (0.1, 1.0, 2.1), (0.1, 1.0, 2.1), (0.1, 1.0, 2.1)])
+    assert (found.rank, found.cause) == (0, "compute")
+
+
+def test_when_all_are_ready_the_network_is_to_blame() -> None:
+    assert compare([(0.1, 1.0, 3.0)] * 3).cause == "network"
+
+
+def test_the_rank_with_the_slow_link_is_named() -> None:
+    found = compare([(0.1, 1.0, 3.0)] * 4, links=[0.01, 0.2, 0.3, 0.01])
+    assert (found.rank, found.cause) == (2, "network")
+    assert abs(found.behind - 0.19) < 0.2
+    assert compare([(3.1, 1.0, 0.1), *[(0.1, 1.0, 3.1)] * 3], links=[0.01, 0.2, 0.3, 0.01]).cause == "data"
+
+
+def test_most_steps_carry_no_notes() -> None:
+    lateness = Lateness(0, 4)
+    assert [step for step in range(3 * EVERY) if lateness.message(step).numel()] == [EVERY, 2 * EVERY]
+    assert not Lateness(0, 1).message(EVERY).numel()
+    assert slowest(torch.zeros(0, dtype=torch.int64)) is None
