@@ -72,7 +72,7 @@ def _stepper(images: int, parts: int):
     from torch import nn
 
     from torusgd.comm.allreduce import create
-    from torusgd.comm.monitor import Traffic
+    from torusgd.comm.monitor import Monitor
     from torusgd.optim import build_optimizer
     from torusgd.precision import Precision
     from torusgd.recipe.load import load_recipe
@@ -91,7 +91,7 @@ def _stepper(images: int, parts: int):
     hybrid = hybrid_tail(model, recipe, options, ranks, create("ring"))
     assert hybrid is not None
     optimizer = build_optimizer(recipe.optimizer, model, 1e-4, hybrid.held, hybrid.norms())
-    reducer = hybrid.reducer(recipe.virtual_workers, 4.0, Traffic())
+    reducer = hybrid.reducer(recipe.virtual_workers, 4.0, Monitor())
     precision = Precision(recipe, ranks.device)
     passing = ColumnPass(hybrid.tail, hybrid.parts, ranks.rank, hybrid.groups, precision, 0.1, 0, reducer.add)
     inputs, targets = torch.randn(images, WIDTH), torch.randint(WIDTH, (images,))

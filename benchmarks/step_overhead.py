@@ -26,7 +26,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schedule import Schedule
 from torusgd.recipe.schema import Recipe
 from torusgd.runtime import Ranks, resolve_auto
-from torusgd.train.step import Stepper
+from torusgd.train.step import TrainStep
 
 CASES = {
     "resnet50": dict(model="resnet50", size=224, channels=3, classes=1000, images=16, precision="auto"),
@@ -81,7 +81,7 @@ def our_step(case: dict[str, object], reduction: str, batch: Batch, workers: int
     model, optimizer = build(recipe)
     schedule = Schedule(recipe, 4096)
     ranks = Ranks(0, 1, torch.device("cpu"))
-    stepper = Stepper(
+    stepper = TrainStep(
         recipe, schedule, model, optimizer, Ready(batch), ranks, native(), 4.0, False, 30.0, lambda: False
     )
     return lambda index: void(stepper.run(index))

@@ -45,7 +45,7 @@ class RuntimeOptions(Section):
     """which gradients travel together: a size in MiB of int32 or float32; how many tensors each, from the output on;
     cubic: 3, 21, 57, ... tensors (Fujitsu); auto: with allreduce auto by the first steps' times, else 4 MiB"""
     update: Literal["replicated", "sharded"] = "replicated"
-    """sharded: each rank updates a strip of the weights and keeps momentum for that only"""
+    """sharded: each rank updates a shard of the weights and keeps momentum for that only"""
     model_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
     """ranks that share the column blocks of the last, linear layers; auto: for each layer as many as send least"""
     checkpoint_every: Duration = Duration(1, "ep")

@@ -10,7 +10,7 @@ from torch import nn
 from torusgd.comm.allreduce import create
 from torusgd.comm.buckets import best_buckets, finish, group, lay_out
 from torusgd.comm.profile import InStep, Link, Profile, Timing
-from torusgd.gradients.bucket_rebuild import STEPS, Settling
+from torusgd.gradients.bucket_rebuild import STEPS, BucketRebuild
 from torusgd.gradients.integer_sum import Bucket
 from torusgd.gradients.reducer import Reducer
 
@@ -88,7 +88,7 @@ def settle(steps: int) -> list:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     reducer = Reducer(model, "exact", 2, create("native"), "auto")
-    settling = Settling(reducer, profile(1e-9, 1e-6))
+    bucket_rebuild = BucketRebuild(reducer, profile(1e-9, 1e-6))
     told, means = [], []
     inputs = torch.arange(64.0).repeat(8, 1) / 64
     for _ in range(steps):
@@ -105,7 +105,7 @@ def settle(steps: int) -> list:
         assert reducer.finish().accepted
         reducer.apply_mean()
         means.append(torch.cat([p.grad.flatten() for p in reducer.parameters]).tolist())
-        told.append(settling.after_step())
+        told.append(bucket_rebuild.after_step())
     reducer.close()
     return [told, means, [(b.first, b.stop) for b in reducer.buckets]]
 
@@ -122,5 +122,5 @@ def test_buckets_settle_once_on_all_ranks_alike_and_change_no_bit():
 
 def test_without_a_profile_nothing_is_decided():
     reducer = Reducer(nn.Linear(4, 4), "exact", 2, create("native"), "auto")
-    settling = Settling(reducer, None)
-    assert {settling.after_step() for _ in range(STEPS[-1] + 2)} == {""}
+    bucket_rebuild = BucketRebuild(reducer, None)
+    assert {bucket_rebuild.after_step() for _ in range(STEPS[-1] + 2)} == {""}

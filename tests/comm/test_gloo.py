@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
 
-from torusgd.comm.algorithms import Plan, plan
+from torusgd.comm.algorithms import Algorithm, parse_algorithm
 from torusgd.comm.gloo import GlooEngine
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
@@ -15,15 +15,22 @@ LENGTHS = (0, 1, 2, 5, 64, 1009)
 WORLD = 8
 
 
-def plans(ranks: int) -> list[Plan]:
+def plans(ranks: int) -> list[Algorithm]:
     grids = [(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]
     methods = ["ring", "halving/ring", "doubling/halving", "direct", "ring/direct"]
     return [
-        *[plan(name, ranks, chunks=chunks) for name in ("ring", "halving-doubling", "doubling") for chunks in (1, 3)],
-        plan("direct", ranks),
-        *[plan(f"torus:{methods[i % 5]}", ranks, grid, chunks=1 + i % 3) for i, grid in enumerate(grids)],
-        plan("torus:halving", ranks, grids[-1], chunks=2),
-        *[plan(f"hierarchical:{methods[i % 2]}", ranks, grid, chunks=1 + i % 2) for i, grid in enumerate(grids)],
+        *[
+            parse_algorithm(name, ranks, chunks=chunks)
+            for name in ("ring", "halving-doubling", "doubling")
+            for chunks in (1, 3)
+        ],
+        parse_algorithm("direct", ranks),
+        *[parse_algorithm(f"torus:{methods[i % 5]}", ranks, grid, chunks=1 + i % 3) for i, grid in enumerate(grids)],
+        parse_algorithm("torus:halving", ranks, grids[-1], chunks=2),
+        *[
+            parse_algorithm(f"hierarchical:{methods[i % 2]}", ranks, grid, chunks=1 + i % 2)
+            for i, grid in enumerate(grids)
+        ],
     ]
 
 
@@ -78,11 +85,11 @@ def lose_a_rank() -> str:
     """Rank 2 leaves in the middle; the others must be told so."""
     own = dist.new_group(timeout=timedelta(seconds=5))
     engine = GlooEngine(own)
-    engine.run(torch.ones(10), plan("ring", 3)).wait()
+    engine.run(torch.ones(10), parse_algorithm("ring", 3)).wait()
     if dist.get_rank() == 2:
         os._exit(0)
     try:
-        engine.run(torch.ones(10), plan("ring", 3)).wait()
+        engine.run(torch.ones(10), parse_algorithm("ring", 3)).wait()
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -94,7 +101,7 @@ def test_a_lost_rank_is_an_error_on_the_others_and_not_a_hang():
 
 
 def long_messages_while_computing() -> bool:
-    engine, how = GlooEngine(dist.new_group()), plan("torus", 4, (2, 2), chunks=4)
+    engine, how = GlooEngine(dist.new_group()), parse_algorithm("torus", 4, (2, 2), chunks=4)
     sums = [torch.full((300_001,), float(i + dist.get_rank())) for i in range(4)]
     works = [engine.run(tensor, how) for tensor in sums]
     square = torch.eye(200)

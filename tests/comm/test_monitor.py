@@ -7,20 +7,20 @@ import torch
 import torch.distributed as dist
 
 from torusgd.comm.allreduce import create
-from torusgd.comm.base import Overdue
+from torusgd.comm.base import CommTimeout
 from torusgd.comm.groups import new_group
-from torusgd.comm.monitor import Traffic, hidden_share
+from torusgd.comm.monitor import Monitor, hidden_share
 
 from .gloo_world import run_ranks
 
 
 def test_messages_that_travel_together_count_once():
-    traffic = Traffic()
+    monitor = Monitor()
     for left, ended in ((1.0, 3.0), (2.0, 4.0), (2.5, 2.75), (6.0, 7.0)):
-        traffic.arrived(left, ended)
-    assert traffic.on_way == 4.0
-    traffic.arrived(8.0, None)
-    assert hidden_share(traffic.on_way, 1.0) is None
+        monitor.arrived(left, ended)
+    assert monitor.on_way == 4.0
+    monitor.arrived(8.0, None)
+    assert hidden_share(monitor.on_way, 1.0) is None
 
 
 def test_what_is_hidden_is_a_share():
@@ -33,14 +33,14 @@ def sum_early_and_wait_late(names: list[str]) -> list[tuple[float, float, float]
     """Seconds on the way, waited, and from start to end of a sum that came 0.2 s before somebody waited for it."""
     found = []
     for allreduce in [create(name) for name in names]:
-        traffic, begin = Traffic(), time.perf_counter()
-        work = traffic.over(allreduce).start(torch.ones(1000))
+        monitor, begin = Monitor(), time.perf_counter()
+        work = monitor.over(allreduce).start(torch.ones(1000))
         while not work.done():
             time.sleep(0.001)
         time.sleep(0.2)
         work.wait()
         work.wait()
-        found.append((traffic.on_way, traffic.waited, time.perf_counter() - begin))
+        found.append((monitor.on_way, monitor.waited, time.perf_counter() - begin))
         allreduce.close()
     return found
 
@@ -56,14 +56,14 @@ def wait_for_a_rank_that_sleeps(names: list[str]) -> list[str]:
     told = []
     for allreduce in [create(name) for name in names]:
         time.sleep(2.5 * dist.get_rank())
-        traffic = Traffic()
-        work = traffic.over(allreduce).start(torch.ones(10))
+        monitor = Monitor()
+        work = monitor.over(allreduce).start(torch.ones(10))
         if dist.get_rank() == 0:
-            traffic.limit = 1.0
-            with pytest.raises(Overdue) as caught:
+            monitor.limit = 1.0
+            with pytest.raises(CommTimeout) as caught:
                 work.wait()
             told.append(str(caught.value))
-            traffic.limit = None
+            monitor.limit = None
         work.wait()
     return told
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-from torusgd.comm.algorithms import plan
+from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
 from torusgd.comm.nccl import NcclEngine, carry_in_batches, torus_by_collectives
 
@@ -39,7 +39,7 @@ def batches_of_every_algorithm() -> list[str]:
     for name in ("ring", "halving-doubling", "doubling", "direct", "torus:halving/ring", "hierarchical"):
         for length in (1, 5, 101):
             for chunks in (1, 3):
-                tensor, how = addend(length), plan(name, ranks, chunks=chunks)
+                tensor, how = addend(length), parse_algorithm(name, ranks, chunks=chunks)
                 carry_in_batches(tensor, how.routes(dist.get_rank(), length), dist.group.WORLD)
                 if not tensor.equal(sum_of_ranks(length, ranks)):
                     wrong.append(f"{how}, {length}")
@@ -66,7 +66,7 @@ def over_nccl_on_one_rank() -> list[str]:
     for name in ("torus", "ring", "hierarchical"):
         for length in (1, 100_001):
             tensor = torch.arange(length, device=device)
-            work = engine.run(tensor, plan(name, 1, chunks=3))
+            work = engine.run(tensor, parse_algorithm(name, 1, chunks=3))
             work.wait()
             torch.cuda.synchronize()
             if not (work.done() and tensor.cpu().equal(torch.arange(length))):

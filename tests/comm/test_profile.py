@@ -16,7 +16,7 @@ from torusgd.comm.profile import (
     expect,
     explain,
     hidden,
-    rank_plans,
+    rank_candidates,
     ranks_a_host,
     waited,
 )
@@ -138,7 +138,7 @@ def test_far_beyond_the_timed_sizes_native_stays_unless_much_is_won():
 def test_another_number_of_ranks_goes_by_the_formulas():
     assert choose(profile(latency=5e-3), 64, 8).algorithm == "direct"
     assert "16 ranks" in choose(profile(), 64, 8).why
-    best, predicted = rank_plans(1 << 24, profile().network)[0]
+    best, predicted = rank_candidates(1 << 24, profile().network)[0]
     assert best.algorithm != "doubling"
     assert predicted > 2 * 15 / 16 * (1 << 24) * 8e-9
 

@@ -1,12 +1,12 @@
-"""Strips against the backend's own all_reduce: any ranks, grid, stops and dtype, groups of ranks, many on their way."""
+"""Reduce-scatter and all-gather against the backend's own all_reduce, on any ranks, grid, stops and dtype."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
 
-from torusgd.comm.allreduce import ALGORITHMS, Native, Planned, create
-from torusgd.comm.reduce_scatter import Strips
+from torusgd.comm.allreduce import ALGORITHMS, AlgorithmAllReduce, NativeAllReduce, create
+from torusgd.comm.reduce_scatter import ShardCollectives
 
 WORLD = 6
 LENGTHS = (0, 1, 5, 64, 1009)
@@ -19,14 +19,14 @@ def addend(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-1000, 1000, (length,), generator=generator).to(dtype)
 
 
-def every_case(allreduce: Planned | Native, ranks: list[int]) -> list[str]:
+def every_case(allreduce: AlgorithmAllReduce | NativeAllReduce, ranks: list[int]) -> list[str]:
     """Scatters all tensors at once, then gathers them at once, an all-reduce between; what went wrong."""
-    strips, wrong = Strips(allreduce), []
+    shards, wrong = ShardCollectives(allreduce), []
     cases = [(length, stops, dtype) for length in LENGTHS for stops in STOPS for dtype in DTYPES]
     tensors = [addend(dist.get_rank(), length, dtype) for length, _, dtype in cases]
     sums = [sum(addend(rank, length, dtype) for rank in ranks) for length, _, dtype in cases]
-    spans = [[strips.span(rank, length, stops) for rank in range(strips.size)] for length, stops, _ in cases]
-    works = [strips.start_scatter(tensor, stops) for tensor, (_, stops, _) in zip(tensors, cases, strict=True)]
+    spans = [[shards.span(rank, length, stops) for rank in range(shards.size)] for length, stops, _ in cases]
+    works = [shards.start_reduce_scatter(tensor, stops) for tensor, (_, stops, _) in zip(tensors, cases, strict=True)]
     whole = addend(dist.get_rank(), 1009, torch.int64)
     works.append(allreduce.start(whole))
     for work in works:
@@ -35,7 +35,7 @@ def every_case(allreduce: Planned | Native, ranks: list[int]) -> list[str]:
     if not whole.equal(sums[-1]):
         wrong.append("an all-reduce between")
     for case, tensor, total, places in zip(cases, tensors, sums, spans, strict=True):
-        low, high = places[strips.rank]
+        low, high = places[shards.rank]
         if sorted(i for span in places for i in range(*span)) != list(range(case[0])):
             wrong.append(f"spans of {case}")
         if case[1] is not None and not {edge for span in places for edge in span} <= {0, case[0], *case[1]}:
@@ -43,7 +43,7 @@ def every_case(allreduce: Planned | Native, ranks: list[int]) -> list[str]:
         if not tensor[low:high].equal(total[low:high]):
             wrong.append(f"scatter of {case}")
         tensor[:low], tensor[high:] = -7, -7
-    for work in [strips.start_gather(tensor, stops) for tensor, (_, stops, _) in zip(tensors, cases, strict=True)]:
+    for work in [shards.start_all_gather(tensor, stops) for tensor, (_, stops, _) in zip(tensors, cases, strict=True)]:
         work.wait()
     wrong += [f"gather of {c}" for c, got, want in zip(cases, tensors, sums, strict=True) if not got.equal(want)]
     return [f"{allreduce.name} on {ranks}: {what}" for what in wrong]
@@ -77,10 +77,10 @@ def test_strips_hold_the_sums_and_are_gathered():
 
 @pytest.mark.parametrize("name", ["auto", "native", "torus"])
 def test_alone_the_strip_is_the_whole(name):
-    strips = Strips(create(name))
+    shards = ShardCollectives(create(name))
     tensor = torch.arange(5)
-    assert strips.span(0, 5) == (0, 5)
-    for work in (strips.start_scatter(tensor), strips.start_gather(tensor, (2,))):
+    assert shards.span(0, 5) == (0, 5)
+    for work in (shards.start_reduce_scatter(tensor), shards.start_all_gather(tensor, (2,))):
         work.wait()
         assert work.done()
     assert tensor.equal(torch.arange(5))

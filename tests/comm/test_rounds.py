@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.comm.algorithms import FLAT, Plan, parse_grid, plan, squarest
+from torusgd.comm.algorithms import FLAT, Algorithm, parse_algorithm, parse_grid, squarest
 from torusgd.comm.rounds import METHODS, Round, cut, mirror
 from torusgd.errors import UserError
 
 PLANS = st.integers(1, 13).flatmap(
     lambda ranks: st.one_of(
-        st.builds(plan, st.sampled_from(list(FLAT)), st.just(ranks), chunks=st.integers(1, 3)),
+        st.builds(parse_algorithm, st.sampled_from(list(FLAT)), st.just(ranks), chunks=st.integers(1, 3)),
         st.builds(
-            plan,
+            parse_algorithm,
             st.sampled_from([f"torus:{v}/{h}" for v in METHODS for h in METHODS]),
             st.just(ranks),
             st.sampled_from([(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]),
             st.integers(1, 3),
         ),
         st.builds(
-            plan,
+            parse_algorithm,
             st.sampled_from([f"hierarchical:{v}/{h}" for v in METHODS for h in METHODS if h != "doubling"]),
             st.just(ranks),
             st.sampled_from([(y, ranks // y) for y in range(1, ranks + 1) if ranks % y == 0]),
@@ -31,7 +31,7 @@ PLANS = st.integers(1, 13).flatmap(
 )
 
 
-def simulate(how: Plan, inputs: list[list]) -> list[list]:
+def simulate(how: Algorithm, inputs: list[list]) -> list[list]:
     """Runs all ranks in step; values need only `+`. Fails on a message without a partner."""
     tensors = [list(values) for values in inputs]
     carry_out([how.routes(rank, len(values)) for rank, values in enumerate(inputs)], tensors)
@@ -58,7 +58,7 @@ def carry_out(routes: list[list[list[Round]]], tensors: list[list]) -> None:
             assert not any(wire.values()), f"step {step}: a message that nobody receives"
 
 
-def elements_sent(how: Plan, rank: int, length: int) -> int:
+def elements_sent(how: Algorithm, rank: int, length: int) -> int:
     return sum(m.high - m.low for chunk in how.routes(rank, length) for turn in chunk for m in turn.sends)
 
 
@@ -85,13 +85,13 @@ def test_floats_end_with_the_same_bits_on_every_rank(how, length, random):
 def test_flat_algorithms_move_no_more_than_the_least_possible(name, ranks):
     length = 1000 * ranks
     for rank in range(ranks):
-        assert elements_sent(plan(name, ranks), rank, length) == 2 * (ranks - 1) * length // ranks
+        assert elements_sent(parse_algorithm(name, ranks), rank, length) == 2 * (ranks - 1) * length // ranks
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 3), (4, 4), (5, 2), (3, 7)])
 def test_a_torus_moves_a_shard_on_its_vertical_axis(rows, columns):
     length = 100 * rows * columns
-    how = plan("torus", rows * columns, (rows, columns))
+    how = parse_algorithm("torus", rows * columns, (rows, columns))
     for rank in range(rows * columns):
         horizontal, vertical = how.axes(rank)
         sent = {m.peer: 0 for turn in how.routes(rank, length)[0] for m in turn.sends}
@@ -117,7 +117,7 @@ def test_a_torus_moves_a_shard_on_its_vertical_axis(rows, columns):
     ],
 )
 def test_steps_follow_the_formula(name, ranks, steps):
-    assert len(plan(name, ranks).routes(0, 1000)[0]) == steps
+    assert len(parse_algorithm(name, ranks).routes(0, 1000)[0]) == steps
 
 
 def test_grids():
@@ -127,15 +127,15 @@ def test_grids():
         with pytest.raises(UserError, match="grid"):
             parse_grid(text)
     with pytest.raises(UserError, match="3x5: has 15 places; give Y x X = 16"):
-        plan("torus", 16, (3, 5))
+        parse_algorithm("torus", 16, (3, 5))
     with pytest.raises(UserError, match="unknown"):
-        plan("tree", 16)
+        parse_algorithm("tree", 16)
     for name in ("torus:tree", "torus:ring/", "torus:ring/tree", "hierarchical:ring/doubling"):
         with pytest.raises(UserError, match="VERTICAL/HORIZONTAL"):
-            plan(name, 16)
+            parse_algorithm(name, 16)
     for name in ("torus:halving/ring", "torus:direct", "torus", "hierarchical:halving"):
-        assert plan(name, 12).name == name
-    assert str(plan("torus", 12, (4, 3), chunks=2)) == "torus 4x3 in 2 chunks"
+        assert parse_algorithm(name, 12).name == name
+    assert str(parse_algorithm("torus", 12, (4, 3), chunks=2)) == "torus 4x3 in 2 chunks"
 
 
 @settings(deadline=None, max_examples=300)
@@ -177,7 +177,7 @@ def test_edges_go_to_the_nearest_stop(low, width, parts, stops):
 def test_a_reduce_scatter_moves_half_of_an_all_reduce(name, ranks):
     length = 1000 * ranks
     for rank in range(ranks):
-        rounds, (low, high) = plan(name, ranks).scatter(rank, length)
+        rounds, (low, high) = parse_algorithm(name, ranks).scatter(rank, length)
         assert high - low == 1000
         assert sum(m.high - m.low for turn in rounds for m in turn.sends) == (ranks - 1) * 1000
-        assert 2 * (ranks - 1) * 1000 == elements_sent(plan(name, ranks), rank, length)
+        assert 2 * (ranks - 1) * 1000 == elements_sent(parse_algorithm(name, ranks), rank, length)

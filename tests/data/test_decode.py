@@ -181,6 +181,6 @@ def test_resizing_is_pillows_antialiased_bilinear(size: tuple[int, int]) -> None
 def test_the_shorter_side_is_scaled_as_torchvision_does() -> None:
     assert scaled(375, 500, 256) == Region(0, 0, 375, 500, 256, 341)
     assert scaled(500, 375, 256) == Region(0, 0, 500, 375, 341, 256)
-    strip = scaled(1, 100_000, 256)  # else 256 x 25,600,000 pixels
-    assert (strip.rows, strip.columns) == (256, 1024)
-    assert strip.left == (100_000 - 4) // 2
+    shard = scaled(1, 100_000, 256)  # else 256 x 25,600,000 pixels
+    assert (shard.rows, shard.columns) == (256, 1024)
+    assert shard.left == (100_000 - 4) // 2

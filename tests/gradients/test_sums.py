@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torusgd.comm.buckets import plan_buckets
 from torusgd.gradients.float_sum import FloatGradientSum
-from torusgd.gradients.integer_sum import HEADROOM, INT32_MAX, ExactGradientSum, power_of_two_scale
+from torusgd.gradients.integer_sum import HEADROOM, INT32_MAX, IntegerGradientSum, power_of_two_scale
 
 CPU = torch.device("cpu")
 SIZES = (5, 3000, 1, 700)
@@ -24,7 +24,7 @@ def gradients(workers: int, seed: int, scale: float = 1.0) -> list[list[torch.Te
 
 
 def run(total, by_rank: list[list[list[torch.Tensor]]]):
-    """Sums messages of several 'ranks' as an all-reduce would; returns the verdict and the mean."""
+    """Sums messages of several 'ranks' as an all-reduce would; returns the status and the mean."""
     totals = by_rank
     sums = []
     for rank_gradients in totals:
@@ -42,15 +42,15 @@ def run(total, by_rank: list[list[list[torch.Tensor]]]):
         message.copy_(sums[0][index])
         for other in sums[1:]:
             message.add_(other[index])
-    verdict = total.finish()
+    status = total.finish()
     out = [torch.zeros(n) for n in SIZES]
-    if verdict.accepted:
+    if status.accepted:
         total.mean(out)
-    return verdict, out
+    return status, out
 
 
-def exact(workers: int, limit: int = 2048) -> ExactGradientSum:
-    return ExactGradientSum(plan_buckets(SIZES, limit), workers, CPU)
+def exact(workers: int, limit: int = 2048) -> IntegerGradientSum:
+    return IntegerGradientSum(plan_buckets(SIZES, limit), workers, CPU)
 
 
 def measured(total, workers: list[list[torch.Tensor]]):
@@ -83,14 +83,14 @@ def test_error_against_float64_is_within_the_promised_bits(workers: int) -> None
 def test_growth_within_headroom_is_accepted_and_beyond_is_told() -> None:
     grads = gradients(4, seed=2)
     total = measured(exact(4), grads)
-    verdict, mean = run(total, [[[g * 7.9 for g in w] for w in grads]])
-    assert verdict.accepted
+    status, mean = run(total, [[[g * 7.9 for g in w] for w in grads]])
+    assert status.accepted
     torch.testing.assert_close(mean[1], torch.stack([w[1] * 7.9 for w in grads]).mean(dim=0), rtol=1e-5, atol=1e-9)
     total = measured(exact(4), grads)
     grown = [[g * (70 if slot == 1 else 1) for slot, g in enumerate(w)] for w in grads]
-    verdict, _ = run(total, [grown[:2], grown[2:]])
-    assert verdict.overflow == [1]
-    assert not verdict.nonfinite
+    status, _ = run(total, [grown[:2], grown[2:]])
+    assert status.overflow == [1]
+    assert not status.nonfinite
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -99,16 +99,16 @@ def test_nonfinite_is_told_by_slot_even_beside_overflow(bad: float) -> None:
     total = measured(exact(3), grads)
     grads[1][3][17] = bad
     grads[2][0] *= 1e9
-    verdict, _ = run(total, [grads[:1], grads[1:]])
-    assert verdict.nonfinite == [3]
-    assert verdict.overflow == [0]
+    status, _ = run(total, [grads[:1], grads[1:]])
+    assert status.nonfinite == [3]
+    assert status.overflow == [0]
 
 
 def test_values_far_out_of_range_are_an_overflow_not_a_wrap() -> None:
     grads = gradients(2, seed=4)
     total = measured(exact(2), grads)
-    verdict, _ = run(total, [[[g * 3e9 for g in w] for w in grads]])
-    assert verdict.overflow == [0, 1, 2, 3]
+    status, _ = run(total, [[[g * 3e9 for g in w] for w in grads]])
+    assert status.overflow == [0, 1, 2, 3]
 
 
 def test_a_refused_step_changes_no_scale() -> None:
@@ -128,8 +128,8 @@ def test_zero_gradient_takes_the_largest_scale_and_missing_slots_are_zero() -> N
         worker[2].zero_()
     total = measured(exact(2), grads)
     grads[0][2].fill_(grads[0][3].abs().max().item())
-    verdict, mean = run(total, [grads])
-    assert verdict.accepted
+    status, mean = run(total, [grads])
+    assert status.accepted
     assert mean[2].item() == pytest.approx(grads[0][2].item() / 2, rel=1e-6)
 
 
@@ -161,8 +161,8 @@ def test_float_wires_are_close_and_scaled(wire: torch.dtype) -> None:
     total = FloatGradientSum(plan_buckets(SIZES, 2048), 6, CPU, wire)
     if total.needs_measure:
         measured(total, grads)
-    verdict, mean = run(total, [grads[:2], grads[2:4], grads[4:]])
-    assert verdict.accepted
+    status, mean = run(total, [grads[:2], grads[2:4], grads[4:]])
+    assert status.accepted
     tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6}[wire]
     for slot in (1, 3):
         expected = torch.stack([w[slot] for w in grads]).mean(dim=0)
@@ -180,8 +180,8 @@ def test_float16_wire_tells_overflow_nonfinite_and_underflow() -> None:
     tiny = [[g * (1e-9 if slot == 1 else 1) for slot, g in enumerate(w)] for w in grads]
     assert run(fresh(), [tiny])[0].underflow > 0.5
     grads[1][1][5] = math.nan
-    verdict = run(fresh(), [grads[:1], grads[1:]])[0]
-    assert verdict.nonfinite == [1]
+    status = run(fresh(), [grads[:1], grads[1:]])[0]
+    assert status.nonfinite == [1]
 
 
 def test_buckets_cover_all_tensors_in_order() -> None:

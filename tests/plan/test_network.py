@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.comm.algorithms import plan
+from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.cost import Network, Terms, seconds
 from torusgd.plan.cluster import Cluster, Communication, Device, Link
 from torusgd.plan.network import Axis, doubling, exchange, grid_of, hop, phases, reduce_scatter, tree
@@ -164,7 +164,7 @@ def test_formulas_agree_with_the_price_of_the_routes(name: str, ranks: int, size
     """The synchronisation's own price counts messages of the routes that run, and one latency more to begin with."""
     alone = cluster(devices_per_node=1)
     network = Network(tuple(range(ranks)), None, Terms(5e-6, 1 / 20e9), 0.0)
-    routed = seconds(plan(name, ranks), size, network)
+    routed = seconds(parse_algorithm(name, ranks), size, network)
     assert total(alone, ranks, size, algorithm=name) == pytest.approx(routed - 5e-6, rel=1e-3)
 
 

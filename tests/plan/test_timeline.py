@@ -151,9 +151,9 @@ def test_a_coordinator_costs_every_rank() -> None:
 
 def test_a_sharded_update_costs_a_strip() -> None:
     whole = Software(name="x", source="", memory=1.0, update_bytes=20)
-    strip = whole.model_copy(update={"sharded_update": True})
+    shard = whole.model_copy(update={"sharded_update": True})
     assert update_seconds(toy(), TWO, whole, 8) == pytest.approx(2e6 * 20 / 1e11)
-    assert update_seconds(toy(), TWO, strip, 8) == pytest.approx(2e6 * 20 / 1e11 / 8)
+    assert update_seconds(toy(), TWO, shard, 8) == pytest.approx(2e6 * 20 / 1e11 / 8)
 
 
 def test_splitting_heavy_layers_trades_weights_for_activations() -> None:

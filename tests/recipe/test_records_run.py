@@ -11,7 +11,7 @@ from torusgd.recipe.schedule import Schedule
 from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train.run import Job, Run
-from torusgd.train.run_dir import RunFolder
+from torusgd.train.run_dir import RunDir
 
 RECORDS = [name for name in recipe_names() if name.startswith(("sony", "fujitsu", "you", "intel"))]
 SMALL = (
@@ -41,7 +41,7 @@ def test_three_steps(name: str, tmp_path: Path) -> None:
     recipe = resolve_auto(
         load_recipe(name, [*SMALL, *FURTHER.get(name, PICTURES), *FLOAT32.get(name, ())]).recipe, "cpu"
     )
-    RunFolder(tmp_path).claim(recipe, fresh=False)
+    RunDir(tmp_path).claim(recipe, fresh=False)
     job = Job(recipe, RuntimeOptions(), "cpu", tmp_path, max_steps=3)
     summary = Run(job, Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0).run().summary
     steps = [event for event in events(tmp_path) if "lr" in event]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torusgd.comm.algorithms import plan
+from torusgd.comm.algorithms import parse_algorithm
 from torusgd.errors import RunError
 from torusgd.rehearse.lab import Host, Lab
 
@@ -67,7 +67,7 @@ def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes():
     length = 600_000
     with Lab([Host(latency=0.001, rate=1e9)] * 6) as lab:
         found = records(lab.run([str(HERE / "program_bytes.py"), str(length)], timeout=120))
-    how = plan("torus", 6, (2, 3))
+    how = parse_algorithm("torus", 6, (2, 3))
     for rank, measured in enumerate(found):
         sent = sum(m.high - m.low for turn in how.routes(rank, length)[0] for m in turn.sends)
         assert measured["torus"][1] == pytest.approx(4 * sent, rel=0.05)

@@ -88,12 +88,12 @@ def test_split_layers_send_what_the_balance_equations_say(job):
     for name, layer in layers.items():
         messages = sent(script)
         inputs, back = messages[f"inputs of {name}"], messages[f"gradients of the inputs of {name}"]
-        strips = messages[f"gradients of {name}"]
+        shards = messages[f"gradients of {name}"]
         activations, weights = hybrid_volume(layer, 16, 256, 4)
-        assert (inputs.members, inputs.apart, strips.members, strips.apart) == (4, 1, 4, 4)
+        assert (inputs.members, inputs.apart, shards.members, shards.apart) == (4, 1, 4, 4)
         # A reduce-scatter or an all-gather moves all but a rank's own part; a sum is both.
         assert (inputs.bytes + back.bytes) * 3 / 4 == pytest.approx(activations)
-        assert 2 * strips.bytes * 3 / 4 == pytest.approx(weights)
+        assert 2 * shards.bytes * 3 / 4 == pytest.approx(weights)
     assert not any("classifier" in message.name and message.members is None for message in sent(script).values())
 
 

@@ -18,7 +18,7 @@ from torusgd.signals import StopFlag
 from torusgd.tensor_parallel.parallel_tail import choose_parts
 from torusgd.tensor_parallel.tail import column_tail
 from torusgd.train.run import Job, Run
-from torusgd.train.run_dir import RunFolder
+from torusgd.train.run_dir import RunDir
 from torusgd.weights import load_weights
 
 from ..train.runs import run_here
@@ -89,7 +89,7 @@ def train(out: Path, case: str, rank: int, ranks: Any, steps: int | None = None,
     )
     if rank == 0 and not out.exists():
         out.mkdir()
-        RunFolder(out).claim(recipe, fresh=False)
+        RunDir(out).claim(recipe, fresh=False)
     if dist.is_initialized():
         dist.barrier()
     job = Job(recipe, RuntimeOptions(**options), "cpu", out, max_steps=steps)

@@ -17,7 +17,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train.run import Job, Run
-from torusgd.train.run_dir import RunFolder
+from torusgd.train.run_dir import RunDir
 
 from .runs import command
 
@@ -135,7 +135,7 @@ def torusgd_words(out: Path, recipe: Path, *arguments: str | Path) -> list[str]:
 def run_alone(out: Path, recipe: Path, *overrides: str, **job: Any) -> dict[str, Any]:
     """Trains in this process, on one rank and without a launcher; the summary. `job`: fields of `Job`."""
     loaded = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu")
-    folder = RunFolder(out)
+    folder = RunDir(out)
     with folder.lock():
         folder.claim(loaded, fresh=False)
         options = RuntimeOptions(checkpoint_every=Duration(4, "st"))

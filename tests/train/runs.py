@@ -15,7 +15,7 @@ from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train.events import plan_table
 from torusgd.train.run import Job, Run
-from torusgd.train.run_dir import RunFolder
+from torusgd.train.run_dir import RunDir
 
 # The digits recipe, made tiny: two stages, twelve virtual workers, keyed images, dropout, batch norm, LARS.
 TINY = (
@@ -32,7 +32,7 @@ TINY = (
 def run_here(out: Path, *overrides: str, tiny: bool = True) -> tuple[dict[str, Any], str]:
     """Trains in this process on one rank; the summary and the printed plan."""
     recipe = resolve_auto(load_recipe("digits", [*(TINY if tiny else ()), *overrides]).recipe, "cpu")
-    folder = RunFolder(out)
+    folder = RunDir(out)
     out.mkdir(parents=True, exist_ok=True)
     folder.claim(recipe, fresh=False)
     threads = torch.get_num_threads()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.train.runs import command
 from torusgd.errors import UserError
-from torusgd.train.compare_plan import Planned
+from torusgd.train.compare_plan import PlanComparison
 
 
 def plan(path: Path, **changes: object) -> Path:
@@ -22,7 +22,7 @@ def test_steps_are_weighed_by_their_batch(tmp_path: Path) -> None:
     steps = [(96, 9.0), (96, 0.11), (96, 0.09), (96, 0.5), (192, 0.4)]
     lines = [{"step": n, "batch": batch, "step_seconds": seconds} for n, (batch, seconds) in enumerate(steps, 1)]
     events.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"event": "evaluation", "step": 5}]))
-    beside = Planned.load(plan(tmp_path / "plan.json")).beside(events)
+    beside = PlanComparison.load(plan(tmp_path / "plan.json")).beside(events)
     predicted, measured, images = 3 * 0.1 + 0.2, 3 * 0.11 + 0.4, 3 * 96 + 192
     assert beside["step_seconds"] == pytest.approx(predicted / 4)
     assert beside["measured_step_seconds"] == pytest.approx(measured / 4)
@@ -32,7 +32,7 @@ def test_steps_are_weighed_by_their_batch(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_something_else_is_refused(tmp_path: Path) -> None:
-    planned = Planned.load(plan(tmp_path / "plan.json"))
+    planned = PlanComparison.load(plan(tmp_path / "plan.json"))
     planned.check("digits", [96, 192], 1)
     wrong = [("fashion", [96], 1, "not of fashion"), ("digits", [100], 1, "of 100"), ("digits", [96], 2, "2 ranks")]
     for recipe, batches, ranks, words in wrong:
@@ -41,9 +41,9 @@ def test_a_plan_of_something_else_is_refused(tmp_path: Path) -> None:
     for text in ("{}", "no", "[1]"):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(UserError, match="is no plan"):
-            Planned.load(tmp_path / "other.json")
+            PlanComparison.load(tmp_path / "other.json")
     with pytest.raises(UserError, match="torusgd plan"):
-        Planned.load(tmp_path / "none.json")
+        PlanComparison.load(tmp_path / "none.json")
 
 
 def test_the_summary_holds_both(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.runtime import Ranks, RuntimeOptions
 from torusgd.signals import StopFlag
 from torusgd.train.run import Job, Run
-from torusgd.train.run_dir import RunFolder
+from torusgd.train.run_dir import RunDir
 
 from .runs import events
 
@@ -70,7 +70,7 @@ def train_cases(out: str, cases: list[str]) -> None:
         path = Path(out) / name
         if ranks.is_first:
             path.mkdir()
-            RunFolder(path).claim(recipe, fresh=False)
+            RunDir(path).claim(recipe, fresh=False)
         dist.barrier()
         Run(Job(recipe, RUNTIME.get(name, RuntimeOptions()), "cpu", path), ranks, StopFlag(), restarts=0).run()
         dist.barrier()

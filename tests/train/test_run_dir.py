@@ -12,14 +12,14 @@ from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import Recipe
 from torusgd.train import run_dir as module
-from torusgd.train.run_dir import RunFolder
+from torusgd.train.run_dir import RunDir
 
 RECIPE = load_recipe("digits").recipe
 
 
-def run_in(path: Path, recipe: Recipe = RECIPE) -> RunFolder:
+def run_in(path: Path, recipe: Recipe = RECIPE) -> RunDir:
     """A folder as a run leaves it, with a file of the user's in each place."""
-    folder = RunFolder(path)
+    folder = RunDir(path)
     with folder.lock():
         folder.claim(recipe, fresh=False)
     parts = ("notes.txt", "step-00000004/a", ".step-00000008.partial/a")
@@ -38,7 +38,7 @@ def files(path: Path) -> list[str]:
 
 
 def test_a_new_folder_gets_the_complete_recipe(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "a" / "b")
+    folder = RunDir(tmp_path / "a" / "b")
     with folder.lock():
         folder.claim(RECIPE, fresh=False)
         folder.claim(RECIPE, fresh=False)
@@ -70,7 +70,7 @@ def test_another_recipe_is_refused_by_its_first_different_key(tmp_path: Path, ov
 
 def test_a_strangers_folder_is_refused_and_with_fresh_only_added_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    folder = RunFolder(tmp_path)
+    folder = RunDir(tmp_path)
     with pytest.raises(UserError, match=r"holds 'thesis.tex' but no run; .*--fresh"):
         folder.claim(RECIPE, fresh=False)
     folder.claim(RECIPE, fresh=True)
@@ -84,7 +84,7 @@ def test_what_only_has_the_name_of_a_runs_file_is_never_deleted(tmp_path: Path, 
     (top,) = (path.name for path in tmp_path.iterdir())
     for fresh in (False, True):
         with pytest.raises(UserError, match=f"holds '{top}', which no run of torusgd left there"):
-            RunFolder(tmp_path).claim(RECIPE, fresh)
+            RunDir(tmp_path).claim(RECIPE, fresh)
     assert (tmp_path / name).read_text() == "flour: 500 g\n"
 
 
@@ -103,8 +103,8 @@ def test_a_second_run_is_kept_out_until_the_first_is_gone(tmp_path: Path, monkey
     monkeypatch.setattr(module, "LOCK_SECONDS", 0.2)
     code = f"""
 import pathlib, sys
-from torusgd.train.run_dir import RunFolder
-with RunFolder(pathlib.Path({str(tmp_path)!r})).lock():
+from torusgd.train.run_dir import RunDir
+with RunDir(pathlib.Path({str(tmp_path)!r})).lock():
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -113,11 +113,11 @@ with RunFolder(pathlib.Path({str(tmp_path)!r})).lock():
         assert holder.stdout.readline() == b"held\n"
         with (
             pytest.raises(UserError, match=f"in use by process {holder.pid} on .*; wait for it"),
-            RunFolder(tmp_path).lock(),
+            RunDir(tmp_path).lock(),
         ):
             pass
         holder.kill()  # no word of farewell
-    with RunFolder(tmp_path).lock():
+    with RunDir(tmp_path).lock():
         assert (tmp_path / ".holder").read_text().startswith(f"process {os.getpid()} on ")
     assert not (tmp_path / ".holder").exists()
 
@@ -125,7 +125,7 @@ with RunFolder(pathlib.Path({str(tmp_path)!r})).lock():
 def test_a_file_in_place_of_the_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
     for path in (tmp_path / "out", tmp_path / "out" / "below"):
-        with pytest.raises(UserError, match=r"can't be written: .*; choose another folder"), RunFolder(path).lock():
+        with pytest.raises(UserError, match=r"can't be written: .*; choose another folder"), RunDir(path).lock():
             pass
 
 
@@ -134,7 +134,7 @@ def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
     if not full.exists():
         pytest.skip("needs /dev/full")
     (tmp_path / ".holder").symlink_to(full)
-    with pytest.raises(RunError, match="No space left on device; free space on that disk"), RunFolder(tmp_path).lock():
+    with pytest.raises(RunError, match="No space left on device; free space on that disk"), RunDir(tmp_path).lock():
         pass
-    with RunFolder(tmp_path).lock():  # the lock was given back
+    with RunDir(tmp_path).lock():  # the lock was given back
         pass

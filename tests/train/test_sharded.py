@@ -14,9 +14,9 @@ from torusgd.recipe.load import load_recipe
 from torusgd.runtime import Ranks, RuntimeOptions
 from torusgd.signals import StopFlag
 from torusgd.train.run import Job, Run
-from torusgd.train.run_dir import RunFolder
+from torusgd.train.run_dir import RunDir
 
-# Wide enough that norms have several blocks and a strip ends within a tensor; dropout, batch norm, two stages, polish.
+# Wide enough that norms have several blocks and a shard ends within a tensor; dropout, batch norm, two stages, polish.
 BASE = (
     "model.options={width: 24, dropout: 0.1}",
     "stages=[{until: 3st, images_per_worker: 3}, {until: 4st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
@@ -49,7 +49,7 @@ def train(
     recipe = load_recipe("digits", [*BASE, *overrides]).recipe.resolve(**plain)
     if ranks.is_first:
         out.mkdir(exist_ok=True)
-        RunFolder(out).claim(recipe, fresh=False)
+        RunDir(out).claim(recipe, fresh=False)
     if size > 1:
         dist.barrier()
     job = Job(recipe, RuntimeOptions(**options), "cpu", out, max_steps=max_steps)

@@ -18,7 +18,7 @@ from torusgd.optim import build_optimizer
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schedule import Schedule
 from torusgd.runtime import Ranks
-from torusgd.train.step import Stepper
+from torusgd.train.step import TrainStep
 from torusgd.weights import weights_sha256
 
 from .runs import TINY, events, run_here
@@ -26,7 +26,7 @@ from .runs import TINY, events, run_here
 PLAIN = ("model.options={dropout: 0.0}", "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}")
 
 
-def make_stepper(*overrides: str) -> Stepper:
+def make_stepper(*overrides: str) -> TrainStep:
     recipe = load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
     source, _ = open_sources(recipe.data, None, recipe.seed)
     loader = Loader(Pipeline(source, recipe.data, 0), StreamOrder(len(source), 0), threads=1, ahead=2)
@@ -34,7 +34,7 @@ def make_stepper(*overrides: str) -> Stepper:
     optimizer = build_optimizer(recipe.optimizer, model, recipe.rate.lr)
     ranks = Ranks(0, 1, torch.device("cpu"))
     schedule = Schedule(recipe, len(source))
-    return Stepper(recipe, schedule, model, optimizer, loader, ranks, native(), 4.0, False, 30.0, lambda: False)
+    return TrainStep(recipe, schedule, model, optimizer, loader, ranks, native(), 4.0, False, 30.0, lambda: False)
 
 
 def test_a_step_is_that_of_a_plain_loop() -> None:

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import torch
 
-from torusgd.train.stragglers import EVERY, Lateness, slowest
+from torusgd.train.stragglers import EVERY, Stragglers, slowest
 
 
 def compare(ranks: list[tuple[float, float, float]], links: list[float] | None = None):
     """Ranks as (data, compute, network) seconds; what all of them read from the summed message."""
     total = torch.zeros(len(ranks) * 5, dtype=torch.int64)
     for rank, (data, compute, network) in enumerate(ranks):
-        lateness = Lateness(rank, len(ranks), SimpleNamespace(seconds=links[rank]) if links else None)
+        lateness = Stragglers(rank, len(ranks), SimpleNamespace(seconds=links[rank]) if links else None)
         lateness._last_end = time.perf_counter() - data - compute - network
         ready = lateness._last_end + data + compute
         lateness.note(0, SimpleNamespace(first_ready=ready, last_ready=ready), data)
@@ -43,7 +43,7 @@ def test_the_rank_with_the_slow_link_is_named() -> None:
 
 
 def test_most_steps_carry_no_notes() -> None:
-    lateness = Lateness(0, 4)
+    lateness = Stragglers(0, 4)
     assert [step for step in range(3 * EVERY) if lateness.message(step).numel()] == [EVERY, 2 * EVERY]
-    assert not Lateness(0, 1).message(EVERY).numel()
+    assert not Stragglers(0, 1).message(EVERY).numel()
     assert slowest(torch.zeros(0, dtype=torch.int64)) is None

@@ -50,7 +50,7 @@ def train(
     grid: GridSize = None,
     profile: ProfileFile = None,
     update: Annotated[
-        str | None, typer.Option(help="replicated (default), or sharded: each rank a strip of the weights.")
+        str | None, typer.Option(help="replicated (default), or sharded: each rank a shard of the weights.")
     ] = None,
     model_parallel: Annotated[
         str | None, typer.Option(metavar="M|auto", help="Ranks that share the last, linear layers. Default: 1.")

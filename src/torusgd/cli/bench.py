@@ -79,7 +79,7 @@ def measure(out: Path, workers: int | None, device: str, seconds: float) -> None
         if timing.size not in best or timing.median < best[timing.size].median:
             best[timing.size] = timing
     for size, timing in sorted(best.items()):
-        how = timing.plan(len(profile.hosts)) or "native"
+        how = timing.as_algorithm(len(profile.hosts)) or "native"
         console.print(f"{show_size(size):>8}: {how}, {1e3 * timing.median:.3g} ms")
     if profile.crowding:
         most = profile.crowding[-1]

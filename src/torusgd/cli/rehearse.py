@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..comm.algorithms import GRIDS, parse_grid, plan
+from ..comm.algorithms import GRIDS, parse_algorithm, parse_grid
 from ..errors import RunError, UserError
 from ..plan.catalog import load_cluster, load_software
 from ..plan.cluster import Cluster, Software
@@ -126,7 +126,7 @@ def _check(devices: int, allreduce: str, grid: str | None) -> tuple[int, int] | 
         raise UserError(f"--devices {devices}: one device sends nothing; a rehearsal needs at least 2")
     places = None if grid is None else parse_grid(grid)
     if allreduce not in ("auto", "native"):
-        plan(allreduce, devices, places)
+        parse_algorithm(allreduce, devices, places)
     if places is not None and allreduce.partition(":")[0] not in GRIDS:
         raise UserError(f"--grid {grid}: goes with --allreduce torus or hierarchical, not {allreduce}")
     return places

@@ -11,7 +11,7 @@ from ..launch.local import launch
 from ..launch.torchrun import join_and_train
 from ..recipe.load import load_recipe, validate
 from ..runtime import RuntimeOptions, ranks_are_given, resolve_auto, resolve_device
-from ..train.compare_plan import Planned
+from ..train.compare_plan import PlanComparison
 from ..train.run import Job
 
 
@@ -44,7 +44,7 @@ def train(
     recipe = resolve_auto(recipe, device)
     folder = out or Path("runs") / recipe.name
     run = join_and_train if ranks_are_given() else launch
-    planned = Planned.load(plan) if plan else None
+    planned = PlanComparison.load(plan) if plan else None
     ending = run(Job(recipe, options, device, folder, data, init, max_steps, planned), fresh)
     if ending.summary:
         show_result(ending.summary, folder)

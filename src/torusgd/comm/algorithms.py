@@ -13,7 +13,7 @@ SCHEDULED = (*FLAT, *GRIDS)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Algorithm:
     """How to sum one tensor: an algorithm, its grid, the method of each axis, and in how many chunks.
 
     `grid` is (Y, X), vertical times horizontal; neighbours in rank order are neighbours on the horizontal axis. Flat
@@ -62,14 +62,14 @@ class Plan:
         return self.name + grid + (f" in {self.chunks} chunks" if self.chunks > 1 else "")
 
 
-def plan(name: str, ranks: int, grid: tuple[int, int] | None = None, chunks: int = 1) -> Plan:
+def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, chunks: int = 1) -> Algorithm:
     """The plan of a named algorithm on `ranks` ranks.
 
     `torus` and `hierarchical` take a grid, by default the squarest with rows at least as long as columns, and after a
     colon the methods of the vertical and the horizontal axis, or one for both, rings by default. UserError where name,
     grid and number of ranks don't fit together.
 
-    >>> str(plan("torus:halving/ring", 12))
+    >>> str(parse_algorithm("torus:halving/ring", 12))
     'torus:halving/ring 3x4'
     """
     algorithm, _, methods = name.partition(":")
@@ -80,7 +80,7 @@ def plan(name: str, ranks: int, grid: tuple[int, int] | None = None, chunks: int
             f"grid {grid[0]}x{grid[1]}: has {grid[0] * grid[1]} places; give Y x X = {ranks} for {ranks} ranks"
         )
     if algorithm in FLAT:
-        return Plan(algorithm, (1, ranks), FLAT[algorithm], FLAT[algorithm], chunks)
+        return Algorithm(algorithm, (1, ranks), FLAT[algorithm], FLAT[algorithm], chunks)
     vertical, slash, horizontal = (methods or "ring").partition("/")
     horizontal = horizontal if slash else vertical
     # A leader's row must be a reduce-scatter: doubling leaves the whole sum everywhere.
@@ -89,7 +89,7 @@ def plan(name: str, ranks: int, grid: tuple[int, int] | None = None, chunks: int
         raise UserError(
             f"allreduce {name}: write {algorithm}:VERTICAL/HORIZONTAL or one for both, of {', '.join(rows)}"
         )
-    return Plan(algorithm, grid or squarest(ranks), vertical, horizontal, chunks)
+    return Algorithm(algorithm, grid or squarest(ranks), vertical, horizontal, chunks)
 
 
 def squarest(ranks: int) -> tuple[int, int]:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UserError
-from .algorithms import GRIDS, SCHEDULED, Plan, plan, usual_chunks
+from .algorithms import GRIDS, SCHEDULED, Algorithm, parse_algorithm, usual_chunks
 from .base import AllReduce, Done, Work, check_tensor
 from .groups import Connection, connect
-from .native import Native
+from .native import NativeAllReduce
 from .profile import Profile, choose, explain, ranks_a_host
 from .tune import hosts_of, measure
 
@@ -21,14 +21,14 @@ ALGORITHMS = ("auto", "native", *SCHEDULED)
 _PROBE_SECONDS = 15.0
 
 
-class Planned:
+class AlgorithmAllReduce:
     """Sums by the plan that `choose` gives for a number of bytes, or natively where it gives None."""
 
     def __init__(
         self,
         name: str,
         connection: Connection,
-        choose: Callable[[int], Plan | None],
+        choose: Callable[[int], Algorithm | None],
         explanation: str,
         profile: Profile | None = None,
     ) -> None:
@@ -47,7 +47,7 @@ class Planned:
         how = self._choose(tensor.numel() * tensor.element_size())
         return self.connection.native.start(tensor) if how is None else self.connection.engine.run(tensor, how)
 
-    def plan(self, size: int) -> Plan | None:
+    def algorithm_for(self, size: int) -> Algorithm | None:
         """What runs for so many bytes; None for the backend's own all_reduce."""
         return self._choose(size)
 
@@ -56,9 +56,9 @@ class Planned:
         self.connection.close()
 
 
-def native(group: dist.ProcessGroup | None = None) -> Native:
+def native(group: dist.ProcessGroup | None = None) -> NativeAllReduce:
     """The backend's all_reduce; on one rank, or without torch.distributed, a no-op."""
-    return Native(group)
+    return NativeAllReduce(group)
 
 
 def create(
@@ -69,7 +69,7 @@ def create(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     timeout: float | None = None,
-) -> Planned | Native:
+) -> AlgorithmAllReduce | NativeAllReduce:
     """The all-reduce of that name over `group` (None: all ranks). Every rank of the group calls it.
 
     Args:
@@ -91,24 +91,26 @@ def create(
         raise UserError(f"grid {grid[0]}x{grid[1]}: has a meaning for {' and '.join(GRIDS)}, not for {name}")
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     if name not in ("auto", "native"):
-        plan(name, size, grid)
+        parse_algorithm(name, size, grid)
     if name == "native" or size == 1:
-        return Native(group)
+        return NativeAllReduce(group)
     return over(connect(group, device, timeout), name, grid, profile)
 
 
 def over(
     connection: Connection, name: str, grid: tuple[int, int] | None = None, profile: Path | None = None
-) -> Planned:
+) -> AlgorithmAllReduce:
     """What `create` makes, by any name but `native`, over a connection that several may share; any `close` ends it."""
     size = connection.size
     if name == "auto":
         known, source = _profile(profile, connection)
-        return Planned(name, connection, lambda n: choose(known, n, size).plan, explain(known, source), known)
+        return AlgorithmAllReduce(
+            name, connection, lambda n: choose(known, n, size).plan, explain(known, source), known
+        )
     if grid is None and name.partition(":")[0] in GRIDS:
         grid = _natural_grid(hosts_of(connection.control))
-    why = f"allreduce {plan(name, size, grid)}: as asked for"
-    return Planned(name, connection, lambda n: plan(name, size, grid, usual_chunks(n)), why)
+    why = f"allreduce {parse_algorithm(name, size, grid)}: as asked for"
+    return AlgorithmAllReduce(name, connection, lambda n: parse_algorithm(name, size, grid, usual_chunks(n)), why)
 
 
 def _natural_grid(hosts: tuple[int, ...]) -> tuple[int, int] | None:

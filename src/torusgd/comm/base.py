@@ -5,11 +5,11 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from .algorithms import Plan
+from .algorithms import Algorithm
 from .rounds import Round
 
 
-class Overdue(RuntimeError):
+class CommTimeout(RuntimeError):
     """A message has not come within the seconds that `Work.wait` was given: a rank is frozen or cut off."""
 
 
@@ -20,8 +20,8 @@ class Work(Protocol):
     def wait(self, limit: float | None = None) -> None:
         """Returns when the tensor holds the sum (CUDA: when the current stream will); raises what went wrong.
 
-        After `limit` seconds (None: after the group's timeout) it raises Overdue, and the all-reduce is of no more use;
-        NCCL, where nothing is waited for on the host, has the group's timeout alone.
+        After `limit` seconds (None: after the group's timeout) it raises CommTimeout, and the all-reduce is of no more
+        use; NCCL, where nothing is waited for on the host, has the group's timeout alone.
         """
 
     def done(self) -> bool:
@@ -53,7 +53,7 @@ class Engine(Protocol):
     device: torch.device
     """where its tensors live"""
 
-    def run(self, tensor: torch.Tensor, plan: Plan) -> Work:
+    def run(self, tensor: torch.Tensor, plan: Algorithm) -> Work:
         """Sums a 1-D contiguous tensor in place by a plan, the same on every rank."""
 
     def carry(self, tensor: torch.Tensor, routes: list[list[Round]]) -> Work:

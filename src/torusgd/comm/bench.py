@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RunError, UserError
-from .algorithms import GRIDS, plan
+from .algorithms import GRIDS, parse_algorithm
 from .allreduce import ALGORITHMS, over
 from .base import Done, Work
 from .groups import Connection, connect
@@ -73,7 +73,7 @@ def bench_allreduce(
     ranks = dist.get_world_size(group)
     for name in algorithms:
         if name not in ("auto", "native"):
-            plan(name, ranks, grid if name.partition(":")[0] in GRIDS else None)
+            parse_algorithm(name, ranks, grid if name.partition(":")[0] in GRIDS else None)
     connection = connect(group, device)
     try:
         return _bench(connection, sizes, algorithms, grid, profile, repetitions, group)
@@ -113,7 +113,7 @@ def _bench(
             rows.append(row)
         flat = slowest(connection, [value for row in rows[1:] for value in row])
         for i, (name, _) in enumerate(starts):
-            times, how = flat[i :: len(starts)], named[name].plan(size) if name in named else None
+            times, how = flat[i :: len(starts)], named[name].algorithm_for(size) if name in named else None
             records.append(
                 Record(
                     algorithm=name,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .algorithms import Plan
+from .algorithms import Algorithm
 from .base import Work
 from .groups import Connection
 from .profile import Crowd, InStep
@@ -64,7 +64,7 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     return tuple(Crowd(ranks=count, slowdown=max(ratio, bound)) for count, ratio, bound in pairs)
 
 
-def in_step(connection: Connection, how: Plan | None, size: int, seconds: float) -> InStep:
+def in_step(connection: Connection, how: Algorithm | None, size: int, seconds: float) -> InStep:
     """What an all-reduce of `size` bytes adds to a computation that hides it, and to one that it follows.
 
     Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from .algorithms import Plan
+from .algorithms import Algorithm
 from .rounds import Round
 
 _UNIT = 1 << 20
@@ -45,7 +45,7 @@ class Load(NamedTuple):
     """through a host's link, all of its ranks together"""
 
 
-def seconds(plan: Plan, size: int, network: Network) -> float:
+def seconds(plan: Algorithm, size: int, network: Network) -> float:
     """Predicted time of the plan for `size` bytes.
 
     The first round waits for its receiver's announcement, one more latency. Chunks overlap: after the first, each takes
@@ -62,7 +62,7 @@ def seconds(plan: Plan, size: int, network: Network) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _load(plan: Plan, hosts: tuple[int, ...]) -> Load:
+def _load(plan: Algorithm, hosts: tuple[int, ...]) -> Load:
     """Counts over a few hosts, since all do alike: the first two, the middle and the last."""
     named = sorted(set(hosts))
     counted = {*named[:2], named[len(named) // 2], named[-1]}

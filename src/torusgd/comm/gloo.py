@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .algorithms import Plan
-from .base import Overdue, Work
+from .algorithms import Algorithm
+from .base import CommTimeout, Work
 from .rounds import Message, Round
 
 LANES = 2
@@ -124,7 +124,7 @@ class _Trip:
 
     def wait(self, limit: float | None = None) -> None:
         if not self._finished.wait(limit):
-            raise Overdue
+            raise CommTimeout
         if self._error is not None:
             raise RuntimeError(f"all-reduce failed: {self._error}") from self._error
 
@@ -147,14 +147,14 @@ class GlooEngine:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
-        self._woven: dict[tuple[Plan, int], list[_Turn]] = {}
+        self._woven: dict[tuple[Algorithm, int], list[_Turn]] = {}
         self._started = 0
         self._lanes = [queue.SimpleQueue[_Trip | None]() for _ in range(LANES)]
         self._threads = [threading.Thread(target=_work, args=(lane,), daemon=True) for lane in self._lanes]
         for thread in self._threads:
             thread.start()
 
-    def run(self, tensor: torch.Tensor, plan: Plan) -> Work:
+    def run(self, tensor: torch.Tensor, plan: Algorithm) -> Work:
         """Sums a 1-D contiguous tensor in place by a plan, the same on every rank."""
         key = plan, tensor.numel()
         if key not in self._woven:

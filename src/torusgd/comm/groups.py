@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from .base import Engine
 from .gloo import GlooEngine
-from .native import Native
+from .native import NativeAllReduce
 from .nccl import NcclEngine
 from .staged import StagedEngine
 
@@ -18,7 +18,7 @@ class Connection:
     """An engine over some ranks, the backend's own all_reduce over the same, and a Gloo group for agreements."""
 
     engine: Engine
-    native: Native
+    native: NativeAllReduce
     control: dist.ProcessGroup
     groups: tuple[dist.ProcessGroup, ...]
 
@@ -50,11 +50,11 @@ def connect(
     target = torch.device(device)
     control = new_group(group, "gloo", timeout)
     if target.type == "cpu":
-        return Connection(GlooEngine(control), Native(group), control, (control,))
+        return Connection(GlooEngine(control), NativeAllReduce(group), control, (control,))
     if "nccl" not in dist.get_backend_config(group):
-        return Connection(StagedEngine(GlooEngine(control), target), Native(group), control, (control,))
+        return Connection(StagedEngine(GlooEngine(control), target), NativeAllReduce(group), control, (control,))
     own = new_group(group, "nccl", timeout)
-    return Connection(NcclEngine(own, target), Native(group), control, (control, own))
+    return Connection(NcclEngine(own, target), NativeAllReduce(group), control, (control, own))
 
 
 def new_group(group: dist.ProcessGroup | None, backend: str, timeout: float | None) -> dist.ProcessGroup:

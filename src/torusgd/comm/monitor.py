@@ -8,10 +8,10 @@ from math import nan
 
 import torch
 
-from .base import AllReduce, Done, Overdue, Work
+from .base import AllReduce, CommTimeout, Done, Work
 
 
-class Traffic:
+class Monitor:
     """Notes the messages that it is shown, in the order in which they leave."""
 
     def __init__(self) -> None:
@@ -20,8 +20,8 @@ class Traffic:
         self.waited = 0.0
         """seconds in all that `wait` took"""
         self.limit: float | None = None
-        """seconds that a `wait` may take from now on before it raises Overdue, beyond those since the wait before it
-        (the others may work as long again as this rank has); None: the group's own timeout"""
+        """seconds that a `wait` may take from now on before it raises CommTimeout, beyond those since the wait
+        before it (the others may work as long again as this rank has); None: the group's own timeout"""
         self.last_wait = time.perf_counter()
         """when a `wait` ended last"""
         self._until = 0.0
@@ -53,23 +53,23 @@ def hidden_share(on_way: float, waited: float) -> float | None:
 
 
 class _Watched:
-    def __init__(self, traffic: Traffic, work: Work, left: float) -> None:
-        self._traffic, self._work, self._left = traffic, work, left
+    def __init__(self, monitor: Monitor, work: Work, left: float) -> None:
+        self._monitor, self._work, self._left = monitor, work, left
         self._noted = False
 
     def wait(self, limit: float | None = None) -> None:
         begin = time.perf_counter()
-        if limit is None and self._traffic.limit is not None:
-            limit = self._traffic.limit + begin - self._traffic.last_wait
+        if limit is None and self._monitor.limit is not None:
+            limit = self._monitor.limit + begin - self._monitor.last_wait
         try:
             self._work.wait(limit)
-        except Overdue:
-            raise Overdue(f"no answer within {limit:.0f} s") from None
-        self._traffic.last_wait = time.perf_counter()
-        self._traffic.waited += self._traffic.last_wait - begin
+        except CommTimeout:
+            raise CommTimeout(f"no answer within {limit:.0f} s") from None
+        self._monitor.last_wait = time.perf_counter()
+        self._monitor.waited += self._monitor.last_wait - begin
         if not self._noted:
             self._noted = True
-            self._traffic.arrived(self._left, self._work.ended())
+            self._monitor.arrived(self._left, self._work.ended())
 
     def done(self) -> bool:
         return self._work.done()
@@ -79,13 +79,13 @@ class _Watched:
 
 
 class _WatchedAllReduce:
-    def __init__(self, traffic: Traffic, allreduce: AllReduce) -> None:
+    def __init__(self, monitor: Monitor, allreduce: AllReduce) -> None:
         self.name = allreduce.name
-        self._traffic, self._allreduce = traffic, allreduce
+        self._monitor, self._allreduce = monitor, allreduce
 
     def start(self, tensor: torch.Tensor) -> Work:
         left = time.perf_counter()
-        return self._traffic.watch(self._allreduce.start(tensor), left)
+        return self._monitor.watch(self._allreduce.start(tensor), left)
 
     def close(self) -> None:
         self._allreduce.close()

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .base import Done, Overdue, Work, check_tensor
+from .base import CommTimeout, Done, Work, check_tensor
 from .profile import Profile
 
 
@@ -28,7 +28,7 @@ class BackendWork:
                 self._work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             if limit is not None and str(error).startswith("Operation timed out"):
-                raise Overdue from None
+                raise CommTimeout from None
             raise
         self._note_end()
 
@@ -45,7 +45,7 @@ class BackendWork:
             self._ended = time.perf_counter()
 
 
-class Native:
+class NativeAllReduce:
     """`torch.distributed.all_reduce` on `group` (None: the default one); it makes no group of its own."""
 
     name = "native"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .algorithms import Plan
+from .algorithms import Algorithm
 from .base import Work
 from .rounds import Message, Round, cut
 
@@ -128,7 +128,7 @@ class NcclEngine:
         # The communicator: point-to-point batches may not be what makes it, since not all ranks take part in each.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def run(self, tensor: torch.Tensor, plan: Plan) -> Work:
+    def run(self, tensor: torch.Tensor, plan: Algorithm) -> Work:
         """See `Engine`. A torus over a part of the ranks runs by rounds: its axes would need groups of all ranks."""
         if plan.algorithm == "torus" and len(self._ranks) == dist.get_world_size():
             mesh = self._mesh(plan.grid)

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UserError
-from .algorithms import GRIDS, SCHEDULED, Plan, plan, squarest, usual_chunks
+from .algorithms import GRIDS, SCHEDULED, Algorithm, parse_algorithm, squarest, usual_chunks
 from .cost import Network, Terms, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -50,9 +50,9 @@ class Timing(_Part):
     chunks: Annotated[int, Field(ge=1)]
     median: Seconds
 
-    def plan(self, ranks: int) -> Plan | None:
+    def as_algorithm(self, ranks: int) -> Algorithm | None:
         """The plan to run; None for the backend's own all_reduce."""
-        return None if self.algorithm == "native" else plan(self.algorithm, ranks, self.grid, self.chunks)
+        return None if self.algorithm == "native" else parse_algorithm(self.algorithm, ranks, self.grid, self.chunks)
 
 
 class Crowd(_Part):
@@ -117,7 +117,7 @@ class Profile(_Part):
         """From JSON text."""
         try:
             profile = cls.model_validate_json(text)
-            rivals = {timing.size for timing in profile.timings if timing.plan(len(profile.hosts)) is not None}
+            rivals = {timing.size for timing in profile.timings if timing.as_algorithm(len(profile.hosts)) is not None}
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
@@ -131,7 +131,7 @@ class Profile(_Part):
 class Choice:
     """What runs at one size; `plan` is None for the backend's own all_reduce."""
 
-    plan: Plan | None
+    plan: Algorithm | None
     why: str
 
     @property
@@ -158,11 +158,11 @@ def choose(profile: Profile, size: int, ranks: int) -> Choice:
         return Choice(best, f"measured: {seconds_best * 1e3:.1f} ms against {seconds_native * 1e3:.1f} ms native")
     each = max(1, profile.hosts.count(profile.hosts[0]))
     network = profile.network._replace(hosts=tuple(rank // each for rank in range(ranks)))
-    best_plan, predicted = rank_plans(size, network)[0]
+    best_plan, predicted = rank_candidates(size, network)[0]
     return Choice(best_plan, f"predicted {predicted * 1e3:.1f} ms; the profile is of {len(profile.hosts)} ranks")
 
 
-def expect(profile: Profile, size: int) -> tuple[Plan | None, float, float]:
+def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]:
     """What to run for `size` bytes on the profile's own ranks, its expected seconds, and native's.
 
     Each timing at the nearest size is carried over to this one by the difference of the formula. Native gets what no
@@ -173,9 +173,9 @@ def expect(profile: Profile, size: int) -> tuple[Plan | None, float, float]:
     nearest = min(sizes, key=lambda known: max(known / max(size, 1), size / known))
     per_byte = min(link.per_byte for link in (profile.inside, profile.between) if link is not None)
     native = 0.0
-    rivals: list[tuple[Plan, float]] = []
+    rivals: list[tuple[Algorithm, float]] = []
     for timing in profile.timings:
-        if timing.size == nearest and (how := timing.plan(ranks)) is not None:
+        if timing.size == nearest and (how := timing.as_algorithm(ranks)) is not None:
             change = seconds(how, size, network) - seconds(how, nearest, network)
             if size > 2 * nearest:
                 how = replace(how, chunks=max(how.chunks, usual_chunks(size)))
@@ -215,7 +215,7 @@ def waited(profile: Profile, size: float) -> float:
     return float(np.interp(size, [p.size for p in profile.in_steps], [p.waited for p in profile.in_steps]))
 
 
-def rank_plans(size: int, network: Network) -> list[tuple[Plan, float]]:
+def rank_candidates(size: int, network: Network) -> list[tuple[Algorithm, float]]:
     """Every algorithm and grid worth a trial, each with its best number of chunks, by predicted seconds."""
     ranked = []
     for variants in candidates(network.hosts):
@@ -224,7 +224,7 @@ def rank_plans(size: int, network: Network) -> list[tuple[Plan, float]]:
     return sorted(ranked, key=lambda pair: pair[1])
 
 
-def candidates(hosts: Sequence[int]) -> list[list[Plan]]:
+def candidates(hosts: Sequence[int]) -> list[list[Algorithm]]:
     """Algorithms and grids worth a trial on these ranks, each in 1, 2 and 4 chunks."""
     ranks = len(hosts)
     each = ranks_a_host(hosts)
@@ -233,7 +233,7 @@ def candidates(hosts: Sequence[int]) -> list[list[Plan]]:
     names += [(f"torus:{methods}", grid) for grid in sorted(grids) for methods in _TORUS_METHODS]
     if 1 < each < ranks:
         names.append(("hierarchical", (ranks // each, each)))
-    return [[plan(name, ranks, grid, chunks) for chunks in (1, 2, 4)] for name, grid in names]
+    return [[parse_algorithm(name, ranks, grid, chunks) for chunks in (1, 2, 4)] for name, grid in names]
 
 
 _TORUS_METHODS = ("ring", "halving", "direct", "doubling/direct", "ring/direct")

@@ -1,10 +1,10 @@
-"""Strips of buckets and of their tensors: where one may be cut, and which elements of each tensor a rank then has."""
+"""Shards of buckets and of their tensors: where one may be cut, and which elements of each tensor a rank then has."""
 
 from functools import lru_cache
 
 from ..gradients.integer_sum import Bucket, Span
 from ..optim.norms import BLOCK
-from .reduce_scatter import Strips
+from .reduce_scatter import ShardCollectives
 
 
 @lru_cache(256)
@@ -18,9 +18,9 @@ def block_stops(bucket: Bucket) -> tuple[int, ...]:
     return (*sorted(set(inner)), bucket.length)
 
 
-def own_spans(bucket: Bucket, strips: Strips) -> list[Span]:
-    """Of each tensor of a bucket the elements in this rank's strip; (0, 0) where there are none."""
-    low, high = strips.span(strips.rank, bucket.length, block_stops(bucket))
+def own_spans(bucket: Bucket, shards: ShardCollectives) -> list[Span]:
+    """Of each tensor of a bucket the elements in this rank's shard; (0, 0) where there are none."""
+    low, high = shards.span(shards.rank, bucket.length, block_stops(bucket))
     spans = []
     for offset, numel in zip(bucket.offsets, bucket.numels, strict=True):
         begin, end = max(low - offset, 0), min(high - offset, numel)

@@ -5,8 +5,8 @@ import threading
 
 import torch
 
-from .algorithms import Plan
-from .base import Overdue, Work
+from .algorithms import Algorithm
+from .base import CommTimeout, Work
 from .gloo import GlooEngine
 from .rounds import Round
 
@@ -21,18 +21,18 @@ class _Staged:
         self._error: Exception | None = None
         self._returned = False
 
-    def begin(self, engine: GlooEngine, how: Plan | list[list[Round]]) -> None:
+    def begin(self, engine: GlooEngine, how: Algorithm | list[list[Round]]) -> None:
         """Starts the sum as soon as the host has the values."""
         try:
             self._copied.synchronize()
-            self._work = engine.run(self._host, how) if isinstance(how, Plan) else engine.carry(self._host, how)
+            self._work = engine.run(self._host, how) if isinstance(how, Algorithm) else engine.carry(self._host, how)
         except Exception as error:
             self._error = error
         self._begun.set()
 
     def wait(self, limit: float | None = None) -> None:
         if not self._begun.wait(limit):
-            raise Overdue
+            raise CommTimeout
         if self._error is not None:
             raise RuntimeError(f"all-reduce failed: {self._error}") from self._error
         assert self._work is not None
@@ -55,11 +55,11 @@ class StagedEngine:
         self.device = device
         self._engine = engine
         self._stream = torch.cuda.Stream(device)
-        self._waiting: queue.SimpleQueue[tuple[_Staged, Plan | list[list[Round]]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[_Staged, Algorithm | list[list[Round]]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._begin_all, daemon=True)
         self._thread.start()
 
-    def run(self, tensor: torch.Tensor, plan: Plan) -> Work:
+    def run(self, tensor: torch.Tensor, plan: Algorithm) -> Work:
         """See `Engine`."""
         return self._stage(tensor, plan)
 
@@ -67,7 +67,7 @@ class StagedEngine:
         """See `Engine`."""
         return self._stage(tensor, routes)
 
-    def _stage(self, tensor: torch.Tensor, how: Plan | list[list[Round]]) -> Work:
+    def _stage(self, tensor: torch.Tensor, how: Algorithm | list[list[Round]]) -> Work:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):

@@ -32,7 +32,7 @@ Choose = Callable[[int, int], Region]
 def scaled(height: int, width: int, shorter: int) -> Region:
     """The whole image with its shorter side scaled to `shorter` (the longer one rounded down, as torchvision does).
 
-    Of an image more than four times as long as wide only the middle is taken, so that a strip of one row can't
+    Of an image more than four times as long as wide only the middle is taken, so that a shard of one row can't
     demand gigabytes; the centre crop that follows never sees the rest.
     """
     side = min(height, width)

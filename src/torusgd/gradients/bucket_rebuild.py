@@ -12,7 +12,7 @@ STEPS = (1, 2, 3)
 """whose gradients' times count, of those that this process takes; the very first is no measure"""
 
 
-class Settling:
+class BucketRebuild:
     """Watches a reducer's first steps and then lays its buckets out anew, so that the last gradient is summed earliest.
 
     Gradients' times are each rank's quickest, then the slowest rank's: the same numbers everywhere, and so are the

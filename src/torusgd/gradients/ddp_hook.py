@@ -17,7 +17,7 @@ from ..comm.base import Work
 from ..comm.groups import new_group
 from ..errors import UserError
 from .float_sum import FloatGradientSum
-from .integer_sum import Bucket, ExactGradientSum, GradientSum
+from .integer_sum import Bucket, GradientSum, IntegerGradientSum
 
 Wire = Literal["float16", "bfloat16", "exact"]
 _WIRES = ("float16", "bfloat16", "exact")
@@ -113,7 +113,7 @@ class Hook:
         if key not in self._sums:
             bucket = Bucket(0, len(numels), tuple(accumulate(numels, initial=0))[:-1], numels)
             self._sums[key] = (
-                ExactGradientSum([bucket], self._ranks, self._device)
+                IntegerGradientSum([bucket], self._ranks, self._device)
                 if self._wire == "exact"
                 else FloatGradientSum([bucket], self._ranks, self._device, getattr(torch, str(self._wire)))
             )
@@ -125,18 +125,18 @@ class Hook:
         """Puts the mean into the buffer; measures and sums anew where there was no scale yet, or the sum overflowed."""
         if sent is not None:
             sent.wait()
-        verdict = total.finish() if sent is not None else None
-        if verdict is None or verdict.overflow:
+        status = total.finish() if sent is not None else None
+        if status is None or status.overflow:
             maxima = torch.stack([part.abs().max() for part in buffer.split(numels)]).float().nan_to_num(0.0, 0.0, 0.0)
             total.set_maxima(self._repair(maxima, dist.ReduceOp.MAX))
             message = _load(total, numels, buffer)
             message.copy_(self._repair(message, dist.ReduceOp.SUM))
-            verdict = total.finish()
-        self.underflow = verdict.underflow
+            status = total.finish()
+        self.underflow = status.underflow
         mean = torch.empty(buffer.shape, dtype=torch.float32, device=buffer.device)
         parts = mean.split(numels)
         total.mean(parts)
-        for slot in verdict.nonfinite:
+        for slot in status.nonfinite:
             parts[slot].fill_(torch.nan)
         return buffer.copy_(mean)
 

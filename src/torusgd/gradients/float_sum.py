@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .integer_sum import Bucket, Span, Verdict, parts_of, power_of_two_scale
+from .integer_sum import Bucket, Span, SumStatus, parts_of, power_of_two_scale
 
 FLOAT16_MAX = 65504.0
 
@@ -111,26 +111,26 @@ class FloatGradientSum:
             ]
         )
 
-    def finish(self, tails: Tensor | None = None) -> Verdict:
+    def finish(self, tails: Tensor | None = None) -> SumStatus:
         """Reads the summed messages; one transfer to the host, and a second where it has to name a slot."""
         if tails is not None:
             return self._finish_by_tails(tails)
         values = [m[: b.length] for b, m in zip(self.buckets, self._messages, strict=True)]
         fine = torch.stack([torch.stack(torch.aminmax(v)).isfinite().all() for v in values])
         if not self._is_scaled:
-            return Verdict([], self._bad_slots(fine.cpu(), values))
+            return SumStatus([], self._bad_slots(fine.cpu(), values))
         tails = torch.stack([m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)])
         self._pending = tails[:, 0].to(torch.float64) / self._scales
         report = torch.stack([fine.float(), tails[:, 1].float(), tails[:, 2].float()]).cpu()
         was_bad = report[1] > 0
         overflow = (report[0] == 0) & ~was_bad | ~tails[:, 0].isfinite().cpu()
-        return Verdict(
+        return SumStatus(
             [self.buckets[i].first for i in overflow.nonzero().flatten().tolist()],
             self._bad_slots(~was_bad, values),
             float(report[2].mean()),
         )
 
-    def _finish_by_tails(self, tails: Tensor) -> Verdict:
+    def _finish_by_tails(self, tails: Tensor) -> SumStatus:
         """No partial sum is beyond the sum of the ranks' largest elements; half the range is left for rounding."""
         reach, bad, bounds, lost = tails.split([self._slots] * 2 + [len(self.buckets)] * 2)
         self._pending = bounds.to(torch.float64)
@@ -138,8 +138,8 @@ class FloatGradientSum:
         report = torch.cat([far.float(), bad, lost]).cpu()
         beyond, was_bad = report[: self._slots] > 0, report[self._slots : 2 * self._slots] > 0
         if not self._is_scaled:
-            return Verdict([], (beyond | was_bad).nonzero().flatten().tolist())
-        return Verdict(
+            return SumStatus([], (beyond | was_bad).nonzero().flatten().tolist())
+        return SumStatus(
             (beyond & ~was_bad).nonzero().flatten().tolist(),
             was_bad.nonzero().flatten().tolist(),
             float(report[2 * self._slots :].mean()),

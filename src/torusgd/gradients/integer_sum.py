@@ -1,7 +1,7 @@
 """Sums of gradients over virtual workers, ready to travel as integers; `floats` has those that travel as floats.
 
 A sum holds the gradients of one step in flat messages, one a bucket. Every virtual worker's gradient is added as it
-becomes ready; the messages are summed over ranks by any all-reduce; then every rank reads the same verdict and the
+becomes ready; the messages are summed over ranks by any all-reduce; then every rank reads the same status and the
 same mean. All of it is ours; the shared power-of-two scale follows the usual practice of integer all-reduce.
 """
 
@@ -39,7 +39,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SumStatus:
     """What a finished sum says; the same on every rank."""
 
     overflow: list[int]
@@ -74,12 +74,12 @@ class GradientSum(Protocol):
         """The 1-D tensor to be summed over ranks in place."""
 
     def body(self, bucket: int) -> Tensor:
-        """1-D [length], instead of `message`: the sums alone, of which a rank may take back a strip only."""
+        """1-D [length], instead of `message`: the sums alone, of which a rank may take back a shard only."""
 
     def tails(self) -> Tensor:
         """1-D, after the last `body`: what all ranks must know of all sums, itself to be summed over ranks."""
 
-    def finish(self, tails: Tensor | None = None) -> Verdict:
+    def finish(self, tails: Tensor | None = None) -> SumStatus:
         """Reads the summed messages, or with `body` the summed tails."""
 
     def mean(self, out: Sequence[Tensor], spans: Sequence[Span] | None = None) -> None:
@@ -101,7 +101,7 @@ class GradientSum(Protocol):
         """Takes back what `state` gave."""
 
 
-class ExactGradientSum:
+class IntegerGradientSum:
     """Gradients as int32, scaled by a power of two a tensor and rounded: any order of addition gives the same bits.
 
     The scale leaves HEADROOM over the last accepted step. Each message ends with, for every slot, a bound of
@@ -199,10 +199,10 @@ class ExactGradientSum:
         """int32 [2 * slots]: of each bucket the bounds and the non-finite counts."""
         return torch.cat([m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)])
 
-    def finish(self, tails: Tensor | None = None) -> Verdict:
+    def finish(self, tails: Tensor | None = None) -> SumStatus:
         """Reads the summed messages; one transfer to the host."""
         if not self.buckets:
-            return Verdict([], [])
+            return SumStatus([], [])
         counts = [b.stop - b.first for b in self.buckets]
         parts = (self.tails() if tails is None else tails).split([2 * count for count in counts])
         units = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).to(torch.float64)
@@ -210,7 +210,7 @@ class ExactGradientSum:
         bounds = units * self._shift
         flags = torch.stack([(bounds > INT32_MAX) & ~bad, bad]).cpu()
         self._pending = bounds / self._scales
-        return Verdict(flags[0].nonzero().flatten().tolist(), flags[1].nonzero().flatten().tolist())
+        return SumStatus(flags[0].nonzero().flatten().tolist(), flags[1].nonzero().flatten().tolist())
 
     def reached(self) -> Tensor:
         """float64 [slots]: the bound of sum max|g| in the step that `finish` has read."""

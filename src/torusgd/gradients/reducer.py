@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..comm.base import AllReduce, Work
 from ..comm.buckets import Buckets, lay_out
-from ..comm.reduce_scatter import Strips
+from ..comm.reduce_scatter import ShardCollectives
 from ..comm.shards import block_stops, own_spans
 from .float_sum import FloatGradientSum
-from .integer_sum import Bucket, ExactGradientSum, GradientSum, Span, Verdict, parts_of
+from .integer_sum import Bucket, GradientSum, IntegerGradientSum, Span, SumStatus, parts_of
 
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -25,7 +25,7 @@ class Reducer:
     """Collects the gradients of a step from autograd, sums them over virtual workers and ranks, and gives the mean.
 
     For each step: `begin`, then for each virtual worker of this rank `begin_worker`, backward, `end_worker`; then
-    `finish`, and if its verdict is accepted `apply_mean`. With `measuring`, the pass only finds each gradient's
+    `finish`, and if its status is accepted `apply_mean`. With `measuring`, the pass only finds each gradient's
     largest element, to set the scales.
 
     Args:
@@ -34,7 +34,7 @@ class Reducer:
         virtual_workers: V over all ranks.
         allreduce: Sums a message over the ranks.
         buckets: The rule of their sizes, see `lay_out`.
-        strips: Given, each rank gets the sums of one strip of each bucket only, cut at the norms' blocks.
+        shards: Given, each rank gets the sums of one shard of each bucket only, cut at the norms' blocks.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Reducer:
         virtual_workers: int,
         allreduce: AllReduce,
         buckets: Buckets,
-        strips: Strips | None = None,
+        shards: ShardCollectives | None = None,
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         named.reverse()
@@ -57,7 +57,7 @@ class Reducer:
         """when each gradient of the last virtual worker was there (time.perf_counter)"""
         self._device = next(model.parameters()).device
         self._reduction, self._workers = reduction, virtual_workers
-        self._allreduce, self._strips = allreduce, strips
+        self._allreduce, self._shards = allreduce, shards
         self._take_buckets(lay_out(buckets, self.numels))
         self._maxima = torch.zeros(len(named), device=self._device)
         self._works: list[Work] = []
@@ -69,8 +69,8 @@ class Reducer:
         ]
 
     def lay_out_anew(self, buckets: list[Bucket]) -> None:
-        """Takes other buckets, between two steps and on all ranks; the scales stay. Not with strips."""
-        assert self._strips is None
+        """Takes other buckets, between two steps and on all ranks; the scales stay. Not with shards."""
+        assert self._shards is None
         state = self.sum.state()
         self._take_buckets(buckets)
         self.sum.load_state(state)
@@ -80,7 +80,7 @@ class Reducer:
         self._bucket_of = [i for i, b in enumerate(buckets) for _ in range(b.first, b.stop)]
         self._missing = [0] * len(buckets)
         self.sum: GradientSum = (
-            ExactGradientSum(buckets, self._workers, self._device)
+            IntegerGradientSum(buckets, self._workers, self._device)
             if self._reduction == "exact"
             else FloatGradientSum(buckets, self._workers, self._device, WIRES[self._reduction])
         )
@@ -88,8 +88,8 @@ class Reducer:
         """of each parameter the elements whose mean this rank gets; None: all"""
         self.pieces: list[Tensor] = list(self.parameters)
         """the parameters, or the spans of them, flat; their `grad` takes the mean"""
-        if self._strips is not None:
-            self.spans = [span for bucket in buckets for span in own_spans(bucket, self._strips)]
+        if self._shards is not None:
+            self.spans = [span for bucket in buckets for span in own_spans(bucket, self._shards)]
             self.pieces = parts_of([p.detach().view(-1) for p in self.parameters], self.spans)
         self._means = [torch.zeros_like(piece) for piece in self.pieces]
 
@@ -141,8 +141,8 @@ class Reducer:
         # A maximum that is not finite is found, and told, by the step itself.
         self.sum.set_maxima(self._maxima.nan_to_num(0.0, 0.0, 0.0))
 
-    def finish(self) -> Verdict:
-        """Waits for all messages and reads the verdict, the same on every rank."""
+    def finish(self) -> SumStatus:
+        """Waits for all messages and reads the status, the same on every rank."""
         for work in self._works:
             work.wait()
         return self.sum.finish(self._tails)
@@ -180,11 +180,11 @@ class Reducer:
             if not self._works:
                 self.first_ready = self.last_ready
             self._works.append(self._send(len(self._works)))
-        if self._strips is not None and self._tails is None and len(self._works) == len(self.buckets):
+        if self._shards is not None and self._tails is None and len(self._works) == len(self.buckets):
             self._tails = self.sum.tails()
             self._works.append(self._allreduce.start(self._tails))
 
     def _send(self, index: int) -> Work:
-        if self._strips is None:
+        if self._shards is None:
             return self._allreduce.start(self.sum.message(index))
-        return self._strips.start_scatter(self.sum.body(index), block_stops(self.buckets[index]))
+        return self._shards.start_reduce_scatter(self.sum.body(index), block_stops(self.buckets[index]))

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from ..comm.allreduce import create
 from ..comm.buckets import USUAL_MIB
-from ..comm.reduce_scatter import Strips
+from ..comm.reduce_scatter import ShardCollectives
 from ..errors import UserError
 from ..optim import Lars, Sgd
 from ..optim.slices import SliceNorms, over_slices
-from .integer_sum import Span, Verdict
+from .integer_sum import Span, SumStatus
 from .reducer import Reducer
-from .weight_gather import Arrivals
+from .weight_gather import WeightGather
 
 Wire = Literal["exact", "float16", "bfloat16"]
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -33,9 +33,9 @@ _MAX_ATTEMPTS = 3
 
 
 class ShardedUpdate:
-    """Sums gradients over ranks while backward runs, and updates on each rank a strip of the weights only.
+    """Sums gradients over ranks while backward runs, and updates on each rank a shard of the weights only.
 
-    Each rank keeps the optimizer's state for its strip: 1/N of it. The new weights are gathered during the next forward
+    Each rank keeps the optimizer's state for its shard: 1/N of it. The new weights are gathered during the next forward
     pass. Every rank makes one with the same model, and calls `step` in place of `optimizer.step()`:
 
     >>> model = torch.nn.Linear(4, 2)
@@ -86,8 +86,8 @@ class ShardedUpdate:
         if self._ranks > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), 0)
-        strips = Strips(self._allreduce)
-        self._reducer = Reducer(model, wire or "float32", self._ranks, self._allreduce, bucket_mib, strips)
+        shards = ShardCollectives(self._allreduce)
+        self._reducer = Reducer(model, wire or "float32", self._ranks, self._allreduce, bucket_mib, shards)
         self._reducer.close()  # its hooks: ours know of `no_sync`, and keep what a repetition needs
         self._keeps = wire is not None
         parameters, pieces, spans = self._reducer.parameters, self._reducer.pieces, self._reducer.spans
@@ -99,7 +99,7 @@ class ShardedUpdate:
             lambda table: self._allreduce.start(table).wait(),
         )
         self._sliced = over_slices(optimizer, self._slices, norms)
-        self._arrivals = Arrivals(model, self._reducer, strips)
+        self._weight_gather = WeightGather(model, self._reducer, shards)
         self._sent = [False] * len(parameters)
         self._is_accumulating = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(parameters)]
@@ -116,36 +116,36 @@ class ShardedUpdate:
 
     @torch.no_grad()
     def step(self) -> list[str]:
-        """Updates this rank's strip by the mean gradient, starts the gather, and clears the gradients.
+        """Updates this rank's shard by the mean gradient, starts the gather, and clears the gradients.
 
         Returns:
             Names of parameters with a gradient that is not finite on some rank; then no rank has updated anything.
         """
         gradients = [parameter.grad for parameter in self._reducer.parameters]
-        verdict = None if self._reducer.sum.needs_measure else self._finish(gradients)
+        status = None if self._reducer.sum.needs_measure else self._finish(gradients)
         attempts = 0
-        while verdict is None or (verdict.overflow and not verdict.nonfinite):
+        while status is None or (status.overflow and not status.nonfinite):
             attempts += 1
             assert attempts < _MAX_ATTEMPTS, "a sum leaves the range even at a fresh scale"
             self._measure(gradients)
             self._begin()
-            verdict = self._finish(gradients)
-        self.underflow = verdict.underflow
-        if not verdict.nonfinite:
+            status = self._finish(gradients)
+        self.underflow = status.underflow
+        if not status.nonfinite:
             self._reducer.apply_mean()
             for mine, theirs in zip(self._sliced.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({key: value for key, value in theirs.items() if key != "params"})
             self._sliced.step()
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules look for it, and warn
-            self._arrivals.start()
+            self._weight_gather.start()
         for parameter in self._reducer.parameters:
             parameter.grad = None
         self._begin()
-        return [self._reducer.names[slot] for slot in verdict.nonfinite]
+        return [self._reducer.names[slot] for slot in status.nonfinite]
 
     def wait(self) -> None:
         """Returns when this rank holds all new weights."""
-        self._arrivals.wait()
+        self._weight_gather.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state with whole tensors, on rank 0 ({} on the others); every rank calls it.
@@ -159,7 +159,7 @@ class ShardedUpdate:
         for key in states[0]:
             values = [state[key] for state in states]
             if _are_sliced(values, self._reducer.pieces):
-                values = self._arrivals.collect(values, is_first)
+                values = self._weight_gather.collect(values, is_first)
             else:
                 values = [value.clone() if isinstance(value, Tensor) else value for value in values]
             for parameter, value in zip(self._reducer.parameters, values, strict=False):
@@ -182,7 +182,7 @@ class ShardedUpdate:
 
     def close(self) -> None:
         """Takes the hooks off the model and ends the groups; every rank calls it."""
-        self._arrivals.close()
+        self._weight_gather.close()
         for hook in self._hooks:
             hook.remove()
         self._allreduce.close()
@@ -192,9 +192,9 @@ class ShardedUpdate:
         self._reducer.begin_worker(last=True)
         self._sent = [False] * len(self._sent)
 
-    def _finish(self, gradients: Sequence[Tensor | None]) -> Verdict:
+    def _finish(self, gradients: Sequence[Tensor | None]) -> SumStatus:
         """Also sends what no hook has: of passes under `no_sync` alone, or all of a repetition."""
-        self._arrivals.wait()
+        self._weight_gather.wait()
         for slot, gradient in enumerate(gradients):
             if gradient is not None and not self._sent[slot]:
                 self._reducer.take(slot, gradient)
@@ -217,7 +217,7 @@ class ShardedUpdate:
                     f"{self._reducer.names[slot]}: a second backward pass before step(): put all but the last under "
                     "`with update.no_sync():`"
                 )
-            self._arrivals.wait()
+            self._weight_gather.wait()
             assert parameter.grad is not None
             self._reducer.take(slot, parameter.grad)
             self._sent[slot] = True

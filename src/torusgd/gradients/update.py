@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.base import AllReduce
-from ..comm.reduce_scatter import Strips
+from ..comm.reduce_scatter import ShardCollectives
 from ..optim.slices import SliceNorms, over_slices
 from .reducer import Reducer
-from .weight_gather import Arrivals
+from .weight_gather import WeightGather
 
 MOMENTUM = "momentum_buffer"
 
@@ -64,24 +64,24 @@ class Replicated:
 
 
 class Sharded:
-    """Each rank updates its strips of the weights, and keeps momentum for these only (Das et al., arXiv 1602.06709).
+    """Each rank updates its shards of the weights, and keeps momentum for these only (Das et al., arXiv 1602.06709).
 
     The new weights travel during the next forward pass.
 
     Args:
         model: Of the reducer.
         optimizer: `Lars` or `Sgd` over whole parameters: its class, groups and values are taken.
-        reducer: One with `strips`.
-        strips: Those of the reducer.
+        reducer: One with `shards`.
+        shards: Those of the reducer.
         allreduce: Over the same ranks; sums block norms.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, reducer: Reducer, strips: Strips, allreduce: AllReduce
+        self, model: nn.Module, optimizer: Optimizer, reducer: Reducer, shards: ShardCollectives, allreduce: AllReduce
     ) -> None:
         assert reducer.spans is not None
         self._reducer, self._spans = reducer, reducer.spans
-        self._arrivals = Arrivals(model, reducer, strips)
+        self._weight_gather = WeightGather(model, reducer, shards)
         slices = [
             (piece, low, parameter.numel())
             for piece, (low, _), parameter in zip(reducer.pieces, reducer.spans, reducer.parameters, strict=True)
@@ -92,11 +92,11 @@ class Sharded:
     def step(self) -> None:
         """See `Update`."""
         self.optimizer.step()
-        self._arrivals.start()
+        self._weight_gather.start()
 
     def settle(self) -> None:
         """See `Update`."""
-        self._arrivals.wait()
+        self._weight_gather.wait()
 
     def complete(self) -> None:
         """See `Update`."""
@@ -108,7 +108,7 @@ class Sharded:
         if not own:
             return {}
         # All have momentum or none has: `Lars` and `Sgd` make a buffer for each tensor, be it empty.
-        whole = self._arrivals.collect([own[name] for name in self._reducer.names], keep)
+        whole = self._weight_gather.collect([own[name] for name in self._reducer.names], keep)
         return dict(zip(self._reducer.names, whole, strict=True)) if keep else {}
 
     def take_momentum(self, name: str, whole: Tensor) -> None:

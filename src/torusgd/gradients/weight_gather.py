@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.base import Work
-from ..comm.reduce_scatter import Strips
+from ..comm.reduce_scatter import ShardCollectives
 from ..comm.shards import block_stops
 from .reducer import Reducer
 
 
-class Arrivals:
+class WeightGather:
     """Brings each rank's updated `pieces` of a model's parameters to all ranks.
 
     A hook before each module's forward pass waits for the buckets of the module's own parameters. A parameter may also
@@ -25,11 +25,11 @@ class Arrivals:
     Args:
         model: Of the reducer.
         reducer: One that has `pieces`.
-        strips: Those of the reducer.
+        shards: Those of the reducer.
     """
 
-    def __init__(self, model: nn.Module, reducer: Reducer, strips: Strips) -> None:
-        self._reducer, self._strips = reducer, strips
+    def __init__(self, model: nn.Module, reducer: Reducer, shards: ShardCollectives) -> None:
+        self._reducer, self._shards = reducer, shards
         self._works: dict[int, Work] = {}
         bucket_of = {reducer.parameters[s]: i for i, b in enumerate(reducer.buckets) for s in range(b.first, b.stop)}
         self._needs = {
@@ -41,7 +41,7 @@ class Arrivals:
 
     def start(self) -> None:
         """Sends this rank's pieces off, those first that the forward pass needs first."""
-        if self._strips.size > 1:
+        if self._shards.size > 1:
             for bucket in reversed(range(len(self._reducer.buckets))):
                 self._works[bucket] = self._gather(bucket, self._reducer.pieces)
 
@@ -83,7 +83,7 @@ class Arrivals:
         for slot in range(layout.first, layout.stop):
             low, high = spans[slot]
             self._part(bucket, slot)[low:high].copy_(pieces[slot])
-        return self._strips.start_gather(self._reducer.sum.room(bucket), block_stops(layout))
+        return self._shards.start_all_gather(self._reducer.sum.room(bucket), block_stops(layout))
 
     def _receive(self, bucket: int) -> None:
         self._works.pop(bucket).wait()

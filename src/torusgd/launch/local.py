@@ -26,7 +26,7 @@ from ..signals import EXIT_BASE, StopFlag, Stopped, asking_to_stop, die_with_lau
 from ..train.checkpoint import list_checkpoints
 from ..train.events import warn
 from ..train.run import Job, Run, steps_asked
-from ..train.run_dir import RunFolder
+from ..train.run_dir import RunDir
 from .failures import Notes, Problem, problem_of
 from .forkserver import start_forkserver
 from .processes import quiet, run_ranks
@@ -53,7 +53,7 @@ def launch(job: Job, fresh: bool) -> Ending:
         UserError: The job can't be run as given.
         RunError: The run can't go on.
     """
-    folder = RunFolder(job.out)
+    folder = RunDir(job.out)
     workers = resolve_workers(job.options, job.device, job.recipe)
     with folder.lock():
         folder.claim(job.recipe, fresh)
@@ -61,7 +61,7 @@ def launch(job: Job, fresh: bool) -> Ending:
         return Ending(0, summary) if summary is not None else _supervise(job, workers, folder)
 
 
-def _supervise(job: Job, workers: int, folder: RunFolder) -> Ending:
+def _supervise(job: Job, workers: int, folder: RunDir) -> Ending:
     """Runs the ranks until they end well or for good."""
     quiet()
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
@@ -145,7 +145,7 @@ def _describe_loss(first: tuple[int, ProcessFailure], notes: Notes, workers: int
     return f"rank {silent} gave {told}" if told else f"rank {silent} was lost"
 
 
-def _stopped(number: int, folder: RunFolder) -> Ending:
+def _stopped(number: int, folder: RunDir) -> Ending:
     warn(f"stopped by {signal.Signals(number).name}; the same command goes on from {last_checkpoint(folder)}")
     return Ending(EXIT_BASE + number, {})
 
@@ -157,7 +157,7 @@ def _show_cursor() -> None:
         console.show_cursor()
 
 
-def last_checkpoint(folder: RunFolder) -> str:
+def last_checkpoint(folder: RunDir) -> str:
     """From where the same command goes on."""
     last = next(iter(list_checkpoints(folder.checkpoints)), None)
     return f"the checkpoint of step {int(last.name.removeprefix('step-'))}" if last else "the beginning"

@@ -15,7 +15,7 @@ from ..runtime import Ranks, check_world_size, join
 from ..signals import EXIT_BASE, StopFlag, die_with_agent, end_on_stop
 from ..train.events import warn
 from ..train.run import Job, Run, steps_asked
-from ..train.run_dir import RunFolder
+from ..train.run_dir import RunDir
 from ..train.state import broadcast_text
 from .failures import Problem, problem_of
 from .liveness import STORE_SECONDS, RollCall, within
@@ -49,7 +49,7 @@ def join_and_train(job: Job, fresh: bool) -> Ending:
             code = within(STORE_SECONDS, _code_told)
             if code is not None:
                 return Ending(code, {})
-            _end_by_loss(ranks, problem, roll_call.missing(), RunFolder(job.out))
+            _end_by_loss(ranks, problem, roll_call.missing(), RunDir(job.out))
         code = _claim_telling(ranks, problem)
         if code is not None:
             return Ending(code, {})
@@ -61,7 +61,7 @@ def join_and_train(job: Job, fresh: bool) -> Ending:
             roll_call.close()
 
 
-def _end_by_loss(ranks: Ranks, problem: Problem, missing: list[int] | None, folder: RunFolder) -> NoReturn:
+def _end_by_loss(ranks: Ranks, problem: Problem, missing: list[int] | None, folder: RunDir) -> NoReturn:
     """Tells who is lost, unless another rank has told why the run ends, and ends this process at once.
 
     An ordinary end would wait for the messages that are still on their way.
@@ -102,7 +102,7 @@ def _connect(job: Job) -> Ranks:
 def _train(job: Job, fresh: bool, ranks: Ranks, held: ExitStack) -> Ending:
     stop = StopFlag()
     stop.install()
-    folder = RunFolder(job.out)
+    folder = RunDir(job.out)
     answer: dict[str, Any] = {}
     if ranks.is_first:
         try:

@@ -168,9 +168,9 @@ class Software(Section):
     jitter: NotNegative = 0.01
     """relative spread (standard deviation of the logarithm) of a device's step time"""
     sharded_update: bool = False
-    """each rank updates a strip of the weights"""
+    """each rank updates a shard of the weights"""
     update_bytes: NotNegative = 24.0
-    """memory traffic of the optimiser a weight"""
+    """memory monitor of the optimiser a weight"""
     weights_first: bool = False
     """a layer's weight gradient is computed before its input gradient, and leaves at once"""
     norm_group: Count = 1

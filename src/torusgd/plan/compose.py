@@ -22,7 +22,7 @@ class _Step:
     forward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
     backward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
     summed: list[Wait] = field(default_factory=list)
-    verdict: list[Action] = field(default_factory=list)
+    status: list[Action] = field(default_factory=list)
     gathers: list[tuple[float, Send]] = field(default_factory=list)
     """with the seconds after the start of forward at which they are needed"""
 
@@ -33,7 +33,7 @@ def compose(
     """The script of one step on each of `devices` devices.
 
     Buckets leave while the last virtual worker's backward pass runs. A sharded update with `gather_ahead` sums each
-    bucket into strips, updates its own, and gathers the new weights in the order in which the next forward pass needs
+    bucket into shards, updates its own, and gathers the new weights in the order in which the next forward pass needs
     them; the layer that needs them waits. Split layers gather their inputs inside the group before they begin, and
     scatter the gradients of their inputs.
 
@@ -56,15 +56,15 @@ def compose(
             _exchange(step, cost, software, devices, images * passes, work, layer)
         _gradients(step, cost, cluster, software, work, {layer.name for layer in split})
     if step.gathers:
-        verdict = Send("verdict", "sum", "statistics", _VERDICT_BYTES * len(cost.gradients))
-        step.verdict += [verdict, Wait(verdict.name)]
+        status = Send("status", "sum", "statistics", _VERDICT_BYTES * len(cost.gradients))
+        step.status += [status, Wait(status.name)]
     between = (passes - 1) * (work.forward + work.backward)
     return [
         *_spread(step.forward, work.forward),
         *([Compute(between)] if between else []),
         *_spread(step.backward, work.backward),
         *step.summed,
-        *step.verdict,
+        *step.status,
         Compute(update_seconds(cost, cluster, software, devices)),
         *(send for _, send in sorted(step.gathers)),
     ]
@@ -105,7 +105,7 @@ def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Softwar
 def _exchange(
     step: _Step, cost: ModelCost, software: Software, devices: int, images: int, work: Pass, layer: Layer
 ) -> None:
-    """Activations and their gradients inside the groups, the strips' gradients across them (Das et al., section 5)."""
+    """Activations and their gradients inside the groups, the shards' gradients across them (Das et al., section 5)."""
     how = software.communication
     groups = how.linear_groups or devices
     members = devices // groups
@@ -118,8 +118,8 @@ def _exchange(
     step.forward.append((begin, [inputs, Wait(inputs.name)]))
     step.backward.append((ready, [back, Wait(back.name)]))
     if groups > 1:
-        strips = Send(f"gradients of {layer.name}", "sum", "gradients", layer.weights * size / members, groups, members)
-        _summed(step, ready if how.overlap else work.backward, strips)
+        shards = Send(f"gradients of {layer.name}", "sum", "gradients", layer.weights * size / members, groups, members)
+        _summed(step, ready if how.overlap else work.backward, shards)
 
 
 def _summed(step: _Step, when: float, send: Send) -> None:

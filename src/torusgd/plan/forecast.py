@@ -184,7 +184,7 @@ def forecast(job: Job, cluster: Cluster, software: Software, devices: int) -> Fo
 
 
 def _limit(job: Job, cluster: Cluster, software: Software, run: RunTime, devices: int) -> str:
-    """The largest part of a run that is not arithmetic or memory traffic, with its remedy."""
+    """The largest part of a run that is not arithmetic or memory monitor, with its remedy."""
     weights = [span.steps for span in job.spans]
 
     def total(name: str) -> float:

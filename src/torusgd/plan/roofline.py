@@ -1,4 +1,4 @@
-"""Time on one device: an additive roofline. A kernel takes its launch, its operations and its memory traffic.
+"""Time on one device: an additive roofline. A kernel takes its launch, its operations and its memory monitor.
 
     seconds = launch + images * flops / (peak * math) + bytes / (memory_bandwidth * memory)
 
@@ -39,8 +39,8 @@ def kernel_seconds(
     peak = device.peak.get(software.precision) or max(device.peak.values())
     math_seconds = images * kernels.flops / (peak * software.math)
     own = 1.0 - kernels.linear * (1.0 - linear_share)
-    traffic = (images * kernels.values + kernels.fixed * own) * _BYTES[software.precision]
-    memory_seconds = traffic / (device.memory_bandwidth * software.memory)
+    monitor = (images * kernels.values + kernels.fixed * own) * _BYTES[software.precision]
+    memory_seconds = monitor / (device.memory_bandwidth * software.memory)
     launch = software.launch * device.slowness * kernels.launches
     return (launch + memory_seconds) * left + math_seconds
 
@@ -59,9 +59,9 @@ def pass_seconds(cost: ModelCost, device: Device, software: Software, images: fl
 
 
 def update_seconds(cost: ModelCost, cluster: Cluster, software: Software, devices: int) -> float:
-    """What each device does once a step, however few virtual workers it has: the optimiser's memory traffic.
+    """What each device does once a step, however few virtual workers it has: the optimiser's memory monitor.
 
-    Of the weights that this device keeps, or of its strip of all.
+    Of the weights that this device keeps, or of its shard of all.
     """
     groups = software.communication.linear_groups or devices
     shared = sum(layer.weights for layer in cost.layers if layer.linear) if groups < devices else 0

@@ -31,7 +31,7 @@ class Send(NamedTuple):
     kind: Kind
     content: Content
     bytes: float
-    """of the whole tensor, before it is cut into strips"""
+    """of the whole tensor, before it is cut into shards"""
     members: int | None = None
     """ranks of a group that exchange among themselves; None: all"""
     apart: int = 1

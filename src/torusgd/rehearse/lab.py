@@ -40,20 +40,20 @@ class Host(NamedTuple):
     rate: float = 10e9
 
 
-class Traffic(NamedTuple):
+class Monitor(NamedTuple):
     """Bytes through an interface so far, headers included."""
 
     received: int
     sent: int
 
 
-def interface_bytes() -> dict[str, Traffic]:
+def interface_bytes() -> dict[str, Monitor]:
     """What the kernel counted at each interface of this process' host: `lo` within the host, `tun0` to the others."""
     found = {}
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
         name, numbers = line.split(":")
         fields = numbers.split()
-        found[name.strip()] = Traffic(int(fields[0]), int(fields[8]))
+        found[name.strip()] = Monitor(int(fields[0]), int(fields[8]))
     return found
 
 

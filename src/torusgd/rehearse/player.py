@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.algorithms import GRIDS, Plan, parse_grid, plan, usual_chunks
-from ..comm.allreduce import Planned, create
+from ..comm.algorithms import GRIDS, Algorithm, parse_algorithm, parse_grid, usual_chunks
+from ..comm.allreduce import AlgorithmAllReduce, create
 from ..comm.base import Work
 from ..comm.groups import connect
-from ..comm.native import Native
-from ..comm.reduce_scatter import Strips
+from ..comm.native import NativeAllReduce
+from ..comm.reduce_scatter import ShardCollectives
 from ..plan.step_script import Action, Compute, Send, Wait
 
 DTYPES = {"exact": "int32", "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
@@ -50,21 +50,25 @@ class Player:
         self,
         actions: list[Action],
         shrink: float,
-        allreduce: Planned | Native,
-        grouped: Callable[[int, int], Planned | Native],
+        allreduce: AlgorithmAllReduce | NativeAllReduce,
+        grouped: Callable[[int, int], AlgorithmAllReduce | NativeAllReduce],
         dtype: torch.dtype,
     ) -> None:
         self._actions = actions
         self._begin: dict[str, Callable[[], Work]] = {}
         self._on_the_way: dict[str, Work] = {}
         dtypes = {"gradients": dtype, "weights": torch.float32, "statistics": torch.int64}
-        strips = cache(Strips)
+        shards = cache(ShardCollectives)
         for send in actions:
             if isinstance(send, Send):
                 over = allreduce if send.members is None else grouped(send.members, send.apart)
                 used = dtypes.get(send.content, torch.float32)
                 tensor = torch.zeros(elements(send, shrink, used), dtype=used)
-                starts = {"sum": over.start, "scatter": strips(over).start_scatter, "gather": strips(over).start_gather}
+                starts = {
+                    "sum": over.start,
+                    "scatter": shards(over).start_reduce_scatter,
+                    "gather": shards(over).start_all_gather,
+                }
                 self._begin[send.name] = _later(starts[send.kind], tensor)
 
     def play(self, stretch: float) -> float:
@@ -90,16 +94,18 @@ class Player:
 
 def _open(
     name: str, shrink: float, grid: tuple[int, int] | None = None, group: dist.ProcessGroup | None = None
-) -> Planned | Native:
+) -> AlgorithmAllReduce | NativeAllReduce:
     """The all-reduce of that name, which cuts a message into as many chunks as one of its full size."""
     if name in ("auto", "native"):
         return create(name, group=group)
     size = dist.get_world_size(group)
 
-    def choose(length: int) -> Plan:
-        return plan(name, size, grid, usual_chunks(round(length * shrink)))
+    def choose(length: int) -> Algorithm:
+        return parse_algorithm(name, size, grid, usual_chunks(round(length * shrink)))
 
-    return Planned(name, connect(group), choose, f"allreduce {plan(name, size, grid)}: as asked for")
+    return AlgorithmAllReduce(
+        name, connect(group), choose, f"allreduce {parse_algorithm(name, size, grid)}: as asked for"
+    )
 
 
 def _later(start: Callable[[torch.Tensor], Work], tensor: torch.Tensor) -> Callable[[], Work]:
@@ -132,10 +138,10 @@ def main(part: Path) -> None:
     shrink = spec["shrink"]
     allreduce = _open(name, shrink, parse_grid(grid) if grid else None)
     flat = "ring" if name == "auto" or name.partition(":")[0] in GRIDS else name
-    opened: list[Planned | Native] = [allreduce]
+    opened: list[AlgorithmAllReduce | NativeAllReduce] = [allreduce]
 
     @cache
-    def grouped(members: int, apart: int) -> Planned | Native:
+    def grouped(members: int, apart: int) -> AlgorithmAllReduce | NativeAllReduce:
         opened.append(_open(flat, shrink, group=_group_of(members, apart, rank, ranks)))
         return opened[-1]
 

@@ -113,7 +113,7 @@ def as_torusgd(
         allreduce: As `torusgd.comm.allreduce.create` takes it, torus:halving/ring for example.
         grid: Y x X, for torus and hierarchical.
         overlap: Buckets leave during backward.
-        sharded: Strips of the weights are updated, and gathered behind the next forward pass.
+        sharded: ShardCollectives of the weights are updated, and gathered behind the next forward pass.
     """
     algorithm, _, methods = allreduce.partition(":")
     vertical, _, horizontal = (methods or "ring").partition("/")

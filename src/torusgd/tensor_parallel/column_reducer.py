@@ -2,7 +2,7 @@
 
 Each (parameter, column block) is a slot of its own with a scale of its own, whatever the number of ranks that share the
 blocks out; so scales, bounds and verdicts are the same for all. A rank keeps the sums of its own blocks. What the sums
-of the others say (the bounds and the verdict) goes round the group in one short message a step.
+of the others say (the bounds and the status) goes round the group in one short message a step.
 """
 
 import time
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.base import AllReduce, Work
 from ..comm.buckets import plan_buckets
-from ..gradients.integer_sum import Bucket, ExactGradientSum, Verdict
+from ..gradients.integer_sum import Bucket, IntegerGradientSum, SumStatus
 from .layout import Layout
 from .tail import ColumnLayer
 
@@ -52,7 +52,7 @@ class ColumnReducer:
     """Collects the gradients of this rank's column blocks in a step, sums them, and gives the mean.
 
     For each step: `begin`, then for each round (a virtual worker of each rank of the group) `begin_round` and all
-    `add`; then `finish`, and if its verdict is accepted `apply_mean`. With `measuring`, the pass only finds the largest
+    `add`; then `finish`, and if its status is accepted `apply_mean`. With `measuring`, the pass only finds the largest
     elements.
 
     Args:
@@ -87,7 +87,7 @@ class ColumnReducer:
         self._workers, self._channels, self._complete = virtual_workers, channels, complete
         self._parts = [layout.parts for layout in layouts]
         self._buckets = self._plan(max(int(bucket_mib * 2**18), 1))
-        self._sum = ExactGradientSum(self._buckets, virtual_workers, device)
+        self._sum = IntegerGradientSum(self._buckets, virtual_workers, device)
         self._bucket_of = [i for i, b in enumerate(self._buckets) for _ in range(b.first, b.stop)]
         self._slot_of = {(slot.layer, slot.block, slot.is_bias): i for i, slot in enumerate(self.held)}
         self._means = [torch.zeros_like(slot.tensor) for slot in self.held]
@@ -153,8 +153,8 @@ class ColumnReducer:
         # A maximum that is not finite is found, and told, by the step itself.
         self.load_state(maxima.nan_to_num(0.0, 0.0, 0.0).double() * self._workers)
 
-    def finish(self) -> Verdict:
-        """Waits for all messages and reads the verdict, the same on every rank; slots are numbered as in `slots`."""
+    def finish(self) -> SumStatus:
+        """Waits for all messages and reads the status, the same on every rank; slots are numbered as in `slots`."""
         for work in self._works:
             work.wait()
         own = self._sum.finish()
@@ -165,7 +165,7 @@ class ColumnReducer:
         self._complete(table.view(-1))
         self._pending = table[0]
         overflow, nonfinite = (row.nonzero().flatten().tolist() for row in table[1:].cpu())
-        return Verdict(overflow, nonfinite)
+        return SumStatus(overflow, nonfinite)
 
     def apply_mean(self) -> None:
         """Puts the mean gradient over all virtual workers into the `grad` of each held column block."""

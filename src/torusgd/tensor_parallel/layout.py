@@ -234,7 +234,7 @@ class Groups:
 
     def __init__(self, sizes: Sequence[int], ranks: int, timeout: float | None) -> None:
         self.watch: Callable[[Work], Work] = lambda work: work
-        """is shown every message that leaves (`traffic.Traffic.watch`)"""
+        """is shown every message that leaves (`monitor.Monitor.watch`)"""
         self._size = max(sizes, default=1)
         limit = None if timeout is None else timedelta(seconds=timeout)
         self._together: dict[int, dist.ProcessGroup] = {}

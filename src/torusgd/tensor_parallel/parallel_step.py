@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..data.pipeline import Batch
-from ..gradients.integer_sum import Bucket, Verdict
+from ..gradients.integer_sum import Bucket, SumStatus
 from ..gradients.reducer import Reducer
 from ..gradients.update import MOMENTUM
 from ..precision import Precision
@@ -64,10 +64,10 @@ class HybridReducer(Reducer):
         super().finish_measuring()
         self.columns.finish_measuring()
 
-    def finish(self) -> Verdict:
+    def finish(self) -> SumStatus:
         """See `Reducer`."""
         front, tail = super().finish(), self.columns.finish()
-        return Verdict(
+        return SumStatus(
             [*front.overflow, *(self.count + slot for slot in tail.overflow)],
             [*front.nonfinite, *(self.count + slot for slot in tail.nonfinite)],
         )

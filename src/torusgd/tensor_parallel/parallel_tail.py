@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.allreduce import Planned, create
+from ..comm.allreduce import AlgorithmAllReduce, create
 from ..comm.buckets import USUAL_MIB, Buckets
-from ..comm.monitor import Traffic
-from ..comm.native import Native
+from ..comm.monitor import Monitor
+from ..comm.native import NativeAllReduce
 from ..errors import UserError
 from ..recipe.schema import Recipe
 from ..runtime import Ranks, RuntimeOptions
@@ -50,7 +50,11 @@ def choose_parts(asked: ModelParallel, layers: Sequence[ColumnLayer], recipe: Re
 
 
 def hybrid_tail(
-    model: nn.Module, recipe: Recipe, options: RuntimeOptions, ranks: Ranks, allreduce: Planned | Native
+    model: nn.Module,
+    recipe: Recipe,
+    options: RuntimeOptions,
+    ranks: Ranks,
+    allreduce: AlgorithmAllReduce | NativeAllReduce,
 ) -> "HybridTail | None":
     """The tail of a run's network, where its recipe computes it in column blocks. Every rank calls it.
 
@@ -68,7 +72,7 @@ def hybrid_tail(
             "the weights that it trains)"
         )
 
-    def over(group: dist.ProcessGroup | None) -> Planned | Native:
+    def over(group: dist.ProcessGroup | None) -> AlgorithmAllReduce | NativeAllReduce:
         if group is None:
             return allreduce
         profile = Path(options.profile) if options.profile else None
@@ -102,7 +106,7 @@ class HybridTail:
         recipe: Recipe,
         asked: ModelParallel,
         ranks: Ranks,
-        over: Callable[[dist.ProcessGroup | None], Planned | Native],
+        over: Callable[[dist.ProcessGroup | None], AlgorithmAllReduce | NativeAllReduce],
         timeout: float | None,
     ) -> None:
         self.tail = column_tail(model, recipe.column_blocks)
@@ -134,14 +138,14 @@ class HybridTail:
         told = [slot.tensor for slot in self._held if is_teller(self.layouts, slot.layer, self._rank)]
         return ColumnNorms(_by_parameter(self.slots), told, self.groups.complete)
 
-    def reducer(self, virtual_workers: int, buckets: Buckets, traffic: Traffic) -> ColumnReducer:
-        """Sums the gradients of `held`; the messages of the tail are watched by `traffic` from now on.
+    def reducer(self, virtual_workers: int, buckets: Buckets, monitor: Monitor) -> ColumnReducer:
+        """Sums the gradients of `held`; the messages of the tail are watched by `monitor` from now on.
 
         Its buckets are of the size that `buckets` tells, or of USUAL_MIB where that is no size.
         """
-        self.groups.watch = traffic.watch
+        self.groups.watch = monitor.watch
         mib = float(buckets) if isinstance(buckets, int | float) else USUAL_MIB
-        channels = {parts: traffic.over(channel) for parts, channel in self._channels.items()}
+        channels = {parts: monitor.over(channel) for parts, channel in self._channels.items()}
         in_layers = [channels[parts] for parts in self.parts]
         return ColumnReducer(
             self.slots, self.layouts, self._rank, virtual_workers, mib, in_layers, self.groups.complete

@@ -11,7 +11,7 @@ from ..errors import UserError
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanComparison:
     """What a plan says of a run's steps."""
 
     path: Path
@@ -21,7 +21,7 @@ class Planned:
     """of a step, by its batch"""
 
     @classmethod
-    def load(cls, path: Path) -> "Planned":
+    def load(cls, path: Path) -> "PlanComparison":
         """Reads a plan; UserError where it is none."""
         try:
             tree = json.loads(path.read_text())

@@ -17,7 +17,7 @@ from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline
 from ..data.sources import open_sources
 from ..errors import RunError, UserError
-from ..gradients.bucket_rebuild import Settling
+from ..gradients.bucket_rebuild import BucketRebuild
 from ..models import build_model
 from ..optim import build_optimizer
 from ..recipe.duration import Duration
@@ -28,13 +28,13 @@ from ..signals import StopFlag
 from ..tensor_parallel.parallel_tail import hybrid_tail
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
 from .checkpoint import CheckpointWriter, newest_checkpoint
-from .compare_plan import Planned
+from .compare_plan import PlanComparison
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, plan_table, warn
 from .polish import polish_by_recipe
-from .run_dir import RunFolder
+from .run_dir import RunDir
 from .state import RunState, broadcast_text
-from .step import Stepper, StepResult
+from .step import StepResult, TrainStep
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Job:
     init: Path | None = None
     """weights to start from"""
     max_steps: int | None = None
-    plan: Planned | None = None
+    plan: PlanComparison | None = None
     """to stand beside what is measured"""
 
 
@@ -81,7 +81,7 @@ class Run:
         recipe, options = job.recipe, job.options
         check_world_size(ranks.size, recipe)
         prepare_process(recipe, ranks.device)
-        self.folder = RunFolder(job.out)
+        self.folder = RunDir(job.out)
         train, held_out = open_sources(recipe.data, job.data, recipe.seed)
         self.classes = train.classes
         self.training = Pipeline(train, recipe.data, recipe.seed)
@@ -113,13 +113,13 @@ class Run:
         threads = loader_threads(ranks.device)
         order = StreamOrder(len(train), recipe.seed)
         self.loader = Loader(self.training, order, threads=threads, ahead=threads + 3)
-        self.stepper = Stepper(
+        self.stepper = TrainStep(
             recipe, self.schedule, model, optimizer, self.loader, ranks, self.allreduce, options.buckets,
             options.update == "sharded", options.timeout, stop, self.hybrid,
         )  # fmt: skip
-        # Strips follow the buckets, and momentum the strips: a sharded run keeps the layout that it began with.
+        # Shards follow the buckets, and momentum the shards: a sharded run keeps the layout that it began with.
         may_settle = options.buckets == "auto" and options.update == "replicated"
-        self.settling = Settling(self.stepper.reducer, self.allreduce.profile if may_settle else None)
+        self.bucket_rebuild = BucketRebuild(self.stepper.reducer, self.allreduce.profile if may_settle else None)
         self.state = RunState(
             recipe.sha256(), conditions(recipe, ranks.device), len(train), resumed_from=0, init_sha256=""
         )
@@ -187,7 +187,7 @@ class Run:
                 raise
             state.count(result)
             state.seconds = earlier + time.perf_counter() - started
-            buckets = self.settling.after_step()
+            buckets = self.bucket_rebuild.after_step()
             if self.telemetry is not None:
                 self.telemetry.step(result, state.seconds)
                 if buckets:

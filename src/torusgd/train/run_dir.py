@@ -28,7 +28,7 @@ OWN = ("recipe.yaml", *FILES, *PARTS)
 HEAD = "# The complete recipe of this run, defaults included."
 
 
-class RunFolder:
+class RunDir:
     """Paths of a run.
 
     Args:

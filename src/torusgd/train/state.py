@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..weights import match_weights
 from .checkpoint import Checkpoint
-from .step import Stepper, StepResult
+from .step import StepResult, TrainStep
 
 _MOMENTUM = "momentum/"
 
@@ -60,7 +60,7 @@ class RunState:
         self.skipped += bool(result.skipped)
         self.train_loss = result.loss
 
-    def checkpoint(self, stepper: Stepper) -> Checkpoint:
+    def checkpoint(self, stepper: TrainStep) -> Checkpoint:
         """This state with the stepper's tensors (not copied). Every rank calls it; rank 0 gets the momentum."""
         stepper.update.complete()
         stepper.batch_norm.show(self.step)
@@ -71,7 +71,7 @@ class RunState:
         state["gradient_bounds"] = stepper.reducer.state()
         return Checkpoint(stepper.model.state_dict(), state, asdict(self))
 
-    def restore(self, checkpoint: Checkpoint, stepper: Stepper) -> None:
+    def restore(self, checkpoint: Checkpoint, stepper: TrainStep) -> None:
         """Takes a checkpoint's progress and tensors (on the rank that read it).
 
         Raises:
@@ -104,7 +104,7 @@ class RunState:
             self.other_conditions.append(progress["conditions"])
         self.resumed_from = self.step
 
-    def share(self, stepper: Stepper, state: Mapping[str, Tensor]) -> None:
+    def share(self, stepper: TrainStep, state: Mapping[str, Tensor]) -> None:
         """Gives every rank what rank 0 restored: the progress, the weights, the momentum and the scales.
 
         `state` is that of rank 0's checkpoint; on other ranks nothing.
@@ -143,7 +143,7 @@ def broadcast_text(text: str, device: torch.device) -> str:
     return bytes(data.cpu().numpy()).decode()
 
 
-def _on_all_ranks(tensors: Mapping[str, Tensor], stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
+def _on_all_ranks(tensors: Mapping[str, Tensor], stepper: TrainStep) -> Iterator[tuple[str, Tensor]]:
     """Rank 0's tensors, by the names of the parameters that they are shaped like; one at a time, to hold no more."""
     device, parameters = stepper.ranks.device, dict(stepper.model.named_parameters())
     for name in json.loads(broadcast_text(json.dumps(sorted(tensors)), device)):

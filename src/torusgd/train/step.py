@@ -1,7 +1,7 @@
 """One synchronous step: from the images of the virtual workers to the updated weights.
 
 A gradient's way: a virtual worker's forward and backward pass -> `Reducer` (a hook rounds it into a bucket, full
-buckets leave while backward runs) -> the all-reduce -> the verdict -> the mean -> the optimiser.
+buckets leave while backward runs) -> the all-reduce -> the status -> the mean -> the optimiser.
 """
 
 import time
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..comm.allreduce import Planned
+from ..comm.allreduce import AlgorithmAllReduce
 from ..comm.buckets import Buckets
-from ..comm.monitor import Traffic
-from ..comm.native import Native
-from ..comm.reduce_scatter import Strips
+from ..comm.monitor import Monitor
+from ..comm.native import NativeAllReduce
+from ..comm.reduce_scatter import ShardCollectives
 from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
 from ..errors import RunError
@@ -33,7 +33,7 @@ from .batchnorm import BatchNormStatistics
 from .control_vector import StepStatistics, Totals
 from .forward_backward import Passing, WholePass, blank
 from .link_probe import Links
-from .stragglers import Lateness, Slowest, slowest
+from .stragglers import Slowest, Stragglers, slowest
 
 MAX_ATTEMPTS = 3
 _USUAL = 8
@@ -67,10 +67,10 @@ class StepResult:
     on_way_seconds: float
     """with at least one message on its way; nan where nobody can tell (NCCL)"""
     update_seconds: float
-    """of this rank's own work after its last backward pass: verdict, mean, optimiser, statistics"""
+    """of this rank's own work after its last backward pass: status, mean, optimiser, statistics"""
 
 
-class Stepper:
+class TrainStep:
     """Takes the steps of a schedule on this rank.
 
     Args:
@@ -82,7 +82,7 @@ class Stepper:
         ranks: This process among the others.
         allreduce: Sums over ranks, as from `create`.
         buckets: The rule of the gradient buckets' sizes.
-        is_sharded: Each rank updates a strip of the weights only.
+        is_sharded: Each rank updates a shard of the weights only.
         timeout: Seconds beyond the usual length of a step that a rank may be late, from the second step on.
         stop_requested: Asked once a step.
         hybrid: The model's tail, where it is computed in column blocks.
@@ -96,7 +96,7 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         loader: Loader,
         ranks: Ranks,
-        allreduce: Planned | Native,
+        allreduce: AlgorithmAllReduce | NativeAllReduce,
         buckets: Buckets,
         is_sharded: bool,
         timeout: float,
@@ -109,28 +109,28 @@ class Stepper:
         self.ranks = ranks
         self.precision = Precision(recipe, ranks.device)
         self.batch_norm = BatchNormStatistics(model)
-        self.traffic = Traffic()
-        self.allreduce = self.traffic.over(allreduce)
+        self.monitor = Monitor()
+        self.allreduce = self.monitor.over(allreduce)
         """the same all-reduce, watched: a rank that doesn't answer is overdue"""
-        strips = Strips(allreduce, self.traffic.watch) if is_sharded else None
-        how = model, recipe.reduction, recipe.virtual_workers, self.allreduce, buckets, strips
+        shards = ShardCollectives(allreduce, self.monitor.watch) if is_sharded else None
+        how = model, recipe.reduction, recipe.virtual_workers, self.allreduce, buckets, shards
         self.reducer: Reducer
         self.update: Update
         self._passing: Passing
         if hybrid is not None:
-            columns = hybrid.reducer(recipe.virtual_workers, buckets, self.traffic)
+            columns = hybrid.reducer(recipe.virtual_workers, buckets, self.monitor)
             reducer = HybridReducer(columns, *how)
             self.reducer, self.update = reducer, Hybrid(optimizer, reducer, hybrid)
             self._passing = HybridPass(model, hybrid, columns, recipe, self.precision, self.batch_norm, ranks)
         else:
             self.reducer = Reducer(*how)
             self._passing = WholePass(model, recipe, self.precision, self.batch_norm, ranks.device)
-            if strips is None:
+            if shards is None:
                 self.update = Replicated(optimizer, self.reducer)
             else:
-                self.update = Sharded(model, optimizer, self.reducer, strips, self.allreduce)
+                self.update = Sharded(model, optimizer, self.reducer, shards, self.allreduce)
         self._statistics = StepStatistics(self.batch_norm.running.numel(), recipe.virtual_workers, ranks.device)
-        self._lateness = Lateness(ranks.rank, ranks.size, Links() if ranks.size > 2 else None)
+        self._lateness = Stragglers(ranks.rank, ranks.size, Links() if ranks.size > 2 else None)
         self._loader = loader
         self._timeout = timeout
         self._recent: deque[float] = deque(maxlen=_USUAL)
@@ -152,7 +152,7 @@ class Stepper:
             RunError: A gradient is not finite (and the precision is not float16), or a rank can't read its images.
         """
         started = time.perf_counter()
-        data_before, sync_before, on_way_before = self._loader.wait_seconds, self.traffic.waited, self.traffic.on_way
+        data_before, sync_before, on_way_before = self._loader.wait_seconds, self.monitor.waited, self.monitor.on_way
         step = self.schedule[index]
         overflowed: list[str] = []
         redone = 0
@@ -160,14 +160,14 @@ class Stepper:
             self._measure(step)
         while True:
             totals = self._pass(step)
-            verdict = self.reducer.finish()
+            status = self.reducer.finish()
             self._lateness.note(index, self.reducer, self._loader.wait_seconds - data_before)
             if totals.failed:
                 share = f"{totals.failed} of {self.ranks.size} ranks"
                 raise RunError(f"step {index}: {share} can't read training images{self._failure}")
-            if verdict.nonfinite or not verdict.overflow:
+            if status.nonfinite or not status.overflow:
                 break
-            overflowed += [self.reducer.names[slot] for slot in verdict.overflow]
+            overflowed += [self.reducer.names[slot] for slot in status.overflow]
             redone += 1
             if redone == MAX_ATTEMPTS:
                 raise RunError(
@@ -175,7 +175,7 @@ class Stepper:
                     "freshly measured scale; this is a defect of torusgd, please report it"
                 )
             self._measure(step)
-        skipped = [self.reducer.names[slot] for slot in verdict.nonfinite]
+        skipped = [self.reducer.names[slot] for slot in status.nonfinite]
         loss_scale = self.precision.loss_scale
         if skipped:
             self.precision.skip(index, skipped)
@@ -184,7 +184,7 @@ class Stepper:
         seconds = time.perf_counter() - started
         self._recent.append(seconds)
         # Ranks differ by parts of a step, which may be long: a share more of virtual workers, a batch that comes late.
-        self.traffic.limit = self._timeout + max(self._recent)
+        self.monitor.limit = self._timeout + max(self._recent)
         return StepResult(
             step=step,
             loss=totals.loss,
@@ -193,14 +193,14 @@ class Stepper:
             redone=redone,
             overflowed=overflowed,
             skipped=skipped,
-            underflow=verdict.underflow,
+            underflow=status.underflow,
             loss_scale=loss_scale,
             slowest=slowest(totals.notes),
             seconds=seconds,
             data_seconds=self._loader.wait_seconds - data_before,
-            sync_seconds=self.traffic.waited - sync_before,
-            on_way_seconds=self.traffic.on_way - on_way_before,
-            update_seconds=started + seconds - self.traffic.waited - self._passed,
+            sync_seconds=self.monitor.waited - sync_before,
+            on_way_seconds=self.monitor.on_way - on_way_before,
+            update_seconds=started + seconds - self.monitor.waited - self._passed,
         )
 
     def _update(self, step: Step, totals: Totals) -> None:
@@ -240,7 +240,7 @@ class Stepper:
                 self._passing.backward()
             self.reducer.end_worker()
         assert sent is not None
-        self._passed = time.perf_counter() - self.traffic.waited
+        self._passed = time.perf_counter() - self.monitor.waited
         sent.wait()
         return self._statistics.totals()
 

@@ -30,7 +30,7 @@ class Slowest:
     """what took the most time that others did not need: data, compute, or network (waiting after all were ready)"""
 
 
-class Lateness:
+class Stragglers:
     """Notes of this rank, and the comparison of all ranks' notes.
 
     Args:
@@ -68,7 +68,7 @@ class Lateness:
 
 
 def slowest(message: Tensor) -> Slowest | None:
-    """Compares the notes of all ranks, as `Lateness.message` sent them, summed; None without notes."""
+    """Compares the notes of all ranks, as `Stragglers.message` sent them, summed; None without notes."""
     if not message.numel():
         return None
     _, ready, data, total, links = (message.view(-1, _FIELDS).double() * _UNIT).unbind(dim=1)
