@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from torusgd.comm.allreduce import create
 from torusgd.comm.base import CommTimeout
-from torusgd.comm.groups import new_group
+from torusgd.comm.connection import new_group
 from torusgd.comm.monitor import Monitor, hidden_share
 
 from .gloo_world import run_ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..errors import UserError
 from .algorithms import GRIDS, SCHEDULED, Algorithm, parse_algorithm, usual_chunks
 from .base import AllReduce, Done, Work, check_tensor
-from .groups import Connection, connect
+from .connection import Connection, connect
 from .native import NativeAllReduce
 from .profile import Profile, choose, explain, ranks_a_host
 from .tune import hosts_of, measure

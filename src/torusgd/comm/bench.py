@@ -13,7 +13,7 @@ from ..errors import RunError, UserError
 from .algorithms import GRIDS, parse_algorithm
 from .allreduce import ALGORITHMS, over
 from .base import Done, Work
-from .groups import Connection, connect
+from .connection import Connection, connect
 from .tune import slowest, stopwatch
 
 SIZES = tuple(1 << power for power in range(12, 25, 2))

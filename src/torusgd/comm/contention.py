@@ -20,7 +20,7 @@ from torch import nn
 
 from .algorithms import Algorithm
 from .base import Work
-from .groups import Connection
+from .connection import Connection
 from .profile import Crowd, InStep
 
 Start = Callable[[torch.Tensor], Work]

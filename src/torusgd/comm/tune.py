@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ..errors import UserError
 from .base import Work
+from .connection import Connection, connect
 from .contention import crowding, in_step
-from .groups import Connection, connect
 from .profile import Link, Profile, Timing, expect, rank_candidates
 from .rounds import Message, Round
 

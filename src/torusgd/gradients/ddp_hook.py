@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.allreduce import create
 from ..comm.base import Work
-from ..comm.groups import new_group
+from ..comm.connection import new_group
 from ..errors import UserError
 from .float_sum import FloatGradientSum
 from .integer_sum import Bucket, GradientSum, IntegerGradientSum

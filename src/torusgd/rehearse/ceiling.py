@@ -7,7 +7,7 @@ from statistics import median
 
 import torch.distributed as dist
 
-from ..comm.groups import Connection, connect
+from ..comm.connection import Connection, connect
 from ..comm.rounds import Message, Round
 from ..comm.tune import slowest, zeros
 from .lab import Host, Lab

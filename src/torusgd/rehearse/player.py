@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..comm.algorithms import GRIDS, Algorithm, parse_algorithm, parse_grid, usual_chunks
 from ..comm.allreduce import AlgorithmAllReduce, create
 from ..comm.base import Work
-from ..comm.groups import connect
+from ..comm.connection import connect
 from ..comm.native import NativeAllReduce
 from ..comm.reduce_scatter import ShardCollectives
 from ..plan.step_script import Action, Compute, Send, Wait

@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from ..comm.groups import new_group
+from ..comm.connection import new_group
 
 _BYTES = 1 << 16
 _TRIPS = 3
