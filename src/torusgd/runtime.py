@@ -6,7 +6,6 @@ Ranks, devices, process groups and the conditions (device model, torch build, th
 import ctypes
 import os
 import platform
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,6 +16,7 @@ from pydantic import Field
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from .comm.groups import Group, alone, group_of
 from .errors import UserError
 from .recipe.duration import Duration
 from .recipe.schema import Recipe, Section
@@ -68,24 +68,6 @@ class RuntimeOptions(Section):
         return int(vertical), int(horizontal)
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """This process among the others."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def is_first(self) -> bool:
-        """Rank 0 alone prints and writes."""
-        return self.rank == 0
-
-    def share_of(self, virtual_workers: int) -> range:
-        """The virtual workers of this rank: contiguous, sizes differ by one at most."""
-        return range(self.rank * virtual_workers // self.size, (self.rank + 1) * virtual_workers // self.size)
-
-
 def ranks_are_given() -> bool:
     """Whether a launcher (torchrun, Slurm scripts) has set the variables of a process group."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
@@ -118,7 +100,7 @@ def check_world_size(size: int, recipe: Recipe) -> None:
         )
 
 
-def join(device: str, timeout: float) -> Ranks:
+def join(device: str, timeout: float) -> Group:
     """Joins the process group that the environment describes, or stands alone without one.
 
     Args:
@@ -129,14 +111,14 @@ def join(device: str, timeout: float) -> Ranks:
     if device == "cuda":
         torch.cuda.set_device(target)
     if not ranks_are_given():
-        return Ranks(0, 1, target)
+        return alone(target)
     limit = timedelta(seconds=timeout)
     store, rank, size = next(rendezvous("env://", timeout=limit))
     # torchrun with its static rendezvous keeps one store over restarts: addresses of dead ranks would be found there.
     store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    return Ranks(dist.get_rank(), dist.get_world_size(), target)
+    return group_of(device=target)
 
 
 def prepare_process(recipe: Recipe, device: torch.device) -> None:

@@ -3,14 +3,15 @@
 from pathlib import Path
 
 import pytest
-import torch
 from tests.train.runs import events
 
+from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe, recipe_names
 from torusgd.recipe.schedule import Schedule
-from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
+from torusgd.runtime import RuntimeOptions, resolve_auto
 from torusgd.signals import StopFlag
-from torusgd.train.run import Job, Run
+from torusgd.train.build import Job
+from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 
 RECORDS = [name for name in recipe_names() if name.startswith(("sony", "fujitsu", "you", "intel"))]
@@ -43,7 +44,7 @@ def test_three_steps(name: str, tmp_path: Path) -> None:
     )
     RunDir(tmp_path).claim(recipe, fresh=False)
     job = Job(recipe, RuntimeOptions(), "cpu", tmp_path, max_steps=3)
-    summary = Run(job, Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0).run().summary
+    summary = Run(job, group_of(), StopFlag(), restarts=0).run().summary
     steps = [event for event in events(tmp_path) if "lr" in event]
     plan = Schedule(recipe, 96)
     assert [step["lr"] for step in steps] == [plan[i].lr for i in range(3)]

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
+from torusgd.comm.groups import group_of
 from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
+from torusgd.runtime import RuntimeOptions, resolve_auto
 from torusgd.signals import StopFlag
-from torusgd.train.run import Job, Run
+from torusgd.train.build import Job
+from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 
 from .runs import command
@@ -139,7 +139,7 @@ def run_alone(out: Path, recipe: Path, *overrides: str, **job: Any) -> dict[str,
     with folder.lock():
         folder.claim(loaded, fresh=False)
         options = RuntimeOptions(checkpoint_every=Duration(4, "st"))
-        run = Run(Job(loaded, options, "cpu", out, **job), Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0)
+        run = Run(Job(loaded, options, "cpu", out, **job), group_of(), StopFlag(), restarts=0)
         return run.run().summary
 
 

@@ -131,7 +131,7 @@ def _on_ranks(workers: int | None, device: str, function: Callable[..., Any], *a
     if ranks_are_given():
         ranks = join(device, TIMEOUT)
         result = function(*arguments, ranks.device)
-        return result if ranks.is_first else None
+        return result if ranks.rank == 0 else None
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     quiet()
     available = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))

@@ -32,25 +32,25 @@ class Assessment:
 
     def __init__(self, trained: Trained, device: str | None) -> None:
         chosen = resolve_device(RuntimeOptions.model_validate({"device": device}))
-        self.ranks = join(chosen, TIMEOUT)
+        self.world = join(chosen, TIMEOUT)
         self.trained = trained
         self.recipe: Recipe = resolve_auto(trained.recipe, chosen)
-        prepare_process(self.recipe, self.ranks.device)
-        self.model = trained.model.to(self.ranks.device)
-        self.precision = Precision(self.recipe, self.ranks.device)
+        prepare_process(self.recipe, self.world.device)
+        self.model = trained.model.to(self.world.device)
+        self.precision = Precision(self.recipe, self.world.device)
 
     def evaluate(self) -> Evaluation:
         """Classifies every held-out image."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.data, self.recipe.seed)
         chunk = self.recipe.evaluate.images_per_chunk
-        result = evaluate(self.model, pipeline, chunk, self.ranks, native(), self.precision)
+        result = evaluate(self.model, pipeline, chunk, self.world, native(), self.precision)
         assert result is not None, "nobody asks an assessment to stop"
         return result
 
     def polish(self) -> int:
         """Sets the batch-norm statistics over training images; their number."""
         pipeline = Pipeline(self.trained.train, self.recipe.data, self.recipe.seed)
-        return polish_by_recipe(self.model, pipeline, self.recipe, self.ranks, native(), self.precision)
+        return polish_by_recipe(self.model, pipeline, self.recipe, self.world, native(), self.precision)
 
 
 def eval_command(
@@ -59,7 +59,7 @@ def eval_command(
     """Prints the accuracy of trained weights on the held-out images of a data set."""
     assessment = Assessment(open_trained(path, data, model, classes, overrides), device)
     result = assessment.evaluate()
-    if assessment.ranks.is_first:
+    if assessment.world.rank == 0:
         console = Console(highlight=False, soft_wrap=True)
         console.print(f"{assessment.trained.path}: {describe(result)}", markup=False)
 
@@ -88,7 +88,7 @@ def polish_command(
     before = assessment.evaluate()
     images = assessment.polish()
     after = assessment.evaluate()
-    if not assessment.ranks.is_first:
+    if assessment.world.rank != 0:
         return
     tensors = assessment.model.state_dict()
     metadata = {

@@ -11,8 +11,8 @@ from ..launch.local import launch
 from ..launch.torchrun import join_and_train
 from ..recipe.load import load_recipe, validate
 from ..runtime import RuntimeOptions, ranks_are_given, resolve_auto, resolve_device
+from ..train.build import Job
 from ..train.compare_plan import PlanComparison
-from ..train.run import Job
 
 
 def train(

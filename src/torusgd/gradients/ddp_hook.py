@@ -14,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.allreduce import create
 from ..comm.base import Work
+from ..comm.buckets import Bucket
 from ..comm.connection import new_group
 from ..errors import UserError
 from .float_sum import FloatGradientSum
-from .integer_sum import Bucket, GradientSum, IntegerGradientSum
+from .integer_sum import GradientSum, IntegerGradientSum
 
 Wire = Literal["float16", "bfloat16", "exact"]
 _WIRES = ("float16", "bfloat16", "exact")
@@ -125,17 +126,17 @@ class Hook:
         """Puts the mean into the buffer; measures and sums anew where there was no scale yet, or the sum overflowed."""
         if sent is not None:
             sent.wait()
-        status = total.finish() if sent is not None else None
+        status = total.finish().read() if sent is not None else None
         if status is None or status.overflow:
             maxima = torch.stack([part.abs().max() for part in buffer.split(numels)]).float().nan_to_num(0.0, 0.0, 0.0)
             total.set_maxima(self._repair(maxima, dist.ReduceOp.MAX))
             message = _load(total, numels, buffer)
             message.copy_(self._repair(message, dist.ReduceOp.SUM))
-            status = total.finish()
+            status = total.finish().read()
         self.underflow = status.underflow
         mean = torch.empty(buffer.shape, dtype=torch.float32, device=buffer.device)
         parts = mean.split(numels)
-        total.mean(parts)
+        total.mean(parts, self._ranks)
         for slot in status.nonfinite:
             parts[slot].fill_(torch.nan)
         return buffer.copy_(mean)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from ..runtime import Ranks
+from ..comm.groups import Group
 
 POLL_SECONDS = 1.0
 """from one look for a call to the next"""
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class RollCall:
     """Answers a call in a thread of its own, whatever the rank is waiting for; to be made by every rank."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
         self._store = PrefixStore("roll-call", _get_default_store())
         self._stop = threading.Event()

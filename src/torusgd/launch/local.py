@@ -23,9 +23,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ..errors import RunError
 from ..runtime import join, resolve_workers
 from ..signals import EXIT_BASE, StopFlag, Stopped, asking_to_stop, die_with_launcher
+from ..train.build import Job, steps_asked
 from ..train.checkpoint import list_checkpoints
 from ..train.events import warn
-from ..train.run import Job, Run, steps_asked
+from ..train.run import Run
 from ..train.run_dir import RunDir
 from .failures import Notes, Problem, problem_of
 from .forkserver import start_forkserver

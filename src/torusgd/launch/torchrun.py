@@ -10,13 +10,14 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from ..comm.groups import Group
 from ..errors import RunError, UserError
-from ..runtime import Ranks, check_world_size, join
+from ..runtime import check_world_size, join
 from ..signals import EXIT_BASE, StopFlag, die_with_agent, end_on_stop
+from ..train.build import Job, steps_asked
 from ..train.events import warn
-from ..train.run import Job, Run, steps_asked
+from ..train.run import Run
 from ..train.run_dir import RunDir
-from ..train.state import broadcast_text
 from .failures import Problem, problem_of
 from .liveness import STORE_SECONDS, RollCall, within
 from .local import Ending, last_checkpoint
@@ -61,7 +62,7 @@ def join_and_train(job: Job, fresh: bool) -> Ending:
             roll_call.close()
 
 
-def _end_by_loss(ranks: Ranks, problem: Problem, missing: list[int] | None, folder: RunDir) -> NoReturn:
+def _end_by_loss(ranks: Group, problem: Problem, missing: list[int] | None, folder: RunDir) -> NoReturn:
     """Tells who is lost, unless another rank has told why the run ends, and ends this process at once.
 
     An ordinary end would wait for the messages that are still on their way.
@@ -83,7 +84,7 @@ def _end_by_loss(ranks: Ranks, problem: Problem, missing: list[int] | None, fold
     os._exit(1 if code is None else code)
 
 
-def _connect(job: Job) -> Ranks:
+def _connect(job: Job) -> Group:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_agent()
     end_on_stop()  # nothing to save yet, and no handler could run while this rank waits for the others
@@ -99,19 +100,19 @@ def _connect(job: Job) -> Ranks:
         raise UserError(f"the environment of this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT): {error}") from None
 
 
-def _train(job: Job, fresh: bool, ranks: Ranks, held: ExitStack) -> Ending:
+def _train(job: Job, fresh: bool, ranks: Group, held: ExitStack) -> Ending:
     stop = StopFlag()
     stop.install()
     folder = RunDir(job.out)
     answer: dict[str, Any] = {}
-    if ranks.is_first:
+    if ranks.rank == 0:
         try:
             held.enter_context(folder.lock())
             folder.claim(job.recipe, fresh and _is_first_start())
             answer = {"summary": folder.finished(steps_asked(job))}
         except (UserError, RunError) as error:
             answer = {"problem": str(error), "code": 2 if isinstance(error, UserError) else 1}
-    answer = json.loads(broadcast_text(json.dumps(answer), ranks.device))
+    answer = json.loads(ranks.broadcast_text(json.dumps(answer)))
     if "problem" in answer:
         raise Problem(answer["problem"], answer["code"]).error()
     if answer["summary"] is None:
@@ -120,7 +121,7 @@ def _train(job: Job, fresh: bool, ranks: Ranks, held: ExitStack) -> Ending:
         answer = {"summary": outcome.summary, "signal": outcome.signal}
     dist.destroy_process_group()
     number = answer.get("signal", 0)
-    return Ending(EXIT_BASE + number if number else 0, answer["summary"] if ranks.is_first else {})
+    return Ending(EXIT_BASE + number if number else 0, answer["summary"] if ranks.rank == 0 else {})
 
 
 def _code_told() -> int | None:
@@ -129,7 +130,7 @@ def _code_told() -> int | None:
     return int(store.get(_PROBLEM).split()[1]) if store.check([_PROBLEM]) else None
 
 
-def _claim_telling(ranks: Ranks, problem: Problem) -> int | None:
+def _claim_telling(ranks: Group, problem: Problem) -> int | None:
     """The exit code of the rank that has told a problem already; None when it is this rank's to tell."""
     try:
         store = dist.distributed_c10d._get_default_store()

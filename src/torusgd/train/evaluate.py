@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
+from ..comm.groups import Group
 from ..data.pipeline import Batch, Pipeline
 from ..errors import RunError
 from ..precision import Precision
-from ..runtime import Ranks
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,23 @@ class Evaluation:
     excluded: int
     """undecodable images, which count nowhere"""
 
+    def as_summary(self) -> dict[str, float | int]:
+        """Its keys of summary.json."""
+        return {
+            "top1": self.top1,
+            "top5": self.top5,
+            "loss": self.loss,
+            "eval_images": self.images,
+            "excluded_images": self.excluded,
+        }
+
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     pipeline: Pipeline,
     images_per_chunk: int,
-    ranks: Ranks,
+    world: Group,
     allreduce: AllReduce,
     precision: Precision,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -50,7 +60,7 @@ def evaluate(
         model: In any mode; left in evaluation mode.
         pipeline: Of the held-out images.
         images_per_chunk: Images of a forward pass.
-        ranks: This process among the others.
+        world: All ranks.
         allreduce: Sums the counts.
         precision: As in training.
         stop_requested: Asked before every chunk.
@@ -59,12 +69,12 @@ def evaluate(
         RunError: Images can't be read.
     """
     model.eval()
-    counts = torch.zeros(6, dtype=torch.int64, device=ranks.device)  # top-1, top-5, seen, excluded, stop, failed
-    loss = torch.zeros(FULL.rows, dtype=torch.int64, device=ranks.device)
+    counts = torch.zeros(6, dtype=torch.int64, device=world.device)  # top-1, top-5, seen, excluded, stop, failed
+    loss = torch.zeros(FULL.rows, dtype=torch.int64, device=world.device)
     total = len(pipeline.source)
     chunks = [
         np.arange(start, min(start + images_per_chunk, total))
-        for start in range(ranks.rank * images_per_chunk, total, ranks.size * images_per_chunk)
+        for start in range(world.rank * images_per_chunk, total, world.size * images_per_chunk)
     ]
     reason = ""
     try:
@@ -74,9 +84,9 @@ def evaluate(
                     counts[4] += 1
                     break
                 if len(batch.targets):
-                    logits = model(precision.place(batch.images, ranks.device)).float()
-                    counts[:2] += count_correct(logits, batch.targets.to(ranks.device))
-                    loss += encode(_loss_sum(logits, batch.targets.to(ranks.device)))
+                    logits = model(precision.place(batch.images, world.device)).float()
+                    counts[:2] += count_correct(logits, batch.targets.to(world.device))
+                    loss += encode(_loss_sum(logits, batch.targets.to(world.device)))
                 counts[2] += len(batch.targets)
                 counts[3] += size - len(batch.targets)
     except OSError as error:
@@ -86,7 +96,7 @@ def evaluate(
     allreduce.start(message).wait()
     top1, top5, seen, excluded, stop, failed = message[:6].tolist()
     if failed:
-        raise RunError(f"evaluation: {failed} of {ranks.size} ranks can't read held-out images{reason}")
+        raise RunError(f"evaluation: {failed} of {world.size} ranks can't read held-out images{reason}")
     if stop:
         return None
     assert seen + excluded == total, "every held-out image is counted once"
