@@ -3,8 +3,8 @@
 from .loader import Loader, Share
 from .order import StreamOrder
 from .pipeline import Batch, Pipeline
-from .sources import ArraySource, CorruptImage, RegionSource, Source, open_sources
-from .view import Choose, Region
+from .sources import open_sources
+from .types import ArraySource, Choose, CorruptImage, Region, RegionSource, Source
 
 __all__ = [
     "ArraySource",

@@ -8,15 +8,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ..recipe.schema import Augment
 from ..rng import AUGMENT, keyed_integer, keyed_uniform
-from .view import Region
-
-Pixels = npt.NDArray[np.uint8]
-Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
+from .types import Bools, Float64, Int64, Pixels, Region
 
 _ATTEMPTS = 10
 # The draws of a sample, by number: one for the mirror, two for the shift, four for each attempt at a box.
@@ -35,7 +30,7 @@ class Changes:
 
     boxes: Float64 | None
     moves: Int64 | None
-    mirrored: npt.NDArray[np.bool_]
+    mirrored: Bools
 
 
 def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Changes:
@@ -89,7 +84,7 @@ def shift(images: Pixels, pixels: int, moves: Int64) -> Pixels:
     return np.ascontiguousarray(windows[np.arange(len(images)), :, moves[:, 0], moves[:, 1]])
 
 
-def mirror(images: Pixels, mirrored: npt.NDArray[np.bool_]) -> Pixels:
+def mirror(images: Pixels, mirrored: Bools) -> Pixels:
     """The images [n, channels, height, width], the chosen ones mirrored left to right."""
     if not mirrored.any():
         return images

@@ -7,12 +7,10 @@ import threading
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UserError
-from .view import Choose, Region, render
-
-Pixels = npt.NDArray[np.uint8]
+from .types import Choose, Pixels, Region
+from .view import render
 
 # A header may claim 65,535 x 65,535 pixels, 12 GB of them; the largest cameras make about 200 million.
 MAX_PIXELS = 250_000_000

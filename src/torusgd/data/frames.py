@@ -6,14 +6,10 @@ binomial average of the means round it, so that states run into each other, in k
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UserError
 from ..rng import FRAMES, keyed_hash, keyed_integer
-
-Pixels = npt.NDArray[np.uint8]
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
+from .types import Int32, Int64, Pixels
 
 SEQUENCE = 200
 """frames of a sequence: two seconds of speech at 100 frames a second"""

@@ -13,7 +13,8 @@ from .arrays import open_arrays
 from .decode import Undecodable
 from .folder import Folder, open_folder
 from .idx import open_idx
-from .sources import CorruptImage, Source, open_sources
+from .sources import open_sources
+from .types import CorruptImage, Source
 
 _SAMPLE = 200  # pictures of which the size is read
 

@@ -3,11 +3,9 @@
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from ..rng import ORDER, keyed_permutation
-
-Int64 = npt.NDArray[np.int64]
+from .types import Int64
 
 
 class StreamOrder:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..errors import RunError, UserError
@@ -20,12 +19,9 @@ from ..recipe.schema import Data, sides
 from ..rng import SUBSTITUTE, keyed_integer
 from . import augment as random_changes
 from .augment import Changes
-from .sources import ArraySource, CorruptImage, RegionSource, Source
-from .view import Choose, Region, centre, render, scaled
+from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
+from .view import centre, render, scaled
 
-Pixels = npt.NDArray[np.uint8]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)

@@ -3,30 +3,10 @@
 The random part (which box) is `augment`'s; here everything is a function of sizes.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
-Pixels = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Region:
-    """A box of an image, in pixels, and the size that it is scaled to."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-    rows: int
-    columns: int
-
-
-Choose = Callable[[int, int], Region]
-"""From an image's height and width to the region wanted; raises UserError where there can be none."""
+from .types import Pixels, Region
 
 
 def scaled(height: int, width: int, shorter: int) -> Region:
