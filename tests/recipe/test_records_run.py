@@ -22,7 +22,7 @@ SMALL = (
     "data.classes=4",
     "evaluate={every: null, images_per_chunk: 4}",
 )
-PICTURES = ("data.source=synthetic", "data.image_size=64", "data.resize=72")
+PICTURES = ("data.source=synthetic", "data.image_size=48", "data.resize=54")
 # What is not small yet: linear layers of 100 million weights.
 FURTHER = {
     "intel-vgga-128": (*PICTURES, "model.options.width=4"),
@@ -46,8 +46,9 @@ def test_three_steps_in_float16(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_three_steps_of_resnet50_in_float16(tmp_path: Path) -> None:
-    three_steps(tmp_path, "fujitsu-62s", *PICTURES)
+    three_steps(tmp_path, "fujitsu-62s", *PICTURES, "data.image_size=64", "data.resize=72")
 
 
 def three_steps(tmp_path: Path, name: str, *overrides: str) -> None:
