@@ -13,8 +13,9 @@ from ..recipe.schema import Augment
 from ..rng import AUGMENT, keyed_integer, keyed_uniform
 from .types import Bools, Float64, Int64, Pixels, Region
 
-_ATTEMPTS = 10
-# The draws of a sample, by number: one for the mirror, two for the shift, four for each attempt at a box.
+_ATTEMPTS = 10  # at a box that fits, as torchvision's RandomResizedCrop
+# Each draw of a sample has a number of its own, so that one kind of change moves no other: one for the mirror, two for
+# the shift, four for each attempt at a box.
 _MIRROR, _DOWN, _RIGHT, _BOX = 0, 1, 2, 3
 
 
@@ -58,7 +59,7 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
     low, high = augment.aspect
     for u_area, u_aspect, u_top, u_left in draws.tolist():
         area = height * width * (augment.area[0] + (augment.area[1] - augment.area[0]) * u_area)
-        aspect = low * _power(high / low, u_aspect)
+        aspect = low * _power(high / low, u_aspect)  # uniform in its logarithm: 3/4 is as likely as 4/3
         tall, wide = math.floor(math.sqrt(area / aspect) + 0.5), math.floor(math.sqrt(area * aspect) + 0.5)
         if 0 < tall <= height and 0 < wide <= width:
             top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
@@ -68,7 +69,10 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
 
 
 def _power(base: float, exponent: float) -> float:
-    """base ** exponent for an exponent in [0, 1), cut to 16 bits: a product of repeated square roots."""
+    """base ** exponent for an exponent in [0, 1), cut to 16 bits, with the same bits on every machine.
+
+    The exponent's binary digits say which of base ** 1/2, base ** 1/4, ... are multiplied.
+    """
     result, bits = 1.0, int(exponent * 65536)
     for bit in range(15, -1, -1):
         base = math.sqrt(base)
@@ -98,5 +102,5 @@ def mirror(images: Pixels, mirrored: Bools) -> Pixels:
 def _reversed(images: Pixels) -> Pixels:
     if images.shape[-1] % 8 != 0:
         return images[..., ::-1]
-    # Words of eight pixels, then the bytes of each word: three times as fast as pixel by pixel.
+    # Reversing words of eight pixels and then the bytes of each word is three times as fast as pixel by pixel.
     return np.ascontiguousarray(images).view(np.uint64)[..., ::-1].byteswap().view(np.uint8)

@@ -46,8 +46,8 @@ class Frames:
         length = SEQUENCE + window[0] - 1 + 2 * _REACH
         self._states = np.empty((sequences, length), np.int32)
         for start in range(0, sequences, _BLOCK):
-            part = np.arange(start, min(start + _BLOCK, sequences))
-            self._states[part] = walk(part, length, classes, seed, split)
+            block = np.arange(start, min(start + _BLOCK, sequences))
+            self._states[block] = walk(block, length, classes, seed, split)
         middle = _REACH + window[0] // 2
         self.labels: Int64 = self._states[:, middle : middle + SEQUENCE].reshape(-1)[:count].astype(np.int64)
 

@@ -11,7 +11,7 @@ from .types import Int64
 class StreamOrder:
     """An endless stream of sample indices; each epoch is a permutation that depends on (seed, epoch) only.
 
-    Nothing is dropped at an epoch's end: a request goes on into the next epoch. Any process can ask for any part
+    Nothing is dropped at an epoch's end: a request goes on into the next epoch. Any process can ask for any stretch
     of the stream, so a step's samples can be shared out among any number of ranks, and a run resumes in mid-epoch
     from one integer. Safe to use from several threads.
 

@@ -53,7 +53,7 @@ def _frames(data: Data, path: Path | None, seed: int) -> Pair:
 
 
 def _amounts(data: Data) -> tuple[int, int, int]:
-    """Training and held-out images and classes, for a source that makes as many as it is told."""
+    """Training and held-out images and classes, for a source that makes as many as the recipe asks for."""
     if data.train_images is None or data.eval_images is None or data.classes is None:
         raise UserError(f"data.source: {data.source} needs data.train_images, data.eval_images and data.classes")
     return data.train_images, data.eval_images, data.classes

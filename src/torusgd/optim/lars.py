@@ -193,7 +193,7 @@ def lars(
             peak_lr=peak_lr,
         )
     update: Callable[..., None]
-    # The fused kernel knows no buffer without momentum.
+    # Without momentum torch's fused kernel ignores the buffer, and the dampening with it.
     if foreach is None and on_cpu and momentum > 0:
         update = _fused
     elif foreach is False or (foreach is None and on_cpu):
@@ -258,7 +258,7 @@ def _foreach(
     weight_decay: float,
     rate_in_buffer: bool,
 ) -> None:
-    """The same in few launches; the rates stay on the device."""
+    """The same in few kernel launches; the rates stay on the device, so that the host needn't wait for them."""
     by_layer: Any = list(rates.to(params[0].dtype).unbind()) if isinstance(rates, Tensor) else rates
     steps = list(torch._foreach_add(grads, params, alpha=weight_decay))
     if rate_in_buffer:
@@ -277,7 +277,11 @@ def _fused(
     weight_decay: float,
     rate_in_buffer: bool,
 ) -> None:
-    """SGD's kernel with the layer's rate as its rate, or as 1 - dampening where the rate belongs in the buffer."""
+    """SGD's fused kernel, a layer at a time, as each has a rate of its own.
+
+    The kernel computes v <- momentum * v + (1 - dampening) * step; w <- w - lr * v. With the layer's rate as `lr` it is
+    the form with the rate outside; with it as 1 - dampening, and lr = 1, the form with the rate in the buffer.
+    """
 
     def step(layers: slice, rate: float) -> None:
         lr, dampening = (1.0, 1.0 - rate) if rate_in_buffer else (rate, 0.0)

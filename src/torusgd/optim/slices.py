@@ -12,7 +12,7 @@ from .lars import Lars, Norms
 from .norms import BLOCK, block_norms, norms_from_blocks
 
 Complete = Callable[[Tensor], object]
-"""adds a float32 tensor up over the ranks, in place"""
+"""Adds a float32 tensor up over the ranks, in place."""
 
 
 def over_slices(optimizer: Optimizer, slices: Mapping[Tensor, Tensor], norms: Norms) -> Optimizer:
@@ -43,12 +43,13 @@ class SliceNorms:
     """
 
     def __init__(self, slices: Sequence[tuple[Tensor, int, int]], complete: Complete) -> None:
-        self._places = {id(piece): (low // BLOCK, -(-numel // BLOCK)) for piece, low, numel in slices}
+        self._places = {id(own): (low // BLOCK, -(-numel // BLOCK)) for own, low, numel in slices}
         self._complete = complete
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """Norms of parameters, then of their gradients: float64 [len(tensors)]. Every rank calls it alike."""
-        places = [self._places[id(piece)] for piece in tensors[: len(tensors) // 2]] * 2
+        # Gradients come in the order of their parameters, and lie in the same blocks.
+        places = [self._places[id(param)] for param in tensors[: len(tensors) // 2]] * 2
         table = torch.zeros(sum(blocks for _, blocks in places), device=tensors[0].device)
         rows = table.split([blocks for _, blocks in places])
         for tensor, row, (first, _) in zip(tensors, rows, places, strict=True):
