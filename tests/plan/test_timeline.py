@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torusgd.comm.buckets import plan_buckets
 from torusgd.comm.profile import InStep, Profile
 from torusgd.comm.profile import Link as MeasuredLink
-from torusgd.models.vgg import vgg_a
+from torusgd.models.plain import vgg_a
 from torusgd.plan.buckets import cut_buckets
 from torusgd.plan.catalog import load_cluster, load_software
 from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software

@@ -1,4 +1,8 @@
-"""The command line: sub-commands only, no logic."""
+"""The command line: flags, help texts and tables of the sub-commands; what they do is in the rooms below.
+
+An error of the user is one line and exit code 2.
+May import: errors, signals, weights, recipe, runtime, precision, data, comm, train, launch, plan, rehearse.
+"""
 
 import os
 import signal

@@ -1,5 +1,8 @@
 """The planner: how long a recipe takes on a described cluster, where the time goes, and what to change.
 
+Clusters and programs as data, the cost of a model, of a message and of a step, the search, and published results.
+May import: errors, recipe, data, models, comm, tensor_parallel.
+
 >>> from torusgd.plan import forecast, job_of, load_cluster, load_software, software_for
 >>> from torusgd.recipe.load import load_recipe
 >>> recipe = load_recipe("fujitsu-74s").recipe
