@@ -7,8 +7,9 @@ import torch
 from tests.train.runs import events
 
 from torusgd.recipe.load import load_recipe, recipe_names
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
-from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
+from torusgd.runtime import Ranks, resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train.run import Job, Run
 from torusgd.train.run_dir import RunDir

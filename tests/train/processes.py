@@ -14,7 +14,8 @@ import torch
 
 from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import Ranks, resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train.run import Job, Run
 from torusgd.train.run_dir import RunDir

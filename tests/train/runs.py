@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import Ranks, resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train.events import plan_table
 from torusgd.train.run import Job, Run

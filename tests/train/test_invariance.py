@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from tests.comm.gloo_world import run_ranks
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import Ranks, RuntimeOptions
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import Ranks
 from torusgd.signals import StopFlag
 from torusgd.train.run import Job, Run
 from torusgd.train.run_dir import RunDir

@@ -236,7 +236,8 @@ def bench_allreduce(
 ) -> None:
     """Time all-reduce algorithms in turn, by the slowest rank."""
     from ..recipe.load import validate
-    from ..runtime import RuntimeOptions, resolve_device
+    from ..recipe.runtime_options import RuntimeOptions
+    from ..runtime import resolve_device
     from .bench import bench
 
     options = validate(RuntimeOptions, {"device": device, "grid": grid}, "flags")
@@ -253,7 +254,8 @@ def tune(
 ) -> None:
     """Measure this cluster's network once, for --allreduce auto and for plans."""
     from ..recipe.load import validate
-    from ..runtime import RuntimeOptions, resolve_device
+    from ..recipe.runtime_options import RuntimeOptions
+    from ..runtime import resolve_device
     from .bench import measure
 
     measure(out, workers, resolve_device(validate(RuntimeOptions, {"device": device}, "flags")), seconds)

@@ -11,8 +11,9 @@ from ..comm.allreduce import native
 from ..data.pipeline import Pipeline
 from ..errors import UserError
 from ..precision import Precision
+from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..runtime import RuntimeOptions, join, prepare_process, resolve_auto, resolve_device
+from ..runtime import join, prepare_process, resolve_auto, resolve_device
 from ..train.evaluate import Evaluation, evaluate
 from ..train.load_trained import Trained, open_trained
 from ..train.polish import polish_by_recipe

@@ -10,7 +10,8 @@ from ..errors import UserError
 from ..launch.local import launch
 from ..launch.torchrun import join_and_train
 from ..recipe.load import load_recipe, validate
-from ..runtime import RuntimeOptions, ranks_are_given, resolve_auto, resolve_device
+from ..recipe.runtime_options import RuntimeOptions
+from ..runtime import ranks_are_given, resolve_auto, resolve_device
 from ..train.compare_plan import PlanComparison
 from ..train.run import Job
 

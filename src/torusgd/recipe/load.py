@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UserError
-from ..runtime import RuntimeOptions
+from .runtime_options import RuntimeOptions
 from .schema import Recipe
 
 M = TypeVar("M", bound=BaseModel)

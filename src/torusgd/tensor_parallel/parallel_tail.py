@@ -18,8 +18,9 @@ from ..comm.buckets import USUAL_MIB, Buckets
 from ..comm.monitor import Monitor
 from ..comm.native import NativeAllReduce
 from ..errors import UserError
+from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..runtime import Ranks, RuntimeOptions
+from ..runtime import Ranks
 from .column_norms import ColumnNorms
 from .column_reducer import ColumnReducer, Slot, held_slots, is_teller, slots_of
 from .layout import Groups, Layout, allowed_parts, check_parts

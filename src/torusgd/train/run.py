@@ -21,9 +21,10 @@ from ..gradients.bucket_rebuild import BucketRebuild
 from ..models import build_model
 from ..optim import build_optimizer
 from ..recipe.duration import Duration
+from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
-from ..runtime import Ranks, RuntimeOptions, check_world_size, conditions, loader_threads, prepare_process
+from ..runtime import Ranks, check_world_size, conditions, loader_threads, prepare_process
 from ..signals import StopFlag
 from ..tensor_parallel.parallel_tail import hybrid_tail
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
