@@ -1,12 +1,11 @@
 """Classifiers of torchvision, which is imported only when a recipe names one of them."""
 
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import UserError
+from ..errors import UserError, suggest
 
 
 def build_torchvision(name: str, *, classes: int, options: dict[str, Any]) -> nn.Module:
@@ -21,8 +20,7 @@ def build_torchvision(name: str, *, classes: int, options: dict[str, Any]) -> nn
         raise UserError(_remedy(error)) from error
     known = models.list_models(module=models)
     if name not in known:
-        near = get_close_matches(name, known, n=3) or known[:3]
-        raise UserError(f"model.name: torchvision has no classifier {name!r}; near to it: {', '.join(near)}")
+        raise UserError(f"model.name: torchvision has no classifier {name!r}{suggest(name, known)}")
     for key in ("weights", "weights_backbone"):
         if key in options:
             raise UserError(f"model.options.{key}: give the file of the weights to begin with as --init FILE")
