@@ -77,7 +77,7 @@ def _stepper(images: int, parts: int):
     from torusgd.optim import build_optimizer
     from torusgd.precision import Precision
     from torusgd.recipe.load import load_recipe
-    from torusgd.runtime import RuntimeOptions
+    from torusgd.recipe.runtime_options import RuntimeOptions
     from torusgd.tensor_parallel.column_pass import ColumnPass
     from torusgd.tensor_parallel.parallel_tail import hybrid_tail
 

@@ -8,64 +8,22 @@ import os
 import platform
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from .comm.groups import Group, alone, group_of
 from .errors import UserError
-from .recipe.duration import Duration
-from .recipe.schema import Recipe, Section
+from .recipe.runtime_options import RuntimeOptions
+from .recipe.schema import Recipe
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """numbers of glibc's malloc.h"""
 _LARGEST = 1 << 30
 """bytes of a block that is kept"""
 _NEVER = -1
-
-
-class RuntimeOptions(Section):
-    """The `runtime:` block of a recipe file and the flags that override it; no part of the recipe's hash."""
-
-    device: Literal["cpu", "cuda"] | None = None
-    """null: cuda where there is a GPU"""
-    workers: Annotated[int, Field(ge=1)] | None = None
-    """ranks on this machine; null: as many as GPUs, else as cores"""
-    allreduce: str = "native"
-    """auto, native, ring, torus, hierarchical, halving-doubling, doubling or direct; auto measures and picks"""
-    grid: Annotated[str, Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$")] | None = None
-    """YxX, vertical by horizontal ranks, for torus and hierarchical; null: hosts by ranks a host"""
-    profile: str | None = None
-    """for auto: a file of torusgd tune; null: a probe of a few seconds"""
-    buckets: Literal["auto", "cubic"] | Annotated[float, Field(gt=0)] | tuple[Annotated[int, Field(ge=1)], ...] = "auto"
-    """which gradients travel together: a size in MiB of int32 or float32; how many tensors each, from the output on;
-    cubic: 3, 21, 57, ... tensors (Fujitsu); auto: with allreduce auto by the first steps' times, else 4 MiB"""
-    update: Literal["replicated", "sharded"] = "replicated"
-    """sharded: each rank updates a shard of the weights and keeps momentum for that only"""
-    model_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
-    """ranks that share the column blocks of the last, linear layers; auto: for each layer as many as send least"""
-    checkpoint_every: Duration = Duration(1, "ep")
-    """from one checkpoint to the next"""
-    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """the newest so many stay"""
-    tensorboard: bool = False
-    """also write TensorBoard files into the run's folder"""
-    timeout: Annotated[float, Field(gt=0)] = 30.0
-    """seconds beyond a usual step after which a rank that doesn't answer is given up, once the first step is done"""
-    start_timeout: Annotated[float, Field(gt=0)] = 120.0
-    """seconds for what comes before (to meet, to read the data, to take the first step), and at most for any answer"""
-
-    @property
-    def grid_size(self) -> tuple[int, int] | None:
-        """(vertical, horizontal)."""
-        if self.grid is None:
-            return None
-        vertical, horizontal = self.grid.split("x")
-        return int(vertical), int(horizontal)
 
 
 def ranks_are_given() -> bool:

@@ -52,8 +52,10 @@ def test_built_in_models_pass_the_check_untouched(name: str) -> None:
 
 class TestMistakes:
     def test_unknown_name(self) -> None:
-        with pytest.raises(UserError, match=r"no model 'resnet-50' \(did you mean resnet50\?\); .*digits-net, fashion"):
+        with pytest.raises(UserError, match=r"no model 'resnet-50'; did you mean resnet50\? \(or torchvision:NAME"):
             build("resnet-50")
+        with pytest.raises(UserError, match=r"no model 'x'; there are .*digits-net, fashion"):
+            build("x")
 
     def test_unknown_option(self) -> None:
         with pytest.raises(UserError, match=r"model\.options\.widht: .* it has width, dropout, zero_gamma"):

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torusgd.optim.slices import over_slices
 
 from torusgd.errors import UserError
 from torusgd.optim import BLOCK, VARIANTS, Lars, lars, layer_norms, layer_rates
-from torusgd.optim.slices import over_slices
 
 EPS_VARIANTS = [name for name in VARIANTS if VARIANTS[name].eps]
 PATHS = {"fused": None, "foreach": True, "plain": False}

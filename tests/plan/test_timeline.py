@@ -249,6 +249,6 @@ def test_torusgds_own_buckets_are_its_reducers() -> None:
     numels = [parameter.numel() for parameter in reversed(list(model.parameters()))]
     own = plan_buckets(numels, 1 << 20)
     gradients = known_cost("vgg-a").gradients
-    found = cut_buckets(gradients, np.zeros(len(gradients)), Buckets(rule="runs", values=1 << 20), wire_bytes=4)
+    found = cut_buckets(gradients, np.zeros(len(gradients)), Buckets(rule="torusgd", option=4.0), wire_bytes=4)
     assert [bucket.bytes for bucket in found] == [4 * bucket.length for bucket in own]
     assert [(bucket.first, bucket.stop) for bucket in found] == [(bucket.first, bucket.stop) for bucket in own]

@@ -7,8 +7,9 @@ from tests.train.runs import events
 
 from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe, recipe_names
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
-from torusgd.runtime import RuntimeOptions, resolve_auto
+from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train.build import Job
 from torusgd.train.run import Run

@@ -14,7 +14,8 @@ from torch import nn
 from torusgd.comm.groups import group_of
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import RuntimeOptions, join
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import join
 from torusgd.signals import StopFlag
 from torusgd.tensor_parallel.parallel_tail import choose_parts
 from torusgd.tensor_parallel.tail import column_tail

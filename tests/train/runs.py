@@ -12,7 +12,8 @@ from rich.console import Console
 
 from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import RuntimeOptions, resolve_auto
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train.build import Job
 from torusgd.train.events import plan_table

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
 from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import RuntimeOptions
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
 from torusgd.train.build import Job
 from torusgd.train.run import Run

@@ -12,7 +12,7 @@ from tests.comm.gloo_world import run_ranks
 from torusgd.comm.groups import group_of
 from torusgd.gradients import integer_sum as gradients
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import RuntimeOptions
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
 from torusgd.train.build import Job
 from torusgd.train.run import Run

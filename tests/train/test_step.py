@@ -12,7 +12,7 @@ from torusgd.data.order import StreamOrder
 from torusgd.errors import RunError
 from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import RuntimeOptions
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.train.build import Job, Trainer, build
 from torusgd.train.journal import synchronous
 from torusgd.train.step_stats import StepStats

@@ -3,14 +3,13 @@
 import copy
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import UserError
+from ..errors import UserError, suggest
 from ..importing import import_factory
 from ..recipe.schema import Model, Sides, sides
 from ..rng import INIT, keyed_hash
@@ -70,11 +69,9 @@ def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
     elif model.name in MODELS:
         builder = MODELS[model.name]
     else:
-        near = get_close_matches(model.name, MODELS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
-            f"model.name: no model {model.name!r}{hint}; there are {', '.join(sorted(MODELS))}, "
-            "torchvision:NAME, and your own as package.module:factory"
+            f"model.name: no model {model.name!r}{suggest(model.name, sorted(MODELS))} "
+            "(or torchvision:NAME, or your own as package.module:factory)"
         )
     _check_options(model, builder)
     network = builder(classes=classes, channels=channels, **model.options)
@@ -95,8 +92,7 @@ def _torchvision(name: str, *, classes: int, options: dict[str, Any]) -> nn.Modu
         raise UserError(_torchvision_remedy(error)) from error
     known = models.list_models(module=models)
     if name not in known:
-        near = get_close_matches(name, known, n=3) or known[:3]
-        raise UserError(f"model.name: torchvision has no classifier {name!r}; near to it: {', '.join(near)}")
+        raise UserError(f"model.name: torchvision has no classifier {name!r}{suggest(name, known)}")
     for key in ("weights", "weights_backbone"):
         if key in options:
             raise UserError(f"model.options.{key}: give the file of the weights to begin with as --init FILE")

@@ -22,9 +22,10 @@ from ..gradients.update import Update
 from ..models import build_model
 from ..optim import BLOCK, build_optimizer
 from ..precision import Precision
+from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
-from ..runtime import RuntimeOptions, check_world_size, conditions, loader_threads, prepare_process
+from ..runtime import check_world_size, conditions, loader_threads, prepare_process
 from ..tensor_parallel.layout import check_parallel, choose_parallel
 from ..tensor_parallel.parallel_tail import ParallelTail
 from ..tensor_parallel.tail import column_tail
