@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.base import Work
-from ..comm.native import BackendWork
+from ..comm.groups import group_of
 from ..errors import UserError
 
 
@@ -186,16 +186,13 @@ class Passage:
         splits = [sum(t.numel() for (peer, _), t in zip(sent, outgoing, strict=True) if peer == p) for p in self._span]
         takes = [sum(s.numel() for (peer, _), s in zip(expected, shapes, strict=True) if peer == p) for p in self._span]
         # As bytes: what is carried has no say in how.
-        work = dist.all_to_all_single(
+        work = group_of(self._group).start_all_to_all(
             received.view(torch.uint8),
             data.view(torch.uint8),
             [take * data.element_size() for take in takes],
             [split * data.element_size() for split in splits],
-            group=self._group,
-            async_op=True,
         )
-        assert work is not None
-        return Transfer(self._groups.watch(BackendWork(work, received.device)), received, expected, shapes)
+        return Transfer(self._groups.watch(work), received, expected, shapes)
 
 
 def _sent(source: Layout, target: Layout, rank: int, peer: int) -> list[Piece]:
@@ -255,9 +252,7 @@ class Groups:
     def complete(self, tensor: Tensor) -> None:
         """Adds a tensor up over the largest group, in place."""
         if self._size > 1:
-            work = dist.all_reduce(tensor, group=self.of(self._size), async_op=True)
-            assert work is not None
-            self.watch(BackendWork(work, tensor.device)).wait()
+            self.watch(group_of(self.of(self._size)).start_all_reduce(tensor)).wait()
 
     def close(self) -> None:
         """Destroys the groups; every rank calls it, with nothing on its way."""

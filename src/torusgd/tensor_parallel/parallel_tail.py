@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.allreduce import AlgorithmAllReduce, create
+from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.buckets import USUAL_MIB, Buckets
 from ..comm.monitor import Monitor
-from ..comm.native import NativeAllReduce
 from ..errors import UserError
 from ..recipe.schema import Recipe
 from ..runtime import Ranks, RuntimeOptions

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
-import torch.distributed as dist
 
-from ..comm.connection import new_group
+from ..comm.groups import group_of
 
 _BYTES = 1 << 16
 _TRIPS = 3
@@ -27,8 +26,8 @@ class Links:
     """Times this rank's trips in a thread and a Gloo group of its own; every rank makes one, at the same time."""
 
     def __init__(self) -> None:
-        self._group = new_group(None, "gloo", _PATIENCE)
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._group = group_of().duplicate(_PATIENCE)
+        self._rank, self._size = self._group.rank, self._group.size
         self.seconds = 0.0
         """there and back, of the last measurement that ended; 0: none has"""
         self._asked = threading.Semaphore(0)
@@ -67,30 +66,20 @@ class Links:
 
     def _ask(self, peer: int) -> float:
         load, replies = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(_TRIPS)
-        received = [self._receive(reply, peer) for reply in replies.split(1)]
+        received = [self._group.receive(reply, peer) for reply in replies.split(1)]
         times = []
         for reply in received:
             begin = time.perf_counter()
-            self._send(load, peer)
+            self._group.send(load, peer).wait()
             reply.wait()
             times.append(time.perf_counter() - begin)
         return min(times)
 
     def _answer(self, peer: int) -> None:
         loads = torch.zeros(_TRIPS, _BYTES, dtype=torch.uint8)
-        for load in [self._receive(load, peer) for load in loads.unbind()]:
+        for load in [self._group.receive(load, peer) for load in loads.unbind()]:
             load.wait()
-            self._send(torch.zeros(1), peer)
-
-    def _receive(self, tensor: torch.Tensor, peer: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self._group, group_src=peer)
-        assert work is not None
-        return work
-
-    def _send(self, tensor: torch.Tensor, peer: int) -> None:
-        work = dist.isend(tensor, group=self._group, group_dst=peer)
-        assert work is not None
-        work.wait()
+            self._group.send(torch.zeros(1), peer).wait()
 
 
 def slow_link(seconds: Sequence[float]) -> int | None:

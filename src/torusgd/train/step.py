@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..comm.allreduce import AlgorithmAllReduce
+from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce
 from ..comm.buckets import Buckets
+from ..comm.liveness import StepLimit
 from ..comm.monitor import Monitor
-from ..comm.native import NativeAllReduce
 from ..comm.reduce_scatter import ShardCollectives
 from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
@@ -110,6 +110,7 @@ class TrainStep:
         self.precision = Precision(recipe, ranks.device)
         self.batch_norm = BatchNormStatistics(model)
         self.monitor = Monitor()
+        self.monitor.liveness = self._limit = StepLimit(self.monitor)
         self.allreduce = self.monitor.over(allreduce)
         """the same all-reduce, watched: a rank that doesn't answer is overdue"""
         shards = ShardCollectives(allreduce, self.monitor.watch) if is_sharded else None
@@ -184,7 +185,7 @@ class TrainStep:
         seconds = time.perf_counter() - started
         self._recent.append(seconds)
         # Ranks differ by parts of a step, which may be long: a share more of virtual workers, a batch that comes late.
-        self.monitor.limit = self._timeout + max(self._recent)
+        self._limit.seconds = self._timeout + max(self._recent)
         return StepResult(
             step=step,
             loss=totals.loss,
