@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
 
-from torusgd.comm.allreduce import ALGORITHMS, create, native
+from torusgd.comm.algorithms import NAMES
+from torusgd.comm.allreduce import create, native
 from torusgd.comm.base import AllReduce
 from torusgd.errors import UserError
 
@@ -23,7 +24,7 @@ def sums_are_right(allreduce: AllReduce) -> bool:
 def every_name(folder: str) -> list[str]:
     """Makes and tries every algorithm, and every mistake; returns what each rank saw."""
     seen = []
-    for name in (*ALGORITHMS, "torus:halving/direct"):
+    for name in (*NAMES, "torus:halving/direct"):
         allreduce = create(name, timeout=30)
         assert isinstance(allreduce, AllReduce)
         assert allreduce.name == name
@@ -48,7 +49,7 @@ def every_name(folder: str) -> list[str]:
 def test_every_name_on_four_ranks(tmp_path):
     first, *others = run_ranks(4, every_name, str(tmp_path))
     assert others == [first] * 3
-    assert len(first) == len(ALGORITHMS) + 2 + 4
+    assert len(first) == len(NAMES) + 2 + 4
     assert first[0].startswith("allreduce auto: 4 ranks on 1 host;")
     assert all(line.endswith(": True") for line in first[:-4])
     assert [line.split(":")[0] for line in first[-4:-1]] == ["allreduce tree", "grid 3x3", "grid 2x2"]

@@ -5,7 +5,7 @@ import json
 import pytest
 from tests.comm.gloo_world import run_ranks
 
-from torusgd.comm.allreduce import ALGORITHMS
+from torusgd.comm.algorithms import NAMES
 from torusgd.comm.bench import Record, bench_allreduce
 from torusgd.errors import UserError
 
@@ -20,7 +20,7 @@ def test_a_record_for_each_algorithm_and_size_alike_on_all_ranks():
     first, *others = run_ranks(4, records)
     assert others == [first] * 3
     assert json.loads(json.dumps(first)) == first
-    assert [(r["bytes"], r["algorithm"]) for r in first] == [(size, name) for size in SIZES for name in ALGORITHMS]
+    assert [(r["bytes"], r["algorithm"]) for r in first] == [(size, name) for size in SIZES for name in NAMES]
     for record in first:
         assert record["ranks"] == 4
         assert record["n"] == 3

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from torusgd.comm import groups
+from torusgd.comm.base import CommTimeout, ConnectionLost
 
 from .gloo_world import run_ranks
 
@@ -36,7 +37,59 @@ def exchange() -> None:
     world.send(torch.full((size,), float(rank)), (rank + 1) % size, tag=3).wait()
     work.wait()
     assert received.tolist() == [float((rank - 1) % size)] * size
+    shard = torch.zeros(2)
+    world.reduce_scatter_single(shard, torch.arange(2.0 * size))
+    assert shard.tolist() == [2.0 * size * rank, (2.0 * rank + 1) * size]
+    gathered.zero_()
+    world.all_gather_single(gathered, shard)
+    assert gathered.tolist() == [size * i for i in range(2 * size)]
     world.barrier()
+
+
+def exchange_batches() -> None:
+    """Two messages to the next rank and one to every other; in the next batch rank 0 has nothing to send or receive."""
+    world = groups.group_of()
+    rank, size = world.rank, world.size
+    after, before = (rank + 1) % size, (rank - 1) % size
+    first, second, third = torch.zeros(2), torch.zeros(3), torch.zeros(1)
+    sends = [(torch.full((2,), 10.0 + rank), after), (torch.full((3,), 20.0 + rank), after)]
+    sends.append((torch.full((1,), 30.0 + rank), before))
+    for work in world.start_exchange(sends, [(first, before), (second, before), (third, after)], tag=8):
+        work.wait()
+    assert (first[0], second[0], third[0]) == (10 + before, 20 + before, 30 + after)
+    assert world.start_exchange([], []) == []
+    if rank:
+        for work in world.start_exchange([(first, 3 - rank)], [(second[:2], 3 - rank)]):
+            work.wait()
+        assert second[0] == 10 + (3 - rank - 1) % size
+
+
+def refuse() -> list[str]:
+    """What each kind of wait raises: no answer in time, a member that has left, members that don't meet."""
+    world, seen = groups.group_of(), []
+    impatient = world.duplicate(timeout=1.0)
+    if world.rank == 1:
+        store = dist.distributed_c10d._get_default_store()
+        with pytest.raises(CommTimeout) as met:
+            groups.build(PrefixStore("nobody", store), [0, 1], 1, device=CPU, timeout=0.5)
+        seen.append(str(met.value))
+    if world.rank == 0:
+        work = impatient.start_all_reduce(torch.ones(1))
+        with pytest.raises(CommTimeout):
+            work.wait(limit=0.05)
+        assert not work.done()
+        for wait in (work.wait, lambda: work.wait(limit=30.0)):
+            with pytest.raises(CommTimeout) as late:
+                wait()
+            seen.append(str(late.value))
+    world.barrier()
+    # The group is closed by its timeout: on the others, nothing will ever come.
+    with pytest.raises((ConnectionLost, CommTimeout)):
+        impatient.receive(torch.ones(1), (world.rank + 1) % world.size).wait()
+    with pytest.raises((ConnectionLost, CommTimeout)):
+        impatient.all_reduce(torch.ones(1))
+    world.barrier()
+    return seen
 
 
 def split() -> None:
@@ -68,16 +121,16 @@ def rebuild() -> None:
     total = torch.ones(1)
     first.all_reduce(total)
     assert total.item() == size
+    message = first.receive(torch.ones(1), (rank + 1) % size)
     if rank == size - 1:
         first.abort()  # as if it had gone away while the others wait
     else:
         pending = first.start_all_reduce(torch.ones(1))
         time.sleep(0.2)
         first.abort()
-        with pytest.raises(RuntimeError):
-            pending.wait()
-        with pytest.raises(RuntimeError):
-            first.all_reduce(torch.ones(1))
+        for wait in (pending.wait, message.wait, lambda: first.all_reduce(torch.ones(1))):
+            with pytest.raises(ConnectionLost):
+                wait()
     if rank == size - 1:
         return
     second = groups.build(PrefixStore("generation-1", store), range(size - 1), rank, device=CPU, timeout=60.0)
@@ -86,9 +139,30 @@ def rebuild() -> None:
     assert total.item() == size - 1
 
 
-@pytest.mark.parametrize("check", [exchange, split, rebuild])
+@pytest.mark.parametrize("check", [exchange, exchange_batches, split, rebuild])
 def test_on_ranks(check):
     run_ranks(3, check)
+
+
+def test_what_waits_raises_by_type():
+    first, second, _ = run_ranks(3, refuse)
+    assert first == ["no answer within 1 s"] * 2
+    assert second == ["the 2 ranks of a group did not meet within 0.5 s"]
+
+
+def wrap_here_and_there() -> None:
+    """Ranks may wrap the default group as often as they like: only groups that are split off count."""
+    for _ in range(dist.get_rank()):
+        groups.group_of()
+    pair = groups.group_of().duplicate()
+    assert groups.group_of(pair) is pair
+    total = torch.ones(1)
+    pair.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+
+
+def test_a_group_may_be_wrapped_on_some_ranks_only():
+    run_ranks(2, wrap_here_and_there)
 
 
 def test_a_rank_alone_exchanges_nothing():

@@ -4,11 +4,11 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from torusgd.comm.allreduce import create
 from torusgd.comm.base import CommTimeout
-from torusgd.comm.connection import new_group
+from torusgd.comm.groups import group_of
+from torusgd.comm.liveness import LateRank, NoLiveness, StepLimit
 from torusgd.comm.monitor import Monitor, hidden_share
 
 from .gloo_world import run_ranks
@@ -52,30 +52,77 @@ def test_the_way_ends_when_the_sum_is_there_with_every_engine():
             assert 0 < waited <= total - 0.2
 
 
+class Calls:
+    """A `Liveness` that finds rank 1 late from the second time that it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def progress(self, phase: str, step: int, unit: int) -> None:
+        raise AssertionError("a wait makes no progress")
+
+    def late(self) -> list[LateRank]:
+        self.asked += 1
+        return [LateRank("no heartbeat for 9 s", 1, "a1", "forward", 3)] if self.asked > 1 else []
+
+
 def wait_for_a_rank_that_sleeps(names: list[str]) -> list[str]:
-    told = []
+    """Rank 0 gives up once its liveness names rank 1, which sleeps until then; then it waits for it after all."""
+    world, seen = group_of(), []
     for allreduce in [create(name) for name in names]:
-        time.sleep(2.5 * dist.get_rank())
         monitor = Monitor()
-        work = monitor.over(allreduce).start(torch.ones(10))
-        if dist.get_rank() == 0:
-            monitor.limit = 1.0
+        monitor.liveness = calls = Calls()
+        if world.rank == 0:
+            work = monitor.over(allreduce).start(torch.ones(10))
             with pytest.raises(CommTimeout) as caught:
                 work.wait()
-            told.append(str(caught.value))
-            monitor.limit = None
+            assert caught.value.late == (LateRank("no heartbeat for 9 s", 1, "a1", "forward", 3),)
+            seen += [str(caught.value), str(calls.asked)]
+            world.send(torch.zeros(1), 1, tag=9).wait()
+        else:
+            world.receive(torch.zeros(1), 0, tag=9).wait()
+            work = monitor.over(allreduce).start(torch.ones(10))
+        monitor.liveness = NoLiveness()
         work.wait()
-    return told
+    return seen
 
 
-def test_a_rank_that_does_not_answer_is_overdue():
-    assert run_ranks(2, wait_for_a_rank_that_sleeps, ["native", "ring"])[0] == ["no answer within 1 s"] * 2
+def test_a_wait_ends_with_the_names_of_the_late_ranks():
+    line = "rank 1 on a1 in forward of step 3: no heartbeat for 9 s"
+    assert run_ranks(2, wait_for_a_rank_that_sleeps, ["native", "ring"])[0] == [line, "2"] * 2
 
 
-def timeouts() -> list[float]:
-    made = [new_group(None, "gloo", limit) for limit in (None, 7.0)]
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made]
+class Never:
+    """A message that never comes."""
+
+    def wait(self, limit: float | None = None) -> None:
+        assert limit is not None
+        time.sleep(limit)
+        raise CommTimeout("no answer")
+
+    def done(self) -> bool:
+        return False
+
+    def ended(self) -> float | None:
+        return None
 
 
-def test_a_new_group_waits_no_longer_than_the_one_it_is_made_from():
-    assert run_ranks(2, timeouts) == [[50.0, 7.0]] * 2
+def test_a_limit_of_the_caller_ends_a_wait_without_late_ranks():
+    with pytest.raises(CommTimeout, match="no answer"):
+        Monitor().watch(Never()).wait(limit=0.01)
+
+
+def test_a_step_limit_counts_from_the_wait_and_adds_the_work_before_it():
+    monitor = Monitor()
+    limit = StepLimit(monitor)
+    now = time.perf_counter()
+    monitor.last_wait, monitor.waits_since = now - 25.0, now - 10.0  # worked for 15 s, has waited for 10 s
+    assert limit.late() == []
+    limit.seconds = 0.0
+    assert limit.late() == []
+    monitor.last_wait = monitor.waits_since
+    assert [str(rank) for rank in limit.late()] == ["no answer within 0 s"]
+    monitor.liveness = limit
+    monitor.last_wait = time.perf_counter()
+    with pytest.raises(CommTimeout, match="no answer within 0 s"):
+        monitor.watch(Never()).wait()

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
-from torch.distributed.device_mesh import DeviceMesh
 
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
-from torusgd.comm.nccl import NcclEngine, carry_in_batches, torus_by_collectives
+from torusgd.comm.groups import group_of
+from torusgd.comm.nccl import NcclEngine, grid_axes, run_in_batches, torus_by_collectives
 
 
 def sum_of_ranks(length: int, ranks: int) -> torch.Tensor:
@@ -22,27 +22,34 @@ def addend(length: int) -> torch.Tensor:
 
 
 def collectives_on_every_grid() -> list[str]:
-    wrong, ranks = [], dist.get_world_size()
-    for grid in ((1, 6), (2, 3), (3, 2), (6, 1)):
-        mesh = DeviceMesh("cpu", torch.arange(ranks).view(grid), mesh_dim_names=("vertical", "horizontal"))
-        for length in (0, 1, 5, 12, 101):
-            for chunks in (1, 2, 5):
-                tensor = addend(length)
-                torus_by_collectives(tensor, mesh, chunks, [nullcontext, nullcontext])
-                if not tensor.equal(sum_of_ranks(length, ranks)):
-                    wrong.append(f"{grid}, {length}, {chunks}")
+    """On all six ranks, then on four of them: a torus needs no world of its own, and closing it harms nobody else."""
+    wrong, world = [], group_of()
+    for places, grids in ((range(6), ((1, 6), (2, 3), (3, 2), (6, 1))), (range(1, 5), ((2, 2), (1, 4)))):
+        group = world.subgroup(places)
+        for grid in grids if world.rank in places else ():
+            row, column = grid_axes(group, grid)
+            for length in (0, 1, 5, 12, 101):
+                for chunks in (1, 2, 5):
+                    tensor = torch.arange(length) + group.rank
+                    torus_by_collectives(tensor, row, column, chunks, [nullcontext, nullcontext])
+                    if not tensor.equal(sum_of_ranks(length, group.size)):
+                        wrong.append(f"{grid}, {length}, {chunks}")
+            row.close()
+            column.close()
+            group.barrier()
+    world.barrier()
     return wrong
 
 
 def batches_of_every_algorithm() -> list[str]:
-    wrong, ranks = [], dist.get_world_size()
+    wrong, group = [], group_of()
     for name in ("ring", "halving-doubling", "doubling", "direct", "torus:halving/ring", "hierarchical"):
         for length in (1, 5, 101):
             for chunks in (1, 3):
-                tensor, how = addend(length), parse_algorithm(name, ranks, chunks=chunks)
-                carry_in_batches(tensor, how.routes(dist.get_rank(), length), dist.group.WORLD)
-                if not tensor.equal(sum_of_ranks(length, ranks)):
-                    wrong.append(f"{how}, {length}")
+                tensor, algorithm = addend(length), parse_algorithm(name, group.size, chunks=chunks)
+                run_in_batches(tensor, algorithm.rounds(group.rank, length), group)
+                if not tensor.equal(sum_of_ranks(length, group.size)):
+                    wrong.append(f"{algorithm}, {length}")
     return wrong
 
 
@@ -62,7 +69,7 @@ def over_nccl_on_one_rank() -> list[str]:
     wrong, device = [], torch.device("cuda", 0)
     dist.destroy_process_group()
     dist.init_process_group("nccl", device_id=device)
-    engine = NcclEngine(dist.new_group(backend="nccl"), device)
+    engine = NcclEngine(group_of(device=device))
     for name in ("torus", "ring", "hierarchical"):
         for length in (1, 100_001):
             tensor = torch.arange(length, device=device)

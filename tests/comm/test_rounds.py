@@ -1,4 +1,4 @@
-"""The routes, run by a simulator: every rank ends with the sum, every message is received, none is in excess."""
+"""The rounds, run by a simulator: every rank ends with the sum, every message is received, none is in excess."""
 
 import math
 
@@ -34,7 +34,7 @@ PLANS = st.integers(1, 13).flatmap(
 def simulate(how: Algorithm, inputs: list[list]) -> list[list]:
     """Runs all ranks in step; values need only `+`. Fails on a message without a partner."""
     tensors = [list(values) for values in inputs]
-    carry_out([how.routes(rank, len(values)) for rank, values in enumerate(inputs)], tensors)
+    carry_out([how.rounds(rank, len(values)) for rank, values in enumerate(inputs)], tensors)
     return tensors
 
 
@@ -59,7 +59,7 @@ def carry_out(routes: list[list[list[Round]]], tensors: list[list]) -> None:
 
 
 def elements_sent(how: Algorithm, rank: int, length: int) -> int:
-    return sum(m.high - m.low for chunk in how.routes(rank, length) for turn in chunk for m in turn.sends)
+    return sum(m.high - m.low for chunk in how.rounds(rank, length) for turn in chunk for m in turn.sends)
 
 
 @settings(deadline=None, max_examples=300)
@@ -94,8 +94,8 @@ def test_a_torus_moves_a_shard_on_its_vertical_axis(rows, columns):
     how = parse_algorithm("torus", rows * columns, (rows, columns))
     for rank in range(rows * columns):
         horizontal, vertical = how.axes(rank)
-        sent = {m.peer: 0 for turn in how.routes(rank, length)[0] for m in turn.sends}
-        for turn in how.routes(rank, length)[0]:
+        sent = {m.peer: 0 for turn in how.rounds(rank, length)[0] for m in turn.sends}
+        for turn in how.rounds(rank, length)[0]:
             for m in turn.sends:
                 sent[m.peer] += m.high - m.low
         along = sum(n for peer, n in sent.items() if peer in horizontal.members)
@@ -117,7 +117,7 @@ def test_a_torus_moves_a_shard_on_its_vertical_axis(rows, columns):
     ],
 )
 def test_steps_follow_the_formula(name, ranks, steps):
-    assert len(parse_algorithm(name, ranks).routes(0, 1000)[0]) == steps
+    assert len(parse_algorithm(name, ranks).rounds(0, 1000)[0]) == steps
 
 
 def test_grids():

@@ -69,7 +69,7 @@ def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes():
         found = records(lab.run([str(HERE / "program_bytes.py"), str(length)], timeout=120))
     how = parse_algorithm("torus", 6, (2, 3))
     for rank, measured in enumerate(found):
-        sent = sum(m.high - m.low for turn in how.routes(rank, length)[0] for m in turn.sends)
+        sent = sum(m.high - m.low for turn in how.rounds(rank, length)[0] for m in turn.sends)
         assert measured["torus"][1] == pytest.approx(4 * sent, rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""The named algorithms: each gives every rank its routes for a tensor of a given length."""
+"""The named algorithms: each gives every rank its rounds for a tensor of a given length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,17 @@ from ..errors import UserError
 from .rounds import METHODS, Axis, Round, all_reduce, cut, hierarchical, reduce_scatter
 
 FLAT = {"ring": "ring", "halving-doubling": "halving", "doubling": "doubling", "direct": "direct"}
+"""algorithms along one axis of all ranks, and the method that each uses there"""
 GRIDS = ("torus", "hierarchical")
+"""algorithms on a grid, whose axes have methods of their own"""
 SCHEDULED = (*FLAT, *GRIDS)
+NAMES = ("auto", "native", *SCHEDULED)
+"""what an all-reduce may be called; `auto` measures and picks, `native` is the backend's own"""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How to sum one tensor: an algorithm, its grid, the method of each axis, and in how many chunks.
+    """A way to sum one tensor: the algorithm's name, its grid, the method of each axis, and the number of chunks.
 
     `grid` is (Y, X), vertical times horizontal; neighbours in rank order are neighbours on the horizontal axis. Flat
     algorithms have the grid (1, ranks). With `chunks` above 1 the chunks follow each other a round apart, so that the
@@ -29,13 +33,13 @@ class Algorithm:
 
     @property
     def name(self) -> str:
-        """What `plan` was given: the algorithm, with the methods of its axes where they are not rings."""
+        """What `parse_algorithm` was given: the algorithm, with the methods of its axes where they are not rings."""
         if self.algorithm in FLAT or self.vertical == self.horizontal == "ring":
             return self.algorithm
         both = self.vertical == self.horizontal
         return f"{self.algorithm}:{self.vertical}" + ("" if both else f"/{self.horizontal}")
 
-    def routes(self, rank: int, length: int) -> list[list[Round]]:
+    def rounds(self, rank: int, length: int) -> list[list[Round]]:
         """The rounds of `rank` for each chunk of a tensor of `length` elements."""
         edges = cut(0, length, self.chunks)
         horizontal, vertical = self.axes(rank)
@@ -63,7 +67,7 @@ class Algorithm:
 
 
 def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, chunks: int = 1) -> Algorithm:
-    """The plan of a named algorithm on `ranks` ranks.
+    """The algorithm of that name on `ranks` ranks.
 
     `torus` and `hierarchical` take a grid, by default the squarest with rows at least as long as columns, and after a
     colon the methods of the vertical and the horizontal axis, or one for both, rings by default. UserError where name,
@@ -74,7 +78,7 @@ def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, 
     """
     algorithm, _, methods = name.partition(":")
     if algorithm not in SCHEDULED or (methods and algorithm in FLAT):
-        raise UserError(f"allreduce {name}: unknown; one of auto, native, {', '.join(SCHEDULED)}")
+        raise UserError(f"allreduce {name}: unknown; one of {', '.join(NAMES)}")
     if grid is not None and grid[0] * grid[1] != ranks:
         raise UserError(
             f"grid {grid[0]}x{grid[1]}: has {grid[0] * grid[1]} places; give Y x X = {ranks} for {ranks} ranks"
@@ -110,5 +114,5 @@ def parse_grid(text: str) -> tuple[int, int]:
 
 
 def usual_chunks(size: int) -> int:
-    """Chunks for `size` bytes where nobody measured: pieces of 2 MiB, four at most."""
+    """Chunks for `size` bytes where nobody measured: of 2 MiB each, four at most."""
     return max(1, min(4, size >> 21))

@@ -1,28 +1,47 @@
-"""All-reduce algorithms by name, and the one that picks among them by measurement."""
+"""All-reduces by name, and the one that picks among the algorithms by measurement."""
 
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ..errors import UserError
-from .algorithms import GRIDS, SCHEDULED, Algorithm, parse_algorithm, usual_chunks
-from .base import AllReduce, Done, Work, check_tensor
-from .connection import Connection, connect
-from .native import NativeAllReduce
+from .algorithms import GRIDS, Algorithm, parse_algorithm, usual_chunks
+from .base import Done, Work, check_tensor
+from .connection import Connection, connect, hosts_of
+from .groups import Group, group_of
 from .profile import Profile, choose, explain, ranks_a_host
-from .tune import hosts_of, measure
+from .tune import measure
 
-__all__ = ["ALGORITHMS", "AllReduce", "Work", "create", "native"]
-
-ALGORITHMS = ("auto", "native", *SCHEDULED)
 _PROBE_SECONDS = 15.0
 
 
+class NativeAllReduce:
+    """The backend's own all_reduce on a group (None: all ranks); it makes no group of its own."""
+
+    name = "native"
+    explanation = "allreduce native: the backend's own"
+    profile: None = None
+    """nothing is chosen here"""
+
+    def __init__(self, group: Group | ProcessGroup | None = None) -> None:
+        self.group = group_of(group)
+
+    def start(self, tensor: torch.Tensor) -> Work:
+        """See `AllReduce`."""
+        check_tensor(tensor)
+        if self.group.size == 1 or tensor.numel() == 0:
+            return Done()
+        return self.group.start_all_reduce(tensor)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 class AlgorithmAllReduce:
-    """Sums by the plan that `choose` gives for a number of bytes, or natively where it gives None."""
+    """Sums by the algorithm that `choose` gives for a number of bytes, or natively where it gives None."""
 
     def __init__(
         self,
@@ -39,13 +58,17 @@ class AlgorithmAllReduce:
         """what `auto` chooses by"""
         self.connection, self._choose = connection, lru_cache(1024)(choose)
 
+    @property
+    def group(self) -> Group:
+        """The ranks, in a group of this all-reduce's own."""
+        return self.connection.group
+
     def start(self, tensor: torch.Tensor) -> Work:
         """See `AllReduce`."""
         check_tensor(tensor)
         if tensor.numel() == 0:
             return Done()
-        how = self._choose(tensor.numel() * tensor.element_size())
-        return self.connection.native.start(tensor) if how is None else self.connection.engine.run(tensor, how)
+        return self.connection.engine.run(tensor, self._choose(tensor.numel() * tensor.element_size()))
 
     def algorithm_for(self, size: int) -> Algorithm | None:
         """What runs for so many bytes; None for the backend's own all_reduce."""
@@ -56,7 +79,7 @@ class AlgorithmAllReduce:
         self.connection.close()
 
 
-def native(group: dist.ProcessGroup | None = None) -> NativeAllReduce:
+def native(group: Group | ProcessGroup | None = None) -> NativeAllReduce:
     """The backend's all_reduce; on one rank, or without torch.distributed, a no-op."""
     return NativeAllReduce(group)
 
@@ -66,19 +89,20 @@ def create(
     *,
     grid: tuple[int, int] | None = None,
     profile: Path | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group | ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     timeout: float | None = None,
 ) -> AlgorithmAllReduce | NativeAllReduce:
     """The all-reduce of that name over `group` (None: all ranks). Every rank of the group calls it.
 
     Args:
-        name: `auto`, `native`, `ring`, `halving-doubling`, `doubling`, `direct`, `torus` or `hierarchical`; the last
-            two take the methods of their axes, as `torus:halving/ring`, out of ring, halving, doubling and direct.
+        name: One of `algorithms.NAMES`; `torus` and `hierarchical` take the methods of their axes, as
+            `torus:halving/ring`, out of ring, halving, doubling and direct.
         grid: (vertical, horizontal), for `torus` and `hierarchical`; None: hosts times ranks a host, else the squarest.
         profile: For `auto`: a file of `torusgd tune`, read by the first rank; None, or one measured on other ranks: a
             probe of a few seconds.
-        device: Where the tensors live.
+        group: Of torch.distributed, or of `groups.build`.
+        device: Where the tensors live; a `Group` has its own device.
         timeout: Seconds that a message may take; None: what `group` allows.
 
     Returns:
@@ -86,15 +110,22 @@ def create(
 
     Raises:
         UserError: on every rank, where the name, the grid or the profile don't fit.
+        CommTimeout: The ranks did not meet in time.
+
+    >>> allreduce = create("ring")  # one rank: nothing to sum
+    >>> tensor = torch.ones(3)
+    >>> allreduce.start(tensor).wait()
+    >>> tensor.tolist()
+    [1.0, 1.0, 1.0]
     """
     if grid is not None and name.partition(":")[0] not in GRIDS:
         raise UserError(f"grid {grid[0]}x{grid[1]}: has a meaning for {' and '.join(GRIDS)}, not for {name}")
-    size = dist.get_world_size(group) if dist.is_initialized() else 1
+    ranks = group_of(group, device)
     if name not in ("auto", "native"):
-        parse_algorithm(name, size, grid)
-    if name == "native" or size == 1:
-        return NativeAllReduce(group)
-    return over(connect(group, device, timeout), name, grid, profile)
+        parse_algorithm(name, ranks.size, grid)
+    if name == "native" or ranks.size == 1:
+        return NativeAllReduce(ranks)
+    return over(connect(ranks, timeout=timeout), name, grid, profile)
 
 
 def over(
@@ -108,7 +139,7 @@ def over(
             name, connection, lambda n: choose(known, n, size).plan, explain(known, source), known
         )
     if grid is None and name.partition(":")[0] in GRIDS:
-        grid = _natural_grid(hosts_of(connection.control))
+        grid = _natural_grid(hosts_of(connection.group))
     why = f"allreduce {parse_algorithm(name, size, grid)}: as asked for"
     return AlgorithmAllReduce(name, connection, lambda n: parse_algorithm(name, size, grid, usual_chunks(n)), why)
 
@@ -127,24 +158,12 @@ def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:
             text = Profile.load(path).model_dump_json()
         except UserError as error:
             text = f"!{error}"
-    text = _from_first(text, connection)
+    text = connection.group.broadcast_text(text)
     if text.startswith("!"):
         raise UserError(text[1:])
     if text:
         known = Profile.parse(text)
-        if known.hosts == hosts_of(connection.control) and known.timings:
+        if known.hosts == hosts_of(connection.group) and known.timings:
             return known, f"from {path}"
     source = "probed just now" if path is None else f"probed just now, for {path} is of other ranks"
     return measure(connection, _PROBE_SECONDS, short=True), source
-
-
-def _from_first(text: str, connection: Connection) -> str:
-    """The first rank's text, on every rank."""
-    encoded = text.encode()
-    length = torch.tensor([len(encoded)])
-    dist.broadcast(length, group=connection.control, group_src=0)
-    data = torch.zeros(int(length), dtype=torch.uint8)
-    if connection.rank == 0:
-        data.copy_(torch.tensor(list(encoded), dtype=torch.uint8))
-    dist.broadcast(data, group=connection.control, group_src=0)
-    return bytes(data.tolist()).decode()

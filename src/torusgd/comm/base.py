@@ -1,39 +1,67 @@
-"""What an all-reduce is to its users: `start` it on a tensor, `wait` for it later."""
+"""What an all-reduce is to its users: `start` it on a tensor, `wait` for it later; and what a wait may raise."""
 
 import time
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from .algorithms import Algorithm
+from .liveness import LateRank
 from .rounds import Round
 
 
-class CommTimeout(RuntimeError):
-    """A message has not come within the seconds that `Work.wait` was given: a rank is frozen or cut off."""
+class CommError(RuntimeError):
+    """Ranks could not exchange a message: the reason lies with another rank or the network, not with the caller.
+
+    Whatever waits in `torusgd.comm` raises one of its subclasses, and no bare error of Gloo or NCCL. The all-reduce and
+    its group are of no more use afterwards.
+    """
+
+
+class CommTimeout(CommError):
+    """A message has not come in time: a rank is frozen, late or cut off, or did not come to meet the others.
+
+    Args:
+        text: One line.
+        late: The ranks that are known to be late.
+    """
+
+    def __init__(self, text: str, late: Sequence[LateRank] = ()) -> None:
+        super().__init__(text)
+        self.late = tuple(late)
+
+
+class ConnectionLost(CommError):
+    """A connection was closed before its message came: a rank has ended, or has aborted its group."""
 
 
 @runtime_checkable
 class Work(Protocol):
-    """One all-reduce on its way."""
+    """A message, or a collective such as an all-reduce, on its way."""
 
     def wait(self, limit: float | None = None) -> None:
-        """Returns when the tensor holds the sum (CUDA: when the current stream will); raises what went wrong.
+        """Returns when the result is there (CUDA: when the current stream will have it).
 
-        After `limit` seconds (None: after the group's timeout) it raises CommTimeout, and the all-reduce is of no more
-        use; NCCL, where nothing is waited for on the host, has the group's timeout alone.
+        Args:
+            limit: Seconds after which it gives up waiting, and may be called again; None: the timeout of the group.
+                Where nothing is waited for on the host, as with NCCL, it has no meaning.
+
+        Raises:
+            CommTimeout: Nothing came in time.
+            ConnectionLost: Nothing will come.
         """
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
 
     def ended(self) -> float | None:
-        """After `wait`: when the sum was there (time.perf_counter); None where only a GPU's stream knows."""
+        """After `wait`: when the result was there (time.perf_counter); None where only a GPU's stream knows."""
 
 
 @runtime_checkable
 class AllReduce(Protocol):
-    """Sums tensors over the ranks of a process group.
+    """Sums tensors over the ranks of a group.
 
     Every rank calls `start` with equal shapes and dtypes in the same order; several may be on their way at a time.
     """
@@ -48,19 +76,19 @@ class AllReduce(Protocol):
 
 
 class Engine(Protocol):
-    """Carries out plans: what the algorithms by name and the measurements stand on."""
+    """Runs algorithms on tensors of one device: what the all-reduces by name and the measurements stand on."""
 
     device: torch.device
     """where its tensors live"""
 
-    def run(self, tensor: torch.Tensor, plan: Algorithm) -> Work:
-        """Sums a 1-D contiguous tensor in place by a plan, the same on every rank."""
+    def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
+        """Sums a 1-D contiguous tensor in place by an algorithm, the same on every rank; None: the backend's own."""
 
-    def carry(self, tensor: torch.Tensor, routes: list[list[Round]]) -> Work:
-        """Carries out routes that are no plan's, as measurements do."""
+    def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
+        """Runs the rounds of each chunk, those of no named algorithm, as shards and measurements do."""
 
     def close(self) -> None:
-        """Ends what it began."""
+        """Ends what it began; its group stays open."""
 
 
 class Done:

@@ -1,20 +1,21 @@
 """Times all-reduces on the ranks at hand, one algorithm after another in turn, by the slowest rank."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ..errors import RunError, UserError
-from .algorithms import GRIDS, parse_algorithm
-from .allreduce import ALGORITHMS, over
-from .base import Done, Work
+from .algorithms import GRIDS, NAMES, parse_algorithm
+from .allreduce import native, over
+from .base import Work
 from .connection import Connection, connect
-from .tune import slowest, stopwatch
+from .groups import Group, group_of
 
 SIZES = tuple(1 << power for power in range(12, 25, 2))
 """bytes that are timed by default: 4 KiB to 16 MiB"""
@@ -49,34 +50,35 @@ class Record:
 
 def bench_allreduce(
     sizes: Sequence[int] = SIZES,
-    algorithms: Sequence[str] = ALGORITHMS,
+    algorithms: Sequence[str] = NAMES,
     *,
     grid: tuple[int, int] | None = None,
     profile: Path | None = None,
     repetitions: int = 7,
-    group: dist.ProcessGroup | None = None,
+    group: Group | ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Record]:
     """Times float32 all-reduces; every rank of `group` (None: all) calls it and gets the same records.
 
     At each size all algorithms are run in turn, `repetitions` times after one that warms up, from a barrier to the end
-    on the slowest rank. `native` is plain `torch.distributed.all_reduce`. Each result is checked.
+    on the slowest rank. `native` runs in the group that was given, as plain `torch.distributed.all_reduce` does. Each
+    result is checked.
 
     Raises:
         UserError: where an algorithm, the grid or a size doesn't fit.
         RunError: where a sum was wrong.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    caller = group_of(group, device)
+    if caller.size == 1:
         raise UserError("bench allreduce: one rank has nothing to sum; start it on several, such as with --workers 4")
     if any(size < 4 or size % 4 for size in sizes):
         raise UserError(f"sizes {', '.join(map(str, sizes))}: give multiples of 4 bytes")
-    ranks = dist.get_world_size(group)
     for name in algorithms:
         if name not in ("auto", "native"):
-            parse_algorithm(name, ranks, grid if name.partition(":")[0] in GRIDS else None)
-    connection = connect(group, device)
+            parse_algorithm(name, caller.size, grid if name.partition(":")[0] in GRIDS else None)
+    connection = connect(caller)
     try:
-        return _bench(connection, sizes, algorithms, grid, profile, repetitions, group)
+        return _bench(connection, sizes, algorithms, grid, profile, repetitions, caller)
     finally:
         connection.close()
 
@@ -88,18 +90,14 @@ def _bench(
     grid: tuple[int, int] | None,
     profile: Path | None,
     repetitions: int,
-    group: dist.ProcessGroup | None,
+    caller: Group,
 ) -> list[Record]:
-    def native(tensor: torch.Tensor) -> Work:
-        dist.all_reduce(tensor, group=group)
-        return Done()
-
     named = {
         name: over(connection, name, grid if name.partition(":")[0] in GRIDS else None, profile)
         for name in algorithms
         if name != "native"
     }
-    starts = [(name, named[name].start if name in named else native) for name in algorithms]
+    starts = [(name, named[name].start if name in named else native(caller).start) for name in algorithms]
     records = []
     for size in sizes:
         rows = []
@@ -107,20 +105,20 @@ def _bench(
             row = []
             for name, start in starts:
                 tensor = torch.ones(size // 4, device=connection.engine.device)
-                row.append(stopwatch(connection, start, tensor))
+                row.append(connection.stopwatch(partial(_sum, start, tensor)))
                 if not bool((tensor == connection.size).all()):
                     raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.rank}")
             rows.append(row)
-        flat = slowest(connection, [value for row in rows[1:] for value in row])
+        flat = connection.slowest([value for row in rows[1:] for value in row])
         for i, (name, _) in enumerate(starts):
-            times, how = flat[i :: len(starts)], named[name].algorithm_for(size) if name in named else None
+            times, chosen = flat[i :: len(starts)], named[name].algorithm_for(size) if name in named else None
             records.append(
                 Record(
                     algorithm=name,
                     bytes=size,
                     ranks=connection.size,
-                    grid=how.grid if how is not None and how.algorithm in GRIDS else None,
-                    runs="native" if how is None else str(how),
+                    grid=chosen.grid if chosen is not None and chosen.algorithm in GRIDS else None,
+                    runs="native" if chosen is None else str(chosen),
                     median_s=statistics.median(times),
                     min_s=min(times),
                     max_s=max(times),
@@ -128,3 +126,7 @@ def _bench(
                 )
             )
     return records
+
+
+def _sum(start: Callable[[torch.Tensor], Work], tensor: torch.Tensor) -> None:
+    start(tensor).wait()

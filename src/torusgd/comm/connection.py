@@ -1,77 +1,115 @@
-"""Connects the ranks of a group for all-reduces: an engine for their device, and the groups that it needs."""
+"""Connects the ranks of a group for all-reduces, and times what they do together."""
 
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from .base import Engine
-from .gloo import GlooEngine
-from .native import NativeAllReduce
+from .gloo import GlooEngine, StagedEngine
+from .groups import Group, group_of
 from .nccl import NcclEngine
-from .staged import StagedEngine
 
 
 @dataclass(frozen=True)
 class Connection:
-    """An engine over some ranks, the backend's own all_reduce over the same, and a Gloo group for agreements."""
+    """An engine, and the group of its own that it sends in; small CPU tensors may use the group between its calls."""
 
     engine: Engine
-    native: NativeAllReduce
-    control: dist.ProcessGroup
-    groups: tuple[dist.ProcessGroup, ...]
+    group: Group
 
     @property
     def rank(self) -> int:
         """This rank's place in the group."""
-        return dist.get_rank(self.control)
+        return self.group.rank
 
     @property
     def size(self) -> int:
         """Ranks of the group."""
-        return dist.get_world_size(self.control)
+        return self.group.size
+
+    def zeros(self, size: int) -> torch.Tensor:
+        """A float32 tensor of `size` bytes (at least one element) where the engine's tensors live."""
+        return torch.zeros(max(1, size // 4), device=self.engine.device)
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over the ranks: the same list everywhere."""
+        agreed = torch.tensor(values, dtype=torch.float64)
+        self.group.all_reduce(agreed, maximum=True)
+        return agreed.tolist()
+
+    def stopwatch(self, run: Callable[[], object]) -> float:
+        """Seconds on this rank from a barrier to the end of `run()`, once its device has done all that it was given."""
+        self.group.barrier()
+        begin = time.perf_counter()
+        run()
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)
+        return time.perf_counter() - begin
 
     def close(self) -> None:
-        """Ends the engine and destroys the groups; every rank calls it, with nothing on its way."""
+        """Ends the engine and the group; every rank calls it, with nothing on its way."""
         self.engine.close()
-        for group in self.groups:
-            dist.destroy_process_group(group)
+        self.group.close()
 
 
 def connect(
-    group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu", timeout: float | None = None
+    group: Group | ProcessGroup | None = None, device: torch.device | str = "cpu", timeout: float | None = None
 ) -> Connection:
-    """Connects the ranks of `group` (None: all ranks), each of which calls it.
+    """Connects the ranks of a group (None: all ranks), each of which calls it, by a group of their own.
 
     Gloo carries CPU tensors. CUDA tensors go over NCCL where the group has it, else over Gloo by way of the host.
-    `timeout` is how many seconds a message may take; None: what `group` allows.
+
+    Args:
+        group: At least two ranks.
+        device: Where the tensors live; a `Group` has its own device.
+        timeout: Seconds that a message may take; None: what `group` allows.
+
+    Raises:
+        CommTimeout: The ranks did not meet in time.
     """
-    target = torch.device(device)
-    control = new_group(group, "gloo", timeout)
-    if target.type == "cpu":
-        return Connection(GlooEngine(control), NativeAllReduce(group), control, (control,))
-    if "nccl" not in dist.get_backend_config(group):
-        return Connection(StagedEngine(GlooEngine(control), target), NativeAllReduce(group), control, (control,))
-    own = new_group(group, "nccl", timeout)
-    return Connection(NcclEngine(own, target), NativeAllReduce(group), control, (control, own))
+    own = group_of(group, device).duplicate(timeout)
+    if own.device.type == "cpu":
+        return Connection(GlooEngine(own), own)
+    if own.has_nccl:
+        return Connection(NcclEngine(own), own)
+    return Connection(StagedEngine(GlooEngine(own), own.device), own)
 
 
-def new_group(group: dist.ProcessGroup | None, backend: str, timeout: float | None) -> dist.ProcessGroup:
-    """A new group of the same ranks, so that its messages have connections of their own.
+def hosts_of(group: Group) -> tuple[int, ...]:
+    """The host of each rank, numbered by first appearance; network namespaces count as hosts of their own."""
+    try:
+        namespace = os.readlink("/proc/self/ns/net")
+    except OSError:
+        namespace = ""
+    name = _number(f"{socket.gethostname()} {_machine()} {namespace}")
+    names = [int(other) for other in group.all_gather(torch.tensor([name]))]
+    order = list(dict.fromkeys(names))
+    return tuple(order.index(name) for name in names)
 
-    Without a `timeout` it has that of `group`: torch's own is half an hour, whatever the default group has.
-    """
-    limit = _timeout_of(group) if timeout is None else timedelta(seconds=timeout)
-    if group is None or group == dist.group.WORLD:
-        return dist.new_group(timeout=limit, backend=backend)
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=True)
+
+def ranks_a_core(group: Group, count: int) -> float:
+    """Of the first `count` ranks, on the machine that has most of them for its cores; network namespaces share one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    everyone = [other.tolist() for other in group.all_gather(torch.tensor([_number(_machine()), cores]))]
+    machines = [machine for machine, _ in everyone[:count]]
+    return max(machines.count(machine) / its_cores for machine, its_cores in everyone[:count])
 
 
-def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    parent = dist.group.WORLD if group is None else group
-    assert parent is not None
-    device = torch.device("cuda" if "nccl" in dist.get_backend_config(parent) else "cpu")
-    limit: timedelta = parent._get_backend(device).options._timeout
-    return limit
+def _machine() -> str:
+    """The kernel that this process runs on: of containers and network namespaces on one machine the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
+
+
+def _number(text: str) -> int:
+    """A text as a number that a tensor can hold."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

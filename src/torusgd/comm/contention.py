@@ -4,23 +4,17 @@ Two measurements of `tune`, with a small convolutional network as the work. They
 share, so that a plan need not know it: eight ranks on two cores are found four times as slow as one, or slower.
 """
 
-import hashlib
 import math
-import os
-import socket
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .algorithms import Algorithm
 from .base import Work
-from .connection import Connection
+from .connection import Connection, ranks_a_core
 from .profile import Crowd, InStep
 
 Start = Callable[[torch.Tensor], Work]
@@ -59,12 +53,13 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     task.run(_TASKS)
     turns = [[_compute(connection, task, _TASKS, count) for count in counts] for _ in range(repetitions)]
     ratios = [statistics.median(turn[i] / turn[0] for turn in turns) for i in range(len(counts))]
-    least = [max(1.0, _ranks_a_core(connection, count)) for count in counts]
+    on_cores = connection.engine.device.type == "cpu"
+    least = [max(1.0, ranks_a_core(connection.group, count) if on_cores else 0.0) for count in counts]
     pairs = zip(counts[1:], ratios[1:], least[1:], strict=True)
     return tuple(Crowd(ranks=count, slowdown=max(ratio, bound)) for count, ratio, bound in pairs)
 
 
-def in_step(connection: Connection, how: Algorithm | None, size: int, seconds: float) -> InStep:
+def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seconds: float) -> InStep:
     """What an all-reduce of `size` bytes adds to a computation that hides it, and to one that it follows.
 
     Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still
@@ -74,13 +69,13 @@ def in_step(connection: Connection, how: Algorithm | None, size: int, seconds: f
 
     Args:
         connection: Between the ranks.
-        how: The plan; None: natively.
+        algorithm: None: the backend's own.
         size: Bytes.
         seconds: To spend on computations without, with and between all-reduces in turn, of which there are 1 to 9 each.
     """
     task = _Task(connection.engine.device, images=4)
     tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]
-    start: Start = connection.native.start if how is None else partial(connection.engine.run, plan=how)
+    start: Start = partial(connection.engine.run, algorithm=algorithm)
     _between(connection, start, tensors, task, _MESSAGES)
     at_once = _beside(connection, start, tensors, task, 0)
     one = _compute(connection, task, _MESSAGES, connection.size) / _MESSAGES
@@ -97,59 +92,36 @@ def in_step(connection: Connection, how: Algorithm | None, size: int, seconds: f
 
 def _compute(connection: Connection, task: _Task, tasks: int, count: int) -> float:
     """Seconds of the slowest of the first `count` ranks, the same number everywhere."""
-    dist.barrier(connection.control)
-    begin = time.perf_counter()
-    if connection.rank < count:
-        task.run(tasks)
-    return _slowest(connection, begin)
+
+    def compute() -> None:
+        if connection.rank < count:
+            task.run(tasks)
+
+    return connection.slowest([connection.stopwatch(compute)])[0]
 
 
 def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
     """Seconds of so many tasks and all-reduces that begin during the first half, on the slowest rank."""
     share = tasks // 2 // len(tensors)
-    dist.barrier(connection.control)
-    begin = time.perf_counter()
-    sent = []
-    for tensor in tensors:
-        task.run(share)
-        sent.append(start(tensor))
-    task.run(tasks - len(tensors) * share)
-    for message in sent:
-        message.wait()
-    return _slowest(connection, begin)
+
+    def compute() -> None:
+        sent = []
+        for tensor in tensors:
+            task.run(share)
+            sent.append(start(tensor))
+        task.run(tasks - len(tensors) * share)
+        for message in sent:
+            message.wait()
+
+    return connection.slowest([connection.stopwatch(compute)])[0]
 
 
 def _between(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
     """Seconds of as many tasks before each all-reduce, which is waited for, on the slowest rank."""
-    dist.barrier(connection.control)
-    begin = time.perf_counter()
-    for tensor in tensors:
-        task.run(tasks // len(tensors))
-        start(tensor).wait()
-    return _slowest(connection, begin)
 
+    def compute() -> None:
+        for tensor in tensors:
+            task.run(tasks // len(tensors))
+            start(tensor).wait()
 
-def _ranks_a_core(connection: Connection, count: int) -> float:
-    """Of the first `count` ranks, on the machine that has most of them for its cores; network namespaces share one."""
-    if connection.engine.device.type != "cpu":
-        return 0.0
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        machine = socket.gethostname()
-    name = int.from_bytes(hashlib.sha256(machine.encode()).digest()[:7], "big")
-    mine = torch.tensor([name, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()])
-    everyone = [torch.zeros_like(mine) for _ in range(connection.size)]
-    dist.all_gather(everyone, mine, connection.control)
-    names = [int(other[0]) for other in everyone[:count]]
-    return max(names.count(int(other[0])) / int(other[1]) for other in everyone[:count])
-
-
-def _slowest(connection: Connection, begin: float) -> float:
-    """Seconds since `begin` on the rank that ends last, once its device has done its work."""
-    device = connection.engine.device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, connection.control)
-    return float(seconds)
+    return connection.slowest([connection.stopwatch(compute)])[0]

@@ -67,7 +67,7 @@ def _load(plan: Algorithm, hosts: tuple[int, ...]) -> Load:
     named = sorted(set(hosts))
     counted = {*named[:2], named[len(named) // 2], named[-1]}
     ranks = [rank for rank, host in enumerate(hosts) if host in counted]
-    routes = [plan.routes(rank, _UNIT)[0] for rank in ranks]
+    routes = [plan.rounds(rank, _UNIT)[0] for rank in ranks]
     loads = [_round(ranks, turns, hosts) for turns in zip(*routes, strict=True)]
     return Load(
         sum(1 for load in loads if load.rounds_inside),

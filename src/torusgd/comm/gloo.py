@@ -1,43 +1,53 @@
-"""Runs routes over a Gloo group: point-to-point messages between CPU tensors, in the background.
+"""Runs rounds over a Gloo group: point-to-point messages between CPU tensors, in the background.
 
-A Gloo send waits until the receiver has announced its buffer; so all receives of an all-reduce are posted when it
-starts, and every round but the first costs one latency instead of two. Messages carry tags that both sides derive from
-the order of calls, so several all-reduces, and the chunks of one, are on their way at the same time.
+A Gloo send waits until the receiver has announced its buffer. So all receives of an all-reduce are posted when it
+starts, and every round but the first costs one latency instead of two. Several all-reduces, and the chunks of one, are
+on their way at the same time: both sides of a message derive its tag from the order of calls, the round and the chunk.
+
+CUDA tensors travel by way of pinned memory of the host (`StagedEngine`).
 """
 
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from .algorithms import Algorithm
 from .base import CommTimeout, Work
+from .groups import Group
 from .rounds import Message, Round
 
 LANES = 2
 """threads that carry messages; an all-reduce stays in one lane, so that a short one need not wait for a long one"""
-_PLANS_KEPT = 256
-_TRIPS = 1 << 12
+_SCHEDULES_KEPT = 256
+_SUMS_AT_ONCE = 1 << 12
 _TAGS = 1 << 18
-"""tags a trip: two for each round of each chunk; trips that are on their way together have different ones"""
+"""tags of one sum: two for each round of each chunk; the last _SUMS_AT_ONCE sums have different ones"""
+
+Tagged = tuple[tuple[Message, int], ...]
+"""messages, each with its tag within the sum"""
 
 
 class _Turn(NamedTuple):
-    """Receives of one chunk's round, then the sends of its next one; messages with their tags."""
+    """What a lane does without a pause for one chunk: it takes a round's receives, then begins the next round's sends.
+
+    The sends of a round need the sums of the round before it and nothing else. So this is the unit in which chunks take
+    turns: between two turns of a chunk only messages are awaited.
+    """
 
     chunk: int
-    adds: tuple[tuple[Message, int], ...]
-    copies: tuple[tuple[Message, int], ...]
+    adds: Tagged
+    copies: Tagged
     rewrites: bool
-    """adds to what the round itself sent"""
-    sends: tuple[tuple[Message, int], ...]
+    """the round adds to elements that it also sent: those sends must have ended before"""
+    sends: Tagged
 
 
-def _tagged(messages: tuple[Message, ...], base: int) -> tuple[tuple[Message, int], ...]:
-    """Two messages of a round between the same ranks (a run of blocks that wraps) keep their order by tag."""
+def _tagged(messages: tuple[Message, ...], base: int) -> Tagged:
+    """A round has up to two messages between the same ranks (a run of blocks that wraps around): base and base + 1."""
     seen: dict[int, int] = {}
     tagged = []
     for message in messages:
@@ -46,87 +56,96 @@ def _tagged(messages: tuple[Message, ...], base: int) -> tuple[tuple[Message, in
     return tuple(tagged)
 
 
-def _weave(routes: list[list[Round]]) -> list[_Turn]:
-    """The turns of all chunks in one order, the same on every rank: round r of chunk c belongs to wave r + c.
+def _weave(rounds: list[list[Round]]) -> list[_Turn]:
+    """The turns of all chunks in one order: round r of chunk c belongs to wave r + c, and waves follow each other.
 
-    The common order keeps ranks that wait for each other from waiting in a circle.
+    So the chunks are a round apart: while one waits for a message, the next adds up what it has received. The order is
+    the same on every rank, which keeps ranks from waiting for each other in a circle: the first turn that any rank has
+    not done yet needs only sends of earlier turns, and those have begun.
+
+    A message has the same tag on both sides, since both find it in the same round of the same chunk: twice that turn's
+    number, plus 1 for the second message between two ranks.
     """
-    rounds, chunks = len(routes[0]), len(routes)
-    assert 2 * (rounds + 2) * chunks <= _TAGS
+    length, chunks = len(rounds[0]), len(rounds)
+    assert 2 * (length + 2) * chunks <= _TAGS
     turns = []
-    for wave in range(-1, rounds + chunks - 1):
-        for chunk, route in enumerate(routes):
-            now = wave - chunk
-            if not -1 <= now < rounds:
+    for wave in range(-1, length + chunks - 1):
+        for chunk, its_rounds in enumerate(rounds):
+            number = wave - chunk
+            if not -1 <= number < length:
                 continue
-            done = route[now] if now >= 0 else Round()
-            following = route[now + 1] if now + 1 < rounds else Round()
-            base = 2 * ((now + 1) * chunks + chunk)
-            rewrites = any(s.low < a.high and a.low < s.high for s in done.sends for a in done.adds)
-            adds, copies = _tagged(done.adds, base), _tagged(done.copies, base)
+            # Turn -1 has only sends, those of round 0; the last turn has none.
+            received = its_rounds[number] if number >= 0 else Round()
+            following = its_rounds[number + 1] if number + 1 < length else Round()
+            base = 2 * ((number + 1) * chunks + chunk)
+            rewrites = any(s.low < a.high and a.low < s.high for s in received.sends for a in received.adds)
+            adds, copies = _tagged(received.adds, base), _tagged(received.copies, base)
             turn = _Turn(chunk, adds, copies, rewrites, _tagged(following.sends, base + 2 * chunks))
             if turn.adds or turn.copies or turn.sends:
                 turns.append(turn)
     return turns
 
 
-class _Trip:
-    """One tensor on its way, all its receives posted."""
+class _Sum:
+    """The work of one tensor, with all its receives posted: `run` in a lane, `wait` on the caller's thread."""
 
-    def __init__(self, engine: "GlooEngine", tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
-        self._engine, self._tensor, self._turns, self._tag = engine, tensor, turns, tag
+    def __init__(self, group: Group, tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
+        self._group, self._tensor, self._turns, self._tag = group, tensor, turns, tag
         self._finished = threading.Event()
         self._error: Exception | None = None
         self._ended = 0.0
         elements = sum(m.high - m.low for turn in turns for m, _ in turn.adds)
         scratch = torch.empty(elements, dtype=tensor.dtype)
         free = 0
-        self._received: list[list[tuple[dist.Work, torch.Tensor | None, torch.Tensor]]] = []
+        self._received: list[list[tuple[Work, torch.Tensor | None, torch.Tensor]]] = []
+        """for each turn: the receive, the scratch memory that it fills if it is to be added, and its elements"""
         for turn in turns:
-            received: list[tuple[dist.Work, torch.Tensor | None, torch.Tensor]] = []
+            received: list[tuple[Work, torch.Tensor | None, torch.Tensor]] = []
             for message, nth in turn.adds:
                 target = scratch[free : free + message.high - message.low]
                 free += target.numel()
-                received.append((engine.receive(target, message.peer, tag + nth), target, self._piece(message)))
+                received.append((group.receive(target, message.peer, tag + nth), target, self._elements(message)))
             for message, nth in turn.copies:
-                # Safe before our own turn: a final piece can't come before what we sent of it has arrived.
-                piece = self._piece(message)
-                received.append((engine.receive(piece, message.peer, tag + nth), None, piece))
+                # Straight into the tensor, before our own turn: a final sum of these elements can't come before what we
+                # sent of them has arrived.
+                elements_in_place = self._elements(message)
+                received.append((group.receive(elements_in_place, message.peer, tag + nth), None, elements_in_place))
             self._received.append(received)
 
-    def _piece(self, message: Message) -> torch.Tensor:
+    def _elements(self, message: Message) -> torch.Tensor:
         return self._tensor[message.low : message.high]
 
     def run(self) -> None:
-        """Carries the messages, in a lane."""
+        """Sends, receives and adds, turn by turn."""
         try:
-            self._go()
+            self._run_turns()
         except Exception as error:
             self._error = error
         self._received = []
         self._ended = time.perf_counter()
         self._finished.set()
 
-    def _go(self) -> None:
-        sent: dict[int, list[dist.Work]] = {turn.chunk: [] for turn in self._turns}
+    def _run_turns(self) -> None:
+        sent: dict[int, list[Work]] = {turn.chunk: [] for turn in self._turns}
         for turn, received in zip(self._turns, self._received, strict=True):
             if turn.rewrites:
                 while sent[turn.chunk]:
                     sent[turn.chunk].pop().wait()
-            for work, scratch, piece in received:
+            for work, scratch, elements in received:
                 work.wait()
                 if scratch is not None:
-                    piece.add_(scratch)
-            sent[turn.chunk] += [self._engine.send(self._piece(m), m.peer, self._tag + nth) for m, nth in turn.sends]
+                    elements.add_(scratch)
+            for message, nth in turn.sends:
+                sent[turn.chunk].append(self._group.send(self._elements(message), message.peer, self._tag + nth))
         for works in sent.values():
             for work in works:
                 work.wait()
 
     def wait(self, limit: float | None = None) -> None:
         if not self._finished.wait(limit):
-            raise CommTimeout
+            raise CommTimeout(f"no answer within {limit:.3g} s")
         if self._error is not None:
-            raise RuntimeError(f"all-reduce failed: {self._error}") from self._error
+            raise self._error
 
     def done(self) -> bool:
         return self._finished.is_set()
@@ -136,7 +155,7 @@ class _Trip:
 
 
 class GlooEngine:
-    """Carries messages between the ranks of a Gloo group that nothing else sends in.
+    """Sums CPU tensors over a Gloo group in which nothing else sends messages; collectives may go on beside it.
 
     Every rank makes the same calls in the same order. A message that takes longer than the group's timeout makes `wait`
     raise, and the engine is of no more use.
@@ -144,45 +163,34 @@ class GlooEngine:
 
     device = torch.device("cpu")
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._rank = dist.get_rank(group)
-        self._woven: dict[tuple[Algorithm, int], list[_Turn]] = {}
+        self._schedules: dict[tuple[Algorithm, int], list[_Turn]] = {}
         self._started = 0
-        self._lanes = [queue.SimpleQueue[_Trip | None]() for _ in range(LANES)]
-        self._threads = [threading.Thread(target=_work, args=(lane,), daemon=True) for lane in self._lanes]
+        self._lanes = [queue.SimpleQueue[_Sum | None]() for _ in range(LANES)]
+        self._threads = [threading.Thread(target=_run_lane, args=(lane,), daemon=True) for lane in self._lanes]
         for thread in self._threads:
             thread.start()
 
-    def run(self, tensor: torch.Tensor, plan: Algorithm) -> Work:
-        """Sums a 1-D contiguous tensor in place by a plan, the same on every rank."""
-        key = plan, tensor.numel()
-        if key not in self._woven:
-            if len(self._woven) == _PLANS_KEPT:
-                self._woven.clear()
-            self._woven[key] = _weave(plan.routes(self._rank, tensor.numel()))
-        return self._depart(tensor, self._woven[key])
+    def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
+        """See `Engine`."""
+        if algorithm is None:
+            return self._group.start_all_reduce(tensor)
+        key = algorithm, tensor.numel()
+        if key not in self._schedules:
+            if len(self._schedules) == _SCHEDULES_KEPT:
+                self._schedules.clear()
+            self._schedules[key] = _weave(algorithm.rounds(self._group.rank, tensor.numel()))
+        return self._start(tensor, self._schedules[key])
 
-    def carry(self, tensor: torch.Tensor, routes: list[list[Round]]) -> Work:
-        """Carries out routes that are no plan's, as measurements do."""
-        return self._depart(tensor, _weave(routes))
+    def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
+        """See `Engine`."""
+        return self._start(tensor, _weave(rounds))
 
-    def _depart(self, tensor: torch.Tensor, turns: list[_Turn]) -> Work:
-        trip = _Trip(self, tensor, turns, self._started % _TRIPS * _TAGS)
-        self._lanes[self._started % LANES].put(trip)
+    def _start(self, tensor: torch.Tensor, turns: list[_Turn]) -> Work:
+        work = _Sum(self._group, tensor, turns, self._started % _SUMS_AT_ONCE * _TAGS)
+        self._lanes[self._started % LANES].put(work)
         self._started += 1
-        return trip
-
-    def send(self, piece: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Sends to a rank of the group."""
-        work = dist.isend(piece, group=self._group, tag=tag, group_dst=peer)
-        assert work is not None
-        return work
-
-    def receive(self, target: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Posts a receive from a rank of the group."""
-        work = dist.irecv(target, group=self._group, tag=tag, group_src=peer)
-        assert work is not None
         return work
 
     def close(self) -> None:
@@ -193,6 +201,87 @@ class GlooEngine:
             thread.join()
 
 
-def _work(lane: "queue.SimpleQueue[_Trip | None]") -> None:
-    while (trip := lane.get()) is not None:
-        trip.run()
+def _run_lane(lane: "queue.SimpleQueue[_Sum | None]") -> None:
+    while (work := lane.get()) is not None:
+        work.run()
+
+
+class _Staged:
+    """The work of one CUDA tensor: `begin` on the engine's thread, `wait` on the caller's."""
+
+    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, start: Callable[[torch.Tensor], Work]) -> None:
+        self._tensor, self._host, self._start = tensor, host, start
+        self._copied = torch.cuda.current_stream(tensor.device).record_event()
+        self._begun = threading.Event()
+        self._work: Work | None = None
+        self._error: Exception | None = None
+        self._returned = False
+
+    def begin(self) -> None:
+        """Starts the sum as soon as the host has the values."""
+        try:
+            self._copied.synchronize()
+            self._work = self._start(self._host)
+        except Exception as error:
+            self._error = error
+        self._begun.set()
+
+    def wait(self, limit: float | None = None) -> None:
+        if not self._begun.wait(limit):
+            raise CommTimeout(f"no answer within {limit:.3g} s")
+        if self._error is not None:
+            raise self._error
+        assert self._work is not None
+        self._work.wait(limit)
+        if not self._returned:
+            self._returned = True
+            self._tensor.copy_(self._host, non_blocking=True)
+
+    def done(self) -> bool:
+        return self._begun.is_set() and (self._work is None or self._work.done())
+
+    def ended(self) -> float | None:
+        return None if self._work is None else self._work.ended()
+
+
+class StagedEngine:
+    """Sums CUDA tensors by a Gloo engine: each is copied to pinned memory of the host, summed there, and copied back.
+
+    A thread waits for the copies, so that the caller need not; sums start in the order of calls.
+    """
+
+    def __init__(self, engine: GlooEngine, device: torch.device) -> None:
+        self.device = device
+        self._engine = engine
+        self._stream = torch.cuda.Stream(device)
+        self._waiting: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._begin_all, daemon=True)
+        self._thread.start()
+
+    def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
+        """See `Engine`."""
+        return self._stage(tensor, lambda host: self._engine.run(host, algorithm))
+
+    def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
+        """See `Engine`."""
+        return self._stage(tensor, lambda host: self._engine.run_rounds(host, rounds))
+
+    def _stage(self, tensor: torch.Tensor, start: Callable[[torch.Tensor], Work]) -> Work:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            work = _Staged(tensor, host, start)
+        tensor.record_stream(self._stream)
+        self._waiting.put(work)
+        return work
+
+    def _begin_all(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            work.begin()
+
+    def close(self) -> None:
+        """Ends the thread and the engine."""
+        self._waiting.put(None)
+        self._thread.join()
+        self._engine.close()

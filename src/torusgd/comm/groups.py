@@ -6,7 +6,9 @@ about it depends on how many groups this process has made before. A group that e
 Ray, a script that called `init_process_group`) is wrapped by `group_of`.
 """
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -15,6 +17,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from .backend_work import SLACK, BackendCollective, BackendMessage, comm_error
+from .base import CommTimeout, Work
+
+Messages = Sequence[tuple[torch.Tensor, int]]
+"""tensors, each to or from the member at a place of the group"""
 
 _ABORT_TAG = (1 << 31) - 1
 """a message tag that no sender uses"""
@@ -35,6 +43,9 @@ class Group:
         store: Where subgroups meet; a group without one can't be split.
         timeout: Seconds after which a collective without an answer fails.
         nccl: CUDA tensors travel by NCCL.
+        splits: Counts the subgroups; shared by all that wrap one group of torch's, since they share its store.
+
+    Whatever waits raises CommTimeout or ConnectionLost.
     """
 
     def __init__(
@@ -46,11 +57,12 @@ class Group:
         store: Store | None,
         timeout: float,
         nccl: bool = False,
+        splits: Iterator[int] | None = None,
     ) -> None:
         self.process_group, self.ranks, self.rank, self.device = process_group, tuple(ranks), rank, device
         self.timeout, self.has_nccl = timeout, nccl
         self._store = store
-        self._children = 0
+        self._splits = itertools.count() if splits is None else splits
 
     @property
     def size(self) -> int:
@@ -62,70 +74,115 @@ class Group:
         if self.size > 1:
             self.start_all_reduce(tensor, maximum).wait()
 
-    def start_all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> dist.Work:
+    def start_all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Work:
         """Begins `all_reduce` in a group of several members; the sum is there once the work has been waited for."""
         options = dist.AllreduceOptions()
         options.reduceOp = _c10d.ReduceOp(_c10d.ReduceOp.MAX if maximum else _c10d.ReduceOp.SUM)
-        return self._torch.allreduce([tensor], options)
+        return self._begin(tensor.device, lambda: self._torch.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Gives every member the tensor of the member at place `source`, in place."""
         if self.size > 1:
             self.start_broadcast(tensor, source).wait()
 
-    def start_broadcast(self, tensor: torch.Tensor, source: int = 0) -> dist.Work:
+    def start_broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Begins `broadcast` in a group of several members."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        return self._torch.broadcast([tensor], options)
+        return self._begin(tensor.device, lambda: self._torch.broadcast([tensor], options))
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """The text of the member at place `source`, on every member."""
         if self.size == 1:
             return text
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        length = torch.tensor([len(data)])
+        device = self._small_device
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+        length = torch.tensor([len(data)], device=device)
         self.broadcast(length, source)
         if self.rank != source:
-            data = torch.empty(int(length), dtype=torch.uint8)
+            data = torch.empty(int(length), dtype=torch.uint8, device=device)
         if int(length):
             self.broadcast(data, source)
-        return bytes(data.numpy()).decode()
+        return bytes(data.cpu().numpy()).decode()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all members (of one shape), in group order."""
         if self.size == 1:
             return [tensor.clone()]
         gathered = [torch.empty_like(tensor) for _ in self.ranks]
-        self._torch.allgather([gathered], [tensor], _c10d.AllgatherOptions()).wait()
+        begin = self._torch.allgather
+        self._begin(tensor.device, lambda: begin([gathered], [tensor], _c10d.AllgatherOptions())).wait()
         return gathered
 
-    def start_all_gather_single(self, gathered: torch.Tensor, shard: torch.Tensor) -> dist.Work:
-        """Begins to put the shards (1-D, of one length) of all members one after another into `gathered`."""
-        return self._torch._allgather_base(gathered, shard, _c10d.AllgatherOptions())
+    def all_gather_single(self, gathered: torch.Tensor, shard: torch.Tensor) -> None:
+        """Puts the shards (1-D, of one length) of all members one after another into `gathered`."""
+        if self.size == 1:
+            gathered.copy_(shard)
+        else:
+            self.start_all_gather_single(gathered, shard).wait()
 
-    def start_reduce_scatter_single(self, shard: torch.Tensor, addends: torch.Tensor) -> dist.Work:
-        """Begins to put this member's part of the sum of all `addends` (1-D, cut evenly) into `shard`."""
-        return self._torch._reduce_scatter_base(shard, addends, _c10d.ReduceScatterOptions())
+    def start_all_gather_single(self, gathered: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Begins `all_gather_single` in a group of several members."""
+        begin = self._torch._allgather_base
+        return self._begin(shard.device, lambda: begin(gathered, shard, _c10d.AllgatherOptions()))
+
+    def reduce_scatter_single(self, shard: torch.Tensor, addends: torch.Tensor) -> None:
+        """Puts this member's shard of the sum of all `addends` (1-D, cut evenly) into `shard`."""
+        if self.size == 1:
+            shard.copy_(addends)
+        else:
+            self.start_reduce_scatter_single(shard, addends).wait()
+
+    def start_reduce_scatter_single(self, shard: torch.Tensor, addends: torch.Tensor) -> Work:
+        """Begins `reduce_scatter_single` in a group of several members."""
+        begin = self._torch._reduce_scatter_base
+        return self._begin(shard.device, lambda: begin(shard, addends, _c10d.ReduceScatterOptions()))
 
     def start_all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_splits: list[int], sent_splits: list[int]
-    ) -> dist.Work:
+    ) -> Work:
         """Begins to send each member its run of `sent` (1-D) and to receive from each its run of `received`."""
-        return self._torch.alltoall_base(received, sent, received_splits, sent_splits, _c10d.AllToAllOptions())
+        begin, options = self._torch.alltoall_base, _c10d.AllToAllOptions()
+        return self._begin(sent.device, lambda: begin(received, sent, received_splits, sent_splits, options))
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> dist.Work:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
         """Begins to send to the member at place `peer`."""
-        return self._torch.send([tensor], peer, tag)
+        return self._begin_message(peer, lambda: self._torch.send([tensor], peer, tag))
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> dist.Work:
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
         """Begins to receive from the member at place `peer`."""
-        return self._torch.recv([tensor], peer, tag)
+        return self._begin_message(peer, lambda: self._torch.recv([tensor], peer, tag))
+
+    def start_exchange(self, sends: Messages, receives: Messages, tag: int = 0) -> list[Work]:
+        """Begins a batch of messages that none of its members can hold up by their order; wait for all of them.
+
+        Two members list what they exchange in one order: NCCL matches their messages by that order, Gloo by `tag` plus
+        the number of the message among those of the two. NCCL runs the batch as one kernel; each other member with
+        which this one exchanges nothing need not take part.
+        """
+        if not sends and not receives:
+            return []
+        device = (sends or receives)[0][0].device
+        if device.type == "cpu" or not self.has_nccl:
+            works = [self.receive(tensor, peer, tag + nth) for nth, tensor, peer in _numbered(receives)]
+            return works + [self.send(tensor, peer, tag + nth) for nth, tensor, peer in _numbered(sends)]
+
+        def batch() -> dist.Work:
+            self._torch._start_coalescing(device)
+            for tensor, peer in sends:
+                self._torch.send([tensor], peer, tag)
+            for tensor, peer in receives:
+                self._torch.recv([tensor], peer, tag)
+            return self._torch._end_coalescing(device)
+
+        return [self._begin(device, batch)]
 
     def barrier(self) -> None:
         """Returns when every member has called it."""
-        # An all-reduce of a CPU tensor, since NCCL's own barrier occupies a GPU that torch must guess.
-        self.all_reduce(torch.zeros(1))
+        # An all-reduce, on the CPU where it can be: NCCL's own barrier occupies a GPU that torch must guess.
+        flag = torch.zeros(1, device=self._small_device)
+        self.all_reduce(flag)
+        flag.tolist()
 
     def partition(self, sets: Sequence[Sequence[int]], timeout: float | None = None) -> "Group":
         """The group of that set of places which holds this member, with connections of its own.
@@ -133,8 +190,7 @@ class Group:
         Every member of this group calls it with the same disjoint sets. A member that is in none of them, or in one
         alone, gets a group of itself.
         """
-        prefix = f"sub{self._children}"
-        self._children += 1
+        prefix = f"sub{next(self._splits)}"
         places = next((places for places in sets if self.rank in places), [self.rank])
         if len(places) == 1:
             return alone(self.device, self.ranks[self.rank])
@@ -145,7 +201,7 @@ class Group:
             self.ranks[self.rank],
             device=self.device,
             timeout=self.timeout if timeout is None else timeout,
-            nccl=self.has_nccl,
+            nccl=self.has_nccl and self.device.type == "cuda",
         )
 
     def subgroup(self, places: Sequence[int], timeout: float | None = None) -> "Group":
@@ -184,6 +240,36 @@ class Group:
         assert self.process_group is not None, "the group is closed, or has one member"
         return self.process_group
 
+    @property
+    def _small_device(self) -> torch.device:
+        """Where a few numbers for all members live: the CPU, but in a group of torch's that has NCCL alone."""
+        types = {"cpu"} if self.process_group is None else {each.type for each in self.process_group._device_types}
+        return torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
+
+    def _begin(self, device: torch.device, operation: Callable[[], dist.Work]) -> Work:
+        begin = time.perf_counter()
+        try:
+            work = operation()
+        except RuntimeError as error:
+            raise comm_error(error, "the group", begin, self.timeout) from error
+        return BackendCollective(work, device, self.timeout)
+
+    def _begin_message(self, peer: int, operation: Callable[[], dist.Work]) -> Work:
+        where, begin = f"rank {self.ranks[peer]}", time.perf_counter()
+        try:
+            work = operation()
+        except RuntimeError as error:
+            raise comm_error(error, where, begin, self.timeout) from error
+        return BackendMessage(work, where, self.timeout)
+
+
+def _numbered(messages: Messages) -> Iterator[tuple[int, torch.Tensor, int]]:
+    """(number among the messages of its peer, tensor, peer)."""
+    seen: dict[int, int] = {}
+    for tensor, peer in messages:
+        nth = seen[peer] = seen.get(peer, -1) + 1
+        yield nth, tensor, peer
+
 
 def build(
     store: Store, ranks: Sequence[int], rank: int, *, device: torch.device, timeout: float, nccl: bool | None = None
@@ -199,46 +285,66 @@ def build(
         nccl: Whether CUDA tensors travel by NCCL; None: where the device is a GPU.
 
     Raises:
-        torch.distributed.DistError: The members did not meet in time.
+        CommTimeout: The members did not meet in time.
+        ConnectionLost: The store is out of reach, or a member has left.
     """
-    place, size, limit = list(ranks).index(rank), len(ranks), timedelta(seconds=timeout)
-    if size == 1:
+    if len(ranks) == 1:
         return alone(device, rank)
+    has_nccl, begin = device.type == "cuda" if nccl is None else nccl, time.perf_counter()
+    place = list(ranks).index(rank)
+    try:
+        group = _connected(store, place, len(ranks), timedelta(seconds=timeout), has_nccl)
+    except RuntimeError as error:
+        if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= timeout - SLACK:
+            raise CommTimeout(f"the {len(ranks)} ranks of a group did not meet within {timeout:g} s") from error
+        raise comm_error(error, "the store or a rank", begin, timeout) from error
+    return Group(group, ranks, place, device, PrefixStore("groups", store), timeout, has_nccl)
+
+
+def _connected(store: Store, place: int, size: int, limit: timedelta, has_nccl: bool) -> ProcessGroup:
+    """A group of torch's that its registry doesn't know: Gloo for CPU tensors and, if asked for, NCCL for CUDA's."""
     group = ProcessGroup(store, place, size)
     gloo = ProcessGroupGloo(PrefixStore("gloo", store), place, size, limit)
     gloo._set_sequence_number_for_group()
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    has_nccl = device.type == "cuda" if nccl is None else nccl
     if has_nccl:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = limit
         by_nccl = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), place, size, options)
         by_nccl._set_sequence_number_for_group()
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, by_nccl)
-    return Group(group, ranks, place, device, PrefixStore("groups", store), timeout, has_nccl)
+    return group
 
 
-def group_of(process_group: ProcessGroup | None = None, device: torch.device | str = "cpu") -> Group:
+def group_of(group: Group | ProcessGroup | None = None, device: torch.device | str = "cpu") -> Group:
     """A group of torch's (None: the default one) as a `Group`; a rank alone where torch.distributed is not initialised.
+
+    A `Group` is returned as it is, with the device that it has.
 
     >>> group_of().size
     1
     """
-    target = torch.device(device)
-    if process_group is None:
+    if isinstance(group, Group):
+        return group
+    if group is None:
         if not dist.is_initialized():
-            return alone(target)
-        process_group = c10d._get_default_group()
-    ranks = dist.get_process_group_ranks(process_group)
-    place = dist.get_rank(process_group)
-    store = c10d._world.pg_map[process_group][1]
-    # The store of a group serves its own rendezvous; ours have a prefix that counts what was wrapped before.
-    number = _wrapped[process_group.group_name] = _wrapped.get(process_group.group_name, -1) + 1
-    nccl = "nccl" in str(dist.get_backend_config(process_group))
-    limit: timedelta = process_group._get_backend(torch.device("cuda" if nccl else "cpu")).options._timeout
-    prefix = PrefixStore(f"torusgd-{number}", store)
-    return Group(process_group, ranks, place, target, prefix, limit.total_seconds(), nccl)
+            return alone(device)
+        group = c10d._get_default_group()
+    store = c10d._world.pg_map[group][1]
+    splits = _splits.setdefault(group.group_name, itertools.count())
+    nccl = "nccl" in str(dist.get_backend_config(group))
+    limit: timedelta = group._get_backend(torch.device("cuda" if nccl else "cpu")).options._timeout
+    return Group(
+        group,
+        dist.get_process_group_ranks(group),
+        dist.get_rank(group),
+        torch.device(device),
+        PrefixStore("torusgd", store),
+        limit.total_seconds(),
+        nccl,
+        splits,
+    )
 
 
 def alone(device: torch.device | str = "cpu", rank: int = 0) -> Group:
@@ -246,5 +352,5 @@ def alone(device: torch.device | str = "cpu", rank: int = 0) -> Group:
     return Group(None, (rank,), 0, torch.device(device), None, _LONGEST)
 
 
-_wrapped: dict[str, int] = {}
-"""times that each group of torch's was wrapped; the same on all its members, which wrap it in the same order"""
+_splits: dict[str, Iterator[int]] = {}
+"""by group of torch's, counts the subgroups made of it; all its members make them in the same order"""

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UserError
-from .algorithms import GRIDS, SCHEDULED, Algorithm, parse_algorithm, squarest, usual_chunks
+from .algorithms import FLAT, GRIDS, Algorithm, parse_algorithm, squarest, usual_chunks
 from .cost import Network, Terms, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -128,7 +128,7 @@ class Profile(_Part):
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What runs at one size; `plan` is None for the backend's own all_reduce."""
 
     plan: Algorithm | None
@@ -145,21 +145,21 @@ class Choice:
         return None if self.plan is None or self.plan.algorithm not in GRIDS else self.plan.grid
 
 
-def choose(profile: Profile, size: int, ranks: int) -> Choice:
+def choose(profile: Profile, size: int, ranks: int) -> Selection:
     """The algorithm for `size` bytes on `ranks` ranks.
 
     On the profile's own ranks: the fastest of those timed at the nearest size. On any other number: the least by the
     cost formulas, with as many ranks a host as the profile has, and never native, of which there is no formula.
     """
     if ranks == 1:
-        return Choice(None, "one rank has nothing to sum")
+        return Selection(None, "one rank has nothing to sum")
     if ranks == len(profile.hosts) and profile.timings:
         best, seconds_best, seconds_native = expect(profile, size)
-        return Choice(best, f"measured: {seconds_best * 1e3:.1f} ms against {seconds_native * 1e3:.1f} ms native")
+        return Selection(best, f"measured: {seconds_best * 1e3:.1f} ms against {seconds_native * 1e3:.1f} ms native")
     each = max(1, profile.hosts.count(profile.hosts[0]))
     network = profile.network._replace(hosts=tuple(rank // each for rank in range(ranks)))
     best_plan, predicted = rank_candidates(size, network)[0]
-    return Choice(best_plan, f"predicted {predicted * 1e3:.1f} ms; the profile is of {len(profile.hosts)} ranks")
+    return Selection(best_plan, f"predicted {predicted * 1e3:.1f} ms; the profile is of {len(profile.hosts)} ranks")
 
 
 def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]:
@@ -229,7 +229,7 @@ def candidates(hosts: Sequence[int]) -> list[list[Algorithm]]:
     ranks = len(hosts)
     each = ranks_a_host(hosts)
     grids = {squarest(ranks), (ranks // each, each)} - {(1, ranks), (ranks, 1)}
-    names: list[tuple[str, tuple[int, int] | None]] = [(name, None) for name in SCHEDULED if name not in GRIDS]
+    names: list[tuple[str, tuple[int, int] | None]] = [(name, None) for name in FLAT]
     names += [(f"torus:{methods}", grid) for grid in sorted(grids) for methods in _TORUS_METHODS]
     if 1 < each < ranks:
         names.append(("hierarchical", (ranks // each, each)))

@@ -12,19 +12,17 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from .algorithms import Algorithm, parse_algorithm
-from .allreduce import AlgorithmAllReduce
+from .allreduce import AlgorithmAllReduce, NativeAllReduce
 from .base import Done, Work, check_tensor
-from .native import BackendWork, NativeAllReduce
 from .nccl import NcclEngine
 from .rounds import Round, cut, mirror
 
 Stops = tuple[int, ...] | None
 """where a shard may begin and end, in ascending order; None: at any element"""
 _ELEMENT = 4
-"""bytes by which a plan is chosen, whatever the dtype: a sum and what is gathered later have the same shards"""
+"""bytes by which an algorithm is chosen, whatever the dtype: a sum and what is gathered later have the same shards"""
 
 
 class ShardCollectives:
@@ -49,19 +47,19 @@ class ShardCollectives:
         self, allreduce: AlgorithmAllReduce | NativeAllReduce, watch: Callable[[Work, float], Work] | None = None
     ) -> None:
         self._watch = watch or (lambda work, left: work)
-        self._native = allreduce if isinstance(allreduce, NativeAllReduce) else allreduce.connection.native
-        self._allreduce = None if isinstance(allreduce, NativeAllReduce) else allreduce
-        group = self._native.group
-        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self._connection = None if isinstance(allreduce, NativeAllReduce) else allreduce.connection
+        self._algorithm_for = None if isinstance(allreduce, NativeAllReduce) else allreduce.algorithm_for
+        self._group = allreduce.group
+        self.rank = self._group.rank
         """this rank's place in the group"""
-        self.size = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.size = self._group.size
         self._cached = lru_cache(1024)(self._make)
 
     def span(self, rank: int, length: int, stops: Stops = None) -> tuple[int, int]:
         """The shard [low, high) of a rank of the group, of a tensor of `length` elements; it may be empty."""
-        how = self._algorithm(length)
-        if how is not None:
-            return how.scatter(rank, length, stops)[1]
+        algorithm = self._algorithm(length)
+        if algorithm is not None:
+            return algorithm.scatter(rank, length, stops)[1]
         edges = cut(0, length, self.size, stops)
         return edges[rank], edges[rank + 1]
 
@@ -70,64 +68,86 @@ class ShardCollectives:
         check_tensor(tensor)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        left, route = time.perf_counter(), self._cached(tensor.numel(), stops)
-        work = self._carry(tensor, route.scatter) if route.scatter else self._native_scatter(tensor, route.edges)
-        return self._watch(work, left)
+        left, schedule = time.perf_counter(), self._cached(tensor.numel(), stops)
+        if schedule.edges:
+            return self._watch(self._native_scatter(tensor, schedule.edges), left)
+        return self._watch(self._run_rounds(tensor, schedule.scatter), left)
 
     def start_all_gather(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
         """Gathers shards: `tensor` holds this rank's, and after `wait` those of all."""
         check_tensor(tensor)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        left, route = time.perf_counter(), self._cached(tensor.numel(), stops)
-        work = self._carry(tensor, route.gather) if route.gather else self._native_gather(tensor, route.edges)
-        return self._watch(work, left)
+        left, schedule = time.perf_counter(), self._cached(tensor.numel(), stops)
+        if schedule.edges:
+            return self._watch(self._native_gather(tensor, schedule.edges), left)
+        return self._watch(self._run_rounds(tensor, schedule.gather), left)
 
     def _algorithm(self, length: int) -> Algorithm | None:
         """What runs for so many elements; None for the backend's own collectives."""
-        if self._allreduce is None:
+        if self._connection is None or self._algorithm_for is None:
             return None
-        how = self._allreduce.algorithm_for(_ELEMENT * max(length, 1))
-        if how is None:
-            is_nccl = isinstance(self._allreduce.connection.engine, NcclEngine)
+        algorithm = self._algorithm_for(_ELEMENT * max(length, 1))
+        if algorithm is None:
+            is_nccl = isinstance(self._connection.engine, NcclEngine)
             return None if is_nccl else parse_algorithm("ring", self.size)
-        return replace(how, chunks=1)
+        return replace(algorithm, chunks=1)
 
-    def _make(self, length: int, stops: Stops) -> "_Route":
-        how = self._algorithm(length)
-        if how is None:
-            return _Route([], [], cut(0, length, self.size, stops))
-        rounds, _ = how.scatter(self.rank, length, stops)
-        return _Route(rounds, mirror(rounds), [])
+    def _make(self, length: int, stops: Stops) -> "_Schedule":
+        algorithm = self._algorithm(length)
+        if algorithm is None:
+            return _Schedule([], [], cut(0, length, self.size, stops))
+        rounds, _ = algorithm.scatter(self.rank, length, stops)
+        return _Schedule(rounds, mirror(rounds), [])
 
-    def _carry(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
-        assert self._allreduce is not None
-        return self._allreduce.connection.engine.carry(tensor, [rounds])
+    def _run_rounds(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
+        assert self._connection is not None
+        return self._connection.engine.run_rounds(tensor, [rounds])
 
     def _native_scatter(self, tensor: torch.Tensor, edges: list[int]) -> Work:
-        group = self._native.group
-        if tensor.device.type == "cpu" or "nccl" not in dist.get_backend_config(group):
-            return self._native.start(tensor)
-        padded, longest = _padded(tensor, edges, range(self.size))
-        own = tensor.new_empty(longest)
+        group = self._group
+        if tensor.device.type == "cpu" or not group.has_nccl:
+            return group.start_all_reduce(tensor)
         low, high = edges[self.rank], edges[self.rank + 1]
-        work = dist.reduce_scatter_single(own, padded, group=group, async_op=True)
-        return _Collective(work, tensor, lambda: tensor[low:high].copy_(own[: high - low]))
+
+        def begin() -> tuple[Work, Callable[[], object]]:
+            padded, longest = _padded(tensor, edges, range(self.size))
+            own = tensor.new_empty(longest)
+            work = group.start_reduce_scatter_single(own, padded)
+            return work, lambda: tensor[low:high].copy_(own[: high - low])
+
+        return self._run_native(tensor, begin)
 
     def _native_gather(self, tensor: torch.Tensor, edges: list[int]) -> Work:
-        # One length for all shards: Gloo takes no others.
-        own, longest = _padded(tensor, edges, [self.rank])
-        gathered = tensor.new_empty(longest * self.size)
-        work = dist.all_gather_single(gathered, own, group=self._native.group, async_op=True)
+        def begin() -> tuple[Work, Callable[[], object]]:
+            # One length for all shards: Gloo takes no others.
+            own, longest = _padded(tensor, edges, range(self.rank, self.rank + 1))
+            gathered = tensor.new_empty(longest * self.size)
+            work = self._group.start_all_gather_single(gathered, own)
 
-        def unpack() -> None:
-            for place, (low, high) in enumerate(pairwise(edges)):
-                tensor[low:high].copy_(gathered[place * longest : place * longest + high - low])
+            def unpack() -> None:
+                for place, (low, high) in enumerate(pairwise(edges)):
+                    tensor[low:high].copy_(gathered[place * longest : place * longest + high - low])
 
-        return _Collective(work, tensor, unpack)
+            return work, unpack
+
+        return self._run_native(tensor, begin)
+
+    def _run_native(self, tensor: torch.Tensor, begin: Callable[[], tuple[Work, Callable[[], object]]]) -> Work:
+        """Begins a collective and, when it is there, finishes it; beside an NCCL engine in the engine's own order."""
+        engine = None if self._connection is None else self._connection.engine
+        if not isinstance(engine, NcclEngine):
+            return _Unfinished(*begin())
+
+        def run() -> None:
+            work, finish = begin()
+            work.wait()
+            finish()
+
+        return engine.enqueue(tensor, run)
 
 
-class _Route(NamedTuple):
+class _Schedule(NamedTuple):
     """This rank's rounds, or the edges of the shards that the backend's own collectives cut."""
 
     scatter: list[Round]
@@ -135,21 +155,27 @@ class _Route(NamedTuple):
     edges: list[int]
 
 
-class _Collective(BackendWork):
-    """A collective of the backend on its way, and what is left to do on the caller's stream when it is done."""
+class _Unfinished:
+    """A collective of the backend on its way, and what is left to do on the caller's stream when it is there."""
 
-    def __init__(self, work: dist.Work, tensor: torch.Tensor, finish: Callable[[], object]) -> None:
-        super().__init__(work, tensor.device)
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
         self._finish: Callable[[], object] | None = finish
 
     def wait(self, limit: float | None = None) -> None:
-        super().wait(limit)
+        self._work.wait(limit)
         if self._finish is not None:
             self._finish()
             self._finish = None
 
+    def done(self) -> bool:
+        return self._work.done()
 
-def _padded(tensor: torch.Tensor, edges: list[int], places: "range | list[int]") -> tuple[torch.Tensor, int]:
+    def ended(self) -> float | None:
+        return self._work.ended()
+
+
+def _padded(tensor: torch.Tensor, edges: list[int], places: range) -> tuple[torch.Tensor, int]:
     """The shards of `places` one after another, each padded to the longest of all; and that length."""
     longest = max(high - low for low, high in pairwise(edges))
     padded = tensor.new_zeros(longest * len(places))

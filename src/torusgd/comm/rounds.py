@@ -1,11 +1,11 @@
 """What each rank sends, receives and adds, round by round: the all-reduce algorithms as plain data.
 
-A route is a list of rounds. In a round a rank sends pieces of its tensor as they were before the round, and receives
-pieces that it adds to its own or puts in their place. Every algorithm is made of reduce-scatters over axes of ranks and
-of their mirror images: a reduce-scatter read backwards, with senders and receivers swapped, is an all-gather. The same
-route is run by `engine`, priced by `cost` and drawn in the documentation.
+In a round a rank sends runs of elements of its tensor as they were before the round, and receives runs that it adds to
+its own or puts in their place. Every algorithm is made of reduce-scatters over axes of ranks and of their mirror
+images: a reduce-scatter read backwards, with senders and receivers swapped, is an all-gather. The same rounds are run
+by the engines (`gloo`, `nccl`), counted by the tests of `cost`, and drawn in the documentation.
 
-Sums have the same bits on every rank: a piece is summed on one rank and copied, or summed by pairs (a + b = b + a).
+Sums have the same bits on every rank: an element is summed on one rank and copied, or summed by pairs (a + b = b + a).
 """
 
 from bisect import bisect_left
@@ -37,15 +37,15 @@ class Axis(NamedTuple):
     method: str
 
 
-def cut(low: int, high: int, parts: int, stops: Sequence[int] | None = None) -> list[int]:
-    """The `parts` + 1 edges of [low, high) in pieces as equal as whole elements allow.
+def cut(low: int, high: int, count: int, stops: Sequence[int] | None = None) -> list[int]:
+    """The `count` + 1 edges of [low, high) in `count` runs as equal as whole elements allow.
 
     With `stops`, in ascending order, inner edges lie only there or at the ends: each at the nearest, of two the lower.
 
     >>> cut(0, 100, 3), cut(0, 100, 3, stops=[30, 70])
     ([0, 33, 66, 100], [0, 30, 70, 100])
     """
-    edges = [low + (high - low) * part // parts for part in range(parts + 1)]
+    edges = [low + (high - low) * number // count for number in range(count + 1)]
     return edges if stops is None else [_nearest(edge, low, high, stops) for edge in edges]
 
 
@@ -68,7 +68,12 @@ def _messages(axis: Axis, place: int, edges: Sequence[int], first: int, count: i
 
 
 def _ring(axis: Axis, edges: Sequence[int]) -> list[Round]:
-    """P - 1 rounds around the ring, a block each (Patarasuk and Yuan 2009)."""
+    """P - 1 rounds around the ring, a block each (Patarasuk and Yuan 2009).
+
+    A block travels once around: block b starts at rank b + 1, each rank on its way adds its own values, and it ends,
+    summed, at rank b. So in round `hop` a rank sends the block `hop` places before its own, and
+    receives the one before that.
+    """
     size, me = len(axis.members), axis.place
     return [
         Round(_messages(axis, me + 1, edges, me - hop, 1), adds=_messages(axis, me - 1, edges, me - 1 - hop, 1))
@@ -77,7 +82,13 @@ def _ring(axis: Axis, edges: Sequence[int]) -> list[Round]:
 
 
 def _halving(axis: Axis, edges: Sequence[int]) -> list[Round]:
-    """ceil(log2 P) rounds for any P: the far half of what is left goes to the rank so far away (arXiv 2410.14234)."""
+    """ceil(log2 P) rounds for any P (Traeff, arXiv 2410.14234).
+
+    A rank is still in charge of `left` blocks, counted from its own onwards around the ring; at first of all P. In each
+    round it keeps the first `keep` of them, half rounded up, and hands the others to the rank `keep` places on, whose
+    own block is the first of those. At the same time the rank `keep` places before hands it just as many, to be added
+    to the first blocks that it keeps. In the end one block is left, its own.
+    """
     size, me, rounds = len(axis.members), axis.place, []
     left = size
     while left > 1:
@@ -110,7 +121,10 @@ def mirror(rounds: Sequence[Round]) -> list[Round]:
 
 
 def _doubling(axis: Axis, low: int, high: int) -> list[Round]:
-    """log2 P exchanges of the whole; ranks beyond the largest power of two hand theirs over first and wait."""
+    """log2 P exchanges of the whole: in round b with the rank whose place differs in bit b.
+
+    Ranks beyond the largest power of two have no such partner: they hand their values over first, and get the sum.
+    """
     size, me = len(axis.members), axis.place
     power = 1 << (size.bit_length() - 1)
 

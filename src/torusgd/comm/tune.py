@@ -3,23 +3,21 @@
 Every rank takes part and ends with the same profile: times are the slowest rank's, agreed by a MAX all-reduce.
 """
 
-import hashlib
-import os
-import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ..errors import UserError
-from .base import Work
-from .connection import Connection, connect
+from .algorithms import Algorithm
+from .connection import Connection, connect, hosts_of
 from .contention import crowding, in_step
+from .groups import Group, group_of
 from .profile import Link, Profile, Timing, expect, rank_candidates
 from .rounds import Message, Round
 
@@ -37,11 +35,14 @@ _FAN = 8
 _FAN_ROUNDS = 4
 
 
-def tune(seconds: float = 40.0, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Profile:
+def tune(
+    seconds: float = 40.0, group: Group | ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> Profile:
     """Measures the network between the ranks of `group` (None: all), each of which calls it and gets the profile."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    ranks = group_of(group, device)
+    if ranks.size == 1:
         raise UserError("tune: one rank has no network to measure; start it on several ranks, such as with torchrun")
-    connection = connect(group, device)
+    connection = connect(ranks)
     try:
         return measure(connection, seconds)
     finally:
@@ -54,11 +55,11 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     `short` is the probe before a run without a profile: fewer sizes, rivals and repetitions.
     """
     begin = time.perf_counter()
-    hosts = hosts_of(connection.control)
+    hosts = hosts_of(connection.group)
     repetitions, rivals = (2, 3) if short else (4, 5)
     inside, between, message = _links(connection, hosts, repetitions)
     profile = Profile(
-        backend="nccl" if connection.control is not connection.groups[-1] else "gloo",
+        backend="nccl" if connection.group.has_nccl else "gloo",
         hosts=hosts,
         message=message,
         inside=inside,
@@ -73,7 +74,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
         before = time.perf_counter()
         # It takes what the last size took, and the further bytes, which every run moves about twice.
         ahead = last + repetitions * (1 + 2 * rivals) * 2 * per_byte * (size - last_size)
-        if timings and slowest(connection, [before - begin + ahead])[0] > until:
+        if timings and connection.slowest([before - begin + ahead])[0] > until:
             break
         timings += _rivals(connection, profile, size, rivals, repetitions)
         last, last_size = time.perf_counter() - before, size
@@ -87,46 +88,30 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     return profile.model_copy(update={"crowding": crowding(connection, turns)})
 
 
-def stopwatch(connection: Connection, start: Callable[..., Work], *arguments: object) -> float:
-    """Seconds on this rank from a barrier to the end of the work that `start(*arguments)` begins."""
-    dist.barrier(connection.control)
-    begin = time.perf_counter()
-    start(*arguments).wait()
-    if connection.engine.device.type == "cuda":
-        torch.cuda.synchronize(connection.engine.device)
-    return time.perf_counter() - begin
-
-
-def slowest(connection: Connection, values: Sequence[float]) -> list[float]:
-    """The largest of each value over the ranks: the same list everywhere."""
-    agreed = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, connection.control)
-    return agreed.tolist()
-
-
-def zeros(connection: Connection, size: int) -> torch.Tensor:
-    """A float32 tensor of so many bytes (at least one element)."""
-    return torch.zeros(max(1, size // 4), device=connection.engine.device)
-
-
 def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
     """Times native and the most promising plans in turn, plans twice as often; the first run of each warms up."""
-    plans = [how for how, _ in rank_candidates(size, profile.network)[:rivals]]
+    plans = [plan for plan, _ in rank_candidates(size, profile.network)[:rivals]]
     # What chunks gain (links that are never idle) is not in the formulas: it is tried.
-    plans += [replace(how, chunks=4) for how in plans[:2] if size >= _CHUNKED and how.chunks == 1]
+    plans += [replace(plan, chunks=4) for plan in plans[:2] if size >= _CHUNKED and plan.chunks == 1]
     natives: list[float] = []
     rows: list[list[float]] = []
     for _ in range(repetitions):
-        natives.append(stopwatch(connection, connection.native.start, zeros(connection, size)))
+        natives.append(_time_sum(connection, size, None))
         for _ in range(2):
-            rows.append([stopwatch(connection, connection.engine.run, zeros(connection, size), how) for how in plans])
+            rows.append([_time_sum(connection, size, plan) for plan in plans])
     columns = [natives[1:], *zip(*rows[1:], strict=True)]
-    medians = [statistics.median(slowest(connection, column)) for column in columns]
-    described = [("native", None, 1), *[(how.name, how.grid, how.chunks) for how in plans]]
+    medians = [statistics.median(connection.slowest(column)) for column in columns]
+    described = [("native", None, 1), *[(plan.name, plan.grid, plan.chunks) for plan in plans]]
     return [
         Timing(size=size, algorithm=name, grid=grid, chunks=chunks, median=median)
         for (name, grid, chunks), median in zip(described, medians, strict=True)
     ]
+
+
+def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) -> float:
+    """Seconds on this rank of an all-reduce of `size` bytes; None: the backend's own."""
+    tensor = connection.zeros(size)
+    return connection.stopwatch(lambda: connection.engine.run(tensor, algorithm).wait())
 
 
 def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> tuple[Link | None, Link | None, float]:
@@ -137,7 +122,7 @@ def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> 
     inside = _link(connection, host, repetitions) if len(leaders) < size else None
     between = _link(connection, leaders, repetitions) if len(leaders) > 1 else None
     fan = min(_FAN, size - 1)
-    few, many = (slowest(connection, [_fan(connection, n, repetitions)])[0] for n in (1, fan))
+    few, many = (connection.slowest([_fan(connection, n, repetitions)])[0] for n in (1, fan))
     return inside, between, max(0.0, many - few) / _FAN_ROUNDS / max(1, fan - 1)
 
 
@@ -147,45 +132,46 @@ def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
     for size in _LINK_BYTES:
         for _ in range(repetitions):
             one, chain = (
-                stopwatch(connection, _shift, connection, members, size, rounds) for rounds in (1, 1 + _ROUNDS)
+                connection.stopwatch(partial(_shift, connection, members, size, turns)) for turns in (1, 1 + _ROUNDS)
             )
             points.append((size, one, chain))
-    flat = slowest(connection, [value for _, one, chain in points for value in (one, chain)])
-    rounds = [(chain - one) / _ROUNDS for one, chain in zip(flat[::2], flat[1::2], strict=True)]
-    return fit([size for size, _, _ in points], rounds)
+    flat = connection.slowest([value for _, one, chain in points for value in (one, chain)])
+    each = [(chain - one) / _ROUNDS for one, chain in zip(flat[::2], flat[1::2], strict=True)]
+    return fit([size for size, _, _ in points], each)
 
 
-def _shift(connection: Connection, members: list[int], size: int, rounds: int) -> Work:
-    """Every member sends `size` bytes to the next and waits for the one before, `rounds` times; one alone looks on."""
-    tensor = zeros(connection, 2 * size * rounds)
-    route = [Round() for _ in range(rounds)]
+def _shift(connection: Connection, members: list[int], size: int, turns: int) -> None:
+    """Every member sends `size` bytes to the next and waits for the one before, `turns` times; one alone looks on."""
+    tensor = connection.zeros(2 * size * turns)
+    rounds = [Round()] * turns
     if connection.rank in members and len(members) > 1:
         place, half = members.index(connection.rank), tensor.numel() // 2
         after, before = members[(place + 1) % len(members)], members[place - 1]
-        step = half // rounds
-        route = [
+        step = half // turns
+        rounds = [
             Round(
                 (Message(after, i * step, (i + 1) * step),),
                 copies=(Message(before, half + i * step, half + (i + 1) * step),),
             )
-            for i in range(rounds)
+            for i in range(turns)
         ]
-    return connection.engine.carry(tensor, [route])
+    connection.engine.run_rounds(tensor, [rounds]).wait()
 
 
 def _fan(connection: Connection, peers: int, repetitions: int) -> float:
     """Median seconds of a chain of rounds with a small message to each of several ranks."""
     rank, size = connection.rank, connection.size
-    route = [
+    rounds = [
         Round(
             tuple(Message((rank + i) % size, 0, 1) for i in range(1, peers + 1)),
             copies=tuple(Message((rank - i) % size, i + turn * size, i + 1 + turn * size) for i in range(1, peers + 1)),
         )
         for turn in range(_FAN_ROUNDS)
     ]
-    tensor = zeros(connection, 4 * size * _FAN_ROUNDS)
+    tensor = connection.zeros(4 * size * _FAN_ROUNDS)
     return statistics.median(
-        stopwatch(connection, connection.engine.carry, tensor, [route]) for _ in range(repetitions + 1)
+        connection.stopwatch(lambda: connection.engine.run_rounds(tensor, [rounds]).wait())
+        for _ in range(repetitions + 1)
     )
 
 
@@ -216,18 +202,3 @@ def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     freedom = max(1, len(columns) - columns.shape[1])
     variance = float(((columns @ terms - values) ** 2).sum()) / freedom
     return terms, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)) * variance)
-
-
-def hosts_of(control: dist.ProcessGroup) -> tuple[int, ...]:
-    """The host of each rank, numbered by first appearance; network namespaces count as hosts of their own."""
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
-    except OSError:
-        machine = ""
-    name = hashlib.sha256(f"{socket.gethostname()} {machine}".encode()).digest()
-    mine = torch.tensor([int.from_bytes(name[:7], "big")])
-    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size(control))]
-    dist.all_gather(everyone, mine, control)
-    names = [int(other) for other in everyone]
-    order = list(dict.fromkeys(names))
-    return tuple(order.index(name) for name in names)

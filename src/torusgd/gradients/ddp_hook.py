@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm.allreduce import create
 from ..comm.base import Work
 from ..comm.buckets import Bucket
-from ..comm.connection import new_group
+from ..comm.groups import group_of
 from ..errors import UserError
 from .float_sum import FloatGradientSum
 from .integer_sum import GradientSum, IntegerGradientSum
@@ -87,7 +87,7 @@ class Hook:
         self.underflow = 0.0
         """share of the last bucket's elements that a 16-bit wire rounded to zero"""
         # What only some steps need is summed by a group of its own, so that its calls mix with no others.
-        self._repairs = new_group(group, "gloo", None) if wire is not None else None
+        self._repairs = group_of(group).duplicate() if wire is not None else None
         self._sums: dict[tuple[int, ...], GradientSum] = {}
         self._jobs: queue.SimpleQueue[tuple[_Future, Callable[[], torch.Tensor]]] = queue.SimpleQueue()
         threading.Thread(target=self._finish_all, daemon=True).start()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..comm.base import CommTimeout
+from ..comm.base import CommError
 from ..errors import RunError, UserError
 
 # How Gloo tells that another rank is gone: plain RuntimeErrors with these texts (torch 2.13).
@@ -47,9 +47,7 @@ def problem_of(error: BaseException, rank: int) -> Problem:
         return Problem("nobody reads the output any more; the last checkpoint is good", 1)
     if isinstance(error, OSError):
         return Problem(f"rank {rank}: {line}", 1)
-    if isinstance(error, dist.DistError | CommTimeout) or (
-        isinstance(error, RuntimeError) and _GLOO.search(str(error))
-    ):
+    if isinstance(error, dist.DistError | CommError) or (isinstance(error, RuntimeError) and _GLOO.search(str(error))):
         return Problem(_PLACE.sub("", line).split(". ")[0], 1, is_loss=True)
     trace = "".join(traceback.format_exception(error))
     return Problem(f"rank {rank}: {type(error).__name__}: {line} (traceback above)", 1, trace=trace)

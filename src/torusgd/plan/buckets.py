@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..comm.buckets import Bucket as Layout
 from ..comm.buckets import best_buckets, lay_out
 from ..comm.profile import Profile
-from ..comm.buckets import Bucket as Layout
 from .cluster import Buckets
 from .model_cost import Array, Gradient
 

@@ -1,7 +1,6 @@
 """Measures what the lab itself can carry: the program of a rank, and its result."""
 
 import json
-import time
 from functools import cache
 from statistics import median
 
@@ -9,7 +8,6 @@ import torch.distributed as dist
 
 from ..comm.connection import Connection, connect
 from ..comm.rounds import Message, Round
-from ..comm.tune import slowest, zeros
 from .lab import Host, Lab
 from .scale import Ceiling
 
@@ -34,28 +32,25 @@ def told(output: str) -> str:
 def _chain(connection: Connection, distance: int, size: int, rounds: int) -> float:
     """Seconds a round of the slowest rank, in a chain in which each waits for the one before; the median of some."""
     rank, ranks = connection.rank, connection.size
-    tensor = zeros(connection, 2 * size)
+    tensor = connection.zeros(2 * size)
     half = tensor.numel() // 2
     turn = Round(
         (Message((rank + distance) % ranks, 0, half),),
         copies=(Message((rank - distance) % ranks, half, 2 * half),),
     )
-    times = []
+    chain, times = [[turn] * rounds], []
     for _ in range(_REPEAT):
-        dist.barrier(connection.control)
-        begin = time.perf_counter()
-        connection.engine.carry(tensor, [[turn] * rounds]).wait()
-        times.append((time.perf_counter() - begin) / rounds)
-    return median(slowest(connection, times))
+        times.append(connection.stopwatch(lambda: connection.engine.run_rounds(tensor, chain).wait()) / rounds)
+    return median(connection.slowest(times))
 
 
 def _be_a_rank(distance: int) -> None:
     dist.init_process_group("gloo")
     connection = connect()
     small, large = _chain(connection, distance, 8, rounds=50), _chain(connection, distance, _LARGE, rounds=16)
-    if dist.get_rank() == 0:
+    if connection.rank == 0:
         print("told:", json.dumps({"round": small, "rate": distance * _LARGE / large}), flush=True)
-    dist.barrier()
+    connection.group.barrier()
     connection.close()
 
 

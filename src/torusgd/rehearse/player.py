@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ..comm.algorithms import GRIDS, Algorithm, parse_algorithm, parse_grid, usual_chunks
-from ..comm.allreduce import AlgorithmAllReduce, create
+from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.base import Work
 from ..comm.connection import connect
-from ..comm.native import NativeAllReduce
+from ..comm.groups import Group, group_of
 from ..comm.reduce_scatter import ShardCollectives
 from ..plan.step_script import Action, Compute, Send, Wait
 
@@ -93,18 +93,17 @@ class Player:
 
 
 def _open(
-    name: str, shrink: float, grid: tuple[int, int] | None = None, group: dist.ProcessGroup | None = None
+    name: str, shrink: float, group: Group, grid: tuple[int, int] | None = None
 ) -> AlgorithmAllReduce | NativeAllReduce:
     """The all-reduce of that name, which cuts a message into as many chunks as one of its full size."""
     if name in ("auto", "native"):
         return create(name, group=group)
-    size = dist.get_world_size(group)
 
     def choose(length: int) -> Algorithm:
-        return parse_algorithm(name, size, grid, usual_chunks(round(length * shrink)))
+        return parse_algorithm(name, group.size, grid, usual_chunks(round(length * shrink)))
 
     return AlgorithmAllReduce(
-        name, connect(group), choose, f"allreduce {parse_algorithm(name, size, grid)}: as asked for"
+        name, connect(group), choose, f"allreduce {parse_algorithm(name, group.size, grid)}: as asked for"
     )
 
 
@@ -117,14 +116,15 @@ def _actions(kinds: list[list[Any]]) -> list[Action]:
     return [classes[kind](*fields) for kind, *fields in kinds]
 
 
-def _group_of(members: int, apart: int, rank: int, ranks: int) -> dist.ProcessGroup | None:
-    """The group of this rank; every rank makes every group."""
+def _neighbours(ranks: Group, members: int, apart: int) -> Group:
+    """This rank's group, of `members` ranks that are `apart` ranks from one to the next; every rank calls it."""
     mine = None
-    for first in range(ranks):
+    for first in range(ranks.size):
         if first // apart % members == 0:
-            places = [first + apart * i for i in range(members)]
-            group = dist.new_group(places)
-            mine = group if rank in places else mine
+            places = range(first, first + apart * members, apart)
+            group = ranks.subgroup(places)
+            mine = group if ranks.rank in places else mine
+    assert mine is not None
     return mine
 
 
@@ -133,26 +133,26 @@ def main(part: Path) -> None:
     spec = json.loads(part.read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ranks = group_of()
     name, _, grid = spec["allreduce"].partition(" ")
     shrink = spec["shrink"]
-    allreduce = _open(name, shrink, parse_grid(grid) if grid else None)
+    allreduce = _open(name, shrink, ranks, parse_grid(grid) if grid else None)
     flat = "ring" if name == "auto" or name.partition(":")[0] in GRIDS else name
     opened: list[AlgorithmAllReduce | NativeAllReduce] = [allreduce]
 
     @cache
     def grouped(members: int, apart: int) -> AlgorithmAllReduce | NativeAllReduce:
-        opened.append(_open(flat, shrink, group=_group_of(members, apart, rank, ranks)))
+        opened.append(_open(flat, shrink, _neighbours(ranks, members, apart)))
         return opened[-1]
 
     player = Player(_actions(spec["actions"]), shrink, allreduce, grouped, getattr(torch, spec["dtype"]))
-    dist.barrier()
+    ranks.barrier()
     ends = [player.play(spec["stretch"]) for _ in range(spec["steps"])]
     player.end()
-    if rank == 0:
+    if ranks.rank == 0:
         print(allreduce.explanation)
     print("told:", json.dumps(ends), flush=True)
-    dist.barrier()
+    ranks.barrier()
     for each in opened:
         each.close()
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..comm.base import Work
 from ..comm.groups import Group
-from ..comm.native import BackendWork
 from .layout import ActivationBlock, ActivationBlocks, Layout, sum_in_tree
 
 
@@ -56,7 +55,7 @@ class ParallelGroups:
         """Sums a tensor over the largest model-parallel group, in place."""
         group = self.model_parallel(self._largest)
         if group is not None and group.size > 1:
-            self.watch(BackendWork(group.start_all_reduce(tensor), tensor.device)).wait()
+            self.watch(group.start_all_reduce(tensor)).wait()
 
     def close(self) -> None:
         """Drops the groups; every rank calls it, with nothing on its way."""
@@ -149,7 +148,7 @@ class Exchange:
         ]
         # As bytes: the backend need not know the dtype of what it carries.
         work = self._group.start_all_to_all(received.view(torch.uint8), data.view(torch.uint8), takes, splits)
-        return Transfer(self._groups.watch(BackendWork(work, received.device)), received, expected, shapes)
+        return Transfer(self._groups.watch(work), received, expected, shapes)
 
 
 def _needed(source: Layout, target: Layout, rank: int, peer: int) -> list[ActivationBlock]:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
-from ..comm.allreduce import AlgorithmAllReduce, create
+from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.base import AllReduce, Work
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
-from ..comm.native import NativeAllReduce
 from ..comm.reduce_scatter import ShardCollectives
 from ..data.loader import Loader
 from ..data.order import StreamOrder
@@ -192,7 +191,7 @@ def _all_reduce(options: RuntimeOptions, group: Group, grid: tuple[int, int] | N
         options.allreduce,
         grid=grid,
         profile=profile,
-        group=None,
+        group=group,
         device=group.device,
         timeout=options.start_timeout,
     )
