@@ -6,6 +6,9 @@ Ranks, devices, process groups and the conditions (device model, torch build, th
 import ctypes
 import os
 import platform
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +18,9 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
+from .comm.base import ConnectionLost
+from .comm.groups import Group
 from .errors import UserError
 from .recipe.duration import Duration
 from .recipe.schema import Recipe, Section
@@ -55,9 +59,9 @@ class RuntimeOptions(Section):
     tensorboard: bool = False
     """also write TensorBoard files into the run's folder"""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """seconds beyond a usual step after which a rank that doesn't answer is given up, once the first step is done"""
+    """seconds without a heartbeat after which a rank counts as frozen or lost"""
     start_timeout: Annotated[float, Field(gt=0)] = 120.0
-    """seconds for what comes before (to meet, to read the data, to take the first step), and at most for any answer"""
+    """seconds for the ranks to meet, and from there until the first of them has computed a first gradient"""
 
     @property
     def grid_size(self) -> tuple[int, int] | None:
@@ -118,25 +122,30 @@ def check_world_size(size: int, recipe: Recipe) -> None:
         )
 
 
-def join(device: str, timeout: float) -> Ranks:
-    """Joins the process group that the environment describes, or stands alone without one.
+def ranks_of(world: Group) -> Ranks:
+    """This process among the others, for whatever does not take a `Group` yet; makes torch's default group as well."""
+    if world.size > 1 and not dist.is_initialized():
+        assert world._store is not None
+        dist.init_process_group(
+            "nccl" if world.has_nccl else "gloo",
+            store=PrefixStore("default", world._store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=world.timeout),
+        )
+    return Ranks(world.rank, world.size, world.device)
 
-    Args:
-        device: `cpu` (Gloo) or `cuda` (NCCL; the device is LOCAL_RANK).
-        timeout: Seconds after which a collective without an answer fails.
-    """
-    target = torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(target)
-    if not ranks_are_given():
-        return Ranks(0, 1, target)
-    limit = timedelta(seconds=timeout)
-    store, rank, size = next(rendezvous("env://", timeout=limit))
-    # torchrun with its static rendezvous keeps one store over restarts: addresses of dead ranks would be found there.
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    return Ranks(dist.get_rank(), dist.get_world_size(), target)
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Gives a bare error of torch's default group, which `ranks_of` makes, the type that it has from a `Group`."""
+    try:
+        yield
+    except RuntimeError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if type(error) is RuntimeError and "torch/distributed/" in frames[-1].filename:
+            raise ConnectionLost(str(error)) from error
+        raise
 
 
 def prepare_process(recipe: Recipe, device: torch.device) -> None:

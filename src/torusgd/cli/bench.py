@@ -4,22 +4,27 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..comm.bench import SIZES, Record, bench_allreduce
+from ..comm.groups import Group
+from ..comm.liveness import Liveness
 from ..comm.profile import Profile, Timing
 from ..comm.tune import tune
-from ..errors import RunError, UserError
-from ..launch.processes import quiet, run_ranks
-from ..runtime import join, keep_freed_memory, ranks_are_given
+from ..errors import UserError
+from ..launch.heartbeat import Limits
+from ..launch.processes import RankFailed, Supervisor
+from ..launch.torchrun import run_joined
+from ..runtime import keep_freed_memory, ranks_are_given, ranks_of, typed_errors
+from ..signals import StopFlag, end_on_stop
 from ..weights import write_text
 
 TIMEOUT = 60.0
@@ -127,37 +132,48 @@ def show_size(size: int) -> str:
 
 
 def _on_ranks(workers: int | None, device: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `function` on rank 0, run on every rank; None on the other ranks of somebody else's launcher."""
+    """What `function(*arguments, device)` returns on rank 0, run on every rank.
+
+    Args:
+        workers: Ranks to start on this machine; None: a GPU or core each. Another launcher's ranks are taken as found.
+        device: `cpu` or `cuda`.
+        function: Found by its name in a module; it returns a JSON value.
+        arguments: Pickled between our own processes.
+
+    Returns:
+        The result; None on the other ranks of somebody else's launcher.
+
+    Raises:
+        UserError: A mistake that the ranks found.
+        RunError: A rank was lost.
+    """
+    on_rank = partial(_rank, function, arguments)
+    limits = Limits(beat=TIMEOUT, start=TIMEOUT, stuck=inf)
     if ranks_are_given():
-        ranks = join(device, TIMEOUT)
-        result = function(*arguments, ranks.device)
-        return result if ranks.is_first else None
+        result = run_joined(on_rank, device, limits)
+        return result if os.environ["RANK"] == "0" else None
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    quiet()
     available = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
-    try:
-        kind, value = run_ranks(workers or available, _rank, device, function, arguments)[0]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise RunError(f"rank {rank} ended with exit code {failure.exitcode}") from None
-    if kind == "result":
-        return value
-    raise (UserError if kind == "user" else RunError)(value)
+    with Supervisor(workers or available, device, limits) as supervisor:
+        try:
+            return supervisor.run(on_rank)[0]
+        except RankFailed as error:
+            error.failure.throw()
 
 
-def _rank(device: str, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[str, Any]:
-    """One rank of ours; a mistake that all ranks see is handed back as its line."""
+def _rank(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    world: Group,
+    stop: StopFlag,
+    restarts: int,
+    liveness: Liveness,
+) -> Any:
+    """A measurement on one rank; it asks nobody for late ranks, and a stop ends it as it is."""
     torch.set_num_threads(1)
-    try:
-        ranks = join(device, TIMEOUT)
-        result = function(*arguments, ranks.device)
-    except UserError as error:
-        return "user", str(error)
-    except RunError as error:
-        return "run", str(error)
-    if dist.is_initialized():
-        dist.barrier()
-    return "result", result
+    end_on_stop()
+    with typed_errors():
+        return function(*arguments, ranks_of(world).device)
 
 
 def _bench_rank(

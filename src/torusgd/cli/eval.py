@@ -10,9 +10,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..comm.allreduce import native
 from ..data.pipeline import Pipeline
 from ..errors import UserError
+from ..launch.torchrun import join
 from ..precision import Precision
 from ..recipe.schema import Recipe
-from ..runtime import RuntimeOptions, join, prepare_process, resolve_auto, resolve_device
+from ..runtime import RuntimeOptions, prepare_process, ranks_of, resolve_auto, resolve_device
 from ..train.evaluate import Evaluation, evaluate
 from ..train.load_trained import Trained, open_trained
 from ..train.polish import polish_by_recipe
@@ -32,7 +33,7 @@ class Assessment:
 
     def __init__(self, trained: Trained, device: str | None) -> None:
         chosen = resolve_device(RuntimeOptions.model_validate({"device": device}))
-        self.ranks = join(chosen, TIMEOUT)
+        self.ranks = ranks_of(join(chosen, TIMEOUT))
         self.trained = trained
         self.recipe: Recipe = resolve_auto(trained.recipe, chosen)
         prepare_process(self.recipe, self.ranks.device)

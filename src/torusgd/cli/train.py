@@ -45,10 +45,10 @@ def train(
     folder = out or Path("runs") / recipe.name
     run = join_and_train if ranks_are_given() else launch
     planned = PlanComparison.load(plan) if plan else None
-    ending = run(Job(recipe, options, device, folder, data, init, max_steps, planned), fresh)
-    if ending.summary:
-        show_result(ending.summary, folder)
-    return ending.code
+    result = run(Job(recipe, options, device, folder, data, init, max_steps, planned), fresh)
+    if result.summary:
+        show_result(result.summary, folder)
+    return result.code
 
 
 def show_result(summary: Mapping[str, Any], folder: Path) -> None:

@@ -1,16 +1,39 @@
 """What an all-reduce is to its users: `start` it on a tensor, `wait` for it later."""
 
 import time
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from .algorithms import Algorithm
+from .liveness import LateRank
 from .rounds import Round
 
 
-class CommTimeout(RuntimeError):
-    """A message has not come within the seconds that `Work.wait` was given: a rank is frozen or cut off."""
+class CommError(RuntimeError):
+    """Ranks could not exchange a message: the reason lies with another rank or the network, not with the caller.
+
+    Whatever waits in `torusgd.comm` raises one of its subclasses, and no bare error of Gloo or NCCL. The all-reduce and
+    its group are of no more use afterwards.
+    """
+
+
+class CommTimeout(CommError):
+    """A message has not come in time: a rank is frozen, late or cut off, or did not come to meet the others.
+
+    Args:
+        text: One line.
+        late: The ranks that are known to be late.
+    """
+
+    def __init__(self, text: str, late: Sequence[LateRank] = ()) -> None:
+        super().__init__(text)
+        self.late = tuple(late)
+
+
+class ConnectionLost(CommError):
+    """A connection was closed before its message came: a rank has ended, or has aborted its group."""
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .algorithms import Algorithm
-from .base import CommTimeout, Work
+from .base import CommTimeout, ConnectionLost, Work
 from .rounds import Message, Round
 
 LANES = 2
@@ -124,9 +124,9 @@ class _Trip:
 
     def wait(self, limit: float | None = None) -> None:
         if not self._finished.wait(limit):
-            raise CommTimeout
+            raise CommTimeout("no answer in time")
         if self._error is not None:
-            raise RuntimeError(f"all-reduce failed: {self._error}") from self._error
+            raise ConnectionLost(f"all-reduce failed: {self._error}") from self._error
 
     def done(self) -> bool:
         return self._finished.is_set()

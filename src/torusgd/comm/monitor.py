@@ -1,29 +1,37 @@
-"""Messages on their way: how long they took, how long somebody waited for them, and how long anybody may.
+"""Messages on their way: how long they took, how long somebody waited for them, and for whom nobody waits longer.
 
 What is on its way and not waited for is hidden behind computation; both are seconds of this rank's clock.
 """
 
 import time
-from math import nan
+from math import inf, nan
 
 import torch
 
 from .base import AllReduce, CommTimeout, Done, Work
+from .liveness import Liveness, NoLiveness
+
+SLICE = 0.25
+"""seconds that a wait goes on before it asks again who is late"""
 
 
 class Monitor:
-    """Notes the messages that it is shown, in the order in which they leave."""
+    """Notes the messages that it is shown, in the order in which they leave.
+
+    A wait for one of them asks `liveness` every SLICE seconds, and raises CommTimeout as soon as a rank is late.
+    """
 
     def __init__(self) -> None:
+        self.liveness: Liveness = NoLiveness()
+        """whom waits ask"""
         self.on_way = 0.0
         """seconds in all with at least one message on its way; nan where nobody can tell when it came (NCCL)"""
         self.waited = 0.0
         """seconds in all that `wait` took"""
-        self.limit: float | None = None
-        """seconds that a `wait` may take from now on before it raises CommTimeout, beyond those since the wait
-        before it (the others may work as long again as this rank has); None: the group's own timeout"""
         self.last_wait = time.perf_counter()
         """when a `wait` ended last"""
+        self.waits_since = self.last_wait
+        """when the `wait` under way, or the last one, began"""
         self._until = 0.0
 
     def watch(self, work: Work, left: float | None = None) -> Work:
@@ -58,18 +66,30 @@ class _Watched:
         self._noted = False
 
     def wait(self, limit: float | None = None) -> None:
-        begin = time.perf_counter()
-        if limit is None and self._monitor.limit is not None:
-            limit = self._monitor.limit + begin - self._monitor.last_wait
-        try:
-            self._work.wait(limit)
-        except CommTimeout:
-            raise CommTimeout(f"no answer within {limit:.0f} s") from None
-        self._monitor.last_wait = time.perf_counter()
-        self._monitor.waited += self._monitor.last_wait - begin
+        monitor, begin = self._monitor, time.perf_counter()
+        monitor.waits_since = begin
+        self._wait(begin + (inf if limit is None else limit))
+        monitor.last_wait = time.perf_counter()
+        monitor.waited += monitor.last_wait - begin
         if not self._noted:
             self._noted = True
-            self._monitor.arrived(self._left, self._work.ended())
+            monitor.arrived(self._left, self._work.ended())
+
+    def _wait(self, deadline: float) -> None:
+        """Waits in slices until the message is there, a rank is late, or it is too late."""
+        while True:
+            try:
+                self._work.wait(max(0.0, min(SLICE, deadline - time.perf_counter())))
+                return
+            except CommTimeout:
+                if self._work.done():  # it came meanwhile, or it is the group that gave it up
+                    self._work.wait()
+                    return
+                if time.perf_counter() >= deadline:
+                    raise
+            late = self._monitor.liveness.late()
+            if late:
+                raise CommTimeout("; ".join(map(str, late)), late)
 
     def done(self) -> bool:
         return self._work.done()

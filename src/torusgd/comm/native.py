@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .base import CommTimeout, Done, Work, check_tensor
+from .base import CommTimeout, ConnectionLost, Done, Work, check_tensor
 from .profile import Profile
 
 
@@ -28,8 +28,8 @@ class BackendWork:
                 self._work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             if limit is not None and str(error).startswith("Operation timed out"):
-                raise CommTimeout from None
-            raise
+                raise CommTimeout("no answer in time") from None
+            raise ConnectionLost(str(error)) from error
         self._note_end()
 
     def done(self) -> bool:

@@ -32,7 +32,7 @@ class _Staged:
 
     def wait(self, limit: float | None = None) -> None:
         if not self._begun.wait(limit):
-            raise CommTimeout
+            raise CommTimeout("no answer in time")
         if self._error is not None:
             raise RuntimeError(f"all-reduce failed: {self._error}") from self._error
         assert self._work is not None

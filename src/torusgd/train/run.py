@@ -5,12 +5,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..comm.allreduce import create
+from ..comm.groups import Group
+from ..comm.liveness import Liveness, NoLiveness
 from ..comm.monitor import hidden_share
 from ..data.loader import Loader
 from ..data.order import StreamOrder
@@ -23,8 +26,17 @@ from ..optim import build_optimizer
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
-from ..runtime import Ranks, RuntimeOptions, check_world_size, conditions, loader_threads, prepare_process
-from ..signals import StopFlag
+from ..runtime import (
+    Ranks,
+    RuntimeOptions,
+    check_world_size,
+    conditions,
+    loader_threads,
+    prepare_process,
+    ranks_of,
+    typed_errors,
+)
+from ..signals import EXIT_BASE, StopFlag
 from ..tensor_parallel.parallel_tail import hybrid_tail
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
 from .checkpoint import CheckpointWriter, newest_checkpoint
@@ -54,13 +66,19 @@ class Job:
     """to stand beside what is measured"""
 
 
-@dataclass
-class Outcome:
-    """How a run ended on this rank."""
+@dataclass(frozen=True)
+class RunResult:
+    """The end of a run that nothing went wrong with, on this rank."""
 
     summary: dict[str, Any] = field(default_factory=dict)
+    """of a finished run; empty where it was stopped"""
     signal: int = 0
     """the signal that stopped it, after a checkpoint was written"""
+
+    @property
+    def code(self) -> int:
+        """Exit code of the command."""
+        return EXIT_BASE + self.signal if self.signal else 0
 
 
 class Run:
@@ -71,13 +89,15 @@ class Run:
         ranks: This process among the others.
         stop: Asked once a step.
         restarts: Times that the launcher has started the ranks again.
+        liveness: Gets to know this rank's progress; waits ask it for late ranks.
 
     Raises:
         UserError: The job can't be run as given.
     """
 
-    def __init__(self, job: Job, ranks: Ranks, stop: StopFlag, restarts: int) -> None:
+    def __init__(self, job: Job, ranks: Ranks, stop: StopFlag, restarts: int, liveness: Liveness | None = None) -> None:
         self.job, self.ranks, self.stop, self.restarts = job, ranks, stop, restarts
+        self.liveness = liveness or NoLiveness()
         recipe, options = job.recipe, job.options
         check_world_size(ranks.size, recipe)
         prepare_process(recipe, ranks.device)
@@ -102,7 +122,6 @@ class Run:
             grid=options.grid_size,
             profile=Path(options.profile) if options.profile else None,
             device=ranks.device,
-            timeout=options.start_timeout,
         )
         self.hybrid = hybrid_tail(model, recipe, options, ranks, self.allreduce)
         optimizer = (
@@ -115,7 +134,7 @@ class Run:
         self.loader = Loader(self.training, order, threads=threads, ahead=threads + 3)
         self.stepper = TrainStep(
             recipe, self.schedule, model, optimizer, self.loader, ranks, self.allreduce, options.buckets,
-            options.update == "sharded", options.timeout, stop, self.hybrid,
+            options.update == "sharded", self.liveness, stop, self.hybrid,
         )  # fmt: skip
         # Shards follow the buckets, and momentum the shards: a sharded run keeps the layout that it began with.
         may_settle = options.buckets == "auto" and options.update == "replicated"
@@ -128,7 +147,7 @@ class Run:
         self._evaluations = self._boundaries(recipe.evaluate.every, recipe.evaluate.first)
         self._saves = self._boundaries(options.checkpoint_every)
 
-    def run(self) -> Outcome:
+    def run(self) -> RunResult:
         """Trains from the last good checkpoint, or from the start, to the end.
 
         Raises:
@@ -142,12 +161,13 @@ class Run:
             self._greet(self.telemetry)
         try:
             is_done = self._train(writer)
-            outcome = Outcome(summary=self._finish()) if is_done else Outcome(signal=self.stop.signal or signal.SIGTERM)
+            stopped_by = 0 if is_done else self.stop.signal or signal.SIGTERM
+            result = RunResult(self._finish() if is_done else {}, int(stopped_by))
             if self.hybrid is not None:
                 self.hybrid.close()
             self.stepper.close()  # not where a rank is lost: threads and groups still wait for it
             self.allreduce.close()
-            return outcome
+            return result
         finally:
             self.loader.close()
             writer.close()
@@ -174,6 +194,7 @@ class Run:
                 is_stopping = not self._evaluate_and_tell()
             state.seconds = earlier + time.perf_counter() - started
             if is_stopping or state.step in self._saves or state.step == self.steps:
+                self.liveness.progress("checkpoint", state.step, 0)
                 save()
             if is_stopping or state.step == self.steps:
                 writer.wait()
@@ -214,7 +235,10 @@ class Run:
         self.stepper.update.complete()
         self.stepper.batch_norm.show(self.state.step)
         stepper, chunk = self.stepper, self.job.recipe.evaluate.images_per_chunk
-        return evaluate(stepper.model, self.held_out, chunk, self.ranks, stepper.allreduce, stepper.precision, stop)
+        return evaluate(
+            stepper.model, self.held_out, chunk, self.ranks, stepper.allreduce, stepper.precision, stop,
+            partial(self.liveness.progress, "evaluate", self.state.step),
+        )  # fmt: skip
 
     def _finish(self) -> dict[str, Any]:
         """Polishes, evaluates a last time, and leaves the weights and the summary."""
@@ -224,7 +248,10 @@ class Run:
         assert evaluation is not None
         before = evaluation.top1
         if recipe.polish is not None:
-            polish_by_recipe(model, self.training, recipe, self.ranks, self.stepper.allreduce, self.stepper.precision)
+            polish_by_recipe(
+                model, self.training, recipe, self.ranks, self.stepper.allreduce, self.stepper.precision,
+                partial(self.liveness.progress, "polish", state.step),
+            )  # fmt: skip
             self.stepper.batch_norm.take()
             evaluation = self._evaluate(lambda: False)
             assert evaluation is not None
@@ -333,6 +360,25 @@ class Run:
     def _metadata(self) -> dict[str, str]:
         recipe = json.dumps(self.job.recipe.as_dict())
         return {"classes": json.dumps(self.classes), "recipe": recipe, "recipe_sha256": self.state.recipe_sha256}
+
+
+def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
+    """Trains on this rank: what every rank does, whoever has started it.
+
+    Args:
+        job: What to run.
+        world: All ranks.
+        stop: Asked once a step.
+        restarts: Times that the launcher has started the ranks again.
+        liveness: Of this rank and of the others.
+
+    Raises:
+        UserError: The job can't be run as given.
+        RunError: Training can't go on.
+        CommError: Another rank is lost.
+    """
+    with typed_errors():
+        return Run(job, ranks_of(world), stop, restarts, liveness).run()
 
 
 def steps_asked(job: Job) -> int:

@@ -5,7 +5,6 @@ buckets leave while backward runs) -> the all-reduce -> the status -> the mean -
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from ..comm.allreduce import AlgorithmAllReduce
 from ..comm.buckets import Buckets
+from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
 from ..comm.native import NativeAllReduce
 from ..comm.reduce_scatter import ShardCollectives
@@ -36,8 +36,6 @@ from .link_probe import Links
 from .stragglers import Slowest, Stragglers, slowest
 
 MAX_ATTEMPTS = 3
-_USUAL = 8
-"""steps of which the longest is a usual step"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class TrainStep:
         allreduce: Sums over ranks, as from `create`.
         buckets: The rule of the gradient buckets' sizes.
         is_sharded: Each rank updates a shard of the weights only.
-        timeout: Seconds beyond the usual length of a step that a rank may be late, from the second step on.
+        liveness: Gets to know this rank's progress; waits for messages ask it for late ranks.
         stop_requested: Asked once a step.
         hybrid: The model's tail, where it is computed in column blocks.
     """
@@ -99,7 +97,7 @@ class TrainStep:
         allreduce: AlgorithmAllReduce | NativeAllReduce,
         buckets: Buckets,
         is_sharded: bool,
-        timeout: float,
+        liveness: Liveness,
         stop_requested: Callable[[], bool],
         hybrid: HybridTail | None = None,
     ) -> None:
@@ -110,6 +108,7 @@ class TrainStep:
         self.precision = Precision(recipe, ranks.device)
         self.batch_norm = BatchNormStatistics(model)
         self.monitor = Monitor()
+        self.monitor.liveness = liveness
         self.allreduce = self.monitor.over(allreduce)
         """the same all-reduce, watched: a rank that doesn't answer is overdue"""
         shards = ShardCollectives(allreduce, self.monitor.watch) if is_sharded else None
@@ -132,8 +131,7 @@ class TrainStep:
         self._statistics = StepStatistics(self.batch_norm.running.numel(), recipe.virtual_workers, ranks.device)
         self._lateness = Stragglers(ranks.rank, ranks.size, Links() if ranks.size > 2 else None)
         self._loader = loader
-        self._timeout = timeout
-        self._recent: deque[float] = deque(maxlen=_USUAL)
+        self._liveness = liveness
         self._stop_requested = stop_requested
         self._workers = ranks.share_of(recipe.virtual_workers)
         self._batches: Iterator[Batch] = iter(())
@@ -182,9 +180,6 @@ class TrainStep:
         else:
             self._update(step, totals)
         seconds = time.perf_counter() - started
-        self._recent.append(seconds)
-        # Ranks differ by parts of a step, which may be long: a share more of virtual workers, a batch that comes late.
-        self.monitor.limit = self._timeout + max(self._recent)
         return StepResult(
             step=step,
             loss=totals.loss,
@@ -225,6 +220,7 @@ class TrainStep:
         self._statistics.count("stop", int(self._stop_requested()))
         sent = None
         for worker in self._workers:
+            self._liveness.progress("train", step.index, worker)
             last = worker == self._workers[-1]
             batch = self._read(step, worker)
             self.reducer.begin_worker(last=last)
@@ -249,6 +245,7 @@ class TrainStep:
         self._seek(step.index)
         self.reducer.begin(measuring=True)
         for worker in self._workers:
+            self._liveness.progress("measure", step.index, worker)
             batch = self._read(step, worker)
             self.reducer.begin_worker(last=False)
             loss = None if batch is None else self._passing.forward(step, worker, batch)

@@ -1,0 +1,84 @@
+"""Who is late: what a wait for a message asks while the message has not come.
+
+How long a message may take depends on what the other ranks are doing, which a message can't tell: its age is no
+measure. So waits ask a `Liveness`, which knows what each rank did last. `NoLiveness` knows nothing and leaves every
+wait to the timeout of its group; `StepLimit` knows this rank alone.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from .monitor import Monitor
+
+
+@dataclass(frozen=True)
+class LateRank:
+    """A rank that has made no progress for too long, and what it did last; None where that is not known."""
+
+    why: str
+    """one line, such as `no heartbeat for 12 s`"""
+    rank: int | None = None
+    """in the run"""
+    host: str | None = None
+    phase: str | None = None
+    """as it was given to `Liveness.progress`, such as `backward`"""
+    step: int | None = None
+
+    def __str__(self) -> str:
+        """As an error shows it.
+
+        >>> str(LateRank("no heartbeat for 12 s", rank=2, host="a1", phase="backward", step=7))
+        'rank 2 on a1 in backward of step 7: no heartbeat for 12 s'
+        """
+        if self.rank is None:
+            return self.why
+        host = "" if self.host is None else f" on {self.host}"
+        phase = "" if self.phase is None else f" in {self.phase}"
+        step = "" if self.step is None else f" of step {self.step}"
+        return f"rank {self.rank}{host}{phase}{step}: {self.why}"
+
+
+class Liveness(Protocol):
+    """What all ranks are doing. `launch` implements it by heartbeats through the ranks' common store."""
+
+    def progress(self, phase: str, step: int, unit: int) -> None:
+        """This rank begins a unit (a virtual worker, a bucket) of a phase (such as `forward`) of a step."""
+
+    def late(self) -> list[LateRank]:
+        """The ranks for which nobody needs to wait any longer; a wait asks it every `monitor.SLICE` seconds."""
+
+
+class NoLiveness:
+    """Knows of no late rank, ever: waits end by the timeout of their group."""
+
+    def progress(self, phase: str, step: int, unit: int) -> None:
+        """Does nothing."""
+
+    def late(self) -> list[LateRank]:
+        """Nobody."""
+        return []
+
+
+class StepLimit:
+    """Gives a wait `seconds`, and as long again as this rank worked before it: the others may work as long.
+
+    Who it is that is late this rank can't know.
+    """
+
+    def __init__(self, monitor: "Monitor") -> None:
+        self.seconds: float | None = None
+        """None: nobody is ever late"""
+        self._monitor = monitor
+
+    def progress(self, phase: str, step: int, unit: int) -> None:
+        """Does nothing: the monitor's waits say when this rank worked."""
+
+    def late(self) -> list[LateRank]:
+        """One nameless rank, once the wait under way has taken too long."""
+        if self.seconds is None:
+            return []
+        begin = self._monitor.waits_since
+        limit = self.seconds + begin - self._monitor.last_wait
+        return [LateRank(f"no answer within {limit:.0f} s")] if time.perf_counter() - begin > limit else []
