@@ -138,12 +138,13 @@ def ranks_of(world: Group) -> Ranks:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Gives a bare error of torch's default group, which `ranks_of` makes, the type that it has from a `Group`."""
+    """Gives bare errors of torch's default group, which `ranks_of` makes, and of a `Group` the type of a lost rank."""
     try:
         yield
     except RuntimeError as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if type(error) is RuntimeError and "torch/distributed/" in frames[-1].filename:
+        places = ("torch/distributed/", "torusgd/comm/groups.py")
+        if type(error) is RuntimeError and any(place in frames[-1].filename for place in places):
             raise ConnectionLost(str(error)) from error
         raise
 

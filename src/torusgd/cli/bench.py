@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..launch.heartbeat import Limits
 from ..launch.processes import RankFailed, Supervisor
 from ..launch.torchrun import run_joined
-from ..runtime import keep_freed_memory, ranks_are_given, ranks_of, typed_errors
+from ..runtime import keep_freed_memory, ranks_are_given, ranks_of
 from ..signals import StopFlag, end_on_stop
 from ..weights import write_text
 
@@ -172,8 +172,7 @@ def _rank(
     """A measurement on one rank; it asks nobody for late ranks, and a stop ends it as it is."""
     torch.set_num_threads(1)
     end_on_stop()
-    with typed_errors():
-        return function(*arguments, ranks_of(world).device)
+    return function(*arguments, ranks_of(world).device)
 
 
 def _bench_rank(

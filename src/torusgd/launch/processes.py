@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ..comm import groups
 from ..comm.groups import Group
 from ..comm.liveness import LateRank, Liveness
+from ..runtime import typed_errors
 from ..signals import StopFlag, die_with_launcher, held_back
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import start_forkserver
@@ -243,8 +244,9 @@ def _be_rank(seat: Seat) -> None:
     heartbeat = Heartbeat(store, seat.rank, seat.limits)
     try:
         world = meet(store, seat.rank, seat.size, seat.device, seconds=seat.limits.start)
-        result = seat.function(world, stop, seat.attempt, heartbeat)
-        world.barrier()
+        with typed_errors():
+            result = seat.function(world, stop, seat.attempt, heartbeat)
+            world.barrier()
         store.set(f"result/{seat.rank}", json.dumps(result))
     except (Exception, SystemExit) as error:
         with suppress(RuntimeError):  # the launcher is gone, and this process with it in a moment

@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..comm.groups import Group
 from ..comm.liveness import LateRank, Liveness
 from ..errors import RunError, UserError
-from ..runtime import check_world_size, ranks_are_given
+from ..runtime import check_world_size, ranks_are_given, typed_errors
 from ..signals import StopFlag, die_with_agent, end_on_stop
 from ..train.events import warn
 from ..train.run import Job, RunResult, steps_asked, train
@@ -88,8 +88,9 @@ def run_joined(function: RankFunction, device: str, limits: Limits, remedy: Call
     stop = StopFlag()
     stop.install()
     try:
-        result = function(world, stop, _restarts(), member.heartbeat)
-        world.barrier()
+        with typed_errors():
+            result = function(world, stop, _restarts(), member.heartbeat)
+            world.barrier()
     except (Exception, SystemExit) as error:
         member.end(Failure.of(error, rank))
     member.heartbeat.close()

@@ -34,7 +34,6 @@ from ..runtime import (
     loader_threads,
     prepare_process,
     ranks_of,
-    typed_errors,
 )
 from ..signals import EXIT_BASE, StopFlag
 from ..tensor_parallel.parallel_tail import hybrid_tail
@@ -377,8 +376,7 @@ def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liven
         RunError: Training can't go on.
         CommError: Another rank is lost.
     """
-    with typed_errors():
-        return Run(job, ranks_of(world), stop, restarts, liveness).run()
+    return Run(job, ranks_of(world), stop, restarts, liveness).run()
 
 
 def steps_asked(job: Job) -> int:
