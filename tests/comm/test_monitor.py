@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torusgd.comm.allreduce import create
 from torusgd.comm.base import CommTimeout
 from torusgd.comm.connection import new_group
+from torusgd.comm.liveness import StepLimit
 from torusgd.comm.monitor import Monitor, hidden_share
 
 from .gloo_world import run_ranks
@@ -59,11 +60,12 @@ def wait_for_a_rank_that_sleeps(names: list[str]) -> list[str]:
         monitor = Monitor()
         work = monitor.over(allreduce).start(torch.ones(10))
         if dist.get_rank() == 0:
-            monitor.limit = 1.0
+            monitor.liveness = limit = StepLimit(monitor)
+            limit.seconds = 1.0
             with pytest.raises(CommTimeout) as caught:
                 work.wait()
             told.append(str(caught.value))
-            monitor.limit = None
+            limit.seconds = None
         work.wait()
     return told
 

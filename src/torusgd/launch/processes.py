@@ -143,8 +143,8 @@ class Supervisor:
                 return [*late]
 
     def ask_to_stop(self) -> None:
-        """Asks the ranks to stop after their step."""
-        self._store.set("stop", "")
+        """Asks the ranks to stop after their step, those of later attempts too."""
+        self._root.set("stop", "")
 
     def kill(self) -> None:
         """Ends all ranks as they are."""
@@ -238,8 +238,9 @@ def _be_rank(seat: Seat) -> None:
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     die_with_launcher()
-    store = PrefixStore(f"attempt-{seat.attempt}", TCPStore(_LOOPBACK, seat.port, None, False, wait_for_workers=False))
-    stop = StopFlag(also=lambda: store.check(["stop"]))
+    root = TCPStore(_LOOPBACK, seat.port, None, False, wait_for_workers=False)
+    store = PrefixStore(f"attempt-{seat.attempt}", root)
+    stop = StopFlag(also=lambda: root.check(["stop"]))
     stop.install()
     heartbeat = Heartbeat(store, seat.rank, seat.limits)
     try:

@@ -84,7 +84,11 @@ def run_joined(function: RankFunction, device: str, limits: Limits, remedy: Call
     end_on_stop()  # nothing to save yet, and no handler could run while this rank waits for the others
     store, rank, size = _rendezvous(limits.start)
     member = _Member(store, rank, size, limits, remedy)
-    world = _meet(store, rank, size, device, limits.start, GROUP_SECONDS)
+    try:
+        world = _meet(store, rank, size, device, limits.start, GROUP_SECONDS)
+    except RunError:
+        member.heartbeat.close()
+        raise
     stop = StopFlag()
     stop.install()
     try:
