@@ -126,7 +126,7 @@ def test_every_rank_runs_the_function_and_a_new_attempt_meets_anew(attempts: Att
             "nobody reads the output any more; the last checkpoint is good",
         ),
         (die, FailureKind.RANK_LOST, 1, "rank 1 was ended by SIGKILL"),
-        (leave, FailureKind.RANK_LOST, 1, "rank 1 ended with exit code 0 and no result"),
+        (leave, FailureKind.RUN_ERROR, 1, "rank 1 ended with exit code 0 and no result"),
     ],
 )
 def test_a_failure_has_the_kind_of_its_cause(

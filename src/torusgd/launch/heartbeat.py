@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank tells about itself."""
+    """What a rank says about itself."""
 
     number: int
     host: str
@@ -79,14 +79,14 @@ class Beat:
 
 
 class Heartbeat:
-    """This rank's beats, and its `Liveness`: made by the main thread of a rank, whose stack it tells.
+    """This rank's beats, and its `Liveness`: made by the main thread of a rank, whose stack it shows.
 
     Args:
         store: Common to all ranks of this attempt. The thread uses a connection of its own, since a blocked call of
             another thread would hold up the beats.
         rank: Of this process.
         limits: See `Limits`.
-        others: The ranks to watch; none where the launcher watches.
+        watched: The ranks to watch: all, this one among them, or none where the launcher watches.
         on_late: Called once, from the thread, if the main thread does not ask `late` although ranks are late: it is
             blocked in a wait that asks nobody.
     """
@@ -96,20 +96,20 @@ class Heartbeat:
         store: Store,
         rank: int,
         limits: Limits,
-        others: Iterable[int] = (),
+        watched: Iterable[int] = (),
         on_late: Callable[[list[LateRank]], None] = lambda late: None,
     ) -> None:
         own: Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=limits.beat))
         self._store, self._rank, self._limits, self._on_late = PrefixStore(_STORE_KEY, own), rank, limits, on_late
-        self.watch = Watch(own, others, limits)
+        self.watch = Watch(own, watched, limits)
         self._main, self._host = threading.get_ident(), socket.gethostname()
         self._place, self._failed, self._ended = ("start", 0, 0), "", False
         self._unit_began: float | None = None
         self._longest = 0.0
         self._units = self._asked = 0  # the thread compares them with those of its last beat
         self._late: list[LateRank] = []
-        self._is_known = False  # that ranks are late, to the main thread
+        self._is_known = False  # to the main thread, that ranks are late
         self._rounds, self._thread_silence = 0, _Unchanged()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="torusgd-heartbeat")

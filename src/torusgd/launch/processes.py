@@ -62,7 +62,7 @@ class RankFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankSpec:
     """What the process of a rank is started with."""
 
     rank: int
@@ -128,8 +128,8 @@ class Supervisor:
 
     def start(self, rank: int, function: RankFunction) -> None:
         """Starts the process of a rank in the attempt that is open."""
-        seat = Seat(rank, self.size, self._root.port, self._attempt, self._device, self._limits, function)
-        process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(seat,))
+        spec = RankSpec(rank, self.size, self._root.port, self._attempt, self._device, self._limits, function)
+        process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(spec,))
         with held_back():
             process.start()
         self._processes[rank] = process
@@ -186,16 +186,19 @@ class Supervisor:
         if cause is not None:
             return cause
         silent = [exit for exit in failed if exit.rank not in reported]
+        kind = FailureKind.RANK_LOST
         if late:
             rank, text = late[0].rank or 0, "; ".join(map(str, late))
         elif silent and silent[0].code < 0:
             rank, text = silent[0].rank, f"rank {silent[0].rank} was ended by {Signals(-silent[0].code).name}"
         elif silent:
+            # It ended itself, in code that is not ours, and would do so again.
+            kind = FailureKind.RUN_ERROR
             rank, text = silent[0].rank, f"rank {silent[0].rank} ended with exit code {silent[0].code} and no result"
         else:
             rank = min(reported)
             text = f"the ranks lost each other ({reported[rank].text})"
-        return Failure(FailureKind.RANK_LOST, rank, socket.gethostname(), text)
+        return Failure(kind, rank, socket.gethostname(), text)
 
 
 def serve_store() -> TCPStore:
@@ -231,27 +234,27 @@ def meet(store: Store, rank: int, size: int, device: str, *, seconds: float, tim
     return groups.build(PrefixStore("world", store), range(size), rank, device=target, timeout=timeout)
 
 
-def _be_rank(seat: Seat) -> None:
+def _be_rank(spec: RankSpec) -> None:
     """The process of a rank. It ends with exit code 0 only when all is well: else it reports why."""
-    rank = str(seat.rank)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(seat.size), LOCAL_WORLD_SIZE=str(seat.size))
+    rank = str(spec.rank)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.size), LOCAL_WORLD_SIZE=str(spec.size))
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     die_with_launcher()
-    root = TCPStore(_LOOPBACK, seat.port, None, False, wait_for_workers=False)
-    store = PrefixStore(f"attempt-{seat.attempt}", root)
+    root = TCPStore(_LOOPBACK, spec.port, None, False, wait_for_workers=False)
+    store = PrefixStore(f"attempt-{spec.attempt}", root)
     stop = StopFlag(also=lambda: root.check(["stop"]))
     stop.install()
-    heartbeat = Heartbeat(store, seat.rank, seat.limits)
+    heartbeat = Heartbeat(store, spec.rank, spec.limits)
     try:
-        world = meet(store, seat.rank, seat.size, seat.device, seconds=seat.limits.start)
+        world = meet(store, spec.rank, spec.size, spec.device, seconds=spec.limits.start)
         with typed_errors():
-            result = seat.function(world, stop, seat.attempt, heartbeat)
+            result = spec.function(world, stop, spec.attempt, heartbeat)
             world.barrier()
-        store.set(f"result/{seat.rank}", json.dumps(result))
+        store.set(f"result/{spec.rank}", json.dumps(result))
     except (Exception, SystemExit) as error:
         with suppress(RuntimeError):  # the launcher is gone, and this process with it in a moment
-            FailureChannel(store, seat.size).report(Failure.of(error, seat.rank))
+            FailureChannel(store, spec.size).report(Failure.of(error, spec.rank))
         with suppress(OSError):
             sys.stdout.flush()
         os._exit(1)  # closes all connections, so that the other ranks notice at once

@@ -133,8 +133,7 @@ class _Member:
         self._name = f"rank {rank} on {socket.gethostname()}"
         self._failures = FailureChannel(store, size)
         self._is_ending = threading.Lock()
-        others = [other for other in range(size) if other != rank]
-        self.heartbeat = Heartbeat(store, rank, limits, others, self._end_in_a_thread)
+        self.heartbeat = Heartbeat(store, rank, limits, range(size), self._end_in_a_thread)
 
     def end(self, failure: Failure) -> NoReturn:
         """Ends this process by a failure, which one of the ranks prints.
@@ -143,8 +142,9 @@ class _Member:
         """
         if not self._is_ending.acquire(blocking=False):
             threading.Event().wait()  # the other thread ends the process
-        self.heartbeat.fail(failure.text)
-        if not _within(STORE_SECONDS, lambda: self._failures.report(failure)):
+        is_reported = _within(STORE_SECONDS, lambda: self._failures.report(failure))
+        self.heartbeat.fail(failure.text)  # after the report, by which the others tell a cause from a loss
+        if not is_reported:
             _print(f"{self._name} can't reach the others, or rank 0 is lost: {failure.text}{self._remedy()}")
             code = failure.kind.exit_code
         else:
@@ -182,7 +182,7 @@ class _Member:
 
     def _outlast(self, lost: list[int]) -> None:
         """Keeps this process, which holds the store, until the other ranks have agreed in it."""
-        while set(self.heartbeat.watch.present(3 * SILENT_SECONDS)) - set(lost):
+        while set(self.heartbeat.watch.present(3 * SILENT_SECONDS)) - {self._rank, *lost}:
             time.sleep(_POLL_SECONDS)
 
     def _end_in_a_thread(self, late: list[LateRank]) -> None:
