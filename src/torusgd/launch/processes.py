@@ -130,9 +130,9 @@ class Supervisor:
         """Starts the process of a rank in the attempt that is open."""
         spec = RankSpec(rank, self.size, self._root.port, self._attempt, self._device, self._limits, function)
         process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(spec,))
-        with held_back():
+        with held_back():  # else a signal could come between the two
             process.start()
-        self._processes[rank] = process
+            self._processes[rank] = process
 
     def wait(self) -> list[Exit | LateRank]:
         """Blocks until processes have ended or ranks are late; a process that has ended is told once."""
