@@ -6,15 +6,10 @@ Ranks, devices, process groups and the conditions (device model, torch build, th
 import ctypes
 import os
 import platform
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from .comm.groups import Group, alone, group_of
 from .errors import UserError
 from .recipe.runtime_options import RuntimeOptions
 from .recipe.schema import Recipe
@@ -56,27 +51,6 @@ def check_world_size(size: int, recipe: Recipe) -> None:
             f"workers = {size}: the recipe has {recipe.virtual_workers} virtual workers to share; "
             f"use at most {recipe.virtual_workers}"
         )
-
-
-def join(device: str, timeout: float) -> Group:
-    """Joins the process group that the environment describes, or stands alone without one.
-
-    Args:
-        device: `cpu` (Gloo) or `cuda` (NCCL; the device is LOCAL_RANK).
-        timeout: Seconds after which a collective without an answer fails.
-    """
-    target = torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(target)
-    if not ranks_are_given():
-        return alone(target)
-    limit = timedelta(seconds=timeout)
-    store, rank, size = next(rendezvous("env://", timeout=limit))
-    # torchrun with its static rendezvous keeps one store over restarts: addresses of dead ranks would be found there.
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    return group_of(device=target)
 
 
 def prepare_process(recipe: Recipe, device: torch.device) -> None:

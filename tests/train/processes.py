@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -222,6 +222,18 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
+
+
+def listening(pids: Iterable[int]) -> list[str]:
+    """The addresses (hex, as in /proc/net/tcp) at which these processes listen for TCP connections."""
+    inodes = {path.removeprefix("socket:[").removesuffix("]") for pid in pids for path in open_files(pid)}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
 
 
 def open_files(pid: int) -> list[str]:

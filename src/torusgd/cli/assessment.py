@@ -2,10 +2,11 @@
 
 from ..comm.allreduce import native
 from ..data.pipeline import Pipeline
+from ..launch.torchrun import join
 from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..runtime import join, prepare_process, resolve_auto, resolve_device
+from ..runtime import prepare_process, resolve_auto, resolve_device
 from ..train.evaluate import Evaluation, evaluate
 from ..train.load_trained import open_trained
 from ..train.polish import polish_by_recipe
@@ -27,24 +28,24 @@ class Assessment:
         self.trained = open_trained(
             weights.checkpoint, weights.data, weights.model, weights.classes, weights.overrides or []
         )
-        self.ranks = join(device, TIMEOUT)
+        self.world = join(device, TIMEOUT)
         self.recipe: Recipe = resolve_auto(self.trained.recipe, device)
-        prepare_process(self.recipe, self.ranks.device)
-        self.model = self.trained.model.to(self.ranks.device)
-        self.precision = Precision(self.recipe, self.ranks.device)
+        prepare_process(self.recipe, self.world.device)
+        self.model = self.trained.model.to(self.world.device)
+        self.precision = Precision(self.recipe, self.world.device)
 
     def evaluate(self) -> Evaluation:
         """Classifies every held-out image."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.data, self.recipe.seed)
         chunk = self.recipe.evaluate.images_per_chunk
-        result = evaluate(self.model, pipeline, chunk, self.ranks, native(), self.precision)
+        result = evaluate(self.model, pipeline, chunk, self.world, native(self.world), self.precision)
         assert result is not None, "nobody asks an assessment to stop"
         return result
 
     def polish(self) -> int:
         """Sets the batch-norm statistics over training images; their number."""
         pipeline = Pipeline(self.trained.train, self.recipe.data, self.recipe.seed)
-        return polish_by_recipe(self.model, pipeline, self.recipe, self.ranks, native(), self.precision)
+        return polish_by_recipe(self.model, pipeline, self.recipe, self.world, native(self.world), self.precision)
 
 
 def describe(result: Evaluation) -> str:

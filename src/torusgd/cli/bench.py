@@ -14,9 +14,8 @@ from .options import NETWORK, OUTPUT, Device, Grid, JsonFile, Profile, Workers
 from .output import check_writable, console, write_json
 
 if TYPE_CHECKING:
-    import torch
-
     from ..comm.bench import Record
+    from ..comm.groups import Group
 
 app = typer.Typer(help="Measure what a run is made of, on these ranks.", no_args_is_help=True)
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -60,11 +59,11 @@ def _on_rank(
     grid: tuple[int, int] | None,
     profile: Path | None,
     repetitions: int,
-    device: "torch.device",
+    world: "Group",
 ) -> list[dict[str, Any]]:
     from ..comm.bench import bench_allreduce
 
-    records = bench_allreduce(sizes, names, grid=grid, profile=profile, repetitions=repetitions, device=device)
+    records = bench_allreduce(sizes, names, grid=grid, profile=profile, repetitions=repetitions, group=world)
     return [record.__dict__ for record in records]
 
 

@@ -11,5 +11,5 @@ def evaluate(weights: TrainedWeights) -> None:
 
     assessment = Assessment(weights)
     result = assessment.evaluate()
-    if assessment.ranks.rank == 0:
+    if assessment.world.rank == 0:
         console().print(f"{assessment.trained.path}: {describe(result)}", markup=False)

@@ -34,7 +34,7 @@ def polish(
     before = assessment.evaluate()
     images = assessment.polish()
     after = assessment.evaluate()
-    if assessment.ranks.rank != 0:
+    if assessment.world.rank != 0:
         return
     tensors = assessment.model.state_dict()
     metadata = {

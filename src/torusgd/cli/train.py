@@ -65,10 +65,10 @@ def train(
     folder = out or Path("runs") / resolved.name
     planned = PlanComparison.load(plan) if plan else None
     job = Job(resolved, options, device, folder, data, init, max_steps, planned)
-    ending = (join_and_train if ranks_are_given() else launch)(job, fresh)
-    if ending.summary:
-        show_result(ending.summary, folder)
-    raise typer.Exit(ending.code)
+    result = (join_and_train if ranks_are_given() else launch)(job, fresh)
+    if result.summary:
+        show_result(result.summary, folder)
+    raise typer.Exit(result.code)
 
 
 def show_result(summary: Mapping[str, Any], folder: Path) -> None:

@@ -10,8 +10,7 @@ from .options import OUTPUT, Device, Workers
 from .output import check_writable, console
 
 if TYPE_CHECKING:
-    import torch
-
+    from ..comm.groups import Group
     from ..comm.profile import Profile
 
 
@@ -35,12 +34,12 @@ def tune(
     console().print(f"in {out}; give it as --profile {out}", markup=False)
 
 
-def _on_rank(seconds: float, device: "torch.device") -> str:
+def _on_rank(seconds: float, world: "Group") -> str:
     from ..comm.tune import tune as measure
     from ..runtime import keep_freed_memory
 
     keep_freed_memory()  # as a run does, whose computation is timed
-    return measure(seconds, device=device).model_dump_json()
+    return measure(seconds, group=world).model_dump_json()
 
 
 def show_profile(profile: "Profile") -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.base import AllReduce, Work
 from ..comm.groups import Group
+from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
 from ..comm.reduce_scatter import ShardCollectives
 from ..data.loader import Loader
@@ -86,12 +87,13 @@ def steps_asked(job: Job) -> int:
     return min(steps, job.max_steps or steps)
 
 
-def build(job: Job, world: Group, stop_requested: Callable[[], bool]) -> Trainer:
+def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[], bool]) -> Trainer:
     """A run's parts on this rank; every rank calls it, since groups are made.
 
     Args:
         job: What to run.
         world: All ranks.
+        liveness: Learns of this rank's progress; waits for messages ask it for late ranks.
         stop_requested: Asked once a step.
 
     Raises:
@@ -120,6 +122,7 @@ def build(job: Job, world: Group, stop_requested: Callable[[], bool]) -> Trainer
 
     allreduce = _all_reduce(options, world, options.grid_size)
     monitor = Monitor()
+    monitor.liveness = liveness
     watched = monitor.over(allreduce)
     tail = _shared_tail(model, recipe, options, world, monitor.watch)
     channels, groups_closed = _channels(options, allreduce, watched, monitor, tail)
@@ -162,6 +165,7 @@ def build(job: Job, world: Group, stop_requested: Callable[[], bool]) -> Trainer
         stragglers=Stragglers(world),
         clock=StepClock(loader, monitor),
         world=world,
+        liveness=liveness,
         stop_requested=stop_requested,
     )
 
@@ -193,7 +197,6 @@ def _all_reduce(options: RuntimeOptions, group: Group, grid: tuple[int, int] | N
         profile=profile,
         group=group,
         device=group.device,
-        timeout=options.start_timeout,
     )
 
 
@@ -209,7 +212,7 @@ def _shared_tail(
     tail = column_tail(model, blocks)
     batch = recipe.virtual_workers * recipe.stages[0].images_per_worker
     parallel = choose_parallel(asked, tail.layers, blocks, recipe.virtual_workers, batch, world.size)
-    return ParallelTail(model, tail, parallel, world, watch, options.start_timeout)
+    return ParallelTail(model, tail, parallel, world, watch)
 
 
 def _channels(

@@ -53,6 +53,7 @@ def evaluate(
     allreduce: AllReduce,
     precision: Precision,
     stop_requested: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], object] = lambda chunk: None,
 ) -> Evaluation | None:
     """Classifies all images of a source; None when a rank was asked to stop meanwhile.
 
@@ -64,6 +65,7 @@ def evaluate(
         allreduce: Sums the counts.
         precision: As in training.
         stop_requested: Asked before every chunk.
+        progress: Called before every chunk with its place among this rank's.
 
     Raises:
         RunError: Images can't be read.
@@ -79,7 +81,7 @@ def evaluate(
     reason = ""
     try:
         with precision.autocast():
-            for batch, size in zip(read_ahead(pipeline, chunks), map(len, chunks), strict=True):
+            for batch, size in zip(read_ahead(pipeline, chunks, progress), map(len, chunks), strict=True):
                 if stop_requested():
                     counts[4] += 1
                     break
@@ -117,11 +119,19 @@ def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([((rank < k) & ~wrong).sum() for k in (1, 5)])
 
 
-def read_ahead(pipeline: Pipeline, chunks: Iterable["np.ndarray[tuple[int], np.dtype[np.int64]]"]) -> Iterator[Batch]:
-    """The validation batches of index chunks, in order, each prepared while the one before is used."""
+def read_ahead(
+    pipeline: Pipeline,
+    chunks: Iterable["np.ndarray[tuple[int], np.dtype[np.int64]]"],
+    progress: Callable[[int], object] = lambda chunk: None,
+) -> Iterator[Batch]:
+    """The validation batches of index chunks, in order, each prepared while the one before is used.
+
+    `progress` is called with the place of each chunk before it is prepared.
+    """
     with ThreadPoolExecutor(1) as pool:
         pending = None
-        for chunk in chunks:
+        for place, chunk in enumerate(chunks):
+            progress(place)
             following = pool.submit(pipeline.validation_batch, chunk)
             if pending is not None:
                 yield pending.result()

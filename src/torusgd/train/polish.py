@@ -5,7 +5,7 @@ batch-norm layer its population mean and variance, equal for any number of ranks
 form, with exact sums, is ours. The first form is a last stage with `augment: false`.)
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 
@@ -94,7 +94,13 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
 
 
 def polish_by_recipe(
-    model: nn.Module, pipeline: Pipeline, recipe: Recipe, world: Group, allreduce: AllReduce, precision: Precision
+    model: nn.Module,
+    pipeline: Pipeline,
+    recipe: Recipe,
+    world: Group,
+    allreduce: AllReduce,
+    precision: Precision,
+    progress: Callable[[int], object] = lambda batch: None,
 ) -> int:
     """Polishes over the training images that a recipe names, in index order, batch i on rank i mod N.
 
@@ -106,6 +112,7 @@ def polish_by_recipe(
         world: All ranks.
         allreduce: Sums over ranks.
         precision: As in training.
+        progress: Called before every batch with its place among this rank's.
 
     Returns:
         The number of images over all ranks.
@@ -118,6 +125,6 @@ def polish_by_recipe(
     if count - cuts[-2] == 1 and len(cuts) > 2:
         del cuts[-2]
     chunks = [np.arange(start, stop) for start, stop in pairwise(cuts)]
-    batches = read_ahead(pipeline, chunks[world.rank :: world.size])
+    batches = read_ahead(pipeline, chunks[world.rank :: world.size], progress)
     with precision.autocast():
         return polish(model, (precision.place(batch.images, world.device) for batch in batches), allreduce)

@@ -5,11 +5,13 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ..comm.groups import Group
+from ..comm.liveness import Liveness, NoLiveness
 from ..errors import RunError, UserError
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule
@@ -40,6 +42,17 @@ class RunResult:
         return EXIT_BASE + self.signal if self.signal else 0
 
 
+def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
+    """Trains on this rank: what every rank does, whoever has started it; see `Run`.
+
+    Raises:
+        UserError: The job can't be run as given.
+        RunError: Training can't go on.
+        CommError: Another rank is lost.
+    """
+    return Run(job, world, stop, restarts, liveness).run()
+
+
 class Run:
     """One rank's part in a run.
 
@@ -48,15 +61,17 @@ class Run:
         world: All ranks.
         stop: Asked once a step.
         restarts: Times that the launcher has started the ranks again.
+        liveness: Learns of this rank's progress; waits ask it for late ranks. None: nobody is ever late.
 
     Raises:
         UserError: The job can't be run as given.
     """
 
-    def __init__(self, job: Job, world: Group, stop: StopFlag, restarts: int) -> None:
+    def __init__(self, job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness | None = None) -> None:
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
+        self.liveness = liveness or NoLiveness()
         self.run_dir = RunDir(job.out)
-        self.trainer: Trainer = build(job, world, stop)
+        self.trainer: Trainer = build(job, world, self.liveness, stop)
         self.schedule: Schedule = self.trainer.step.schedule
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self.state = RunState(self.trainer.fingerprint)
@@ -109,6 +124,7 @@ class Run:
                 is_stopping = not self._evaluate_and_report()
             state.seconds = earlier + time.perf_counter() - started
             if is_stopping or state.step in self._saves or state.step == self.steps:
+                self.liveness.progress("checkpoint", state.step, 0)
                 save()
             if is_stopping or state.step == self.steps:
                 writer.wait()
@@ -149,7 +165,10 @@ class Run:
     def _evaluate(self, stop: Callable[[], bool]) -> Evaluation | None:
         step, chunk = self.trainer.step, self.job.recipe.evaluate.images_per_chunk
         step.write_to_model(self.state.step)
-        return evaluate(step.model, self.trainer.held_out, chunk, self.world, step.allreduce, step.precision, stop)
+        return evaluate(
+            step.model, self.trainer.held_out, chunk, self.world, step.allreduce, step.precision, stop,
+            partial(self.liveness.progress, "evaluate", self.state.step),
+        )  # fmt: skip
 
     def _finish(self) -> dict[str, Any]:
         """Polishes, evaluates a last time, and leaves the weights and the summary."""
@@ -159,7 +178,10 @@ class Run:
         assert evaluation is not None
         before = evaluation.top1
         if recipe.polish is not None:
-            polish_by_recipe(step.model, self.trainer.training, recipe, self.world, step.allreduce, step.precision)
+            polish_by_recipe(
+                step.model, self.trainer.training, recipe, self.world, step.allreduce, step.precision,
+                partial(self.liveness.progress, "polish", state.step),
+            )  # fmt: skip
             step.batch_norm.read_from_model()
             evaluation = self._evaluate(lambda: False)
             assert evaluation is not None

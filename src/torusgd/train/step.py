@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..comm.base import AllReduce
 from ..comm.groups import Group
+from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
 from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
@@ -62,6 +63,8 @@ class TrainStep:
     stragglers: Stragglers
     clock: StepClock
     world: Group
+    liveness: Liveness
+    """learns of this rank's progress"""
     stop_requested: Callable[[], bool]
     """asked once a step"""
 
@@ -122,6 +125,7 @@ class TrainStep:
         self.control.counts.stop = int(self.stop_requested())
         sent = None
         for worker in workers:
+            self.liveness.progress("train", step.index, worker)
             batch = self._read(step, worker, workers)
             self.reducer.begin_worker(last=worker == workers[-1])
             if batch is not None:
