@@ -7,10 +7,13 @@ from tests.comm.gloo_world import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torusgd.comm.groups import alone as rank_alone
+from torusgd.comm.groups import group_of
 from torusgd.precision import Precision
 from torusgd.recipe.load import load_recipe
 from torusgd.tensor_parallel.column_pass import ColumnPass
-from torusgd.tensor_parallel.layout import Groups, Layout
+from torusgd.tensor_parallel.exchange import ParallelGroups
+from torusgd.tensor_parallel.layout import Layout
 from torusgd.tensor_parallel.tail import ColumnTail, column_tail
 
 BLOCKS, RANKS, SMOOTHING, SEED = 8, 4, 0.1, 5
@@ -42,7 +45,9 @@ def precision(name: str) -> Precision:
 class Recorded:
     """What a pass gave: the loss, the tail's gradients by (layer, block) in order, and the first weight's gradient."""
 
-    def __init__(self, model: nn.Sequential, how: Precision, parts: tuple[int, ...], rank: int, groups: Groups) -> None:
+    def __init__(
+        self, model: nn.Sequential, how: Precision, parts: tuple[int, ...], rank: int, groups: ParallelGroups
+    ) -> None:
         self.gradients: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = {}
         self.model, self.how, self.rank = model, how, rank
         self.tail: ColumnTail = column_tail(model, BLOCKS)
@@ -70,10 +75,10 @@ def compare(name: str, front: bool) -> None:
     rank, how, model = dist.get_rank(), precision(name), network(front)
     alone = []
     for owner in range(RANKS):
-        one = Recorded(model, how, (1, 1, 1), 0, Groups([], 1, None))
+        one = Recorded(model, how, (1, 1, 1), 0, ParallelGroups([], rank_alone()))
         alone.append((*one.run(owner), one.gradients))
     for parts in PARTS:
-        groups = Groups(parts, RANKS, timeout=30)
+        groups = ParallelGroups(parts, group_of())
         both = Recorded(model, how, parts, rank, groups)
         loss, grad = both.run(rank)
         assert torch.equal(loss, alone[rank][0]), (parts, loss, alone[rank][0])
@@ -109,7 +114,7 @@ def test_the_pass_is_the_network() -> None:
     F.cross_entropy(model(x), targets, label_smoothing=SMOOTHING).backward()
     want: dict[str, Any] = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    one = Recorded(model, precision("float32"), (1, 1, 1), 0, Groups([], 1, None))
+    one = Recorded(model, precision("float32"), (1, 1, 1), 0, ParallelGroups([], rank_alone()))
     _, first = one.run(0)
     torch.testing.assert_close(first, want["0.weight"])
     for number, layer in enumerate(one.tail.layers):
@@ -123,7 +128,7 @@ def test_dropout_depends_on_worker_layer_and_block() -> None:
     model = network()
     losses = set()
     for worker in (0, 8):  # the same images, of two virtual workers
-        one = Recorded(model, precision("float32"), (1, 1, 1), 0, Groups([], 1, None))
+        one = Recorded(model, precision("float32"), (1, 1, 1), 0, ParallelGroups([], rank_alone()))
         x, targets = images(0)
         one.passing.begin(targets)
         loss = one.passing.forward(one.tail.front(x), step=3, workers=lambda rank, worker=worker: worker)

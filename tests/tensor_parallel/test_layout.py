@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torusgd.errors import UserError
-from torusgd.tensor_parallel.layout import Layout, allowed_parts, check_parts, sum_in_tree
+from torusgd.tensor_parallel.layout import Layout, allowed_parallel, check_parallel, sum_in_tree
 
 
 @settings(deadline=None, max_examples=100)
@@ -17,7 +17,7 @@ def test_the_sum_has_the_same_bits_for_every_allowed_number_of_parts(
     addends = torch.randn(blocks, 5, generator=torch.Generator().manual_seed(seed))
     ranks = blocks * data.draw(st.integers(1, 3))
     want = sum_in_tree(addends)
-    for parts in allowed_parts(ranks, blocks):
+    for parts in allowed_parallel(ranks, blocks):
         layout = Layout(parts, blocks)
         of_ranks = [sum_in_tree(addends[block] for block in layout.held(rank)) for rank in range(parts)]
         assert torch.equal(sum_in_tree(of_ranks), want)
@@ -28,10 +28,10 @@ def test_the_sum_has_the_same_bits_for_every_allowed_number_of_parts(
 def test_every_piece_is_held_once(parts: int, blocks: int) -> None:
     layout = Layout(parts, blocks)
     ranks = 2 * parts
-    held = [piece for rank in range(ranks) for piece in layout.pieces(rank)]
+    held = [piece for rank in range(ranks) for piece in layout.activations(rank)]
     assert len(held) == len(set(held)) == ranks * blocks
     for rank in range(ranks):
-        assert {piece.owner for piece in layout.pieces(rank)} == set(layout.owners(rank))
+        assert {piece.owner for piece in layout.activations(rank)} == set(layout.owners(rank))
         assert rank in layout.owners(rank)
 
 
@@ -47,8 +47,8 @@ def test_every_piece_is_held_once(parts: int, blocks: int) -> None:
 )
 def test_parts_that_do_not_fit_are_told(parts: int, ranks: int, blocks: int, workers: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_parts(parts, ranks, blocks, workers)
+        check_parallel(parts, ranks, blocks, workers)
 
 
 def test_data_parallelism_always_fits() -> None:
-    check_parts(1, 7, 1, 9)
+    check_parallel(1, 7, 1, 9)

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torusgd.comm.groups import group_of
+from torusgd.comm import groups
+from torusgd.comm.groups import Group, group_of
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.runtime import join
 from torusgd.signals import StopFlag
-from torusgd.tensor_parallel.parallel_tail import choose_parts
+from torusgd.tensor_parallel.layout import choose_parallel
 from torusgd.tensor_parallel.tail import column_tail
 from torusgd.train.build import Job
 from torusgd.train.run import Run
@@ -57,13 +57,21 @@ CASES: dict[str, tuple[str, ...]] = {
 # ranks -> (case, model-parallel ranks, other options)
 RUNS: dict[int, list[tuple[str, int | str, dict[str, Any]]]] = {
     1: [(case, 1, {}) for case in CASES],
-    2: [(case, 2, {}) for case in ("sgd", "bfloat16", "lars", "all tail")],
+    2: [
+        *[(case, 2, {}) for case in ("sgd", "bfloat16", "lars", "all tail")],
+        ("lars", 1, {"update": "sharded"}),
+        ("lars", 2, {"update": "sharded"}),
+    ],
     4: [
         *[(case, 4, {}) for case in CASES],
         ("sgd", 1, {}),
         ("sgd", 2, {"buckets": 0.0005}),
         ("bfloat16", 2, {}),
         ("lars", 2, {"allreduce": "ring"}),
+        ("sgd", 2, {"update": "sharded"}),
+        ("lars", 4, {"update": "sharded", "allreduce": "ring"}),
+        ("float16", 2, {"update": "sharded", "buckets": 0.0005}),
+        ("all tail", 2, {"update": "sharded", "allreduce": "halving-doubling"}),
     ],
     8: [
         ("sgd", 1, {}),
@@ -71,6 +79,7 @@ RUNS: dict[int, list[tuple[str, int | str, dict[str, Any]]]] = {
         ("sgd", 4, {"allreduce": "halving-doubling"}),
         ("bfloat16", "auto", {}),
         ("lars", 4, {}),
+        ("lars", "auto", {"update": "sharded"}),
     ],
 }
 """A run that is begun on one world and carried on by the next ones: (ranks, model-parallel ranks, up to step)."""
@@ -86,37 +95,34 @@ def network(classes: int, channels: int, dropout: float) -> nn.Sequential:
     )  # fmt: skip
 
 
-def train(out: Path, case: str, rank: int, ranks: Any, steps: int | None = None, **options: Any) -> dict[str, Any]:
+def train(out: Path, case: str, world: Group, steps: int | None = None, **options: Any) -> dict[str, Any]:
     recipe = load_recipe("digits", [*BASE, *CASES[case]]).recipe.resolve(
         precision="float32", memory_format="contiguous"
     )
-    if rank == 0 and not out.exists():
+    if world.rank == 0 and not out.exists():
         out.mkdir()
         RunDir(out).claim(recipe, fresh=False)
-    if dist.is_initialized():
-        dist.barrier()
+    world.barrier()
     job = Job(recipe, RuntimeOptions(**options), "cpu", out, max_steps=steps)
-    return Run(job, ranks, StopFlag(), restarts=0).run().summary
+    return Run(job, world, StopFlag(), restarts=0).run().summary
 
 
 def rank_main(rank: int, ports: dict[int, int], out: Path) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "RANK": str(rank)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the test holds the stores
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     told = {}
-    for size, _, until in RELAY:
+    for size, parallel, until in RELAY:
         if rank >= size:
             break
-        os.environ |= {"WORLD_SIZE": str(size), "MASTER_PORT": str(ports[size])}
-        ranks = join("cpu", timeout=60)
-        for number, (case, parts, options) in enumerate(RUNS[size]):
-            name = f"{size}-{number}"
-            summary = train(out / name, case, rank, ranks, model_parallel=parts, **options)
-            told[f"{case}: {size} ranks, {parts} model-parallel, {options}"] = {k: summary[k] for k in COMPARED}
-        parts = next(parts for n, parts, _ in RELAY if n == size)
-        train(out / "relay", "lars", rank, ranks, steps=until, model_parallel=parts)
-        dist.barrier()
-        dist.destroy_process_group()
+        store = dist.TCPStore("127.0.0.1", ports[size], is_master=False, wait_for_workers=False)
+        world = groups.build(store, range(size), rank, device=torch.device("cpu"), timeout=240)
+        for number, (case, shared, options) in enumerate(RUNS[size]):
+            summary = train(out / f"{size}-{number}", case, world, model_parallel=shared, **options)
+            told[f"{case}: {size} ranks, {shared} model-parallel, {options}"] = {k: summary[k] for k in COMPARED}
+        update = "sharded" if size in (8, 2) else "replicated"
+        train(out / "relay", "lars", world, steps=until, model_parallel=parallel, update=update)
+        world.barrier()
+        world.close()
     if rank == 0:
         (out / "told.json").write_text(json.dumps(told))
 
@@ -132,7 +138,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=240)
+        process.join(timeout=400)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
@@ -173,13 +179,12 @@ def test_column_blocks_train_what_the_whole_layers_train(tmp_path: Path) -> None
 def test_auto_takes_the_formula_s_parts_of_each_layer() -> None:
     model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 8))
     tail = column_tail(model, 8)
-    recipe = load_recipe("digits", ["virtual_workers=16", "column_blocks=8", "stages.0.images_per_worker=16"]).recipe
     # G* = sqrt(N batch / outputs): 0.7 groups for the first layer, and 16 for the second, of 8 ranks and 256 images.
-    assert choose_parts("auto", tail.layers, recipe, 8) == [8, 1]
-    assert choose_parts("auto", tail.layers, recipe, 5) == [1, 1]
-    assert choose_parts(2, tail.layers, recipe, 8) == [2, 2]
+    assert choose_parallel("auto", tail.layers, 8, 16, 256, ranks=8) == [8, 1]
+    assert choose_parallel("auto", tail.layers, 8, 16, 256, ranks=5) == [1, 1]
+    assert choose_parallel(2, tail.layers, 8, 16, 256, ranks=8) == [2, 2]
     with pytest.raises(UserError, match="must divide 8 ranks"):
-        choose_parts(3, tail.layers, recipe, 8)
+        choose_parallel(3, tail.layers, 8, 16, 256, ranks=8)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +205,6 @@ def test_mistakes_are_told(changes: tuple[str, ...], message: str, tmp_path: Pat
     [
         ((), {"model_parallel": 2}, "model_parallel = 2: the recipe computes its linear layers whole"),
         (("column_blocks=4",), {"model_parallel": 2}, "must divide 1 ranks"),
-        (("column_blocks=4",), {"update": "sharded"}, "update = sharded: .* in 4 column blocks"),
     ],
 )
 def test_what_the_ranks_can_not_share_is_told(

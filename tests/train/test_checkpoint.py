@@ -192,7 +192,7 @@ def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path
         run_alone(out, recipe, init=half_way / "model.safetensors")
     progress = out / "checkpoints" / "step-00000015" / FILES[2]
     tree = json.loads(progress.read_text())
-    tree["train_images"] = 97
+    tree["fingerprint"]["train_images"] = 97
     progress.write_text(json.dumps(tree))
     manifest = progress.with_name(MANIFEST)
     sums = json.loads(manifest.read_text()) | {FILES[2]: hashlib.sha256(progress.read_bytes()).hexdigest()}

@@ -37,7 +37,7 @@ from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .membership import Membership, even_shares
 from .step import TrainStep
 from .step_stats import StepClock
-from .stragglers import Stragglers
+from .stragglers import LinkProbe, Stragglers
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
 
@@ -162,7 +162,7 @@ def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[
         allreduce=watched,
         monitor=monitor,
         control=ControlMessage(batch_norm.running.numel(), device),
-        stragglers=Stragglers(world),
+        stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         clock=StepClock(loader, monitor),
         world=world,
         liveness=liveness,

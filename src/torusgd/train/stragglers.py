@@ -45,16 +45,16 @@ class Straggler:
 
 
 class Stragglers:
-    """Notes of this rank's times, to be compared with those of all ranks. Every rank makes one at the same time.
+    """Notes of this rank's times, to be compared with those of all ranks.
 
     Args:
-        world: All ranks.
+        place: Of this rank among all.
+        size: Number of ranks.
+        probe: Of this rank's link; None where nothing is to be compared: of two ranks nobody can tell whose is slow.
     """
 
-    def __init__(self, world: Group) -> None:
-        self._place, self._size = world.rank, world.size
-        # Of two ranks nobody can tell whose link is slow.
-        self._probe = LinkProbe(world) if world.size > 2 else None
+    def __init__(self, place: int, size: int, probe: "LinkProbe | None" = None) -> None:
+        self._place, self._size, self._probe = place, size, probe
         self._notes = [0.0] * _FIELDS
         self._last_end = time.perf_counter()
 
