@@ -221,7 +221,7 @@ def test_a_frozen_rank_is_found_and_a_second_run_is_kept_out(frozen: Frozen, und
     assert frozen.process.end() == 0, frozen.process.output
     (line,) = frozen.process.err.splitlines()  # nobody was blamed for the time of the suspension
     assert re.fullmatch(
-        r"torusgd: rank 1 on \S+ in train of step \d+: no heartbeat for 5 s, frozen or lost; "
+        r"torusgd: rank 1 on \S+ in \w+ of step \d+: no heartbeat for 5 s, frozen or lost; "
         r"all ranks start again from the checkpoint of step \d+ \(restart 1 of 20\)",
         line,
     )
