@@ -79,7 +79,8 @@ def after_two_steps(ranks: int, blocks: int, parallel: int, sharded: bool) -> di
             for n in range(2):
                 draw = torch.Generator().manual_seed(10 + 2 * step + n)
                 gradients[str(n)] = torch.randn(ROWS, INPUTS, generator=draw).split(ROWS // blocks)
-            held = [gradients[slot.parameter][slots.index(slot) % blocks] for slot in reducer.layout.held[:-1]]
+            matrices = zip(reducer.layout.held[:-1], reducer.layout.places[:-1], strict=True)
+            held = [gradients[slot.parameter][place % blocks] for slot, place in matrices]
             held.append(torch.full((5000,), 0.1))
             for number, (tensor, gradient) in enumerate(zip(reducer.owned, held, strict=True)):
                 low, high = reducer.spans[number] if sharded else (0, gradient.numel())

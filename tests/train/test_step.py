@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torusgd.comm.groups import group_of
+from torusgd.comm.liveness import NoLiveness
 from torusgd.data.order import StreamOrder
 from torusgd.errors import RunError
 from torusgd.models import build_model
@@ -26,7 +27,7 @@ PLAIN = ("model.options={dropout: 0.0}", "optimizer={name: sgd, momentum: 0.9, w
 def make_trainer(*overrides: str) -> Trainer:
     recipe = load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
     job = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere"))
-    return build(job, group_of(), lambda: False)
+    return build(job, group_of(), NoLiveness(), lambda: False)
 
 
 def take(trainer: Trainer, index: int) -> StepStats:
