@@ -4,16 +4,19 @@
 PYTHON ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-slow lint format clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
 
 demo: .venv/installed-demo ## train handwritten digits on 2 worker processes, to runs/digits
 	.venv/bin/torusgd train digits --workers 2 --out runs/digits $(ARGS)
 
 test: .venv/installed-dev ## run the tests, such as: make test ARGS='-k lars'
 	.venv/bin/python -m pytest $(ARGS)
+
+test-slow: .venv/installed-dev ## run the long campaigns, which `make test` leaves out
+	.venv/bin/python -m pytest -m slow $(ARGS)
 
 lint: .venv/installed-dev ## check style and types
 	.venv/bin/ruff check .

@@ -72,16 +72,17 @@ def _stepper(images: int, parts: int):
     from torch import nn
 
     from torusgd.comm.allreduce import create
+    from torusgd.comm.groups import group_of
     from torusgd.comm.monitor import Monitor
     from torusgd.optim import build_optimizer
     from torusgd.precision import Precision
     from torusgd.recipe.load import load_recipe
-    from torusgd.runtime import Ranks, RuntimeOptions
+    from torusgd.recipe.runtime_options import RuntimeOptions
     from torusgd.tensor_parallel.column_pass import ColumnPass
     from torusgd.tensor_parallel.parallel_tail import hybrid_tail
 
     size = dist.get_world_size()
-    ranks = Ranks(dist.get_rank(), size, torch.device("cpu"))
+    ranks = group_of()
     sgd = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
     given = [f"virtual_workers={size}", f"column_blocks={size}", sgd, "memory_format=contiguous"]
     recipe = load_recipe("digits", given).recipe

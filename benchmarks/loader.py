@@ -48,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = Data(source="folder", image_size=SIZE, augment=Augment(crop="resized", flip=0.5))
-    shares = [Share(number * BATCH, BATCH, augment=True) for number in range(BATCHES)]
+    shares = [Share(number, 0, number * BATCH, BATCH, augment=True) for number in range(BATCHES)]
     with tempfile.TemporaryDirectory() as folder:
         write_pictures(Path(folder), 375, 500, 90)
         source, _ = open_sources(data, Path(folder), seed=0)
@@ -60,7 +60,7 @@ def main() -> None:
         for threads in sorted({1, args.workers}):
             loader = Loader(pipeline, order, threads, ahead=2 * args.workers)
             sides[f"{threads} thread{'s' if threads > 1 else ''}"] = lambda loader=loader: sum(
-                len(batch.images) for batch in loader.run(shares)
+                len(loader.take(share, shares[share.step + 1 :]).images) for share in shares
             )
         for run in sides.values():
             run()

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torusgd.cli.rehearse import command
+from torusgd.cli.rehearse import rehearse
 
 TABLE = Path(__file__).parents[1] / "src" / "torusgd" / "plan" / "rehearsed.csv"
 COLUMNS = (
@@ -86,9 +86,9 @@ def play(name: str, devices: int, idea: str, steps: int, date: str) -> dict[str,
     if system.recipe == "resnet50":
         sets = [f"virtual_workers={devices}", f"stages=[{{until: 90ep, images_per_worker: {share}}}]"]
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command(
-            system.recipe, sets, cluster=system.cluster, devices=devices, steps=steps, seconds=system.seconds,
-            json_file=Path(file.name), **IDEAS[idea],
+        rehearse(
+            recipe=system.recipe, overrides=sets, cluster=system.cluster, workers=devices, steps=steps,
+            seconds=system.seconds, json_file=Path(file.name), **IDEAS[idea],
         )  # fmt: skip
         found = json.loads(Path(file.name).read_text())
     groups = found["linear_groups"]

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torusgd.comm.allreduce import native
+from torusgd.comm.groups import group_of
 from torusgd.data.loader import Loader
 from torusgd.data.pipeline import Batch
 from torusgd.models import build_model
@@ -25,7 +26,7 @@ from torusgd.optim import build_optimizer
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schedule import Schedule
 from torusgd.recipe.schema import Recipe
-from torusgd.runtime import Ranks, resolve_auto
+from torusgd.runtime import resolve_auto
 from torusgd.train.step import TrainStep
 
 CASES = {
@@ -80,7 +81,7 @@ def our_step(case: dict[str, object], reduction: str, batch: Batch, workers: int
     recipe = make_recipe(case, reduction, workers)
     model, optimizer = build(recipe)
     schedule = Schedule(recipe, 4096)
-    ranks = Ranks(0, 1, torch.device("cpu"))
+    ranks = group_of()
     stepper = TrainStep(
         recipe, schedule, model, optimizer, Ready(batch), ranks, native(), 4.0, False, 30.0, lambda: False
     )

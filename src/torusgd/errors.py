@@ -1,5 +1,10 @@
 """The errors that a user can cause, each one line that says what is wrong, where, and how to mend it."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+_MOST_LISTED = 30
+
 
 class UserError(ValueError):
     """The user's input is wrong; the command line prints the message alone and exits with code 2."""
@@ -7,3 +12,17 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A run can't go on though its input was right; the message alone is printed and the exit code is 1."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the known word nearest to it, or what there is.
+
+    >>> suggest("digit", ["digits", "folder"]), suggest("x", ["digits", "folder"])
+    ('; did you mean digits?', '; there are digits, folder')
+    """
+    words = list(known)
+    near = get_close_matches(word, words, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    more = f" and {len(words) - _MOST_LISTED} more" if len(words) > _MOST_LISTED else ""
+    return f"; there are {', '.join(words[:_MOST_LISTED]) or 'none'}{more}"

@@ -70,3 +70,16 @@ class Precision:
             )
         self.loss_scale /= 2.0
         self.accepted_in_a_row = 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the next step needs: float64 [], the loss scale and the accepted steps in a row."""
+        values = {"loss_scale": self.loss_scale, "accepted_in_a_row": float(self.accepted_in_a_row)}
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+    def load_state(self, name: str, value: Tensor) -> None:
+        """Takes back one value of `state_dict`."""
+        if name == "loss_scale":
+            self.loss_scale = float(value)
+        else:
+            assert name == "accepted_in_a_row", name
+            self.accepted_in_a_row = int(value)

@@ -6,84 +6,19 @@ Ranks, devices, process groups and the conditions (device model, torch build, th
 import ctypes
 import os
 import platform
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
-import torch.distributed as dist
-from pydantic import Field
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from .errors import UserError
-from .recipe.duration import Duration
-from .recipe.schema import Recipe, Section
+from .recipe.runtime_options import RuntimeOptions
+from .recipe.schema import Recipe
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """numbers of glibc's malloc.h"""
 _LARGEST = 1 << 30
 """bytes of a block that is kept"""
 _NEVER = -1
-
-
-class RuntimeOptions(Section):
-    """The `runtime:` block of a recipe file and the flags that override it; no part of the recipe's hash."""
-
-    device: Literal["cpu", "cuda"] | None = None
-    """null: cuda where there is a GPU"""
-    workers: Annotated[int, Field(ge=1)] | None = None
-    """ranks on this machine; null: as many as GPUs, else as cores"""
-    allreduce: str = "native"
-    """auto, native, ring, torus, hierarchical, halving-doubling, doubling or direct; auto measures and picks"""
-    grid: Annotated[str, Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$")] | None = None
-    """YxX, vertical by horizontal ranks, for torus and hierarchical; null: hosts by ranks a host"""
-    profile: str | None = None
-    """for auto: a file of torusgd tune; null: a probe of a few seconds"""
-    buckets: Literal["auto", "cubic"] | Annotated[float, Field(gt=0)] | tuple[Annotated[int, Field(ge=1)], ...] = "auto"
-    """which gradients travel together: a size in MiB of int32 or float32; how many tensors each, from the output on;
-    cubic: 3, 21, 57, ... tensors (Fujitsu); auto: with allreduce auto by the first steps' times, else 4 MiB"""
-    update: Literal["replicated", "sharded"] = "replicated"
-    """sharded: each rank updates a shard of the weights and keeps momentum for that only"""
-    model_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
-    """ranks that share the column blocks of the last, linear layers; auto: for each layer as many as send least"""
-    checkpoint_every: Duration = Duration(1, "ep")
-    """from one checkpoint to the next"""
-    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """the newest so many stay"""
-    tensorboard: bool = False
-    """also write TensorBoard files into the run's folder"""
-    timeout: Annotated[float, Field(gt=0)] = 30.0
-    """seconds beyond a usual step after which a rank that doesn't answer is given up, once the first step is done"""
-    start_timeout: Annotated[float, Field(gt=0)] = 120.0
-    """seconds for what comes before (to meet, to read the data, to take the first step), and at most for any answer"""
-
-    @property
-    def grid_size(self) -> tuple[int, int] | None:
-        """(vertical, horizontal)."""
-        if self.grid is None:
-            return None
-        vertical, horizontal = self.grid.split("x")
-        return int(vertical), int(horizontal)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among the others."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def is_first(self) -> bool:
-        """Rank 0 alone prints and writes."""
-        return self.rank == 0
-
-    def share_of(self, virtual_workers: int) -> range:
-        """The virtual workers of this rank: contiguous, sizes differ by one at most."""
-        return range(self.rank * virtual_workers // self.size, (self.rank + 1) * virtual_workers // self.size)
 
 
 def ranks_are_given() -> bool:
@@ -116,27 +51,6 @@ def check_world_size(size: int, recipe: Recipe) -> None:
             f"workers = {size}: the recipe has {recipe.virtual_workers} virtual workers to share; "
             f"use at most {recipe.virtual_workers}"
         )
-
-
-def join(device: str, timeout: float) -> Ranks:
-    """Joins the process group that the environment describes, or stands alone without one.
-
-    Args:
-        device: `cpu` (Gloo) or `cuda` (NCCL; the device is LOCAL_RANK).
-        timeout: Seconds after which a collective without an answer fails.
-    """
-    target = torch.device(device, int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(target)
-    if not ranks_are_given():
-        return Ranks(0, 1, target)
-    limit = timedelta(seconds=timeout)
-    store, rank, size = next(rendezvous("env://", timeout=limit))
-    # torchrun with its static rendezvous keeps one store over restarts: addresses of dead ranks would be found there.
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    return Ranks(dist.get_rank(), dist.get_world_size(), target)
 
 
 def prepare_process(recipe: Recipe, device: torch.device) -> None:

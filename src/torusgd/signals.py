@@ -137,7 +137,7 @@ def _die_with_parent() -> None:
 
 def _take(handler: Handler) -> None:
     for number in STOP_SIGNALS:
-        # Whom nohup shields from the end of the terminal stays shielded.
+        # Keep SIGHUP ignored if nohup has set it so.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -5,7 +5,8 @@ import pytest
 from PIL import Image
 
 from torusgd.data.decode import MAX_PIXELS, Undecodable, decode, decode_region, fit, picture_size
-from torusgd.data.view import Region, render, scaled
+from torusgd.data.types import Region
+from torusgd.data.view import render, scaled
 
 from .pictures import encoded, photo, psnr
 

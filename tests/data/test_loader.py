@@ -2,7 +2,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,14 @@ from .test_pipeline import own_data
 
 
 def shares(count: int, size: int = 4) -> Iterator[Share]:
-    return (Share(number * size, size, augment=number % 3 != 2) for number in range(count))
+    return (Share(number, 0, number * size, size, augment=number % 3 != 2) for number in range(count))
+
+
+def run(background: Loader, wanted: Iterable[Share]) -> Iterator[Batch]:
+    """Takes the batches in order, each with what follows it."""
+    wanted = list(wanted)
+    for number, share in enumerate(wanted):
+        yield background.take(share, wanted[number + 1 :])
 
 
 def loader(source: Stripes, threads: int = 2, ahead: int = 3) -> Loader:
@@ -56,32 +63,23 @@ def test_batches_are_those_of_the_pipeline_in_order_whatever_the_threads(
     source, _ = open_sources(folder_data(), write_folder(tmp_path), 0)
     pipeline, order = Pipeline(source, folder_data(), 0), StreamOrder(len(source), 0)
     background = Loader(pipeline, order, threads, ahead)
-    batches = list(background.run(shares(12)))
+    batches = list(run(background, shares(12)))
     assert len(batches) == 12
     for share, batch in zip(shares(12), batches, strict=True):
         expected = pipeline.training_batch(*order.at(share.start, share.count), share.augment)
         assert torch.equal(batch.images, expected.images)
         assert torch.equal(batch.targets, expected.targets)
-    assert list(background.run([])) == []
     background.close()
 
 
 def test_no_more_than_ahead_is_made() -> None:
     source = Gated(30)
     background = loader(source, threads=8, ahead=3)
-    asked: list[int] = []
-
-    def watched() -> Iterator[Share]:
-        for share in shares(20, size=1):
-            asked.append(share.start)
-            yield share
-
-    run = background.run(watched())
+    taking = run(background, shares(20, size=1))
     source.gate.release(1000)
     for taken in range(1, 15):
-        next(run)
-        assert len(asked) <= taken + 3  # those handed over, and three ahead
-        assert source.begun <= taken + 3
+        next(taking)
+        assert source.begun <= taken + 2  # those handed over, and two ahead
     background.close()
 
 
@@ -96,7 +94,7 @@ def test_batches_handed_over_are_not_kept() -> None:
 
     background = Loader(Watched(Stripes(30), own_data(), 0), StreamOrder(30, 0), threads=2, ahead=2)
     taken = 0
-    for _batch in background.run(shares(30)):
+    for _batch in run(background, shares(30)):
         taken += 1
         assert len(made) <= 1 + 2 + 2  # in hand, ahead, and in the threads' hands
     assert taken == 30
@@ -109,27 +107,27 @@ def test_an_error_is_raised_where_it_happened(monkeypatch: pytest.MonkeyPatch) -
     order = StreamOrder(30, 0)
     source.unreadable[int(order.at(9, 1)[0][0])] = 99  # in the third batch
     background = loader(source, threads=3, ahead=5)
-    run = background.run(shares(7))
-    assert len([next(run), next(run)]) == 2
+    taking = run(background, shares(7))
+    assert len([next(taking), next(taking)]) == 2
     with pytest.raises(OSError, match="out of reach"):
-        next(run)
+        next(taking)
     source.unreadable.clear()
-    assert len(list(background.run(shares(7)))) == 7
+    assert len(list(run(background, shares(7)))) == 7
     background.close()
 
 
-def test_a_new_run_after_an_abandoned_one() -> None:
+def test_shares_may_be_asked_for_again_and_in_another_order() -> None:
     source = Gated(30)
     source.gate.release(10_000)
-    background = loader(source, ahead=4)
-    first = background.run(shares(50))
-    abandoned = next(first)
-    again = list(background.run(shares(5)))
-    assert len(again) == 5
-    assert torch.equal(again[0].images, abandoned.images)
-    with pytest.raises(RuntimeError, match="newer one"):
-        next(first)
-    assert len(list(background.run(shares(2)))) == 2
+    background, wanted = loader(source, ahead=4), list(shares(8))
+    first = [background.take(share, wanted[number + 1 :]) for number, share in enumerate(wanted[:3])]
+    again = [background.take(share, wanted[number + 1 :]) for number, share in enumerate(wanted[:3])]
+    assert all(torch.equal(a.images, b.images) for a, b in zip(first, again, strict=True))
+    # Another rank's shares now: what was begun for the old ones goes.
+    other = Share(7, 1, 40, 4, augment=True)
+    expected = background._pipeline.training_batch(*background._order.at(40, 4), True)
+    assert torch.equal(background.take(other).images, expected.images)
+    assert not background._pending
     background.close()
 
 
@@ -137,9 +135,9 @@ def test_close_drops_what_was_not_begun() -> None:
     before = set(threading.enumerate())
     source = Gated(30)
     background = loader(source, threads=1, ahead=6)
-    run = background.run(shares(20, size=1))
+    taking = run(background, shares(20, size=1))
     source.gate.release(1)
-    next(run)
+    next(taking)
     wait_until(lambda: source.begun == 2)  # the next one waits at the gate, four more are queued
     closing = threading.Thread(target=background.close)
     closing.start()
@@ -149,7 +147,7 @@ def test_close_drops_what_was_not_begun() -> None:
     assert source.begun <= 3
     assert not set(threading.enumerate()) - before
     with pytest.raises(RuntimeError):
-        next(run)
+        next(taking)
 
 
 def test_time_kept_waiting_is_counted_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +160,9 @@ def test_time_kept_waiting_is_counted_and_no_other(monkeypatch: pytest.MonkeyPat
         return next(ticks)
 
     monkeypatch.setattr(time, "perf_counter", clock)
-    run = background.run(shares(3, size=1))
+    taking = run(background, shares(3, size=1))
     for number in range(1, 4):
-        next(run)
+        next(taking)
         assert background.wait_seconds == number  # one tick from before the wait to after it
         next(ticks)  # the consumer computes
     background.close()
@@ -173,7 +171,7 @@ def test_time_kept_waiting_is_counted_and_no_other(monkeypatch: pytest.MonkeyPat
 def test_the_consumers_threads_are_left_alone() -> None:
     before = torch.get_num_threads()
     background = loader(Stripes(30), threads=3)
-    list(background.run(shares(8)))
+    list(run(background, shares(8)))
     assert torch.get_num_threads() == before
     background.close()
 

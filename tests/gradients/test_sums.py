@@ -42,10 +42,10 @@ def run(total, by_rank: list[list[list[torch.Tensor]]]):
         message.copy_(sums[0][index])
         for other in sums[1:]:
             message.add_(other[index])
-    status = total.finish()
+    status = total.finish().read()
     out = [torch.zeros(n) for n in SIZES]
     if status.accepted:
-        total.mean(out)
+        total.mean(out, sum(map(len, by_rank)))
     return status, out
 
 
@@ -200,7 +200,7 @@ def fill(total, worker: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("wire", [None, torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("trouble", [None, "nan", "overflow"])
-def test_strips_of_the_sums_with_the_tails_say_what_whole_messages_say(
+def test_shards_of_the_sums_with_the_trailers_say_what_whole_messages_say(
     wire: torch.dtype | None, trouble: str | None
 ) -> None:
     grads, layout = gradients(2, seed=12), plan_buckets(SIZES, 2048)
@@ -216,25 +216,25 @@ def test_strips_of_the_sums_with_the_tails_say_what_whole_messages_say(
                       [grads[:1], grads[1:]])  # fmt: skip
     for total, worker in zip(ranks, grads, strict=True):
         fill(total, worker)
-    bodies = [[total.body(index) for index in range(len(layout))] for total in ranks]
-    tails = [total.tails() for total in ranks]
+    payloads = [[total.payload(index) for index in range(len(layout))] for total in ranks]
+    trailers = [total.trailers() for total in ranks]
     # Each rank has its half of each bucket of the sum, and rubbish in the other.
-    sums = [first + second for first, second in zip(*bodies, strict=True)]
+    sums = [first + second for first, second in zip(*payloads, strict=True)]
     spans = [[(0, n // 2) for n in SIZES], [(n // 2, n) for n in SIZES]]
     found = []
-    for total, body, own, rest in zip(ranks, bodies, spans, reversed(spans), strict=True):
+    for total, body, own, rest in zip(ranks, payloads, spans, reversed(spans), strict=True):
         for index, bucket in enumerate(layout):
             body[index].copy_(sums[index])
             for slot, offset in zip(range(bucket.first, bucket.stop), bucket.offsets, strict=True):
                 body[index][offset + rest[slot][0] : offset + rest[slot][1]] = -77
-        found.append(total.finish(tails[0] + tails[1]))
+        found.append(total.finish(trailers[0] + trailers[1]).read())
         if found[-1].accepted:
             parts = [torch.zeros(high - low) for low, high in own]
-            total.mean(parts, own)
+            total.mean(parts, 2, own)
             for part, (low, high), expected in zip(parts, own, mean, strict=True):
                 torch.testing.assert_close(part, expected[low:high], rtol=0, atol=0)
-        assert [total.room(index).shape for index in range(len(layout))] == [(b.length,) for b in layout]
-        assert total.room(0).dtype == torch.float32
+        assert [total.scratch(index).shape for index in range(len(layout))] == [(b.length,) for b in layout]
+        assert total.scratch(0).dtype == torch.float32
     assert found[0] == found[1]
     assert found[0].accepted == whole.accepted
     assert whole.accepted == (trouble is None or (trouble == "overflow" and wire == torch.bfloat16))

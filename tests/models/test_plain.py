@@ -1,4 +1,4 @@
-"""The networks of Das et al.: published sizes and costs, other image sizes and widths, weights that can learn."""
+"""The plain networks: published sizes and costs, other image sizes and widths, weights that can learn."""
 
 import pytest
 import torch
@@ -95,3 +95,22 @@ def test_the_speech_networks_units_begin_in_the_middle_of_their_sigmoids() -> No
         last = network[:-1](torch.randn(64, 1, 11, 39))
     assert (last.mean(0) - 0.5).abs().mean() < 0.1
     assert last.std(0).mean() > 0.1  # windows can be told apart
+
+
+def test_alexnet_has_61_million_parameters() -> None:
+    # Convolutions 2,332,704, batch norms 2,752, linear layers 58,631,144.
+    assert sum(p.numel() for p in on_meta("alexnet-bn").parameters()) == 60_966_600
+
+
+def test_alexnet_forward_cost_at_227_pixels() -> None:
+    # conv1 105.4, conv2 223.9, conv3 149.5, conv4 112.1, conv5 74.8, fc 58.6 million: 1.45 GFLOP an image.
+    assert macs(on_meta("alexnet-bn"), 3, 227, 227) == pytest.approx(724.4e6, rel=1e-3)
+
+
+@pytest.mark.parametrize(("size", "pooled"), [(227, False), (224, False), (64, True), (300, True)])
+def test_alexnet_pools_to_its_classifier_at_unusual_sizes_only(size: int, pooled: bool) -> None:
+    model = on_meta("alexnet-bn")
+    calls: list[nn.Module] = []
+    model.get_submodule("to_pixels").register_forward_hook(lambda module, args, output: calls.append(module))
+    assert model(torch.empty(2, 3, size, size, device="meta")).shape == (2, 1000)
+    assert bool(calls) == pooled

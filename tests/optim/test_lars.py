@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torusgd.optim.slices import over_slices
 
 from torusgd.errors import UserError
 from torusgd.optim import BLOCK, VARIANTS, Lars, lars, layer_norms, layer_rates
@@ -99,6 +100,7 @@ def test_three_steps_follow_the_published_formula(
         eps=eps,
         variant=variant,
         foreach=PATHS[path],
+        trust_one_dimensional=True,
     )
     w, v = start.flatten().double().tolist(), [0.0] * start.numel()
     scale = 1e-3
@@ -180,6 +182,47 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+SHAPES = st.lists(st.sampled_from([(), (5,), (BLOCK + 3,), (3, 4), (2, 3, 1, 1)]), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(deadline=None, max_examples=15)
+@given(shapes=SHAPES, named=st.booleans(), everything=st.booleans(), seed=st.integers(0, 2**31))
+def test_what_has_one_dimension_is_left_out_unless_its_group_names_a_trust(
+    variant: str, shapes: list[tuple[int, ...]], named: bool, everything: bool, seed: int
+) -> None:
+    """Bit for bit what two groups give that are made by hand, one with a trust and one without."""
+    generator = torch.Generator().manual_seed(seed)
+    ours, theirs = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    hyper = {"lr": 3.0, "weight_decay": 1e-3, "variant": variant}
+    group = {"params": ours, "trust": 0.02} if named else {"params": ours}
+    first = Lars([group], trust=0.02, trust_one_dimensional=everything, **hyper)
+    scaled = [p for p in theirs if named or everything or p.dim() > 1]
+    plain = [p for p in theirs if not (named or everything or p.dim() > 1)]
+    second = Lars([{"params": scaled, "trust": 0.02}, {"params": plain, "trust": None}], **hyper)
+    for _ in range(2):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator)
+            other.grad = mine.grad.clone()
+        first.step()
+        second.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_slices_follow_the_parameters_that_they_are_of() -> None:
+    """A sharded update flattens its shards, so the number of dimensions is that of the parameter."""
+    model, _ = model_and_groups()
+    whole = Lars(model.parameters(), lr=1.0, trust=0.5)
+    flat = {p: nn.Parameter(p.detach().clone().flatten()) for p in model.parameters()}
+    sliced = over_slices(whole, flat, layer_norms)
+    for param, part in flat.items():
+        param.grad, part.grad = torch.ones_like(param), torch.ones_like(part)
+    whole.step()
+    sliced.step()
+    for param, part in flat.items():
+        assert torch.equal(part, param.flatten())
+
+
 @pytest.mark.parametrize("resumed_at", [1, 3])
 def test_a_run_resumed_from_its_state_ends_with_the_same_bits(resumed_at: int) -> None:
     model, groups = model_and_groups()
@@ -222,7 +265,7 @@ def test_sgd_takes_its_momentum() -> None:
 
 def test_a_parameter_without_gradient_stays() -> None:
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = Lars([used, unused], lr=1.0, weight_decay=0.1, trust=0.1)
+    optimizer = Lars([used, unused], lr=1.0, weight_decay=0.1, trust=0.1, trust_one_dimensional=True)
     used.grad = torch.ones(3)
     optimizer.step()
     assert unused.tolist() == [1.0, 1.0, 1.0]
@@ -240,7 +283,7 @@ def test_one_nan_in_the_gradient_reaches_the_whole_layer() -> None:
     param = nn.Parameter(torch.ones(20))
     param.grad = torch.ones(20)
     param.grad[3] = math.nan
-    Lars([param], lr=1.0).step()
+    Lars([param], lr=1.0, trust_one_dimensional=True).step()
     assert param.isnan().all()
 
 

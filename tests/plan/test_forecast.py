@@ -1,21 +1,17 @@
-"""Recipes on clusters: the same schedule as a run's, sweeps and their knee, the search, the command and the picture."""
+"""Recipes on clusters: the same schedule as a run's, sweeps and their knee, and the search."""
 
-import json
 import math
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from torusgd.cli.plan import plan, published
-from torusgd.cli.plan_tables import duration
 from torusgd.errors import UserError
-from torusgd.plan import best, forecast, job_of, load_cluster, load_software, software_for, step_time, sweep
+from torusgd.plan import best, forecast, job_of, load_cluster, load_software, program_for, step_time, sweep
 from torusgd.plan.forecast import Job, with_communication
 from torusgd.plan.run_time import staged
 from torusgd.plan.sweep import device_counts, fixed_batch, fixed_share, knee_of
 from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 
 ABCI = load_cluster("abci")
@@ -48,16 +44,19 @@ def test_the_record_recipes_take_about_as_long_as_published(
     name: str, cluster: str, software: str, seconds: float
 ) -> None:
     recipe = load_recipe(name).recipe
-    program = software_for(recipe, load_software(software))
-    found = forecast(job_of(recipe), load_cluster(cluster), program, recipe.virtual_workers)
+    machine, runtime = load_cluster(cluster), RuntimeOptions(workers=recipe.virtual_workers)
+    program = program_for(recipe, runtime, machine, load_software(software))
+    found = forecast(job_of(recipe), machine, program, recipe.virtual_workers)
     assert found.run.seconds == pytest.approx(seconds, rel=0.17)
     assert found.low < found.run.seconds < found.high
 
 
 def test_a_recipe_says_its_precision_and_width_on_the_wire() -> None:
-    profile = load_software("torusgd")
-    exact = software_for(load_recipe("sony-122s", ["reduction=exact"]).recipe, profile)
-    half = software_for(load_recipe("sony-122s", ["reduction=float16"]).recipe, profile)
+    profile, runtime = load_software("torusgd"), RuntimeOptions(workers=4)
+    exact, half = (
+        program_for(load_recipe("sony-122s", [f"reduction={kind}"]).recipe, runtime, ABCI, profile)
+        for kind in ("exact", "float16")
+    )
     assert (exact.communication.wire_bits, half.communication.wire_bits) == (32, 16)
     assert half.precision == "float16"
 
@@ -109,11 +108,11 @@ def test_staged_batches_of_a_published_row() -> None:
 
 def test_a_sweep_has_a_knee_and_falling_efficiency_in_weak_scaling() -> None:
     found, program = job("fujitsu-74s"), load_software("mxnet-fujitsu")
-    curve = sweep(found, ABCI, program, [4, 16, 64, 256, 1024, 4096, 16384, 100_000], fixed_share)
+    curve = sweep(found, ABCI, lambda devices: program, [4, 16, 64, 256, 1024, 4096, 16384, 100_000], fixed_share)
     rates = [f.images_per_second / f.devices for f in curve.forecasts]
     assert all(b <= a * (1 + 1e-6) for a, b in pairwise(rates))
     assert curve.knee in [f.devices for f in curve.forecasts]
-    strong = sweep(found, ABCI, program, [4, 64, 1024, 16384], fixed_batch)
+    strong = sweep(found, ABCI, lambda devices: program, [4, 64, 1024, 16384], fixed_batch)
     assert [f.batches[0] for f in strong.forecasts][:3] == [81920] * 3
     assert strong.forecasts[-1].efficiency < curve.forecasts[-2].efficiency
 
@@ -160,115 +159,6 @@ def test_the_search_splits_heavy_layers() -> None:
     found, slow = job("you-alexnet-11min"), load_cluster("aws-c4.8xlarge")
     result = best(found, slow, load_software("intel-caffe"), 64)
     assert "linear layers" in {choice.setting for choice in result.choices}
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (1.5, 599.9, 900, 7200, 1e5)] == ["1.5 s", "599.9 s", "15.0 min", "2.0 h", "27.8 h"]
-
-
-def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plan.json"
-    code = plan("fujitsu-74s", cluster="abci", devices=2048, over=True, search=True, price=2.5, json_file=path)
-    out = capsys.readouterr().out
-    assert code == 0
-    for word in ("images/s", "efficiency", "time to train", "limit:", "knee:", "cost", "saves"):
-        assert word in out
-    found = json.loads(path.read_text())
-    assert found["cost"] == pytest.approx(2048 * found["seconds"] / 3600 * 2.5)
-    assert found["sweep"][-1]["seconds"] == found["seconds"]
-    assert found["best"]["seconds"] <= found["seconds"]
-    assert found["stages"][0]["batch"] == 81920
-
-
-def test_more_devices_than_virtual_workers_share_the_same_batch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "plan.json"
-    assert plan("resnet50", cluster="abci", devices=2048, json_file=file) == 0
-    assert (
-        "32 virtual workers; planned with its batch cut for 2,048 devices, 1 > 1 > 2 images" in capsys.readouterr().out
-    )
-    found = json.loads(file.read_text())
-    assert [stage["batch"] for stage in found["stages"]] == [1024, 2048, 4096]
-    assert found["images_per_second"] < 4096 / found["stages"][2]["seconds"]
-    assert found["efficiency"] < 0.5
-
-
-def test_flags_override_the_profile(tmp_path: Path) -> None:
-    def seconds(**flags: str) -> float:
-        path = tmp_path / "plan.json"
-        plan("sony-122s", cluster="abci", software="nnl-fp16", devices=3456, json_file=path, **flags)  # type: ignore[arg-type]
-        return float(json.loads(path.read_text())["seconds"])
-
-    assert seconds(grid="48x72") == seconds()
-    assert seconds(grid="2x1728") > seconds()
-    assert seconds(allreduce="ring") > seconds(allreduce="halving-doubling")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"devices": 0}, "--devices 0"),
-        ({"price": -1.0}, "--cost -1"),
-        ({"grid": "3x3"}, "--grid 3x3: has 9 places for 2048"),
-        ({"allreduce": "magic"}, "--allreduce magic: unknown"),
-        ({"cluster": "abcx"}, "cluster abcx"),
-        ({"json_file": Path("/no/such/folder/x.json")}, "can't be written"),
-        ({"plot": Path("x.pdf")}, r"\.svg or \.png"),
-        ({"profile": Path("p.json")}, "goes with --cluster local"),
-    ],
-)
-def test_wrong_flags_are_one_line(flags: dict[str, object], message: str) -> None:
-    values = {"cluster": "abci", "devices": 2048, **flags}
-    with pytest.raises(UserError, match=message) as caught:
-        plan("fujitsu-74s", **values)  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
-
-
-def test_the_published_table_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = Path(__file__).parents[2] / "src/torusgd/plan/published.csv"
-    path = tmp_path / "out.json"
-    assert published(table, path) == 0
-    out = capsys.readouterr().out
-    assert "15 parameters for 32 rows" in out
-    records = json.loads(path.read_text())
-    assert len(records) == 32
-    assert {"id", "metric", "published", "predicted", "low", "high", "error"} == set(records[0])
-
-
-def test_a_picture_or_what_is_missing_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "curve.svg"
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        with pytest.raises(UserError, match=r"pip install 'torusgd\[plot\]'"):
-            plan("fujitsu-74s", cluster="abci", devices=64, plot=path)
-        return
-    plan("fujitsu-74s", cluster="abci", devices=64, plot=path)
-    assert path.read_text().startswith("<?xml")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"pip install 'torusgd\[plot\]'"):
-        plan("fujitsu-74s", cluster="abci", devices=64, plot=path)
-
-
-def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mymodel.py").write_text(
-        "from torch import nn\n"
-        "def build(*, classes, channels, width=8):\n"
-        "    return nn.Sequential(nn.Conv2d(channels, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),\n"
-        "                         nn.Linear(width, classes))\n"
-    )
-    (tmp_path / "mine.yaml").write_text(
-        "name: mine\nsource: mine\ninside: {alpha: 1e-6, bandwidth: 1e10}\nbetween: {alpha: 1e-5, bandwidth: 1e9}\n"
-        "device: {name: D, peak: {float32: 1e12}, memory_bandwidth: 1e11}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "plan.json"
-    overrides = ["model.name=mymodel:build", "model.options={width: 16}", "data.train_images=1000", "data.classes=10"]
-    assert plan("folder", overrides, cluster="mine.yaml", devices=2, json_file=path) == 0
-    assert json.loads(path.read_text())["cluster"] == "mine"
-    with pytest.raises(UserError, match="depth"):
-        plan("folder", [*overrides, "model.options={depth: 2}"], cluster="mine.yaml", devices=2)
 
 
 def test_a_step_of_a_forecast_is_a_step() -> None:

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from torusgd.cli.plan import plan
 from torusgd.comm.buckets import best_buckets
 from torusgd.comm.profile import Crowd, Link, Profile, Timing
 from torusgd.errors import UserError
-from torusgd.plan import forecast, job_of, load_software, software_for
+from torusgd.plan import forecast, job_of, load_software, program_for
 from torusgd.plan.cluster import Communication, Software
 from torusgd.plan.compose import compose
 from torusgd.plan.forecast import with_communication
@@ -18,6 +17,7 @@ from torusgd.plan.network import phases
 from torusgd.plan.step_script import Send
 from torusgd.plan.timeline import step_work
 from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
 
 LINK = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
 FAST = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)
@@ -62,7 +62,8 @@ def test_one_worker_is_predicted_as_it_was_measured(tmp_path: Path) -> None:
     recipe = load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe
     job, cluster = job_of(recipe), local_cluster(profile((0, 1)))
     folder = run(tmp_path / "one", batch=96, seconds=0.2)
-    program = measured_software(job, cluster, software_for(recipe, load_software("torusgd")), folder)
+    program = program_for(recipe, RuntimeOptions(workers=2), cluster, load_software("torusgd"))
+    program = measured_software(job, cluster, program, folder)
     assert forecast(job, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
     two = forecast(job, cluster, program, 2).steps[0]
     assert two.compute == pytest.approx(0.18 / 2, rel=1e-6)
@@ -76,7 +77,7 @@ def test_buckets_are_those_on_which_a_run_settles() -> None:
         for name in ("native", "ring")
     )
     job = job_of(load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe)
-    measured, software = profile((0, 1), timings), load_software("torusgd")
+    measured, software = profile((0, 1), timings), with_communication(load_software("torusgd"), algorithm="auto")
     cluster = local_cluster(measured)
     work = step_work(job.cost, cluster, software, 2, 16)
 
@@ -95,7 +96,8 @@ def test_what_a_step_does_once_is_divided_by_no_number_of_ranks_and_is_crowded(t
     crowded = profile((0, 1)).model_copy(update={"crowding": (Crowd(ranks=2, slowdown=1.5),)})
     job, cluster = job_of(recipe), local_cluster(crowded)
     folder = run(tmp_path / "one", batch=96, seconds=0.2)
-    program = measured_software(job, cluster, software_for(recipe, load_software("torusgd")), folder)
+    program = program_for(recipe, RuntimeOptions(workers=2), cluster, load_software("torusgd"))
+    program = measured_software(job, cluster, program, folder)
     alone, two = (forecast(job, cluster, program, n).steps[0] for n in (1, 2))
     assert (alone.update, two.update) == (pytest.approx(0.02), pytest.approx(1.5 * 0.02))
     assert two.compute == pytest.approx(1.5 * 0.18 / 2)
@@ -111,14 +113,3 @@ def test_runs_that_tell_nothing(tmp_path: Path, batch: int, world_size: int, mes
         measured_software(job_of(recipe), local_cluster(profile((0,))), load_software("torusgd"), folder)
     with pytest.raises(UserError, match="finished run"):
         measured_software(job_of(recipe), local_cluster(profile((0,))), load_software("torusgd"), tmp_path)
-
-
-def test_the_command_with_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "profile.json"
-    profile((0, 1)).save(path)
-    sizes = ["data.train_images=1000", "data.classes=10"]
-    folder = run(tmp_path / "one", batch=96, seconds=0.2)
-    assert plan("digits", sizes, cluster="local", devices=2, profile=path, measured=folder) == 0
-    assert "one worker here" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--measured"):
-        plan("digits", sizes, cluster="local", devices=2, profile=path)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torusgd.comm.buckets import plan_buckets
 from torusgd.comm.profile import InStep, Profile
 from torusgd.comm.profile import Link as MeasuredLink
-from torusgd.models.vgg import vgg_a
+from torusgd.models.plain import vgg_a
 from torusgd.plan.buckets import cut_buckets
 from torusgd.plan.catalog import load_cluster, load_software
 from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software
@@ -249,6 +249,6 @@ def test_torusgds_own_buckets_are_its_reducers() -> None:
     numels = [parameter.numel() for parameter in reversed(list(model.parameters()))]
     own = plan_buckets(numels, 1 << 20)
     gradients = known_cost("vgg-a").gradients
-    found = cut_buckets(gradients, np.zeros(len(gradients)), Buckets(rule="runs", values=1 << 20), wire_bytes=4)
+    found = cut_buckets(gradients, np.zeros(len(gradients)), Buckets(rule="torusgd", option=4.0), wire_bytes=4)
     assert [bucket.bytes for bucket in found] == [4 * bucket.length for bucket in own]
     assert [(bucket.first, bucket.stop) for bucket in found] == [(bucket.first, bucket.stop) for bucket in own]

@@ -1,5 +1,8 @@
 """Recipes: errors in one line, every field read, equal text equal hash."""
 
+import hashlib
+import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -7,17 +10,17 @@ import yaml
 
 from torusgd.errors import UserError
 from torusgd.recipe.duration import Duration
-from torusgd.recipe.load import load_recipe, recipe_names, recipe_source
-from torusgd.recipe.schema import Recipe
+from torusgd.recipe.load import load_recipe, recipe_names, recipe_source, validate
+from torusgd.recipe.schema import Model, Optimizer, Recipe
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("sead=3", ["sead", "unknown key", "'seed'"]),
+        ("sead=3", ["sead", "unknown key", "did you mean seed?"]),
         ("stages.0.images_per_worker='8'", ["stages.0.images_per_worker", '"8"', "integer"]),
         ("stages.0.images_per_worker=0", ["stages.0.images_per_worker", "0", "greater than or equal to 1"]),
-        ("rate.decay.shap=cosine", ["rate.decay.shap", "'shape'"]),
+        ("rate.decay.shap=cosine", ["rate.decay.shap", "did you mean shape?"]),
         ("rate.lr=abc", ["rate.lr", "abc", "number"]),
         ("rate.lr=.inf", ["rate.lr", "finite"]),
         ("optimizer.no_decay=[x]", ["optimizer.no_decay", "'norm' or 'bias'"]),
@@ -52,7 +55,7 @@ def test_a_mistake_is_one_line_that_names_key_value_and_remedy(override: str, wo
 
 
 def test_unknown_recipe_suggests_a_near_name() -> None:
-    with pytest.raises(UserError, match="did you mean 'digits'"):
+    with pytest.raises(UserError, match="did you mean digits"):
         load_recipe("digit")
 
 
@@ -100,6 +103,50 @@ def test_hash_covers_every_key_and_no_runtime(tmp_path: Path) -> None:
     assert loaded.recipe.sha256() == base.sha256()
     assert loaded.runtime.workers == 2
     assert loaded.runtime.checkpoint_every == Duration(50, "st")
+
+
+def test_a_key_added_with_a_default_moves_no_hash() -> None:
+    class NewerOptimizer(Optimizer):
+        warm: float = 0.5
+
+    class Newer(Recipe):
+        optimizer: NewerOptimizer = NewerOptimizer()
+        added: int = 3
+
+    for name in ("digits", "sony-224s"):
+        recipe = load_recipe(name).recipe
+        newer = validate(Newer, recipe.as_dict(), "newer")
+        assert newer.as_dict() != recipe.as_dict()
+        assert newer.sha256() == recipe.sha256()
+        assert newer.model_copy(update={"added": 4}).sha256() != recipe.sha256()
+
+
+def test_a_hash_is_of_what_is_said_and_of_the_schema() -> None:
+    base = load_recipe("digits").recipe
+    assert load_recipe("digits", [f"threads={base.threads}", "column_blocks=1"]).recipe.sha256() == base.sha256()
+    whole, none = (load_recipe("digits", [f"polish={value}"]).recipe for value in ("{}", "null"))
+    assert whole.sha256() != none.sha256()
+    assert load_recipe("digits", ["optimizer.momentum=0.8"]).recipe.sha256() != base.sha256()
+    plain = base.model_dump(mode="json", exclude_defaults=True)
+    text = json.dumps({"schema": 1, **plain}, sort_keys=True, separators=(",", ":"))
+    assert base.sha256() == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_another_model_leaves_out_the_options_of_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        other = load_recipe("resnet50", ["model.name=torchvision:resnet18"]).recipe
+    assert other.model == Model(name="torchvision:resnet18")
+    assert caplog.messages == [
+        "--set model.name=torchvision:resnet18: leaves out the model.options of resnet50: zero_gamma"
+    ]
+    caplog.clear()
+    digits = ["model.options.dropout=0.3", "model.name=fashion-net", "model.options.zero_gamma=false"]
+    assert load_recipe("digits", digits).recipe.model == Model(name="fashion-net", options={"zero_gamma": False})
+    assert len(caplog.messages) == 1
+    caplog.clear()
+    same = load_recipe("digits", ["model.name=digits-net"]).recipe
+    assert same == load_recipe("digits").recipe
+    assert not caplog.messages
 
 
 def test_scientific_numbers_are_numbers() -> None:

@@ -9,25 +9,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.cli import rehearse as command
-from torusgd.errors import RunError, UserError
 from torusgd.plan.catalog import load_cluster, load_software
 from torusgd.plan.cluster import Communication, Software
 from torusgd.plan.compose import compose
-from torusgd.plan.forecast import Job, job_of, software_for, with_communication
+from torusgd.plan.forecast import Job, job_of, with_communication
 from torusgd.plan.network import Axis, Phase, hop
+from torusgd.plan.program import as_torusgd, program_for
 from torusgd.plan.roofline import update_seconds
 from torusgd.plan.step_script import Action, Compute, Send, Wait, compute_seconds, price_of, waited_seconds
 from torusgd.plan.timeline import step_time, step_work
 from torusgd.recipe.load import load_recipe
-from torusgd.rehearse.lab import why_not
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.rehearse import lab
 from torusgd.rehearse.player import dump, elements
-from torusgd.rehearse.rehearsal import as_torusgd
 from torusgd.rehearse.scale import SHARE, Ceiling, choose_scale
 from torusgd.tensor_parallel.volume import hybrid_volume
 
 AWS = load_cluster("aws-c4.8xlarge")
-MISSING = why_not()
+MISSING = lab.why_not()
 in_the_lab = pytest.mark.skipif(
     MISSING is not None and not (os.environ.get("CI") == "true" and os.geteuid() == 0), reason=str(MISSING)
 )
@@ -38,10 +37,11 @@ def job() -> Job:
     return job_of(load_recipe("intel-aws-vgga-16").recipe)
 
 
-def program(linear_groups: int | None = None, **how: object) -> Software:
-    profile = software_for(load_recipe("intel-aws-vgga-16").recipe, load_software("pcl-dnn"))
-    ours = as_torusgd(profile, **{"bucket_mib": 4.0, "allreduce": "ring", **how})
-    return with_communication(ours, linear_groups=linear_groups)
+def program(linear_groups: int | None = None, overlap: bool = True, **runtime: object) -> Software:
+    options = RuntimeOptions.model_validate({"workers": 16, "allreduce": "ring", **runtime})
+    profile = as_torusgd(load_software("pcl-dnn"))
+    ours = program_for(load_recipe("intel-aws-vgga-16").recipe, options, AWS, profile)
+    return with_communication(ours, linear_groups=linear_groups, overlap=overlap)
 
 
 def script_of(job: Job, software: Software, devices: int = 16) -> list[Action]:
@@ -55,7 +55,7 @@ def sent(script: list[Action]) -> dict[str, Send]:
 
 
 @pytest.mark.parametrize("devices", [2, 16])
-@pytest.mark.parametrize("how", [{}, {"sharded": True}, {"overlap": False}, {"linear_groups": 2}])
+@pytest.mark.parametrize("how", [{}, {"update": "sharded"}, {"overlap": False}, {"linear_groups": 2}])
 def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(job, how, devices):
     if how.get("linear_groups") == devices:
         pytest.skip("G = N is data parallelism")
@@ -71,7 +71,7 @@ def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(jo
 
 
 def test_a_sharded_update_sends_every_gradient_to_its_strip_and_gathers_first_what_is_needed_first(job):
-    script = script_of(job, program(sharded=True))
+    script = script_of(job, program(update="sharded"))
     scatters = [action for action in script if isinstance(action, Send) and action.kind == "scatter"]
     gathers = [action for action in script if isinstance(action, Send) and action.kind == "gather"]
     assert sum(send.bytes for send in scatters) == sum(send.bytes for send in gathers) == 4 * job.cost.parameters
@@ -150,27 +150,22 @@ def test_a_part_survives_its_file():
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
-        ({"devices": 1}, "at least 2"),
-        ({"devices": 17}, "16 virtual workers"),
-        ({"devices": 16, "allreduce": "ringg"}, "unknown"),
-        ({"devices": 16, "grid": "4x4"}, "goes with --allreduce torus"),
-        ({"devices": 16, "allreduce": "torus", "grid": "3x4"}, "12 places"),
-        ({"devices": 16, "model_parallel": "3"}, "divisor of 16"),
+        (("--devices", 1), "at least 2"),
+        (("--devices", 17), "16 virtual workers"),
+        (("--allreduce", "ringg"), "unknown"),
+        (("--allreduce", "nccl"), "unknown"),
+        (("--grid", "4x4"), "goes with --allreduce torus"),
+        (("--allreduce", "torus", "--grid", "3x4"), "12 places"),
+        (("--model-parallel", 3), "divisor of 16"),
     ],
 )
-def test_mistakes_are_one_line(flags, said):
-    with pytest.raises(UserError, match=said):
-        command.command("intel-aws-vgga-16", cluster="aws-c4.8xlarge", **{"allreduce": "ring", **flags})
-
-
-def test_auto_takes_the_groups_of_the_shortest_step(job):
-    seconds = {g: step_time(job.cost, AWS, program(linear_groups=g), 16, 16).seconds for g in (1, 2, 4, 8, 16)}
-    groups = command.groups_of(job, AWS, program(), 16, "auto")
-    assert seconds[groups] == min(seconds.values()) < 0.8 * seconds[16]
-    assert command.groups_of(job, AWS, program(), 16, "4") == 4
-    assert command.groups_of(job, AWS, program(), 16, None) is None
+def test_mistakes_are_one_line(flags, message, run_cli):
+    machine = ("--cluster", "aws-c4.8xlarge", "--devices", 16)
+    code, _, err = run_cli("rehearse", "intel-aws-vgga-16", *machine, *flags)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
 
 
 def test_a_split_layer_is_updated_where_it_is_kept(job):
@@ -179,28 +174,28 @@ def test_a_split_layer_is_updated_where_it_is_kept(job):
     assert split / whole == pytest.approx((job.cost.parameters - 0.75 * linear) / job.cost.parameters)
 
 
-def test_without_a_lab_it_says_so(monkeypatch):
-    monkeypatch.setattr(command, "why_not", lambda: "the network lab needs root, for network namespaces")
-    with pytest.raises(RunError, match="rehearse: the network lab needs root"):
-        command.command("intel-aws-vgga-16", cluster="aws-c4.8xlarge", devices=16)
+def test_without_a_lab_it_says_so(monkeypatch, run_cli):
+    monkeypatch.setattr(lab, "why_not", lambda: "the network lab needs root, for network namespaces")
+    code, _, err = run_cli("rehearse", "intel-aws-vgga-16", "--cluster", "aws-c4.8xlarge", "--devices", 16)
+    assert (code, err) == (1, "torusgd: rehearse: the network lab needs root, for network namespaces\n")
 
 
 @in_the_lab
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("more", [{}, {"update": "sharded", "model_parallel": "2"}])
-def test_a_short_rehearsal(tmp_path, capsys, more):
+@pytest.mark.parametrize("more", [(), ("--update", "sharded", "--model-parallel", 2)])
+def test_a_short_rehearsal(tmp_path, run_cli, more):
     """CD-DNN on 2 nodes, or 4 in groups of 2: far more to send than to compute, so that waiting can't be missed."""
-    found = tmp_path / "found.json"
-    code = command.command(
-        "intel-cddnn-16", cluster="endeavor", devices=4 if more else 2, steps=1, seconds=0.5, json_file=found, **more
+    path = tmp_path / "found.json"
+    machine = ("--cluster", "endeavor", "--devices", 4 if more else 2)
+    code, printed, err = run_cli(
+        "rehearse", "intel-cddnn-16", *machine, "--steps", 1, "--seconds", 0.5, "--json", path, *more
     )
-    assert code == 0
-    printed = capsys.readouterr().out
+    assert code == 0, err
     assert "exposed communication" in printed
     assert "bytes / " in printed
-    told = json.loads(found.read_text())
-    # No link of the lab is faster than it was told to be, so that what must be sent bounds the wait from below.
-    assert told["exposed_rehearsed"] > 0.5 * told["exposed_predicted"] > 0
-    assert told["seconds"] == pytest.approx(
-        told["seconds_predicted"] - told["exposed_predicted"] + told["exposed_rehearsed"]
+    found = json.loads(path.read_text())
+    # No link of the lab is faster than it was set to be, so that what must be sent bounds the wait from below.
+    assert found["exposed_rehearsed"] > 0.5 * found["exposed_predicted"] > 0
+    assert found["seconds"] == pytest.approx(
+        found["seconds_predicted"] - found["exposed_predicted"] + found["exposed_rehearsed"]
     )

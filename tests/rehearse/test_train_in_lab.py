@@ -67,8 +67,8 @@ def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_pat
         told = [line for text in crew.outputs() for line in text.splitlines() if line.startswith("torusgd: ")]
     assert len(told) == 2, told
     assert re.fullmatch(
-        r"torusgd: rank 2 gave no answer within [2-9] s, says rank [01] on \S+; the same command goes on from the "
-        r"checkpoint of step [48]",
+        r"torusgd: rank 2 on \S+ in train of step \d+: no heartbeat for 2 s, frozen or lost, says rank [01] on \S+; "
+        r"the same command goes on from the checkpoint of step [48]",
         told[0],
     )
     assert told[1].startswith("torusgd: rank 2 on ")

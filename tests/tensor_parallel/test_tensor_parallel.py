@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torusgd.comm.groups import group_of
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import Ranks, RuntimeOptions, join
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import join
 from torusgd.signals import StopFlag
 from torusgd.tensor_parallel.parallel_tail import choose_parts
 from torusgd.tensor_parallel.tail import column_tail
-from torusgd.train.run import Job, Run
+from torusgd.train.build import Job
+from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 from torusgd.weights import load_weights
 
@@ -206,4 +209,4 @@ def test_what_the_ranks_can_not_share_is_told(
     recipe = load_recipe("digits", overrides).recipe.resolve(precision="float32", memory_format="contiguous")
     job = Job(recipe, RuntimeOptions(**options), "cpu", tmp_path)
     with pytest.raises(UserError, match=message):
-        Run(job, Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0)
+        Run(job, group_of(), StopFlag(), restarts=0)

@@ -6,17 +6,18 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
+from torusgd.comm.groups import group_of
 from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
-from torusgd.train.run import Job, Run
+from torusgd.train.build import Job
+from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 
 from .runs import command
@@ -139,7 +140,7 @@ def run_alone(out: Path, recipe: Path, *overrides: str, **job: Any) -> dict[str,
     with folder.lock():
         folder.claim(loaded, fresh=False)
         options = RuntimeOptions(checkpoint_every=Duration(4, "st"))
-        run = Run(Job(loaded, options, "cpu", out, **job), Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0)
+        run = Run(Job(loaded, options, "cpu", out, **job), group_of(), StopFlag(), restarts=0)
         return run.run().summary
 
 
@@ -221,6 +222,18 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
+
+
+def listening(pids: Iterable[int]) -> list[str]:
+    """The addresses (hex, as in /proc/net/tcp) at which these processes listen for TCP connections."""
+    inodes = {path.removeprefix("socket:[").removesuffix("]") for pid in pids for path in open_files(pid)}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
 
 
 def open_files(pid: int) -> list[str]:

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import Ranks, RuntimeOptions, resolve_auto
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
+from torusgd.train.build import Job
 from torusgd.train.events import plan_table
-from torusgd.train.run import Job, Run
+from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 
 # The digits recipe, made tiny: two stages, twelve virtual workers, keyed images, dropout, batch norm, LARS.
@@ -37,7 +40,7 @@ def run_here(out: Path, *overrides: str, tiny: bool = True) -> tuple[dict[str, A
     folder.claim(recipe, fresh=False)
     threads = torch.get_num_threads()
     try:
-        run = Run(Job(recipe, RuntimeOptions(), "cpu", out), Ranks(0, 1, torch.device("cpu")), StopFlag(), restarts=0)
+        run = Run(Job(recipe, RuntimeOptions(), "cpu", out), group_of(), StopFlag(), restarts=0)
         console = Console(width=200, record=True, file=io.StringIO())
         console.print(plan_table(recipe, run.schedule, 1))
         return run.run().summary, console.export_text()

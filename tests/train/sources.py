@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from torusgd.data.sources import CorruptImage
+from torusgd.data.types import CorruptImage
 
 
 class Half:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torusgd.comm.allreduce import native
+from torusgd.comm.groups import group_of
 from torusgd.data.pipeline import Pipeline
 from torusgd.data.sources import open_sources
 from torusgd.models import build_model
 from torusgd.precision import Precision
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import Ranks
 from torusgd.train.evaluate import count_correct, evaluate
 from torusgd.train.polish import polish
 
@@ -40,9 +40,7 @@ def test_every_image_is_counted_once(chunk: int) -> None:
     _, held_out = open_sources(recipe.data, None, 0)
     model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
     device = torch.device("cpu")
-    result = evaluate(
-        model, Pipeline(held_out, recipe.data, 0), chunk, Ranks(0, 1, device), native(), Precision(recipe, device)
-    )
+    result = evaluate(model, Pipeline(held_out, recipe.data, 0), chunk, group_of(), native(), Precision(recipe, device))
     assert result is not None
     assert (result.images, result.excluded) == (24, 0)
     batch = Pipeline(held_out, recipe.data, 0).validation_batch(torch.arange(24).numpy())
@@ -57,7 +55,7 @@ def test_a_stop_during_evaluation_gives_no_result() -> None:
     model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
     device = torch.device("cpu")
     pipeline = Pipeline(held_out, recipe.data, 0)
-    assert evaluate(model, pipeline, 5, Ranks(0, 1, device), native(), Precision(recipe, device), lambda: True) is None
+    assert evaluate(model, pipeline, 5, group_of(), native(), Precision(recipe, device), lambda: True) is None
 
 
 def small_net() -> nn.Sequential:

@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.comm.gloo_world import run_ranks
+from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import Ranks, RuntimeOptions
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
-from torusgd.train.run import Job, Run
+from torusgd.train.build import Job
+from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 
 from .runs import events
@@ -63,12 +64,12 @@ COMPARED = (
 
 
 def train_cases(out: str, cases: list[str]) -> None:
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    ranks = group_of()
     for name in cases:
         given = load_recipe(name, NETWORKS[name]) if name in NETWORKS else load_recipe("digits", [*BASE, *CASES[name]])
         recipe = given.recipe.resolve(precision="float32", memory_format="channels_last")
         path = Path(out) / name
-        if ranks.is_first:
+        if ranks.rank == 0:
             path.mkdir()
             RunDir(path).claim(recipe, fresh=False)
         dist.barrier()

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.gloo_world import run_ranks
+from torusgd.comm.groups import group_of
 from torusgd.gradients import integer_sum as gradients
 from torusgd.recipe.load import load_recipe
-from torusgd.runtime import Ranks, RuntimeOptions
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
-from torusgd.train.run import Job, Run
+from torusgd.train.build import Job
+from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 
 # Wide enough that norms have several blocks and a shard ends within a tensor; dropout, batch norm, two stages, polish.
@@ -44,10 +46,10 @@ def train(
 ) -> dict[str, Any]:
     """One run on these ranks; every rank has the summary."""
     size = dist.get_world_size() if dist.is_initialized() else 1
-    ranks = Ranks(dist.get_rank() if size > 1 else 0, size, torch.device("cpu"))
+    ranks = group_of()
     plain = {"precision": "float32", "memory_format": "channels_last"}
     recipe = load_recipe("digits", [*BASE, *overrides]).recipe.resolve(**plain)
-    if ranks.is_first:
+    if ranks.rank == 0:
         out.mkdir(exist_ok=True)
         RunDir(out).claim(recipe, fresh=False)
     if size > 1:

@@ -7,18 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torusgd.comm.allreduce import native
-from torusgd.data.loader import Loader
+from torusgd.comm.groups import group_of
 from torusgd.data.order import StreamOrder
-from torusgd.data.pipeline import Pipeline
-from torusgd.data.sources import open_sources
 from torusgd.errors import RunError
 from torusgd.models import build_model
-from torusgd.optim import build_optimizer
 from torusgd.recipe.load import load_recipe
-from torusgd.recipe.schedule import Schedule
-from torusgd.runtime import Ranks
-from torusgd.train.step import TrainStep
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.train.build import Job, Trainer, build
+from torusgd.train.journal import synchronous
+from torusgd.train.step_stats import StepStats
 from torusgd.weights import weights_sha256
 
 from .runs import TINY, events, run_here
@@ -26,38 +23,37 @@ from .runs import TINY, events, run_here
 PLAIN = ("model.options={dropout: 0.0}", "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}")
 
 
-def make_stepper(*overrides: str) -> TrainStep:
+def make_trainer(*overrides: str) -> Trainer:
     recipe = load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
-    source, _ = open_sources(recipe.data, None, recipe.seed)
-    loader = Loader(Pipeline(source, recipe.data, 0), StreamOrder(len(source), 0), threads=1, ahead=2)
-    model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
-    optimizer = build_optimizer(recipe.optimizer, model, recipe.rate.lr)
-    ranks = Ranks(0, 1, torch.device("cpu"))
-    schedule = Schedule(recipe, len(source))
-    return TrainStep(recipe, schedule, model, optimizer, loader, ranks, native(), 4.0, False, 30.0, lambda: False)
+    job = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere"))
+    return build(job, group_of(), lambda: False)
+
+
+def take(trainer: Trainer, index: int) -> StepStats:
+    return trainer.step.run(trainer.membership, synchronous(index, trainer.step.recipe.virtual_workers))
 
 
 def test_a_step_is_that_of_a_plain_loop() -> None:
     """Ours with exact sums, against torch's SGD on the mean gradient of the virtual workers."""
-    ours, plain = make_stepper(*PLAIN), make_stepper(*PLAIN)
-    plain.reducer.close()
-    model, recipe = plain.model, plain.recipe
+    trainer = make_trainer(*PLAIN)
+    ours, recipe = trainer.step, trainer.step.recipe
+    model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0).train()
     decayed = {n: p for n, p in model.named_parameters() if p.dim() > 1}
     rest = [p for n, p in model.named_parameters() if n not in decayed]
     groups = [{"params": list(decayed.values()), "weight_decay": 1e-3}, {"params": rest, "weight_decay": 0.0}]
     sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     momenta = {m: 0.1 for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    for m in momenta:
+        m.momentum = 1.0  # so that a pass leaves the statistics of its own batch
     running = {m: (torch.zeros(m.num_features), torch.ones(m.num_features)) for m in momenta}
     order = StreamOrder(96, 0)
     for index in range(len(ours.schedule)):
         step = ours.schedule[index]
-        ours.run(index)
+        take(trainer, index)
         sgd.zero_grad()
         sums = {m: (torch.zeros(m.num_features), torch.zeros(m.num_features)) for m in momenta}
         for worker in range(recipe.virtual_workers):
-            batch = plain._loader._pipeline.training_batch(  # type: ignore[attr-defined]
-                *order.at(step.share(worker), step.images_per_worker), step.augment
-            )
+            batch = trainer.training.training_batch(*order.at(step.share(worker), step.images_per_worker), step.augment)
             loss = F.cross_entropy(model(batch.images), batch.targets, label_smoothing=recipe.label_smoothing)
             (loss / recipe.virtual_workers).backward()
             for m in momenta:
@@ -69,7 +65,7 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
         for group in sgd.param_groups:
             group["lr"], group["momentum"] = step.lr, step.momentum
         sgd.step()
-        ours.batch_norm.show(index + 1)
+        ours.batch_norm.write_to_model(index + 1)
         for (name, p), q in zip(ours.model.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
         for mine, theirs in zip(ours.batch_norm.layers.values(), running, strict=True):
@@ -79,18 +75,19 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
 
 
 def test_an_overflow_is_told_and_redone_without_a_trace() -> None:
-    undisturbed, disturbed = make_stepper(), make_stepper()
+    one, other = make_trainer(), make_trainer()
+    undisturbed, disturbed = one.step, other.step
     for index in range(len(undisturbed.schedule)):
-        undisturbed.run(index)
+        take(one, index)
         if index == 2:
             bounds = disturbed.reducer.sum.state()
             bounds[3] /= 1e5  # as if this gradient had grown a hundred thousand times since the last step
             disturbed.reducer.sum.load_state(bounds)
-        result = disturbed.run(index)
+        result = take(other, index)
         assert result.redone == (index == 2)
         assert result.overflowed == ([disturbed.reducer.names[3]] if index == 2 else [])
-    disturbed.batch_norm.show(4)
-    undisturbed.batch_norm.show(4)
+    disturbed.batch_norm.write_to_model(4)
+    undisturbed.batch_norm.write_to_model(4)
     # The scale of a redone step is measured, not the bound of the step before: equal but for the last bits.
     for a, b in zip(disturbed.model.state_dict().values(), undisturbed.model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -1,97 +1,77 @@
-"""`torusgd bench allreduce` and `torusgd tune`, on ranks of their own on this machine or on the ranks they find."""
+"""`torusgd bench`: what a run is made of, measured on these ranks."""
 
-import json
-import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import torch.distributed as dist
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+import typer
+from typer import Option
 
-from ..comm.bench import SIZES, Record, bench_allreduce
-from ..comm.profile import Profile, Timing
-from ..comm.tune import tune
-from ..errors import RunError, UserError
-from ..launch.processes import quiet, run_ranks
-from ..runtime import join, keep_freed_memory, ranks_are_given
-from ..weights import write_text
+from ..comm.algorithms import SCHEDULED, parse_grid
+from ..errors import UserError
+from .options import NETWORK, OUTPUT, Device, Grid, JsonFile, Profile, Workers
+from .output import check_writable, console, write_json
 
-TIMEOUT = 60.0
+if TYPE_CHECKING:
+    from ..comm.bench import Record
+    from ..comm.groups import Group
+
+app = typer.Typer(help="Measure what a run is made of, on these ranks.", no_args_is_help=True)
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_COMPARED = ("native", "ring", "halving-doubling", "doubling", "auto")
 
 
-def bench(
-    sizes: str | None,
-    algorithms: str | None,
-    grid: tuple[int, int] | None,
-    profile: Path | None,
-    workers: int | None,
-    device: str,
-    repetitions: int,
-    json_file: Path | None,
+@app.command()
+def allreduce(
+    sizes: Annotated[
+        str | None,
+        Option("--sizes", help="Such as 4KiB,1MiB. Default: 4 KiB to 16 MiB.", rich_help_panel=NETWORK),
+    ] = None,
+    algorithms: Annotated[
+        str,
+        Option("--algorithms", help=f"Of native, auto, {', '.join(SCHEDULED)}.", rich_help_panel=NETWORK),
+    ] = ",".join(_COMPARED),
+    grid: Grid = None,
+    profile: Profile = None,
+    workers: Workers = None,
+    device: Device = None,
+    repetitions: Annotated[int, Option("-n", min=1, help="Timed runs of each.", rich_help_panel=OUTPUT)] = 7,
+    json_file: JsonFile = None,
 ) -> None:
-    """Times all-reduces and prints a table; `sizes` and `algorithms` are lists with commas.
+    """Time all-reduce algorithms in turn, by the slowest rank."""
+    from ..comm.bench import SIZES, Record
+    from .ranks import on_ranks
 
-    Raises:
-        UserError: A size, an algorithm, the grid or the file doesn't fit.
-        RunError: A sum was wrong, or a rank was lost.
-    """
-    _check_writable(json_file)
+    check_writable("--json", json_file)
     chosen = [parse_size(size) for size in sizes.split(",")] if sizes else list(SIZES)
-    names = algorithms.split(",") if algorithms else ["native", "ring", "halving-doubling", "doubling", "auto"]
-    records = _on_ranks(workers, device, _bench_rank, chosen, names, grid, profile, repetitions)
+    places = None if grid is None else parse_grid(grid)
+    records = on_ranks(workers, device, _on_rank, chosen, algorithms.split(","), places, profile, repetitions)
     if records is None:
         return
     show_records([Record(**record) for record in records])
-    if json_file is not None:
-        plain = [{**record, "grid": list(record["grid"]) if record["grid"] else None} for record in records]
-        write_text(json_file, json.dumps(plain, indent=1) + "\n")
+    write_json(json_file, records)
 
 
-def measure(out: Path, workers: int | None, device: str, seconds: float) -> None:
-    """Measures the network between the ranks once and saves it for `--allreduce auto` and `torusgd plan`.
+def _on_rank(
+    sizes: Sequence[int],
+    names: Sequence[str],
+    grid: tuple[int, int] | None,
+    profile: Path | None,
+    repetitions: int,
+    world: "Group",
+) -> list[dict[str, Any]]:
+    from ..comm.bench import bench_allreduce
 
-    Raises:
-        UserError: One rank only, or a file that can't be written.
-        RunError: A rank was lost.
-    """
-    _check_writable(out)
-    text = _on_ranks(workers, device, _tune_rank, seconds)
-    if text is None:
-        return
-    profile = Profile.parse(text)
-    profile.save(out)
-    console = Console(highlight=False, soft_wrap=True)
-    for name, link in (("inside a host", profile.inside), ("between hosts", profile.between)):
-        if link is not None:
-            rate = "a rate too high to tell"
-            if link.per_byte:
-                rate = f"{8e-9 / link.per_byte:.2f} Gb/s (+- {link.per_byte_error / link.per_byte:.0%})"
-            console.print(f"{name}: {1e6 * link.latency:.1f} us (+- {1e6 * link.latency_error:.1f}), {rate}")
-    best: dict[int, Timing] = {}
-    for timing in profile.timings:
-        if timing.size not in best or timing.median < best[timing.size].median:
-            best[timing.size] = timing
-    for size, timing in sorted(best.items()):
-        how = timing.as_algorithm(len(profile.hosts)) or "native"
-        console.print(f"{show_size(size):>8}: {how}, {1e3 * timing.median:.3g} ms")
-    if profile.crowding:
-        most = profile.crowding[-1]
-        console.print(f"{most.ranks} ranks at once compute {most.slowdown:.2f} times as long as one")
-    for point in profile.in_steps:
-        slows, waits = 1e3 * point.hidden, 1e3 * point.waited
-        console.print(f"in a step {show_size(point.size)}: {waits:.2g} ms if waited for, {slows:.2g} ms if hidden")
-    console.print(f"in {out}; give it as --profile {out}", markup=False)
+    records = bench_allreduce(sizes, names, grid=grid, profile=profile, repetitions=repetitions, group=world)
+    return [record.__dict__ for record in records]
 
 
-def show_records(records: Sequence[Record]) -> None:
+def show_records(records: "Sequence[Record]") -> None:
     """The table of a benchmark."""
+    from rich import box
+    from rich.table import Table
+
     title = f"all-reduce on {records[0].ranks} ranks, median of {records[0].n}, the slowest rank's; gain: over native"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("size", "algorithm", "ms", "min-max", "bus MB/s", "gain"):
@@ -107,11 +87,15 @@ def show_records(records: Sequence[Record]) -> None:
             f"{1e-6 * record.bus_bandwidth:.0f}",
             f"{ratio:.2f}x" if ratio else "",
         )
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def parse_size(text: str) -> int:
-    """`4KiB`, `1MiB` or `4096` in bytes; UserError for anything else."""
+    """`4KiB`, `1MiB` or `4096` in bytes; UserError for anything else.
+
+    >>> parse_size("4KiB"), parse_size("2MB")
+    (4096, 2000000)
+    """
     match = re.fullmatch(r"\s*([0-9]+)\s*([a-z]*)\s*", text, re.IGNORECASE)
     if match is None or match[2].upper() not in _UNITS:
         raise UserError(f"--sizes {text!r}: write sizes as 4KiB,1MiB or in bytes")
@@ -119,65 +103,12 @@ def parse_size(text: str) -> int:
 
 
 def show_size(size: int) -> str:
-    """A size as people write it."""
+    """A size as people write it.
+
+    >>> show_size(4096), show_size(100)
+    ('4 KiB', '100 B')
+    """
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit and size % unit == 0:
             return f"{size // unit} {name}"
     return f"{size} B"
-
-
-def _on_ranks(workers: int | None, device: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `function` on rank 0, run on every rank; None on the other ranks of somebody else's launcher."""
-    if ranks_are_given():
-        ranks = join(device, TIMEOUT)
-        result = function(*arguments, ranks.device)
-        return result if ranks.is_first else None
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    quiet()
-    available = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
-    try:
-        kind, value = run_ranks(workers or available, _rank, device, function, arguments)[0]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise RunError(f"rank {rank} ended with exit code {failure.exitcode}") from None
-    if kind == "result":
-        return value
-    raise (UserError if kind == "user" else RunError)(value)
-
-
-def _rank(device: str, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[str, Any]:
-    """One rank of ours; a mistake that all ranks see is handed back as its line."""
-    torch.set_num_threads(1)
-    try:
-        ranks = join(device, TIMEOUT)
-        result = function(*arguments, ranks.device)
-    except UserError as error:
-        return "user", str(error)
-    except RunError as error:
-        return "run", str(error)
-    if dist.is_initialized():
-        dist.barrier()
-    return "result", result
-
-
-def _bench_rank(
-    sizes: Sequence[int],
-    names: Sequence[str],
-    grid: tuple[int, int] | None,
-    profile: Path | None,
-    repetitions: int,
-    device: torch.device,
-) -> list[dict[str, Any]]:
-    records = bench_allreduce(sizes, names, grid=grid, profile=profile, repetitions=repetitions, device=device)
-    return [record.__dict__ for record in records]
-
-
-def _tune_rank(seconds: float, device: torch.device) -> str:
-    keep_freed_memory()  # as a run does, whose computation is timed
-    return tune(seconds, device=device).model_dump_json()
-
-
-def _check_writable(path: Path | None) -> None:
-    """Before minutes of measuring, not after."""
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise UserError(f"{path}: can't be written; name a file in a folder that can")

@@ -1,181 +1,206 @@
-"""What `torusgd plan` does with its flags: it prints, writes the JSON asked for, and returns the exit code."""
+"""`torusgd plan`: predicts a run on a described cluster, or every row of a table of published results."""
 
-import json
-import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
+from typer import Argument, Option
 
-from ..comm.algorithms import parse_grid
-from ..comm.profile import Profile
 from ..errors import UserError
-from ..plan.best import best
-from ..plan.catalog import load_cluster, load_software
-from ..plan.cluster import Cluster, Software
-from ..plan.forecast import Job, forecast, job_of, software_for, with_communication
-from ..plan.local import local_cluster, measured_software
-from ..plan.plot import check_plot, plot_sweep
-from ..plan.published import predict_row, read_rows
-from ..plan.sweep import device_counts, fixed_batch, sweep
-from ..recipe.load import load_recipe
-from .plan_tables import price_of, show_best, show_forecast, show_published, show_sweep
+from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, RuntimeFlags, takes_groups
+from .output import check_writable, console, write_json
 
-_ALGORITHMS = ("ring", "torus", "hierarchical", "halving-doubling", "doubling", "direct", "native", "tree", "nccl")
+if TYPE_CHECKING:
+    from ..plan.cluster import Cluster, Software
+    from ..plan.forecast import Job
+    from ..recipe.runtime_options import RuntimeOptions
+    from ..recipe.schema import Recipe
+
+ASKED = "What to find"
 
 
+@takes_groups
 def plan(
-    name: str,
-    overrides: Sequence[str] = (),
-    *,
-    cluster: str,
-    devices: int,
-    software: str | None = None,
-    grid: str | None = None,
-    allreduce: str | None = None,
-    over: bool = False,
-    search: bool = False,
-    price: float | None = None,
-    data: Path | None = None,
-    profile: Path | None = None,
-    measured: Path | None = None,
-    plot: Path | None = None,
-    json_file: Path | None = None,
-) -> int:
-    """Plans a recipe on a cluster.
-
-    Args:
-        name: A recipe, by name or file.
-        overrides: Its --set items.
-        cluster: By name or file.
-        devices: How many.
-        software: Profile, by name or file; the cluster's own by default.
-        grid: Y x X of a torus, such as 32x32.
-        allreduce: An algorithm's name.
-        over: Also for 1 to `devices` devices, with the knee (--sweep).
-        search: Also look for better settings (--best).
-        price: Of a device and hour.
-        data: The data set, where the recipe does not say how large it is.
-        profile: What torusgd tune measured; with cluster local.
-        measured: Folder of a finished run of this recipe with one worker, whose steps the plan takes for compute.
-        plot: Picture of the sweep, .svg or .png.
-        json_file: Where to write all of it.
-
-    Raises:
-        UserError: The input is wrong.
-    """
-    console = Console(highlight=False, soft_wrap=True)
-    _check(devices, price)
-    _check_writable("--json", json_file)
+    machine: PlannedMachine,
+    runtime: RuntimeFlags,
+    recipe: Annotated[str | None, Argument(metavar="RECIPE", help="A built-in name, or a YAML file.")] = None,
+    data: DataPath = None,
+    overrides: Overrides = None,
+    sweep: Annotated[
+        bool,
+        Option("--sweep", help="Also for 1 to N devices, with the knee of the curve.", rich_help_panel=ASKED),
+    ] = False,
+    best: Annotated[bool, Option("--best", help="Also look for better settings.", rich_help_panel=ASKED)] = False,
+    cost: Annotated[
+        float | None, Option("--cost", metavar="PRICE", help="Price of a device and hour.", rich_help_panel=ASKED)
+    ] = None,
+    published: Annotated[
+        Path | None,
+        Option("--published", help="Predict every row of a table of published results.", rich_help_panel=ASKED),
+    ] = None,
+    plot: Annotated[
+        Path | None, Option("--plot", help="Picture of the sweep, .svg or .png.", rich_help_panel=OUTPUT)
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Predict a run on a cluster: its time, where it goes, what to change."""
+    check_writable("--json", json_file)
+    if published is not None:
+        write_json(json_file, _predict_rows(published))
+        return
+    if recipe is None:
+        raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")
+    if cost is not None and cost < 0:
+        raise UserError(f"--cost {cost}: a price of a device-hour is not negative")
     if plot is not None:
+        from ..plan.plot import check_plot
+
         check_plot(plot)
-        _check_writable("--plot", plot)
-    recipe = load_recipe(name, overrides).recipe
-    machine = _machine(cluster, profile)
-    program = software_for(recipe, load_software(software or machine.software))
-    program = _communicating(program, devices, grid, allreduce)
-    job = job_of(recipe, path=data)
-    if measured is not None:
-        program = measured_software(job, machine, program, measured)
-    elif profile is not None:
-        raise UserError("--profile: is of the network alone; add --measured RUN, a run of this recipe with one worker")
-    title = f"{recipe.name} on {devices:,} x {machine.device.name} ({machine.name}, {program.name})"
-    console.print(title, markup=False)
-    asked, job = job, fixed_batch(job, devices)
-    if job != asked:
-        console.print(_cut_anew(asked, job, devices))
-    now = forecast(job, machine, program, devices)
-    show_forecast(console, now, price)
+        check_writable("--plot", plot)
+    planned = Planned.read(recipe, overrides or [], data, machine, runtime)
+    write_json(json_file, _show_plan(planned, sweep, best, cost, plot))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What plan and rehearse read from their arguments."""
+
+    recipe: "Recipe"
+    job: "Job"
+    runtime: "RuntimeOptions"
+    cluster: "Cluster"
+    software: "Software"
+    """the profile as it stands in its file"""
+    measured: Path | None
+
+    @classmethod
+    def read(
+        cls, name: str, overrides: Sequence[str], data: Path | None, machine: PlannedMachine, flags: RuntimeFlags
+    ) -> "Planned":
+        """Reads recipe, cluster, profile and data, and merges flags into the recipe's `runtime:` block.
+
+        Raises:
+            UserError: The input is wrong, or says no cluster or number of devices.
+        """
+        from ..comm.profile import Profile
+        from ..plan.catalog import load_cluster, load_software
+        from ..plan.forecast import job_of
+        from ..plan.local import local_cluster
+        from ..recipe.load import load_recipe
+
+        recipe, block = load_recipe(name, overrides)
+        runtime = flags.over(block)
+        if machine.cluster is None or runtime.workers is None:
+            raise UserError(f"{name}: needs --cluster and --devices to be planned")
+        if runtime.profile is None:
+            cluster = load_cluster(machine.cluster)
+        elif machine.cluster == "local":
+            cluster = local_cluster(Profile.load(Path(runtime.profile)))
+        else:
+            raise UserError(
+                f"--profile {runtime.profile}: goes with --cluster local, not {machine.cluster}; where it stands in "
+                "the recipe, --set runtime.profile=null leaves it out"
+            )
+        if runtime.profile is not None and machine.measured is None:
+            raise UserError(
+                "--profile: is of the network alone; add --measured RUN, a run of this recipe with one worker"
+            )
+        software = load_software(machine.software or cluster.software)
+        return cls(recipe, job_of(recipe, path=data), runtime, cluster, software, machine.measured)
+
+    @property
+    def devices(self) -> int:
+        """How many of the cluster's devices train."""
+        assert self.runtime.workers is not None
+        return self.runtime.workers
+
+    def program(self, runtime: "RuntimeOptions") -> "Software":
+        """What trains by these options; see `torusgd.plan.program`."""
+        from ..plan.local import measured_software
+        from ..plan.program import program_for, resolve_model_parallel
+
+        resolved = resolve_model_parallel(self.recipe, self.job, runtime, self.cluster, self.software)
+        program = program_for(self.recipe, resolved, self.cluster, self.software)
+        return program if self.measured is None else measured_software(self.job, self.cluster, program, self.measured)
+
+    def program_on(self, devices: int) -> "Software":
+        """What trains on another number of devices, to which the grid that was asked for does not apply."""
+        if devices == self.devices:
+            return self.program(self.runtime)
+        return self.program(self.runtime.model_copy(update={"workers": devices, "grid": None}))
+
+
+def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, plot: Path | None) -> dict[str, Any]:
+    """Prints a plan, with the curve and the search that were asked for; all of it as plain values."""
+    from ..plan.best import best as search
+    from ..plan.forecast import forecast
+    from ..plan.plot import plot_sweep
+    from ..plan.sweep import device_counts, fixed_batch
+    from ..plan.sweep import sweep as sweep_over
+    from .plan_tables import price_of, show_best, show_forecast, show_sweep
+
+    terminal, cluster, devices = console(), planned.cluster, planned.devices
+    program = planned.program(planned.runtime)
+    title = f"{planned.recipe.name} on {devices:,} x {cluster.device.name} ({cluster.name}, {program.name})"
+    terminal.print(title, markup=False)
+    job = fixed_batch(planned.job, devices)
+    now = forecast(job, cluster, program, devices)
+    for note in _notes(planned, job, now.memory):
+        terminal.print(f"note: {note}", markup=False)
+    show_forecast(terminal, now, price)
     found: dict[str, Any] = {
-        "recipe": recipe.name,
-        "cluster": machine.name,
+        "recipe": planned.recipe.name,
+        "cluster": cluster.name,
         "software": program.name,
         **now.as_dict(),
         **({"cost": price_of(now, price)} if price is not None else {}),
     }
-    if machine.device.memory is not None and now.memory > machine.device.memory:
-        console.print(
-            f"note: more than the {machine.device.memory / 2**30:.0f} GiB of a device; fewer images a worker fit"
-        )
-    if machine.nodes is not None and devices > machine.nodes * machine.devices_per_node:
-        console.print(f"note: {machine.name} has {machine.nodes * machine.devices_per_node:,} devices")
-    if over or plot is not None:
-        curve = sweep(asked, machine, program, device_counts(devices, asked.spans[0].workers))
-        show_sweep(console, curve, price)
-        found["sweep"] = [f.as_dict() for f in curve.forecasts]
+    if sweep or plot is not None:
+        ranks = planned.runtime.model_parallel
+        counts = device_counts(devices, planned.job.spans[0].workers)
+        counts = [count for count in counts if ranks == "auto" or count % ranks == 0]
+        curve = sweep_over(planned.job, cluster, planned.program_on, counts)
+        show_sweep(terminal, curve, price)
+        found["sweep"] = [forecast.as_dict() for forecast in curve.forecasts]
         found["knee"] = curve.knee
         if plot is not None:
             plot_sweep(curve, title, plot)
-            console.print(f"wrote {plot}", markup=False)
-    if search:
-        chosen = best(job, machine, program, devices)
-        show_best(console, chosen)
+            terminal.print(f"wrote {plot}", markup=False)
+    if best:
+        chosen = search(job, cluster, program, devices)
+        show_best(terminal, chosen)
         found["best"] = {**chosen.forecast.as_dict(), "choices": [asdict(choice) for choice in chosen.choices]}
-    _write(json_file, found)
-    return 0
+    return found
 
 
-def published(path: Path, json_file: Path | None = None) -> int:
-    """Predicts every row of a table of published results; UserError names what a row's prediction lacks."""
-    _check_writable("--json", json_file)
+def _notes(planned: Planned, job: "Job", memory: float) -> list[str]:
+    """What is planned otherwise than it stands in the recipe, and what will not fit."""
+    cluster, devices, notes = planned.cluster, planned.devices, []
+    if job != planned.job:
+        images = " > ".join(str(span.images) for span in job.spans)
+        notes.append(
+            f"the recipe has {planned.job.spans[0].workers} virtual workers; planned with its batch cut for "
+            f"{devices:,} devices, {images} images each at most. For a larger batch: --set virtual_workers={devices}"
+        )
+    ranks = planned.runtime.model_parallel
+    if ranks != "auto" and planned.recipe.column_blocks % ranks:
+        notes.append(
+            f"to train with --model-parallel {ranks} the recipe needs column_blocks of {ranks} or a multiple by a "
+            "power of two"
+        )
+    if cluster.device.memory is not None and memory > cluster.device.memory:
+        notes.append(f"more than the {cluster.device.memory / 2**30:.0f} GiB of a device; fewer images a worker fit")
+    if cluster.nodes is not None and devices > cluster.nodes * cluster.devices_per_node:
+        notes.append(f"{cluster.name} has {cluster.nodes * cluster.devices_per_node:,} devices")
+    return notes
+
+
+def _predict_rows(path: Path) -> list[dict[str, Any]]:
+    """Prints the prediction of every row of a table of published results; the records."""
+    from ..plan.published import predict_row, read_rows
+    from .plan_tables import show_published
+
     predictions = [predict_row(row) for row in read_rows(path)]
-    show_published(Console(highlight=False, soft_wrap=True), predictions)
-    _write(json_file, [prediction.as_dict() for prediction in predictions])
-    return 0
-
-
-def _communicating(software: Software, devices: int, grid: str | None, allreduce: str | None) -> Software:
-    changes: dict[str, Any] = {}
-    if allreduce is not None and allreduce != "auto":
-        if allreduce not in (*_ALGORITHMS, "in-network"):
-            raise UserError(f"--allreduce {allreduce}: unknown; one of auto, {', '.join(_ALGORITHMS)}, in-network")
-        changes["algorithm"] = allreduce
-    if grid is not None:
-        rows, columns = parse_grid(grid)
-        if rows * columns != devices:
-            raise UserError(f"--grid {grid}: has {rows * columns} places for {devices} devices")
-        changes["grids"] = ((rows, columns),)
-        if changes.get("algorithm", software.communication.algorithm) not in ("torus", "hierarchical"):
-            changes["algorithm"] = "torus"
-    return with_communication(software, **changes) if changes else software
-
-
-def _machine(cluster: str, profile: Path | None) -> Cluster:
-    if profile is None:
-        return load_cluster(cluster)
-    if cluster != "local":
-        raise UserError(f"--profile {profile}: goes with --cluster local, not {cluster}")
-    return local_cluster(Profile.load(profile))
-
-
-def _check(devices: int, price: float | None) -> None:
-    if devices < 1:
-        raise UserError(f"--devices {devices}: a plan needs at least 1")
-    if price is not None and price < 0:
-        raise UserError(f"--cost {price}: a price of a device-hour is not negative")
-
-
-def _cut_anew(asked: Job, job: Job, devices: int) -> str:
-    """Says what is planned where there are more devices than virtual workers."""
-    workers, images = asked.spans[0].workers, " > ".join(str(span.images) for span in job.spans)
-    return (
-        f"note: the recipe has {workers} virtual workers; planned with its batch cut for {devices:,} devices, {images} "
-        f"images each at most. For a larger batch: --set virtual_workers={devices}"
-    )
-
-
-def _check_writable(flag: str, path: Path | None) -> None:
-    """Before the work, not after."""
-    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise UserError(f"{flag} {path}: can't be written; name a file in a folder that can")
-
-
-def _write(path: Path | None, found: Any) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(found, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"--json {path}: can't be written: {error.strerror}") from error
+    show_published(console(), predictions)
+    return [prediction.as_dict() for prediction in predictions]

@@ -1,70 +1,90 @@
-"""What `torusgd train` does with its flags: from names and paths to a job, and from its end to an exit code."""
+"""`torusgd train`: from names and paths to a job, and from its end to an exit code."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Console
+import typer
+from typer import Option
 
 from ..errors import UserError
-from ..launch.local import launch
-from ..launch.torchrun import join_and_train
-from ..recipe.load import load_recipe, validate
-from ..runtime import RuntimeOptions, ranks_are_given, resolve_auto, resolve_device
-from ..train.compare_plan import PlanComparison
-from ..train.run import Job
+from .options import DATA, OUTPUT, RECIPE, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
+from .output import console
 
 
+@takes_groups
 def train(
-    name: str,
-    overrides: Sequence[str],
-    flags: Mapping[str, Any],
-    data: Path | None,
-    out: Path | None,
-    max_steps: int | None,
-    init: Path | None,
-    fresh: bool,
-    plan: Path | None = None,
-) -> int:
-    """Trains, prints the result, and returns the exit code.
+    recipe: RecipeName,
+    runtime: RuntimeFlags,
+    data: DataPath = None,
+    overrides: Overrides = None,
+    max_steps: Annotated[
+        int | None, Option("--max-steps", min=1, help="Stop after so many steps in all.", rich_help_panel=RECIPE)
+    ] = None,
+    init: Annotated[
+        Path | None,
+        Option("--init", help="Weights to start from, .safetensors or .pth.", rich_help_panel=DATA),
+    ] = None,
+    out: Annotated[
+        Path | None, Option("--out", help="The run's folder. Default: runs/RECIPE.", rich_help_panel=OUTPUT)
+    ] = None,
+    fresh: Annotated[
+        bool, Option("--fresh", help="Delete an earlier run in --out and begin anew.", rich_help_panel=OUTPUT)
+    ] = False,
+    checkpoint_every: Annotated[
+        str | None,
+        Option("--checkpoint-every", help="Such as 50st, 1ep, 1e6sa. Default: 1ep.", rich_help_panel=OUTPUT),
+    ] = None,
+    tensorboard: Annotated[
+        bool, Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUT)
+    ] = False,
+    plan: Annotated[
+        Path | None,
+        Option("--plan", help="A plan of it (torusgd plan --json) to compare with.", rich_help_panel=OUTPUT),
+    ] = None,
+) -> None:
+    """Train a classifier from a recipe; the same command again resumes."""
+    from ..launch.forkserver import start_forkserver
 
-    Raises:
-        UserError: The input is wrong.
-        RunError: The run can't go on.
-    """
-    recipe, runtime = load_recipe(name, overrides)
-    given = {key: value for key, value in flags.items() if value is not None}
-    parts = given.get("model_parallel", "")
-    if parts.isdigit():  # a flag that takes a word or a number is read as text
-        given["model_parallel"] = int(parts)
-    options = validate(RuntimeOptions, {**runtime.model_dump(mode="json"), **given}, "flags")
+    if "RANK" not in os.environ:  # not a rank of torchrun: `launch` needs it; asked here, before torch is imported
+        start_forkserver()
+    from ..launch.local import launch
+    from ..launch.torchrun import join_and_train
+    from ..recipe.load import load_recipe
+    from ..runtime import ranks_are_given, resolve_auto, resolve_device
+    from ..train.build import Job
+    from ..train.compare_plan import PlanComparison
+
+    asked, block = load_recipe(recipe, overrides or [])
+    options = runtime.over(block, checkpoint_every=checkpoint_every, tensorboard=tensorboard or None)
     device = resolve_device(options)
     if init is not None and not init.is_file():
         raise UserError(f"--init {init}: no such file")
-    recipe = resolve_auto(recipe, device)
-    folder = out or Path("runs") / recipe.name
-    run = join_and_train if ranks_are_given() else launch
+    resolved = resolve_auto(asked, device)
+    folder = out or Path("runs") / resolved.name
     planned = PlanComparison.load(plan) if plan else None
-    ending = run(Job(recipe, options, device, folder, data, init, max_steps, planned), fresh)
-    if ending.summary:
-        show_result(ending.summary, folder)
-    return ending.code
+    job = Job(resolved, options, device, folder, data, init, max_steps, planned)
+    result = (join_and_train if ranks_are_given() else launch)(job, fresh)
+    if result.summary:
+        show_result(result.summary, folder)
+    raise typer.Exit(result.code)
 
 
 def show_result(summary: Mapping[str, Any], folder: Path) -> None:
     """The result and where it lies."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
+    terminal = console()
+    terminal.print(
         f"done: top-1 {summary['top1']:.2%} on {summary['eval_images']} held-out images, {summary['steps']} steps, "
         f"{summary['seconds']:.1f} s, {summary['images_per_second']:,.0f} images/s on {summary['world_size']} ranks"
     )
     if summary.get("predicted"):
         beside = summary["predicted"]
-        console.print(
+        terminal.print(
             f"a step took {1e3 * beside['measured_step_seconds']:.1f} ms, the plan said "
             f"{1e3 * beside['step_seconds']:.1f} ms ({beside['step_seconds_error']:+.1%})"
         )
-    console.print(f"weights_sha256 {summary['weights_sha256']}")
-    console.print(
+    terminal.print(f"weights_sha256 {summary['weights_sha256']}")
+    terminal.print(
         f"in {folder}: model.safetensors, summary.json, events.jsonl, recipe.yaml, checkpoints/", markup=False
     )

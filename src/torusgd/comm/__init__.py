@@ -1,7 +1,7 @@
-"""All-reduces over ranks: named algorithms, their price and measurement, and sums whose bits depend on no order.
+"""All-reduce over ranks: sums free of order, schedules of messages as data, engines that run them, and their cost.
 
-It stands alone: it knows no recipe, model or optimiser, and imports `torusgd.errors` and nothing else of torusgd.
-`from torusgd.comm import create, exact_all_reduce` works in any script of torch.distributed, or in one process.
+Knows no recipe, model or optimizer: `from torusgd.comm import create, exact_all_reduce` works in any script.
+May import: errors.
 """
 
 from importlib import import_module

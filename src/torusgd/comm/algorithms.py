@@ -11,7 +11,8 @@ FLAT = {"ring": "ring", "halving-doubling": "halving", "doubling": "doubling", "
 """algorithms along one axis of all ranks, and the method that each uses there"""
 GRIDS = ("torus", "hierarchical")
 """algorithms on a grid, whose axes have methods of their own"""
-NAMES = ("auto", "native", *FLAT, *GRIDS)
+SCHEDULED = (*FLAT, *GRIDS)
+NAMES = ("auto", "native", *SCHEDULED)
 """what an all-reduce may be called; `auto` measures and picks, `native` is the backend's own"""
 
 
@@ -76,7 +77,7 @@ def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, 
     'torus:halving/ring 3x4'
     """
     algorithm, _, methods = name.partition(":")
-    if algorithm not in (*FLAT, *GRIDS) or (methods and algorithm in FLAT):
+    if algorithm not in SCHEDULED or (methods and algorithm in FLAT):
         raise UserError(f"allreduce {name}: unknown; one of {', '.join(NAMES)}")
     if grid is not None and grid[0] * grid[1] != ranks:
         raise UserError(

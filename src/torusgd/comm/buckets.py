@@ -1,27 +1,175 @@
-"""Which gradients travel together: fixed sizes, the static groups of published systems, or what a profile makes best.
+"""Which gradients travel together, and where each tensor lies: slots in sending order, buckets, shards, norm blocks.
 
-Tensors stand in the order in which they are sent, that is in which backward completes them; a bucket is a run of them.
-The layout changes no bit of an exact sum, whose scales are a tensor's and not a bucket's.
+A slot is a tensor whose gradient is summed with one scale: a parameter, or a column block of one. Slots stand in the
+order in which backward completes them, which is the order in which they are sent; a bucket is a run of slots that
+travels as one message. Buckets change no bit of an exact sum, whose scales are a slot's and not a bucket's.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ..gradients.integer_sum import Bucket
 from .profile import Profile, hidden, waited
 
-Buckets = Literal["auto", "cubic"] | float | tuple[int, ...]
-"""the rule: MiB of 4-byte elements, tensors of each bucket, Fujitsu's groups, or `auto`"""
+BucketRule = Literal["auto", "cubic"] | float | tuple[int, ...]
+"""MiB of 4-byte elements, the number of tensors in each bucket, Fujitsu's groups, or `auto`"""
 USUAL_MIB = 4.0
-"""where nothing is measured; with `auto`, before"""
+"""size of a bucket where nothing is measured; with `auto`, until the first steps have been"""
 _BYTES = 4
+_ALIGNED = 16
+"""elements: each parameter begins at a multiple of 64 bytes of a flat buffer, as torch's own allocations do"""
+
+Span = tuple[int, int]
+"""elements [low, high) of a tensor"""
 
 
-def lay_out(rule: Buckets, numels: Sequence[int]) -> list[Bucket]:
+@dataclass(frozen=True)
+class Bucket:
+    """A run of tensors that travels together: slots first..stop-1, in the order in which they are sent."""
+
+    first: int
+    stop: int
+    offsets: tuple[int, ...]
+    """of each tensor in the message"""
+    numels: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Elements of the bucket."""
+        return sum(self.numels)
+
+    def views(self, message: Tensor) -> list[Tensor]:
+        """Each tensor's run of a message of this bucket."""
+        return [message[offset : offset + n] for offset, n in zip(self.offsets, self.numels, strict=True)]
+
+    def cuts(self, block: int) -> tuple[int, ...]:
+        """Where the message may be cut into shards: at the blocks that norms are defined by, so that none is split.
+
+        >>> Bucket(first=0, stop=2, offsets=(0, 5000), numels=(5000, 100)).cuts(block=4096)
+        (0, 4096, 5000, 5100)
+        """
+        inner = {offset + i for offset, n in zip(self.offsets, self.numels, strict=True) for i in range(0, n, block)}
+        return (*sorted(inner), self.length)
+
+    def spans(self, low: int, high: int) -> list[Span]:
+        """Of each tensor the elements within [low, high) of the message; (0, 0) where there are none."""
+        spans = []
+        for offset, numel in zip(self.offsets, self.numels, strict=True):
+            begin, end = max(low - offset, 0), min(high - offset, numel)
+            spans.append((begin, end) if begin < end else (0, 0))
+        return spans
+
+
+class Slot(NamedTuple):
+    """A tensor that is summed with one scale, and who sums it."""
+
+    name: str
+    """for people: the parameter, and its column block if it is one"""
+    parameter: str
+    """name of the parameter that it is, or is a block of"""
+    tensor: Tensor
+    """the parameter itself, or a view of some of its rows"""
+    parallel: int = 1
+    """ranks that share the parameter's column blocks: 1 sums over all ranks, M over the ranks with the same columns"""
+    layer: int | None = None
+    """number of a layer in column blocks, whose gradients arrive one layer after another; None: from autograd"""
+    held: bool = True
+    """whether this rank computes, sums and updates it"""
+    is_owner: bool = True
+    """of all ranks of a group that hold it, the one that reports it to the others"""
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """Slots over all ranks, the buckets of those that this rank holds, and what follows from them.
+
+    Args:
+        slots: All, in sending order, the same on every rank but for `held` and `is_owner`.
+        buckets: Of the held slots, which are numbered on their own.
+        block: Elements of a norm block; shards are cut at its multiples within a tensor.
+    """
+
+    slots: tuple[Slot, ...]
+    buckets: tuple[Bucket, ...]
+    block: int
+
+    @cached_property
+    def held(self) -> tuple[Slot, ...]:
+        """The slots that this rank sums, in sending order."""
+        return tuple(slot for slot in self.slots if slot.held)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Of each held slot its number among all slots."""
+        return tuple(number for number, slot in enumerate(self.slots) if slot.held)
+
+    @cached_property
+    def bucket_of(self) -> tuple[int, ...]:
+        """Of each held slot its bucket."""
+        return tuple(index for index, bucket in enumerate(self.buckets) for _ in range(bucket.first, bucket.stop))
+
+    @cached_property
+    def sections(self) -> tuple[int, ...]:
+        """Numbers of slots in column blocks and of the others, each of which knows its own largest gradient."""
+        columns = sum(slot.layer is not None for slot in self.slots)
+        return tuple(count for count in (columns, len(self.slots) - columns) if count)
+
+    @property
+    def is_whole(self) -> bool:
+        """Every rank holds every slot."""
+        return len(self.held) == len(self.slots)
+
+    def parallel(self, bucket: int) -> int:
+        """`Slot.parallel` of a bucket's slots, which all have the same."""
+        return self.held[self.buckets[bucket].first].parallel
+
+    def norm_blocks(self) -> dict[str, list[int]]:
+        """By parameter, the norm blocks of each of its slots, in the order of its rows."""
+        blocks: dict[str, list[int]] = {}
+        for slot in self.slots:
+            blocks.setdefault(slot.parameter, []).append(-(-slot.tensor.numel() // self.block))
+        return blocks
+
+
+def lay_out_slots(slots: Sequence[Slot], rule: BucketRule, block: int) -> ParameterLayout:
+    """The layout of slots by a rule. A bucket holds no two layers in column blocks, whose gradients come in turn."""
+    held = [slot for slot in slots if slot.held]
+    buckets: list[Bucket] = []
+    for layer in dict.fromkeys(slot.layer for slot in held):
+        numels = [slot.tensor.numel() for slot in held if slot.layer == layer]
+        first = buckets[-1].stop if buckets else 0
+        cut = lay_out(rule, numels) if layer is None else plan_buckets(numels, largest(rule))
+        buckets += [Bucket(first + b.first, first + b.stop, b.offsets, b.numels) for b in cut]
+    return ParameterLayout(tuple(slots), tuple(buckets), block)
+
+
+@torch.no_grad()
+def flatten_parameters(parameters: Sequence[Tensor]) -> Tensor:
+    """Moves parameters (float32, contiguous, of one device) into one flat buffer, in this order, as views of it.
+
+    Each begins at a multiple of 64 bytes, so that kernels see the alignment that they saw before, and the bits of a
+    matrix product, which may depend on it, stay.
+
+    Returns:
+        The buffer: float32 [elements with padding], zero between the parameters.
+    """
+    lengths = [-(-p.numel() // _ALIGNED) * _ALIGNED for p in parameters]
+    flat = torch.zeros(sum(lengths), device=parameters[0].device if parameters else None)
+    for parameter, run in zip(parameters, flat.split(lengths), strict=True):
+        values = run[: parameter.numel()].view(parameter.shape)
+        values.copy_(parameter)
+        parameter.data = values
+    return flat
+
+
+def lay_out(rule: BucketRule, numels: Sequence[int]) -> list[Bucket]:
     """The buckets of tensors with so many elements each, in sending order.
 
     A number is a size in MiB. A list tells the tensors of each bucket, from the network's output on; what it leaves out
@@ -38,7 +186,7 @@ def lay_out(rule: Buckets, numels: Sequence[int]) -> list[Bucket]:
     return plan_buckets(numels, largest(rule))
 
 
-def largest(rule: Buckets) -> int:
+def largest(rule: BucketRule) -> int:
     """Elements of a bucket by a rule that gives its size; the usual ones for other rules."""
     mib = rule if isinstance(rule, float | int) else USUAL_MIB
     return max(int(mib * 2**20) // _BYTES, 1)

@@ -184,14 +184,15 @@ class Group:
         self.all_reduce(flag)
         flag.tolist()
 
-    def subgroup(self, places: Sequence[int], timeout: float | None = None) -> "Group":
-        """A group of the members at these places, with connections of its own. Every member of this group calls it.
+    def partition(self, sets: Sequence[Sequence[int]], timeout: float | None = None) -> "Group":
+        """The group of that set of places which holds this member, with connections of its own.
 
-        A member that is not among them gets a group of itself alone. `places` of all members, in order, gives a group
-        like this one whose messages mix with no others.
+        Every member of this group calls it with the same disjoint sets. A member that is in none of them, or in one
+        alone, gets a group of itself.
         """
         prefix = f"sub{next(self._splits)}"
-        if self.rank not in places or len(places) == 1:
+        places = next((places for places in sets if self.rank in places), [self.rank])
+        if len(places) == 1:
             return alone(self.device, self.ranks[self.rank])
         assert self._store is not None, "a group without a store can't be split"
         return build(
@@ -202,6 +203,10 @@ class Group:
             timeout=self.timeout if timeout is None else timeout,
             nccl=self.has_nccl and self.device.type == "cuda",
         )
+
+    def subgroup(self, places: Sequence[int], timeout: float | None = None) -> "Group":
+        """The group of the members at these places; every member calls it, and those not among them are alone in it."""
+        return self.partition([places], timeout)
 
     def duplicate(self, timeout: float | None = None) -> "Group":
         """A group of the same members with connections of its own."""

@@ -1,10 +1,14 @@
-"""Data: the order of samples, sources of images, and the pipeline that makes batches of them."""
+"""Images and their order: sources, decoding, keyed augmentation, and the pipeline that makes batches in the background.
+
+A batch is a function of the recipe and of the samples' positions in the stream, never of a rank.
+May import: errors, rng, importing, recipe.
+"""
 
 from .loader import Loader, Share
 from .order import StreamOrder
 from .pipeline import Batch, Pipeline
-from .sources import ArraySource, CorruptImage, RegionSource, Source, open_sources
-from .view import Choose, Region
+from .sources import open_sources
+from .types import ArraySource, Choose, CorruptImage, Region, RegionSource, Source
 
 __all__ = [
     "ArraySource",

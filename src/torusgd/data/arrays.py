@@ -1,4 +1,4 @@
-"""Images in memory or memory-mapped: .npz and .npy files, and the base of every source of equal-sized images."""
+"""Images in memory or memory-mapped: .npz and .npy files, and the digits that scikit-learn ships."""
 
 import zipfile
 import zlib
@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UserError
-
-Pixels = npt.NDArray[np.uint8]
-Int64 = npt.NDArray[np.int64]
+from ..rng import SPLIT, keyed_permutation
+from .types import Int64, Pixels
 
 SPLITS = ("train", "eval")
+HELD_OUT_DIGITS = 360
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def open_arrays(path: Path, names: str | None = None) -> tuple[Images, Images]:
     Raises:
         UserError: An array is missing, damaged, of another type or shape; or would have to be unpickled.
     """
-    found = {(split, part): _load(path, f"{split}_{part}") for split in SPLITS for part in ("images", "labels")}
+    found = {(split, what): _load(path, f"{split}_{what}") for split in SPLITS for what in ("images", "labels")}
     pair = []
     for split in SPLITS:
         images, labels = found[split, "images"], found[split, "labels"]
@@ -82,6 +82,28 @@ def open_arrays(path: Path, names: str | None = None) -> tuple[Images, Images]:
     classes = class_names(names, np.concatenate([labels for _, labels in pair]))
     train, held_out = (Images(images, labels, classes) for images, labels in pair)
     return train, held_out
+
+
+def open_digits() -> tuple[Images, Images]:
+    """The handwritten digits of scikit-learn, real data without a download: 1,437 training and 360 held-out images.
+
+    Images are uint8 [8, 8, 1], classes "0" to "9". The split is fixed, so that runs of every seed are measured on the
+    same images.
+
+    Raises:
+        UserError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UserError("data.source: digits need scikit-learn; pip install 'torusgd[digits]'") from error
+    bunch = load_digits()
+    images = np.round(bunch.images * (255 / 16)).astype(np.uint8)[..., None]  # values 0..16 in the file
+    labels = bunch.target.astype(np.int64)
+    names = tuple(str(name) for name in bunch.target_names)
+    order = keyed_permutation(len(labels), SPLIT, 0)
+    train, held_out = np.sort(order[HELD_OUT_DIGITS:]), np.sort(order[:HELD_OUT_DIGITS])
+    return Images(images[train], labels[train], names), Images(images[held_out], labels[held_out], names)
 
 
 def _load(path: Path, name: str) -> npt.NDArray[Any]:

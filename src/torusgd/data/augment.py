@@ -8,18 +8,14 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ..recipe.schema import Augment
 from ..rng import AUGMENT, keyed_integer, keyed_uniform
-from .view import Region
+from .types import Bools, Float64, Int64, Pixels, Region
 
-Pixels = npt.NDArray[np.uint8]
-Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
-
-_ATTEMPTS = 10
-# The draws of a sample, by number: one for the mirror, two for the shift, four for each attempt at a box.
+_ATTEMPTS = 10  # at a box that fits, as torchvision's RandomResizedCrop
+# Each draw of a sample has a number of its own, so that one kind of change moves no other: one for the mirror, two for
+# the shift, four for each attempt at a box.
 _MIRROR, _DOWN, _RIGHT, _BOX = 0, 1, 2, 3
 
 
@@ -35,7 +31,7 @@ class Changes:
 
     boxes: Float64 | None
     moves: Int64 | None
-    mirrored: npt.NDArray[np.bool_]
+    mirrored: Bools
 
 
 def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Changes:
@@ -63,7 +59,7 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
     low, high = augment.aspect
     for u_area, u_aspect, u_top, u_left in draws.tolist():
         area = height * width * (augment.area[0] + (augment.area[1] - augment.area[0]) * u_area)
-        aspect = low * _power(high / low, u_aspect)
+        aspect = low * _power(high / low, u_aspect)  # uniform in its logarithm: 3/4 is as likely as 4/3
         tall, wide = math.floor(math.sqrt(area / aspect) + 0.5), math.floor(math.sqrt(area * aspect) + 0.5)
         if 0 < tall <= height and 0 < wide <= width:
             top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
@@ -73,7 +69,10 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
 
 
 def _power(base: float, exponent: float) -> float:
-    """base ** exponent for an exponent in [0, 1), cut to 16 bits: a product of repeated square roots."""
+    """base ** exponent for an exponent in [0, 1), cut to 16 bits, with the same bits on every machine.
+
+    The exponent's binary digits say which of base ** 1/2, base ** 1/4, ... are multiplied.
+    """
     result, bits = 1.0, int(exponent * 65536)
     for bit in range(15, -1, -1):
         base = math.sqrt(base)
@@ -89,7 +88,7 @@ def shift(images: Pixels, pixels: int, moves: Int64) -> Pixels:
     return np.ascontiguousarray(windows[np.arange(len(images)), :, moves[:, 0], moves[:, 1]])
 
 
-def mirror(images: Pixels, mirrored: npt.NDArray[np.bool_]) -> Pixels:
+def mirror(images: Pixels, mirrored: Bools) -> Pixels:
     """The images [n, channels, height, width], the chosen ones mirrored left to right."""
     if not mirrored.any():
         return images
@@ -103,5 +102,5 @@ def mirror(images: Pixels, mirrored: npt.NDArray[np.bool_]) -> Pixels:
 def _reversed(images: Pixels) -> Pixels:
     if images.shape[-1] % 8 != 0:
         return images[..., ::-1]
-    # Words of eight pixels, then the bytes of each word: three times as fast as pixel by pixel.
+    # Reversing words of eight pixels and then the bytes of each word is three times as fast as pixel by pixel.
     return np.ascontiguousarray(images).view(np.uint64)[..., ::-1].byteswap().view(np.uint8)

@@ -1,24 +1,25 @@
-"""JPEG and PNG bytes to pixels, no more of them than wanted. The bytes are untrusted.
+"""JPEG and PNG bytes to pixels, no more of them than a crop needs.
 
-EXIF orientation is ignored, as torchvision ignores it.
+Two savings make the decoder as fast as training wants it: a JPEG is decoded at a half, a quarter or an eighth of its
+size where the network takes a much smaller image (`fit`), and only down to the lower edge of the crop (`_upper_rows`).
+
+The bytes are untrusted: sizes are checked before memory is taken. EXIF orientation is ignored, as by torchvision.
 """
 
 import threading
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UserError
-from .view import Choose, Region, render
-
-Pixels = npt.NDArray[np.uint8]
+from .types import Choose, Pixels, Region
+from .view import render
 
 # A header may claim 65,535 x 65,535 pixels, 12 GB of them; the largest cameras make about 200 million.
 MAX_PIXELS = 250_000_000
 
 _COLOURS = {1: "GRAY", 3: "RGB"}
-_LARGEST_SCRATCH = 1 << 24
+_LARGEST_SCRATCH = 1 << 24  # bytes that a thread keeps from one picture to the next
 _local = threading.local()
 
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
@@ -76,9 +77,9 @@ def _jpeg_frame(data: bytes) -> int:
             return at
         if marker == 0xFF:  # a fill byte
             at += 1
-        elif marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD9:  # no segment
+        elif marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD9:  # a marker alone, without a segment
             at += 2
-        else:
+        else:  # a segment, which begins with its length
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return -1
 
@@ -148,20 +149,20 @@ def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
     return render(pixels, Region(top, left, tall, wide, region.rows, region.columns))
 
 
-# Decoded pixels an output pixel must have, in each direction, for a smaller decode: with it the result is 43 dB or
-# more from that of the full decode (tests/data/test_decode.py), less than what JPEG itself loses.
 _MARGIN = 1.5
+"""Decoded pixels for each output pixel, in each direction, that a smaller decode must leave: then the result is within
+43 dB of that of the full decode (tests/data/test_decode.py), which is less than what JPEG itself loses."""
 
 
 def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
-    """How much smaller a JPEG of that size can be decoded for this region, and the region that then is taken.
+    """The factor by which a JPEG of that size can be decoded smaller for this region, and the region then to take.
 
     Returns:
-        shrink: The largest of 1, 2, 4 and 8 at which the box keeps 1.5 pixels for each output pixel.
+        shrink: The largest of 1, 2, 4 and 8 at which the box keeps `_MARGIN` pixels for each output pixel.
         region: Its edges moved outwards to multiples of `shrink`, which are whole pixels there.
     """
-    room = min(region.height / region.rows, region.width / region.columns) / _MARGIN
-    shrink = max(shrink for shrink in (1, 2, 4, 8) if shrink <= max(room, 1))
+    most = min(region.height / region.rows, region.width / region.columns) / _MARGIN
+    shrink = max(shrink for shrink in (1, 2, 4, 8) if shrink <= max(most, 1))
     top, left = region.top // shrink * shrink, region.left // shrink * shrink
     bottom = min(height, -(-(region.top + region.height) // shrink) * shrink)
     right = min(width, -(-(region.left + region.width) // shrink) * shrink)
@@ -169,10 +170,14 @@ def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
 
 
 def _upper_rows(data: bytes, channels: int, shrink: int, rows: int, buffer: Pixels | None) -> Pixels | None:
-    """At least the upper `rows` of a JPEG (counted in full size), the last of them possibly blurred; None: no way.
+    """At least the upper `rows` of a JPEG, counted in full size; None where it must be decoded whole.
 
-    The decoder gets a header with a smaller height. It then finds data left over, and says so when all rows are done.
-    Only for a baseline file with its end marker in place, so that one cut short goes the usual way and is found out.
+    simplejpeg always decodes a whole picture, so it is given a header that says a smaller height. It decodes that many
+    rows, then complains of the data that are left over, which is the sign that the rows are done. The last row may be
+    blurred, as the decoder knows nothing of the rows below; callers ask for some more than they use.
+
+    A progressive file has all rows only at its end, so this is for baseline files. And for those with their end marker
+    in place, since a file that is cut short below the crop would pass as whole otherwise.
     """
     frame = _jpeg_frame(data)
     height, width = (int.from_bytes(data[at : at + 2], "big") for at in (frame + 5, frame + 7))

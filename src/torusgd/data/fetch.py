@@ -52,7 +52,7 @@ _SECONDS = 60.0
 
 
 def fetch(name: str, out: Path | None = None) -> Path:
-    """The folder with a data set's files, each checked by its SHA-256; the log says how it was come by.
+    """The folder with a data set's files, each checked by its SHA-256; the log says where they came from.
 
     Tried in turn: the files in `out`; where Debian's package puts them, if it is installed; that package, unpacked
     without root; the authors' site. Files appear in `out` only when they are all there and right.

@@ -5,15 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UserError
 from .decode import Undecodable, decode, decode_region, load_decoders, picture_size
-from .sources import CorruptImage
-from .view import Choose
-
-Pixels = npt.NDArray[np.uint8]
-Int64 = npt.NDArray[np.int64]
+from .types import Choose, CorruptImage, Int64, Pixels
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 _MOST_BYTES = 1 << 28  # a picture file above 256 MiB is none that a camera made

@@ -6,14 +6,10 @@ binomial average of the means round it, so that states run into each other, in k
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UserError
 from ..rng import FRAMES, keyed_hash, keyed_integer
-
-Pixels = npt.NDArray[np.uint8]
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
+from .types import Int32, Int64, Pixels
 
 SEQUENCE = 200
 """frames of a sequence: two seconds of speech at 100 frames a second"""
@@ -50,8 +46,8 @@ class Frames:
         length = SEQUENCE + window[0] - 1 + 2 * _REACH
         self._states = np.empty((sequences, length), np.int32)
         for start in range(0, sequences, _BLOCK):
-            part = np.arange(start, min(start + _BLOCK, sequences))
-            self._states[part] = walk(part, length, classes, seed, split)
+            block = np.arange(start, min(start + _BLOCK, sequences))
+            self._states[block] = walk(block, length, classes, seed, split)
         middle = _REACH + window[0] // 2
         self.labels: Int64 = self._states[:, middle : middle + SEQUENCE].reshape(-1)[:count].astype(np.int64)
 

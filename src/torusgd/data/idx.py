@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import IO, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UserError
 from .arrays import Images, class_names
+from .types import Pixels
 
 _UINT8 = 0x08
 _MOST_BYTES = 1 << 34
@@ -48,7 +48,7 @@ def find_idx(path: Path, stem: str, dims: int) -> Path:
     raise UserError(f"{path}: has no {stem}-idx{dims}-ubyte, with or without .gz; --data is the folder that holds it")
 
 
-def read_idx(file: Path, dims: int) -> npt.NDArray[np.uint8]:
+def read_idx(file: Path, dims: int) -> Pixels:
     """One IDX file of unsigned bytes with so many dims.
 
     Raises:

@@ -13,7 +13,8 @@ from .arrays import open_arrays
 from .decode import Undecodable
 from .folder import Folder, open_folder
 from .idx import open_idx
-from .sources import CorruptImage, Source, open_sources
+from .sources import open_sources
+from .types import CorruptImage, Source
 
 _SAMPLE = 200  # pictures of which the size is read
 
@@ -30,7 +31,7 @@ class DataInfo:
         per_class: Fewest and most training images of a class.
         sizes: Height and width, and how many images of the sample have them; the most frequent first.
         sampled: Images in that sample.
-        channels: 1 or 3; what a folder's pictures are converted to is the recipe's choice, 3 is told.
+        channels: 1 or 3; a folder counts as 3, since its recipe chooses what pictures are converted to.
     """
 
     path: Path
@@ -103,7 +104,7 @@ def undecodable(path: Path) -> Iterator[str]:
 
 
 def open_any(path: Path) -> tuple[str, Source, Source]:
-    """The kind of a data set, told by its layout or by a recipe, and its training and held-out images."""
+    """The kind of a data set, by its layout or by a recipe, and its training and held-out images."""
     if not path.exists() and str(path) in recipe_names():
         recipe = load_recipe(str(path)).recipe
         return recipe.data.source, *open_sources(recipe.data, None, recipe.seed)

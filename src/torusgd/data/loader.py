@@ -1,10 +1,10 @@
-"""Batches made in the background, in order, while the network computes."""
+"""Batches made in the background while the network computes, each known by its step and virtual worker."""
 
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 from .order import StreamOrder
 from .pipeline import Batch, Pipeline
@@ -14,16 +14,20 @@ from .pipeline import Batch, Pipeline
 class Share:
     """One virtual worker's samples of a step: the stream's positions start..start+count-1."""
 
+    step: int
+    worker: int
     start: int
     count: int
     augment: bool
 
 
 class Loader:
-    """Makes the batches of shares with a pool of threads, at most `ahead` of them before they are asked for.
+    """Makes the batches of shares with a pool of threads, at most `ahead` of them at a time.
 
-    Threads, not processes: decoding, resizing and array arithmetic release the interpreter's lock, and a batch
-    need not be copied between processes. Neither `threads` nor `ahead` changes a bit of a batch.
+    It keeps no ranks and no position: whoever asks for a share says which ones are likely to follow, so that ranks may
+    come, go and take over virtual workers between two steps. Threads, not processes: decoding, resizing and array
+    arithmetic release the interpreter's lock, and a batch need not be copied between processes. Neither `threads` nor
+    `ahead` changes a bit of a batch.
 
     Args:
         pipeline: Makes the batches.
@@ -35,8 +39,9 @@ class Loader:
         wait_seconds: For how long the consumer has been kept waiting, in all.
 
     >>> loader = Loader(pipeline, StreamOrder(len(source), seed=0), threads=1, ahead=2)  # doctest: +SKIP
-    >>> for batch in loader.run(Share(start, 32, augment=True) for start in range(0, 320, 32)):  # doctest: +SKIP
-    ...     train(batch.images, batch.targets)
+    >>> shares = [Share(step, 0, 32 * step, 32, augment=True) for step in range(10)]  # doctest: +SKIP
+    >>> for share in shares:  # doctest: +SKIP
+    ...     batch = loader.take(share, following=shares[share.step + 1 :])
     """
 
     def __init__(self, pipeline: Pipeline, order: StreamOrder, threads: int, ahead: int) -> None:
@@ -47,45 +52,34 @@ class Loader:
         self._order = order
         self._ahead = ahead
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="torusgd-loader")
-        self._pending: deque[Future[Batch]] = deque()
+        self._pending: dict[Share, Future[Batch]] = {}
 
-    def run(self, shares: Iterable[Share]) -> Iterator[Batch]:
-        """The batch of each share, in order. What making a batch raised is raised in its place.
+    def take(self, share: Share, following: Iterable[Share] = ()) -> Batch:
+        """The batch of a share; raises what making it raised.
 
-        `shares` is read in the consumer's thread, `ahead` of the batches. One run at a time: a new one drops what
-        an older one had under way.
+        Args:
+            share: Made now, unless it was begun before.
+            following: Likely to be asked for next, in this order; as many are begun as there is room for, and what was
+                begun before and is not among them is dropped.
         """
-        self._drop()
-        pending = self._pending = deque()
-        rest = iter(shares)
+        wanted = [share, *islice(following, self._ahead - 1)]
+        for stale in self._pending.keys() - set(wanted):
+            self._pending.pop(stale).cancel()
+        for each in wanted:
+            if each not in self._pending:
+                self._pending[each] = self._pool.submit(self._make, each)
+        started = time.perf_counter()
         try:
-            while True:
-                while len(pending) < self._ahead and (share := next(rest, None)) is not None:
-                    pending.append(self._pool.submit(self._make, share))
-                if not pending:
-                    return
-                started = time.perf_counter()
-                try:
-                    batch = pending.popleft().result()
-                finally:
-                    self.wait_seconds += time.perf_counter() - started
-                yield batch
-                del batch  # so that it isn't kept while the next one is waited for
-                if pending is not self._pending:
-                    raise RuntimeError("this run of the loader was dropped when a newer one began, or by close()")
+            return self._pending.pop(share).result()
         finally:
-            for future in pending:
-                future.cancel()
+            self.wait_seconds += time.perf_counter() - started
 
     def close(self) -> None:
         """Drops all batches under way and ends the threads; a batch being made is finished first."""
-        self._drop()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def _drop(self) -> None:
-        for future in self._pending:
+        for future in self._pending.values():
             future.cancel()
-        self._pending = deque()
+        self._pending = {}
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _make(self, share: Share) -> Batch:
         indices, epochs = self._order.at(share.start, share.count)

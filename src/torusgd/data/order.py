@@ -3,17 +3,15 @@
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from ..rng import ORDER, keyed_permutation
-
-Int64 = npt.NDArray[np.int64]
+from .types import Int64
 
 
 class StreamOrder:
     """An endless stream of sample indices; each epoch is a permutation that depends on (seed, epoch) only.
 
-    Nothing is dropped at an epoch's end: a request goes on into the next epoch. Any process can ask for any part
+    Nothing is dropped at an epoch's end: a request goes on into the next epoch. Any process can ask for any stretch
     of the stream, so a step's samples can be shared out among any number of ranks, and a run resumes in mid-epoch
     from one integer. Safe to use from several threads.
 

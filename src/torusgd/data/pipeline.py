@@ -12,7 +12,6 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..errors import RunError, UserError
@@ -20,12 +19,9 @@ from ..recipe.schema import Data, sides
 from ..rng import SUBSTITUTE, keyed_integer
 from . import augment as random_changes
 from .augment import Changes
-from .sources import ArraySource, CorruptImage, RegionSource, Source
-from .view import Choose, Region, centre, render, scaled
+from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
+from .view import centre, render, scaled
 
-Pixels = npt.NDArray[np.uint8]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -100,7 +96,7 @@ class Pipeline:
     def validation_batch(self, indices: Int64) -> Batch:
         """The images at `indices` [n], shorter side scaled to `data.resize`, middle `data.image_size` cut out.
 
-        Undecodable images are left out and named in the log; `kept` tells which remain.
+        Undecodable images are left out and named in the log; `kept` names those that remain.
 
         Raises:
             OSError: An image can't be read, after further attempts.
@@ -151,10 +147,10 @@ class Pipeline:
         # Plane by plane, so that the three passes over a large image meet in the cache.
         block = max(1, (1 << 18) // max(1, images[:1].size))
         for start in range(0, len(images), block):
-            part = slice(start, start + block)
+            some = slice(start, start + block)
             for channel in range(images.shape[1]):
-                plane = out[at][part, channel]
-                plane[...] = images[part, channel]
+                plane = out[at][some, channel]
+                plane[...] = images[some, channel]
                 plane *= self._scale[channel]
                 plane += self._offset[channel]
 

@@ -1,74 +1,18 @@
-"""Where images come from: the interface of a source, and the two sources (training, held-out) of a recipe."""
+"""The two sources of a recipe, training and held-out, by the name in `data.source`."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from ..errors import UserError
 from ..importing import import_factory
 from ..recipe.schema import Data, sides
-from .view import Choose
-
-Pixels = npt.NDArray[np.uint8]
-Int64 = npt.NDArray[np.int64]
-
-
-class CorruptImage(Exception):
-    """The bytes of an image can't be decoded; training replaces it, evaluation excludes it.
-
-    Trouble in reading the bytes is an OSError instead: it is retried, then stops the run.
-    """
-
-    def __init__(self, index: int, reason: str) -> None:
-        super().__init__(f"image {index}: {reason}")
-        self.index = index
-        self.reason = reason
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Labelled images by index. `read` is called from several threads at a time."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the classes, by label."""
-
-    @property
-    def labels(self) -> Int64:
-        """The label of each image, int64 [len(self)]."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> Pixels:
-        """One image, uint8 [height, width, channels]; sizes may differ.
-
-        Raises:
-            CorruptImage: Its bytes can't be decoded.
-            OSError: Its bytes can't be read.
-        """
-
-
-@runtime_checkable
-class ArraySource(Source, Protocol):
-    """A source whose images are all of one size and never corrupt: whole batches are read at once."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of every image."""
-
-    def read_many(self, indices: Int64) -> Pixels:
-        """The images at `indices` [n], uint8 [n, height, width, channels]."""
-
-
-@runtime_checkable
-class RegionSource(Source, Protocol):
-    """A source of encoded images: it decodes no more than the part and the resolution that are wanted."""
-
-    def read_region(self, index: int, choose: Choose) -> Pixels:
-        """The region that `choose(height, width)` names, uint8 [channels, rows, columns]; raises as `read` does."""
+from .arrays import open_arrays, open_digits
+from .folder import open_folder
+from .frames import open_frames
+from .idx import open_idx
+from .synthetic import open_synthetic
+from .types import ArraySource, RegionSource, Source
 
 
 class First:
@@ -92,50 +36,38 @@ Pair = tuple[Source, Source]
 
 
 def _digits(data: Data, path: Path | None, seed: int) -> Pair:
-    from .digits import open_digits
-
     if path is not None:
         raise UserError(f"data.source: digits come with scikit-learn and take no --data, got {path}")
     return open_digits(**options(data))
 
 
 def _synthetic(data: Data, path: Path | None, seed: int) -> Pair:
-    from .synthetic import open_synthetic
-
     height, width = sides(data.resize or data.image_size)
     return open_synthetic(*_amounts(data), (height, width, data.channels), seed, **options(data, "noise"))
 
 
 def _frames(data: Data, path: Path | None, seed: int) -> Pair:
-    from .frames import open_frames
-
     if data.resize is not None:
         raise UserError("data.resize: frames are made at data.image_size, [frames, values of a frame]; leave it null")
     return open_frames(*_amounts(data), sides(data.image_size), seed, **options(data, "noise"))
 
 
 def _amounts(data: Data) -> tuple[int, int, int]:
-    """Training and held-out images and classes, for a source that makes as many as it is told."""
+    """Training and held-out images and classes, for a source that makes as many as the recipe asks for."""
     if data.train_images is None or data.eval_images is None or data.classes is None:
         raise UserError(f"data.source: {data.source} needs data.train_images, data.eval_images and data.classes")
     return data.train_images, data.eval_images, data.classes
 
 
 def _idx(data: Data, path: Path | None, seed: int) -> Pair:
-    from .idx import open_idx
-
     return open_idx(needed(path, data.source), **options(data, "names"))
 
 
 def _arrays(data: Data, path: Path | None, seed: int) -> Pair:
-    from .arrays import open_arrays
-
     return open_arrays(needed(path, data.source), **options(data, "names"))
 
 
 def _folder(data: Data, path: Path | None, seed: int) -> Pair:
-    from .folder import open_folder
-
     return open_folder(needed(path, data.source), data.channels, **options(data, "classes"))
 
 

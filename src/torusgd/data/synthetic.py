@@ -1,13 +1,10 @@
 """Images made on the fly from their index, learnable and of any size, so that every recipe runs anywhere."""
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UserError
 from ..rng import SYNTHETIC, keyed_hash, keyed_integer
-
-Pixels = npt.NDArray[np.uint8]
-Int64 = npt.NDArray[np.int64]
+from .types import Int64, Pixels
 
 _PATTERN, _MOVE, _NOISE = range(3)
 _GRID = 4  # a class is a pattern of 4 x 4 tiles

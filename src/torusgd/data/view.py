@@ -1,32 +1,12 @@
-"""Which part of an image becomes the network's input, and the resampling that makes it so.
+"""Which box of an image becomes the network's input, and the resampling that makes it so.
 
-The random part (which box) is `augment`'s; here everything is a function of sizes.
+Random boxes are drawn in `augment`; here everything is a function of sizes.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
-Pixels = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Region:
-    """A box of an image, in pixels, and the size that it is scaled to."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-    rows: int
-    columns: int
-
-
-Choose = Callable[[int, int], Region]
-"""From an image's height and width to the region wanted; raises UserError where there can be none."""
+from .types import Pixels, Region
 
 
 def scaled(height: int, width: int, shorter: int) -> Region:
@@ -48,12 +28,14 @@ def render(image: Pixels, region: Region) -> Pixels:
         image: uint8 [height, width, channels].
 
     Returns:
-        uint8 [channels, rows, columns], contiguous. torch's kernel for uint8 is used: it is within one level of
-        Pillow's bilinear resize, runs on the calling thread alone and releases the interpreter's lock.
+        uint8 [channels, rows, columns], contiguous; each value within one level of Pillow's bilinear resize.
     """
     box = image[region.top : region.top + region.height, region.left : region.left + region.width]
     if (region.rows, region.columns) == (region.height, region.width):
-        return np.array(box.transpose(2, 0, 1), order="C")  # a copy always: `image` may be memory in use again soon
+        # Always a copy, because `image` may lie in a decoder's scratch memory, which the next image overwrites.
+        return np.array(box.transpose(2, 0, 1), order="C")
+    # torch's kernel for uint8 runs on the calling thread alone and releases the interpreter's lock, so that the threads
+    # of the loader resize side by side.
     planes = torch.from_numpy(np.require(box, requirements=["C", "W"])).permute(2, 0, 1)[None]
     resized = torch.nn.functional.interpolate(
         planes, (region.rows, region.columns), mode="bilinear", antialias=True, align_corners=False

@@ -1,57 +1,72 @@
-"""Bucket sizes by measurement: decided once, after a run's first steps, by all ranks alike."""
+"""Buckets rebuilt after a run's first steps, as DistributedDataParallel does, here by measured times.
+
+DDP lays its buckets out anew in the order in which gradients arrived. This one knows from a network profile what each
+message costs, and chooses sizes so that the last gradient is summed earliest. It is decided once, by all ranks alike.
+"""
 
 import torch
-import torch.distributed as dist
 
-from ..comm.buckets import best_buckets, finish
+from ..comm.buckets import Bucket, ParameterLayout, best_buckets, finish
+from ..comm.groups import Group
 from ..comm.profile import Profile
-from .integer_sum import Bucket
 from .reducer import Reducer
 
 STEPS = (1, 2, 3)
-"""whose gradients' times count, of those that this process takes; the very first is no measure"""
+"""Steps of this process whose gradient times are used; step 0 warms up."""
 
 
 class BucketRebuild:
-    """Watches a reducer's first steps and then lays its buckets out anew, so that the last gradient is summed earliest.
+    """Watches a reducer's first steps and then rebuilds its buckets; those of column blocks stay.
 
-    Gradients' times are each rank's quickest, then the slowest rank's: the same numbers everywhere, and so are the
-    buckets. CPU only, since on a GPU the host does not know when a
-    gradient is there; and not with a sharded update.
+    A gradient's time is the quickest of a rank's steps, and of the ranks the slowest: the same numbers everywhere, and
+    so are the buckets. On CPUs only, since on a GPU the host does not know when a gradient is there; and not with
+    shards, which follow the buckets as momentum follows the shards.
 
     Args:
         reducer: Every rank's alike.
         profile: Of the network; None: nothing is ever decided.
+        world: All ranks.
     """
 
-    def __init__(self, reducer: Reducer, profile: Profile | None) -> None:
-        is_cpu = all(p.device.type == "cpu" for p in reducer.parameters)
-        # Spans of buckets belong to ranks, and so does the momentum of their weights.
-        can_settle = is_cpu and bool(reducer.parameters) and reducer.spans is None
-        self._reducer, self._profile = reducer, profile if can_settle else None
-        self._taken = 0
-        self._ready = torch.full((len(reducer.parameters),), torch.inf, dtype=torch.float64)
+    def __init__(self, reducer: Reducer, profile: Profile | None, world: Group) -> None:
+        held = reducer.layout.held
+        self._places = [i for i, slot in enumerate(held) if slot.layer is None]
+        can_rebuild = bool(self._places) and not reducer.is_sharded and held[0].tensor.device.type == "cpu"
+        self._reducer, self._world, self._profile = reducer, world, profile if can_rebuild else None
+        self._steps = 0
+        self._ready = torch.full((len(self._places),), torch.inf, dtype=torch.float64)
 
     def after_step(self) -> str:
-        """To be called after each step, on every rank. One line when the buckets were just decided, else nothing."""
-        taken, profile, self._taken = self._taken, self._profile, self._taken + 1
-        if profile is None or taken > STEPS[-1]:
+        """To be called after each step, on every rank. One line when the buckets were rebuilt, else nothing."""
+        step, profile, self._steps = self._steps, self._profile, self._steps + 1
+        if profile is None or step > STEPS[-1]:
             return ""
-        if taken in STEPS:
-            ready = torch.tensor(self._reducer.ready, dtype=torch.float64)
+        if step in STEPS:
+            ready = torch.tensor([self._reducer.ready[place] for place in self._places], dtype=torch.float64)
             self._ready = torch.minimum(self._ready, ready - ready.max())
-        if taken < STEPS[-1]:
+        if step < STEPS[-1]:
             return ""
-        dist.all_reduce(self._ready, op=dist.ReduceOp.MAX)
-        times: list[float] = self._ready.tolist()
-        before = self._reducer.buckets
-        buckets = best_buckets(profile, self._reducer.numels, times)
-        self._reducer.lay_out_anew(buckets)
-        late, early = (1e3 * finish(profile, layout, times) for layout in (before, buckets))
+        self._world.all_reduce(self._ready, maximum=True)
+        return self._rebuild(profile, self._ready.tolist())
+
+    def _rebuild(self, profile: Profile, times: list[float]) -> str:
+        layout = self._reducer.layout
+        kept = [b for b in layout.buckets if layout.held[b.first].layer is not None]
+        offset = len(layout.held) - len(self._places)
+        before = [_moved(b, -offset) for b in layout.buckets[len(kept) :]]
+        buckets = best_buckets(profile, [layout.held[place].tensor.numel() for place in self._places], times)
+        self._reducer.use_layout(
+            ParameterLayout(layout.slots, (*kept, *(_moved(b, offset) for b in buckets)), layout.block)
+        )
+        late, early = (1e3 * finish(profile, cut, times) for cut in (before, buckets))
         return (
             f"buckets auto: {_sizes(buckets)}, by the profile and the times of the first gradients: expected to be "
             f"summed {early:.0f} ms after backward, where {_sizes(before)} take {late:.0f} ms"
         )
+
+
+def _moved(bucket: Bucket, places: int) -> Bucket:
+    return Bucket(bucket.first + places, bucket.stop + places, bucket.offsets, bucket.numels)
 
 
 def _sizes(buckets: list[Bucket]) -> str:

@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.allreduce import create
 from ..comm.base import Work
+from ..comm.buckets import Bucket
 from ..comm.fixed_point import exact_all_reduce
 from ..comm.groups import Group, group_of
 from ..errors import UserError
 from .float_sum import FloatGradientSum
-from .integer_sum import Bucket, GradientSum, IntegerGradientSum
+from .integer_sum import GradientSum, IntegerGradientSum
 
 Wire = Literal["float16", "bfloat16", "exact"]
 _WIRES = ("float16", "bfloat16", "exact")
@@ -127,11 +128,11 @@ class Hook:
         """Puts the mean into the buffer; sums anew where there was no scale yet, or the sum overflowed."""
         if sent is not None:
             sent.wait()
-            status = total.finish()
+            status = total.finish().read()
             if not status.overflow:
                 self.underflow = status.underflow
                 mean = torch.empty(buffer.shape, dtype=torch.float32, device=buffer.device)
-                total.mean(mean.split(numels))
+                total.mean(mean.split(numels), self._ranks)
                 for slot in status.nonfinite:
                     mean.split(numels)[slot].fill_(torch.nan)
                 return buffer.copy_(mean)

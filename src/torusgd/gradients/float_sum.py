@@ -1,11 +1,12 @@
-"""Gradients that travel as floats, the papers' way; `gradients` has the exact sums and what both have in common."""
+"""Gradients that travel as floats, the papers' way; `integer_sum` has the exact sums and what both have in common."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .integer_sum import Bucket, Span, SumStatus, parts_of, power_of_two_scale
+from ..comm.buckets import Bucket, Span
+from .integer_sum import SumStatus, power_of_two_scale, runs_of
 
 FLOAT16_MAX = 65504.0
 
@@ -14,39 +15,41 @@ class FloatGradientSum:
     """Gradients as float32, float16 or bfloat16: as the papers sent them; bits depend on the number of ranks.
 
     A rank adds its virtual workers in float32. A 16-bit message is scaled by a power of two a bucket, agreed from the
-    last accepted step, so that no partial sum of ranks overflows; it ends with the bound of the bucket, a count of
-    ranks with a non-finite value and the share of elements that became zero.
+    last accepted step, so that no partial sum of ranks overflows. Its trailer holds the bound of the bucket, a count of
+    ranks with a non-finite value, and the share of elements that became zero. float32 needs no scale and no trailer.
+
+    Args:
+        buckets: All of them.
+        addends: V, the most addends of a step over all ranks.
+        device: Where gradients live.
+        wire: dtype of the messages.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], virtual_workers: int, device: torch.device, wire: torch.dtype
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], addends: int, device: torch.device, wire: torch.dtype) -> None:
         self.buckets = buckets
-        self.workers = virtual_workers
+        self._addends = addends
         self._wire = wire
         self._is_scaled = wire != torch.float32
         self.needs_measure = self._is_scaled
-        self._slots = buckets[-1].stop
-        self._bounds = torch.zeros(len(buckets), dtype=torch.float64, device=device)
+        slots, count = buckets[-1].stop, len(buckets)
+        self._bucket_of = torch.tensor([i for i, b in enumerate(buckets) for _ in b.numels], device=device)
+        self._firsts = torch.tensor([b.first for b in buckets], device=device)
+        self._bounds = torch.zeros(count, dtype=torch.float64, device=device)
         self._pending = self._bounds
-        self._scales = torch.ones(len(buckets), dtype=torch.float32, device=device)
-        self._local = torch.zeros(len(buckets), dtype=torch.float32, device=device)
+        self._scales = torch.ones(count, dtype=torch.float32, device=device)
+        self._local = torch.zeros(count, dtype=torch.float32, device=device)
+        """this rank's part of each bucket's bound"""
         self._totals = [torch.zeros(b.length, device=device) for b in buckets]
         self._messages = (
             [torch.zeros(b.length + 3, dtype=wire, device=device) for b in buckets] if self._is_scaled else self._totals
         )
-        self._views = [
-            total[offset : offset + numel]
-            for b, total in zip(buckets, self._totals, strict=True)
-            for offset, numel in zip(b.offsets, b.numels, strict=True)
-        ]
-        self._filled = [False] * self._slots
+        self._views = [view for b, total in zip(buckets, self._totals, strict=True) for view in b.views(total)]
+        self._filled = [False] * slots
         self._maxima: dict[int, Tensor] = {}
-        self._largest = torch.zeros(self._slots, device=device)
 
     def clear(self) -> None:
         """Begins a step: all sums are zero."""
-        self._filled = [False] * self._slots
+        self._filled = [False] * len(self._filled)
         self._local.zero_()
 
     def add(self, bucket: int, slot: int, gradient: Tensor) -> None:
@@ -63,11 +66,8 @@ class FloatGradientSum:
 
     def end_worker(self, bucket: int) -> None:
         """Adds this virtual worker's largest element to the bucket's bound."""
-        maxima = [
-            self._maxima.pop(s)
-            for s in range(self.buckets[bucket].first, self.buckets[bucket].stop)
-            if s in self._maxima
-        ]
+        b = self.buckets[bucket]
+        maxima = [self._maxima.pop(slot) for slot in range(b.first, b.stop) if slot in self._maxima]
         if maxima:
             self._local[bucket] += torch.stack(maxima).max()
 
@@ -89,88 +89,79 @@ class FloatGradientSum:
         message[b.length + 2] = lost
         return message
 
-    def body(self, bucket: int) -> Tensor:
-        """The sums as they travel; notes their largest magnitude, since a rank won't see the whole sum."""
-        b, message = self.buckets[bucket], self.message(bucket)
-        # The totals are scaled already.
-        for slot in range(b.first, b.stop):
-            low, high = torch.aminmax(self._views[slot])
-            self._largest[slot] = torch.maximum(-low, high)
-        return message[: b.length]
+    def payload(self, bucket: int) -> Tensor:
+        """The sums as they travel."""
+        return self.message(bucket)[: self.buckets[bucket].length]
 
-    def tails(self) -> Tensor:
-        """float32 [2 * slots + 2 * buckets]: largest magnitudes, non-finite counts; bounds and underflow."""
-        finite, bounds = self._largest.isfinite(), self._local
+    def trailers(self) -> Tensor:
+        """float32 [2 * slots + 2 * buckets]: largest magnitudes, non-finite counts; bounds and underflow.
+
+        The magnitudes are of this rank's own sums, since no rank will see the whole sum; a 16-bit message's total is
+        scaled already when it has been handed out.
+        """
+        magnitudes = _largest(self._views)
+        finite, bounds = magnitudes.isfinite(), self._local
         lost = [m[b.length + 2].float() for b, m in zip(self.buckets, self._messages, strict=True) if self._is_scaled]
         return torch.cat(
             [
-                torch.where(finite, self._largest, 0.0),
+                torch.where(finite, magnitudes, 0.0),
                 (~finite).float(),
                 torch.where(bounds.isfinite(), bounds, 0.0),
                 torch.stack(lost) if lost else torch.zeros_like(bounds),
             ]
         )
 
-    def finish(self, tails: Tensor | None = None) -> SumStatus:
-        """Reads the summed messages; one transfer to the host, and a second where it has to name a slot."""
-        if tails is not None:
-            return self._finish_by_tails(tails)
-        values = [m[: b.length] for b, m in zip(self.buckets, self._messages, strict=True)]
-        fine = torch.stack([torch.stack(torch.aminmax(v)).isfinite().all() for v in values])
+    def finish(self, trailers: Tensor | None = None) -> SumStatus:
+        """Finds what has left the range or was not finite."""
+        if trailers is not None:
+            return self._finish_by_trailers(trailers)
+        views = [view for b, message in zip(self.buckets, self._messages, strict=True) for view in b.views(message)]
+        bad = ~_largest(views).isfinite()
         if not self._is_scaled:
-            return SumStatus([], self._bad_slots(fine.cpu(), values))
-        tails = torch.stack([m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)])
-        self._pending = tails[:, 0].to(torch.float64) / self._scales
-        report = torch.stack([fine.float(), tails[:, 1].float(), tails[:, 2].float()]).cpu()
-        was_bad = report[1] > 0
-        overflow = (report[0] == 0) & ~was_bad | ~tails[:, 0].isfinite().cpu()
-        return SumStatus(
-            [self.buckets[i].first for i in overflow.nonzero().flatten().tolist()],
-            self._bad_slots(~was_bad, values),
-            float(report[2].mean()),
-        )
+            return SumStatus(torch.stack([torch.zeros_like(bad), bad]))
+        ends = torch.stack([m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)])
+        self._pending = ends[:, 0].to(torch.float64) / self._scales
+        # A sum that is not finite where no addend was bad has overflowed; the bucket's first slot stands for it.
+        was_bad = ends[:, 1] > 0
+        is_bad = torch.zeros_like(was_bad).index_put_((self._bucket_of[bad],), torch.tensor(True, device=bad.device))
+        overflow = torch.zeros_like(bad)
+        overflow[self._firsts] = (is_bad & ~was_bad) | ~ends[:, 0].isfinite()
+        return SumStatus(torch.stack([overflow, bad & was_bad[self._bucket_of]]), ends[:, 2].float().mean())
 
-    def _finish_by_tails(self, tails: Tensor) -> SumStatus:
+    def _finish_by_trailers(self, trailers: Tensor) -> SumStatus:
         """No partial sum is beyond the sum of the ranks' largest elements; half the range is left for rounding."""
-        reach, bad, bounds, lost = tails.split([self._slots] * 2 + [len(self.buckets)] * 2)
+        slots, count = len(self._views), len(self.buckets)
+        reach, bad, bounds, lost = trailers.split([slots, slots, count, count])
         self._pending = bounds.to(torch.float64)
-        far = reach > torch.finfo(self._wire).max / 2
-        report = torch.cat([far.float(), bad, lost]).cpu()
-        beyond, was_bad = report[: self._slots] > 0, report[self._slots : 2 * self._slots] > 0
+        beyond, was_bad = reach > torch.finfo(self._wire).max / 2, bad > 0
         if not self._is_scaled:
-            return SumStatus([], (beyond | was_bad).nonzero().flatten().tolist())
-        return SumStatus(
-            (beyond & ~was_bad).nonzero().flatten().tolist(),
-            was_bad.nonzero().flatten().tolist(),
-            float(report[2 * self._slots :].mean()),
-        )
+            return SumStatus(torch.stack([torch.zeros_like(was_bad), beyond | was_bad]))
+        return SumStatus(torch.stack([beyond & ~was_bad, was_bad]), lost.mean())
 
-    def mean(self, out: Sequence[Tensor], spans: Sequence[Span] | None = None) -> None:
+    def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
         """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
-        factors = (1.0 / (self._scales.to(torch.float64) * self.workers)).to(torch.float32)
+        factors = (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32)
         for index, b in enumerate(self.buckets):
-            sums = [self._messages[index][offset : offset + n] for offset, n in zip(b.offsets, b.numels, strict=True)]
             own = None if spans is None else spans[b.first : b.stop]
-            for slot, part in enumerate(parts_of(sums, own), b.first):
-                torch.mul(part, factors[index], out=out[slot].view(-1))
+            for slot, run in enumerate(runs_of(b.views(self._messages[index]), own), b.first):
+                torch.mul(run, factors[index], out=out[slot].view(-1))
         if self._is_scaled:
             self._bounds = self._pending
             self._take_scales()
 
-    def room(self, bucket: int) -> Tensor:
+    def scratch(self, bucket: int) -> Tensor:
         """The rank's own sums, in float32."""
         return self._totals[bucket]
 
     def set_maxima(self, maxima: Tensor) -> None:
         """Takes the scale of each bucket from the measured maximum of each slot: float32 [slots]."""
-        largest = torch.stack([maxima[b.first : b.stop].max() for b in self.buckets])
-        self._bounds = largest.to(torch.float64) * self.workers
+        tops = torch.stack([maxima[b.first : b.stop].max() for b in self.buckets])
+        self._bounds = tops.to(torch.float64) * self._addends
         self._take_scales()
 
     def state(self) -> Tensor:
         """float64 [slots]: the bound of each bucket, spread over its slots so that buckets may differ on resume."""
-        counts = torch.tensor([b.stop - b.first for b in self.buckets], device=self._bounds.device)
-        return self._bounds.repeat_interleave(counts)
+        return self._bounds[self._bucket_of]
 
     def load_state(self, state: Tensor) -> None:
         """Takes back the bounds that `state` gave."""
@@ -182,15 +173,7 @@ class FloatGradientSum:
         self.needs_measure = False
         self._scales = power_of_two_scale(self._bounds, FLOAT16_MAX).to(torch.float32)
 
-    def _bad_slots(self, fine: Tensor, values: Sequence[Tensor]) -> list[int]:
-        return [
-            slot
-            for index in (~fine).nonzero().flatten().tolist()
-            for slot, offset, numel in zip(
-                range(self.buckets[index].first, self.buckets[index].stop),
-                self.buckets[index].offsets,
-                self.buckets[index].numels,
-                strict=True,
-            )
-            if not values[index][offset : offset + numel].isfinite().all()
-        ]
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """float32 [tensors]: of each the largest magnitude; nan or inf where it holds one."""
+    return torch.stack(torch._foreach_norm(list(tensors), ord=torch.inf)).float()

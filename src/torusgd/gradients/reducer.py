@@ -1,190 +1,273 @@
-"""Gradients leave in buckets while backward still runs: hooks, a static order, and the wait at the end.
+"""Gradients leave in buckets while backward still runs: a static order, the wait at the end, and the redo of a step.
 
-Slots are numbered in the order in which gradients become ready (the reverse of the parameters' order), so a bucket is
-a run of slots. Buckets leave in one static order on all ranks, whatever order autograd finishes them in.
+One reducer serves every way to spread the work. It sums *slots* (`comm.buckets.Slot`): a parameter that all ranks
+hold is summed over all ranks; a column block that some ranks hold is summed over those. With shards each rank gets
+back the sums of one shard of each bucket only. The three combine: a column block's shards lie on the ranks that
+hold the block.
+
+A step's life:
+
+    1. `backward` runs the passes of this rank's virtual workers. Each gradient that becomes ready is added to its slot
+       (`add`). During the last virtual worker, buckets leave in their order as soon as they are full (`_send_full`).
+    2. `_finish` waits for the messages and finds the status, the same on every rank.
+    3. A sum out of range is redone: the largest elements are measured over all ranks, and the passes run again.
+       Nothing outside the reducer changes until a step is accepted.
+    4. `apply_mean` writes the mean into the `grad` of this rank's tensors.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..comm.base import AllReduce, Work
-from ..comm.buckets import Buckets, lay_out
+from ..comm.buckets import BucketRule, ParameterLayout, Slot, Span, lay_out_slots
+from ..comm.groups import Group
 from ..comm.reduce_scatter import ShardCollectives
-from ..comm.shards import block_stops, own_spans
+from ..errors import RunError
 from .float_sum import FloatGradientSum
-from .integer_sum import Bucket, GradientSum, IntegerGradientSum, Span, SumStatus, parts_of
+from .integer_sum import GradientSum, IntegerGradientSum, SumReport, runs_of
 
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_ATTEMPTS = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Channel:
+    """How the ranks that hold the same slots sum them: into whole buckets, or with `shards` into one shard each."""
+
+    allreduce: AllReduce
+    shards: ShardCollectives | None = None
+
+
+@dataclass(frozen=True)
+class Reduced(Generic[T]):
+    """A step whose sums may be used, or hold inf or nan."""
+
+    result: T
+    """of the last call of `backward`"""
+    report: SumReport
+    overflowed: list[str]
+    """slots whose sum left the range, before the step was redone"""
+    attempts: int
+    """times that the step was redone"""
 
 
 class Reducer:
-    """Collects the gradients of a step from autograd, sums them over virtual workers and ranks, and gives the mean.
-
-    For each step: `begin`, then for each virtual worker of this rank `begin_worker`, backward, `end_worker`; then
-    `finish`, and if its status is accepted `apply_mean`. With `measuring`, the pass only finds each gradient's
-    largest element, to set the scales.
+    """Collects the gradients of a step, sums them over virtual workers and ranks, and gives the mean.
 
     Args:
-        model: Its parameters that require a gradient are reduced; float32, contiguous.
-        reduction: `exact`, `float32`, `float16` or `bfloat16`.
-        virtual_workers: V over all ranks.
-        allreduce: Sums a message over the ranks.
-        buckets: The rule of their sizes, see `lay_out`.
-        shards: Given, each rank gets the sums of one shard of each bucket only, cut at the norms' blocks.
+        slots: All slots, in sending order, the same on every rank but for what each holds; float32, contiguous.
+        reduction: `exact`, `float32`, `float16` or `bfloat16`; with column blocks `exact` only.
+        addends: The most virtual workers of a step over all ranks.
+        channels: By `Slot.parallel`, the ranks that hold the same slots; 1 is all ranks. All have shards or none.
+        world: All ranks.
+        rule: Of the buckets' sizes, see `comm.buckets.lay_out`.
+        block: Elements of a norm block (`optim.norms.BLOCK`), at which shards are cut.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        slots: Sequence[Slot],
         reduction: str,
-        virtual_workers: int,
-        allreduce: AllReduce,
-        buckets: Buckets,
-        shards: ShardCollectives | None = None,
+        addends: int,
+        channels: Mapping[int, Channel],
+        world: Group,
+        rule: BucketRule,
+        block: int,
     ) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        named.reverse()
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
-        self.numels = [p.numel() for p in self.parameters]
+        self._reduction, self._addends, self._channels, self._world = reduction, addends, channels, world
+        self._device = slots[0].tensor.device
+        self.names = [slot.name for slot in slots]
+        """of all slots, for people"""
         self.first_ready = self.last_ready = 0.0
         """when this rank's first and last bucket of the step were ready to leave (time.perf_counter)"""
-        self.ready = [0.0] * len(named)
-        """when each gradient of the last virtual worker was there (time.perf_counter)"""
-        self._device = next(model.parameters()).device
-        self._reduction, self._workers = reduction, virtual_workers
-        self._allreduce, self._shards = allreduce, shards
-        self._take_buckets(lay_out(buckets, self.numels))
-        self._maxima = torch.zeros(len(named), device=self._device)
+        self._maxima = torch.zeros(len(slots), device=self._device)
         self._works: list[Work] = []
-        self._tails: Tensor | None = None
-        self._is_measuring = False
-        self._is_last = False
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot, p in enumerate(self.parameters)
-        ]
-
-    def lay_out_anew(self, buckets: list[Bucket]) -> None:
-        """Takes other buckets, between two steps and on all ranks; the scales stay. Not with shards."""
-        assert self._shards is None
-        state = self.sum.state()
-        self._take_buckets(buckets)
-        self.sum.load_state(state)
-
-    def _take_buckets(self, buckets: list[Bucket]) -> None:
-        self.buckets = buckets
-        self._bucket_of = [i for i, b in enumerate(buckets) for _ in range(b.first, b.stop)]
-        self._missing = [0] * len(buckets)
-        self.sum: GradientSum = (
-            IntegerGradientSum(buckets, self._workers, self._device)
-            if self._reduction == "exact"
-            else FloatGradientSum(buckets, self._workers, self._device, WIRES[self._reduction])
-        )
-        self.spans: list[Span] | None = None
-        """of each parameter the elements whose mean this rank gets; None: all"""
-        self.pieces: list[Tensor] = list(self.parameters)
-        """the parameters, or the spans of them, flat; their `grad` takes the mean"""
-        if self._shards is not None:
-            self.spans = [span for bucket in buckets for span in own_spans(bucket, self._shards)]
-            self.pieces = parts_of([p.detach().view(-1) for p in self.parameters], self.spans)
-        self._means = [torch.zeros_like(piece) for piece in self.pieces]
-
-    def close(self) -> None:
-        """Takes the hooks off the model."""
-        for hook in self._hooks:
-            hook.remove()
+        self._trailers: Tensor | None = None
+        self._is_measuring = self._is_last = self._is_begun = False
+        self.use_layout(lay_out_slots(slots, rule, block))
 
     @property
-    def needs_measure(self) -> bool:
-        """No scale is known yet: the maxima must be measured before the first sum."""
-        return self.sum.needs_measure
+    def is_sharded(self) -> bool:
+        """Whether each rank gets back a shard of each bucket only."""
+        return self._channels[1].shards is not None
 
-    def state(self) -> Tensor:
-        """float64 [slots]: all that the next step needs of this one."""
-        return self.sum.state()
+    def use_layout(self, layout: ParameterLayout) -> None:
+        """Takes other buckets, between two steps and on all ranks; the scales stay. Not with shards."""
+        state = self.sum.state() if hasattr(self, "sum") and not self.sum.needs_measure else None
+        self.layout = layout
+        self.ready = [0.0] * len(layout.held)
+        """when each gradient of the last virtual worker was there (time.perf_counter)"""
+        self.sum: GradientSum = (
+            IntegerGradientSum(layout.buckets, self._addends, self._device, layout.places, layout.sections)
+            if self._reduction == "exact"
+            else FloatGradientSum(layout.buckets, self._addends, self._device, WIRES[self._reduction])
+        )
+        if state is not None:
+            self.sum.load_state(state)
+        self._missing = [0] * len(layout.buckets)
+        self.spans: list[Span] | None = self._own_spans() if self.is_sharded else None
+        """of each held slot the elements whose mean this rank gets; None: all"""
+        self.owned: list[Tensor] = [slot.tensor for slot in layout.held]
+        """the held slots, or this rank's shards of them, flat; their `grad` takes the mean"""
+        if self.spans is not None:
+            self.owned = runs_of([slot.tensor.detach().view(-1) for slot in layout.held], self.spans)
+        self._means = [torch.zeros_like(tensor) for tensor in self.owned]
 
-    def load_state(self, state: Tensor) -> None:
-        """Takes back what `state` gave."""
-        self.sum.load_state(state)
+    def _own_spans(self) -> list[Span]:
+        spans: list[Span] = []
+        for index, bucket in enumerate(self.layout.buckets):
+            shards = self.shards(index)
+            spans += bucket.spans(*shards.span(shards.rank, bucket.length, bucket.cuts(self.layout.block)))
+        return spans
 
-    def begin(self, measuring: bool) -> None:
-        """Begins a step, or the pass that measures its scales."""
-        self._is_measuring = measuring
-        self._works, self._tails = [], None
-        self._maxima.zero_()
-        self.sum.clear()
+    def shards(self, bucket: int) -> ShardCollectives:
+        """What cuts a bucket into the shards of the ranks that hold it."""
+        shards = self._channels[self.layout.parallel(bucket)].shards
+        assert shards is not None, "buckets are summed whole"
+        return shards
+
+    def reduce(self, backward: Callable[[], T], check: Callable[[T], object] = lambda result: None) -> Reduced[T]:
+        """Sums the gradients of a step, measured and redone as often as a sum leaves its range.
+
+        Args:
+            backward: Runs the passes of this rank's virtual workers, between `begin_worker` and `end_worker` each; it
+                is called again for a redo, and before the first step to measure the largest gradients.
+            check: Looks at what `backward` returned once all messages have arrived; what it raises ends the step.
+        """
+        overflowed: list[str] = []
+        if self.sum.needs_measure:
+            self._measure(backward)
+        for attempt in range(MAX_ATTEMPTS):
+            if not self._is_begun:
+                self.begin()
+            result = backward()
+            self._is_begun = False
+            report = self._finish()
+            check(result)
+            if report.nonfinite or not report.overflow:
+                return Reduced(result, report, overflowed, attempt)
+            overflowed += [self.names[slot] for slot in report.overflow]
+            self._measure(backward)
+        raise RunError(
+            f"{overflowed[0]}: the gradient's sum leaves the integer range even at a freshly measured scale; this is a "
+            "defect of torusgd, please report it"
+        )
+
+    def begin(self) -> None:
+        """Begins a step before `reduce`, for gradients that arrive earlier; `reduce` then goes on with them."""
+        self._begin(measuring=False)
+        self._is_begun = True
 
     def begin_worker(self, last: bool) -> None:
-        """Begins a virtual worker; during the rank's last one, full buckets leave at once."""
+        """Begins a virtual worker, of each rank of a group where layers are shared; the last one's buckets leave."""
         self._is_last = last and not self._is_measuring
-        self._missing = [b.stop - b.first for b in self.buckets]
-        for p in self.parameters:
-            p.grad = None
+        self._missing = [
+            (b.stop - b.first) * self.layout.parallel(index) for index, b in enumerate(self.layout.buckets)
+        ]
+
+    def add(self, slot: int, gradient: Tensor) -> None:
+        """Takes the gradient (float32) of a held slot by one virtual worker."""
+        if self._is_measuring:
+            most = self._maxima[self.layout.places[slot]]
+            torch.maximum(most, gradient.abs().max(), out=most)
+            return
+        bucket, self.ready[slot] = self.layout.bucket_of[slot], time.perf_counter()
+        self.sum.add(bucket, slot, gradient)
+        self._missing[bucket] -= 1
+        # The ranks of a group compute a layer in column blocks for all their virtual workers, one after the other.
+        b = self.layout.buckets[bucket]
+        if self._missing[bucket] % (b.stop - b.first) == 0:
+            self.sum.end_worker(bucket)
+        if self._is_last and not self._missing[bucket]:
+            self._send_full()
 
     def end_worker(self) -> None:
         """Ends a virtual worker: parameters without a gradient count as zero."""
+        if self._is_measuring:
+            return
         for index, missing in enumerate(self._missing):
-            if missing and not self._is_measuring:
+            if missing:
                 self.sum.end_worker(index)
                 self._missing[index] = 0
         if self._is_last:
             self._send_full()
 
-    def finish_measuring(self) -> None:
-        """Agrees on the largest elements over all ranks and sets the scales."""
-        if dist.is_initialized():
-            dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
-        # A maximum that is not finite is found, and told, by the step itself.
+    def apply_mean(self, addends: int) -> None:
+        """Puts the mean over `addends` virtual workers into the `grad` of each tensor of `owned`."""
+        self.sum.mean(self._means, addends, self.spans)
+        for tensor, mean in zip(self.owned, self._means, strict=True):
+            tensor.grad = mean
+
+    def _begin(self, measuring: bool) -> None:
+        self._is_measuring = measuring
+        self._works, self._trailers = [], None
+        self._maxima.zero_()
+        self.sum.clear()
+        for tensor in self.owned:
+            tensor.grad = None  # the mean of the step before, to which autograd would add
+
+    def _measure(self, backward: Callable[[], object]) -> None:
+        """Runs the passes once for each gradient's largest element, and takes the scales from it, on all ranks."""
+        self._is_begun = False
+        self._begin(measuring=True)
+        backward()
+        self._world.all_reduce(self._maxima, maximum=True)
+        # A maximum that is not finite is found, and reported, by the step itself.
         self.sum.set_maxima(self._maxima.nan_to_num(0.0, 0.0, 0.0))
 
-    def finish(self) -> SumStatus:
-        """Waits for all messages and reads the status, the same on every rank."""
+    def _finish(self) -> SumReport:
         for work in self._works:
             work.wait()
-        return self.sum.finish(self._tails)
-
-    def apply_mean(self) -> None:
-        """Puts the mean gradient over all virtual workers into the `grad` of each of `pieces`."""
-        self.sum.mean(self._means, self.spans)
-        for piece, mean in zip(self.pieces, self._means, strict=True):
-            piece.grad = mean
-
-    def take(self, slot: int, gradient: Tensor) -> None:
-        """Takes a parameter's gradient by one virtual worker, as the hooks do."""
-        if self._is_measuring:
-            torch.maximum(self._maxima[slot], gradient.abs().max(), out=self._maxima[slot])
-            return
-        bucket, self.ready[slot] = self._bucket_of[slot], time.perf_counter()
-        self.sum.add(bucket, slot, gradient)
-        self._missing[bucket] -= 1
-        if not self._missing[bucket]:
-            self.sum.end_worker(bucket)
-            if self._is_last:
-                self._send_full()
-
-    def _make_hook(self, slot: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            self.take(slot, parameter.grad)
-            parameter.grad = None
-
-        return hook
+        return self.sum.finish(self._trailers).read()
 
     def _send_full(self) -> None:
-        while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
+        """Sends what is full, in the buckets' order, which is the same on all ranks whatever order autograd takes."""
+        count = len(self.layout.buckets)
+        while len(self._works) < count and not self._missing[len(self._works)]:
             self.last_ready = time.perf_counter()
             if not self._works:
                 self.first_ready = self.last_ready
             self._works.append(self._send(len(self._works)))
-        if self._shards is not None and self._tails is None and len(self._works) == len(self.buckets):
-            self._tails = self.sum.tails()
-            self._works.append(self._allreduce.start(self._tails))
+        # No rank sees every sum whole: what all must know of them travels in a message of its own.
+        if len(self._works) == count and self._trailers is None and (self.is_sharded or not self.layout.is_whole):
+            self._trailers = self.sum.trailers()
+            self._works.append(self._channels[1].allreduce.start(self._trailers))
 
     def _send(self, index: int) -> Work:
-        if self._shards is None:
-            return self._allreduce.start(self.sum.message(index))
-        return self._shards.start_reduce_scatter(self.sum.body(index), block_stops(self.buckets[index]))
+        if self.is_sharded:
+            bucket = self.layout.buckets[index]
+            return self.shards(index).start_reduce_scatter(self.sum.payload(index), bucket.cuts(self.layout.block))
+        allreduce = self._channels[self.layout.parallel(index)].allreduce
+        return allreduce.start(self.sum.message(index) if self.layout.is_whole else self.sum.payload(index))
+
+
+def parameter_slots(model: nn.Module) -> list[Slot]:
+    """A slot for each trained parameter, in the order in which backward completes them: the last comes first."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [Slot(name, name, parameter) for name, parameter in reversed(named)]
+
+
+def hook_parameters(reducer: Reducer) -> list[RemovableHandle]:
+    """Hands each parameter's gradient to the reducer as soon as autograd has it, and drops it."""
+
+    def hook(slot: int) -> Callable[[Tensor], None]:
+        def take(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            reducer.add(slot, parameter.grad)
+            parameter.grad = None
+
+        return take
+
+    return [
+        slot.tensor.register_post_accumulate_grad_hook(hook(number))
+        for number, slot in enumerate(reducer.layout.held)
+        if slot.layer is None
+    ]

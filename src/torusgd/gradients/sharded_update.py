@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..comm.allreduce import create
 from ..comm.buckets import USUAL_MIB
+from ..comm.groups import group_of
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import UserError
-from ..optim import Lars, Sgd
-from ..optim.slices import SliceNorms, over_slices
-from .integer_sum import Span, SumStatus
-from .reducer import Reducer
+from ..optim import BLOCK, Lars, Sgd
+from .block_norms import BlockNorms
+from .reducer import Channel, Reducer, parameter_slots
+from .update import over_tensors
 from .weight_gather import WeightGather
 
 Wire = Literal["exact", "float16", "bfloat16"]
@@ -29,7 +29,6 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.RMSprop, optim.Rprop, optim.ASGD,
 )  # fmt: skip
 """each element is updated by itself, so that a slice is updated as the whole would be"""
-_MAX_ATTEMPTS = 3
 
 
 class ShardedUpdate:
@@ -82,27 +81,22 @@ class ShardedUpdate:
         """one line: what runs, and why"""
         self.underflow = 0.0
         """share of the last step's elements that a 16-bit wire rounded to zero"""
-        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if self._ranks > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), 0)
-        shards = ShardCollectives(self._allreduce)
-        self._reducer = Reducer(model, wire or "float32", self._ranks, self._allreduce, bucket_mib, shards)
-        self._reducer.close()  # its hooks: ours know of `no_sync`, and keep what a repetition needs
-        self._keeps = wire is not None
-        parameters, pieces, spans = self._reducer.parameters, self._reducer.pieces, self._reducer.spans
-        assert spans is not None
-        self._spans: dict[Tensor, Span] = dict(zip(parameters, spans, strict=True))
-        self._slices: dict[Tensor, Tensor] = dict(zip(parameters, pieces, strict=True))
-        norms = SliceNorms(
-            [(self._slices[p], self._spans[p][0], p.numel()) for p in parameters],
-            lambda table: self._allreduce.start(table).wait(),
+        self._world = group_of(device=device)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._world.broadcast(tensor.detach())
+        channels = {1: Channel(self._allreduce, ShardCollectives(self._allreduce))}
+        slots = parameter_slots(model)
+        self._reducer = Reducer(
+            slots, wire or "float32", self._world.size, channels, self._world, rule=bucket_mib, block=BLOCK
         )
-        self._sliced = over_slices(optimizer, self._slices, norms)
-        self._weight_gather = WeightGather(model, self._reducer, shards)
-        self._sent = [False] * len(parameters)
+        self._parameters = [slot.tensor for slot in slots]
+        self._shards: dict[Tensor, Tensor] = dict(zip(self._parameters, self._reducer.owned, strict=True))
+        norms = BlockNorms(self._reducer, lambda table: self._allreduce.start(table).wait())
+        self._sharded = over_tensors(optimizer, self._shards, norms)
+        self._gather = WeightGather(model, self._reducer)
+        self._keeps = wire is not None
         self._is_accumulating = False
-        self._hooks = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(parameters)]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._parameters)]
         self._begin()
 
     @contextmanager
@@ -121,31 +115,23 @@ class ShardedUpdate:
         Returns:
             Names of parameters with a gradient that is not finite on some rank; then no rank has updated anything.
         """
-        gradients = [parameter.grad for parameter in self._reducer.parameters]
-        status = None if self._reducer.sum.needs_measure else self._finish(gradients)
-        attempts = 0
-        while status is None or (status.overflow and not status.nonfinite):
-            attempts += 1
-            assert attempts < _MAX_ATTEMPTS, "a sum leaves the range even at a fresh scale"
-            self._measure(gradients)
-            self._begin()
-            status = self._finish(gradients)
-        self.underflow = status.underflow
-        if not status.nonfinite:
-            self._reducer.apply_mean()
-            for mine, theirs in zip(self._sliced.param_groups, self._optimizer.param_groups, strict=True):
+        report = self._reducer.reduce(self._add_gradients).report
+        self.underflow = report.underflow
+        if not report.nonfinite:
+            self._reducer.apply_mean(self._world.size)
+            for mine, theirs in zip(self._sharded.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({key: value for key, value in theirs.items() if key != "params"})
-            self._sliced.step()
+            self._sharded.step()
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules look for it, and warn
-            self._weight_gather.start()
-        for parameter in self._reducer.parameters:
+            self._gather.start()
+        for parameter in self._parameters:
             parameter.grad = None
         self._begin()
-        return [self._reducer.names[slot] for slot in status.nonfinite]
+        return [self._reducer.names[slot] for slot in report.nonfinite]
 
     def wait(self) -> None:
         """Returns when this rank holds all new weights."""
-        self._weight_gather.wait()
+        self._gather.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state with whole tensors, on rank 0 ({} on the others); every rank calls it.
@@ -154,15 +140,15 @@ class ShardedUpdate:
         """
         whole = copy.copy(self._optimizer)
         whole.state = defaultdict(dict)
-        is_first = self._ranks == 1 or dist.get_rank() == 0
-        states = [self._sliced.state.get(piece, {}) for piece in self._reducer.pieces]
+        is_first = self._world.rank == 0
+        states = [self._sharded.state.get(shard, {}) for shard in self._reducer.owned]
         for key in states[0]:
             values = [state[key] for state in states]
-            if _are_sliced(values, self._reducer.pieces):
-                values = self._weight_gather.collect(values, is_first)
+            if _are_shards(values, self._reducer.owned):
+                values = self._gather.gather_state(values, is_first)
             else:
                 values = [value.clone() if isinstance(value, Tensor) else value for value in values]
-            for parameter, value in zip(self._reducer.parameters, values, strict=False):
+            for parameter, value in zip(self._parameters, values, strict=False):
                 whole.state[parameter][key] = value
         return whole.state_dict() if is_first else {}
 
@@ -173,40 +159,38 @@ class ShardedUpdate:
         whole.load_state_dict(copy.deepcopy(state))
         for group, loaded in zip(self._optimizer.param_groups, whole.param_groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
-        for parameter, piece in self._slices.items():
-            low, high = self._spans[parameter]
-            self._sliced.state[piece] = {
+        spans = self._reducer.spans
+        assert spans is not None
+        for (parameter, shard), (low, high) in zip(self._shards.items(), spans, strict=True):
+            self._sharded.state[shard] = {
                 key: value.reshape(-1)[low:high].clone() if _is_whole(value, parameter) else value
                 for key, value in whole.state.get(parameter, {}).items()
             }
 
     def close(self) -> None:
         """Takes the hooks off the model and ends the groups; every rank calls it."""
-        self._weight_gather.close()
+        self._gather.close()
         for hook in self._hooks:
             hook.remove()
         self._allreduce.close()
 
     def _begin(self) -> None:
-        self._reducer.begin(measuring=False)
+        """Opens the next step's sums, to which hooks add while backward runs."""
+        self._reducer.begin()
         self._reducer.begin_worker(last=True)
-        self._sent = [False] * len(self._sent)
+        self._is_open = True
+        self._sent = [False] * len(self._parameters)
 
-    def _finish(self, gradients: Sequence[Tensor | None]) -> SumStatus:
-        """Also sends what no hook has: of passes under `no_sync` alone, or all of a repetition."""
-        self._weight_gather.wait()
-        for slot, gradient in enumerate(gradients):
-            if gradient is not None and not self._sent[slot]:
-                self._reducer.take(slot, gradient)
+    def _add_gradients(self) -> None:
+        """Adds what no hook has: of passes under `no_sync` alone, or all that a redo needs again."""
+        self._gather.wait()
+        if not self._is_open:
+            self._reducer.begin_worker(last=True)
+        for slot, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and not self._sent[slot]:
+                self._reducer.add(slot, parameter.grad)
         self._reducer.end_worker()
-        return self._reducer.finish()
-
-    def _measure(self, gradients: Sequence[Tensor | None]) -> None:
-        self._reducer.begin(measuring=True)
-        for slot, gradient in enumerate(gradients):
-            if gradient is not None:
-                self._reducer.take(slot, gradient)
-        self._reducer.finish_measuring()
+        self._is_open, self._sent = False, [False] * len(self._parameters)
 
     def _make_hook(self, slot: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
@@ -217,9 +201,9 @@ class ShardedUpdate:
                     f"{self._reducer.names[slot]}: a second backward pass before step(): put all but the last under "
                     "`with update.no_sync():`"
                 )
-            self._weight_gather.wait()
+            self._gather.wait()
             assert parameter.grad is not None
-            self._reducer.take(slot, parameter.grad)
+            self._reducer.add(slot, parameter.grad)
             self._sent[slot] = True
             if not self._keeps:
                 parameter.grad = None
@@ -227,8 +211,8 @@ class ShardedUpdate:
         return hook
 
 
-def _are_sliced(values: Sequence[Any], pieces: Sequence[Tensor]) -> bool:
-    return all(isinstance(v, Tensor) and v.shape == piece.shape for v, piece in zip(values, pieces, strict=True))
+def _are_shards(values: Sequence[Any], shards: Sequence[Tensor]) -> bool:
+    return all(isinstance(v, Tensor) and v.shape == shard.shape for v, shard in zip(values, shards, strict=True))
 
 
 def _is_whole(value: Any, parameter: Tensor) -> bool:

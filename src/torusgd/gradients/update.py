@@ -1,127 +1,147 @@
-"""How the mean gradient becomes new weights: by every rank alike, or each rank a part of them."""
+"""How the mean gradient becomes new weights on every rank: each updates what it owns, and gathers the rest.
 
+    replicated        every rank updates all weights and gets the same bits; nothing travels
+    sharded           each rank updates its shards, and keeps momentum for these only (Das et al., arXiv 1602.06709,
+                      as ZeRO stage 1 does); the new weights travel during the next forward pass
+    column-parallel   each rank updates its column blocks; a pass needs no others, `gather_all` brings them
+
+They combine: with shards, a column block is updated in shards by the ranks that hold it.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm.base import AllReduce
-from ..comm.reduce_scatter import ShardCollectives
-from ..optim.slices import SliceNorms, over_slices
+from ..optim import Lars
+from ..optim.lars import Norms
+from .block_norms import BlockNorms
 from .reducer import Reducer
 from .weight_gather import WeightGather
 
 MOMENTUM = "momentum_buffer"
 
 
-class Update(Protocol):
-    """What a step and a checkpoint need of an update."""
+class ColumnGather(Protocol):
+    """What an update needs of layers in column blocks."""
 
-    optimizer: Optimizer
-    """over the reducer's `pieces`, whose `grad` holds the mean"""
+    def gather(self, rows: Mapping[int, Tensor]) -> None:
+        """Fills the rows of all blocks (by slot number) on every rank from the ranks that hold them."""
 
-    def step(self) -> None:
-        """Updates the weights, or begins to."""
-
-    def settle(self) -> None:
-        """Returns when this rank has the new weights that its passes need; before each backward pass."""
-
-    def complete(self) -> None:
-        """Returns when the model holds all the updated weights, before they are read; every rank calls it."""
-
-    def momentum(self, keep: bool) -> dict[str, Tensor]:
-        """The momentum of each parameter, whole, by name; every rank calls it, and those that `keep` get it."""
-
-    def take_momentum(self, name: str, whole: Tensor) -> None:
-        """Takes back what `momentum` gave of a parameter."""
+    def complete_norms(self, table: Tensor) -> None:
+        """Sums a table over ranks that together hold every column block."""
 
 
-class Replicated:
-    """Every rank updates all weights and gets the same bits; nothing travels."""
-
-    def __init__(self, optimizer: Optimizer, reducer: Reducer) -> None:
-        self.optimizer, self._reducer = optimizer, reducer
-
-    def step(self) -> None:
-        """See `Update`."""
-        self.optimizer.step()
-
-    def settle(self) -> None:
-        """See `Update`."""
-
-    def complete(self) -> None:
-        """See `Update`."""
-
-    def momentum(self, keep: bool) -> dict[str, Tensor]:
-        """See `Update`; the optimizer's own tensors."""
-        return _momenta(self.optimizer, self._reducer) if keep else {}
-
-    def take_momentum(self, name: str, whole: Tensor) -> None:
-        """See `Update`."""
-        piece = self._reducer.pieces[self._reducer.names.index(name)]
-        self.optimizer.state[piece][MOMENTUM] = whole.to(piece.device, copy=True)
-
-
-class Sharded:
-    """Each rank updates its shards of the weights, and keeps momentum for these only (Das et al., arXiv 1602.06709).
-
-    The new weights travel during the next forward pass.
+class Update:
+    """Updates this rank's part of the weights by the mean gradient, and brings the others'.
 
     Args:
         model: Of the reducer.
-        optimizer: `Lars` or `Sgd` over whole parameters: its class, groups and values are taken.
-        reducer: One with `shards`.
-        shards: Those of the reducer.
-        allreduce: Over the same ranks; sums block norms.
+        optimizer: `Lars` or `Sgd` over whole parameters, or column blocks: its class, groups and values are taken.
+        reducer: Puts the mean into the `grad` of `owned`.
+        sum_over_ranks: Sums a float32 tensor over all ranks, in place.
+        columns: The layers in column blocks; None: there are none.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, reducer: Reducer, shards: ShardCollectives, allreduce: AllReduce
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        reducer: Reducer,
+        sum_over_ranks: Callable[[Tensor], object],
+        columns: ColumnGather | None = None,
     ) -> None:
-        assert reducer.spans is not None
-        self._reducer, self._spans = reducer, reducer.spans
-        self._weight_gather = WeightGather(model, reducer, shards)
-        slices = [
-            (piece, low, parameter.numel())
-            for piece, (low, _), parameter in zip(reducer.pieces, reducer.spans, reducer.parameters, strict=True)
-        ]
-        norms = SliceNorms(slices, lambda table: allreduce.start(table).wait())
-        self.optimizer = over_slices(optimizer, dict(zip(reducer.parameters, reducer.pieces, strict=True)), norms)
+        self._reducer, self._columns = reducer, columns
+        self._gather = WeightGather(model, reducer) if reducer.is_sharded else None
+        self._parameters = dict(model.named_parameters())
+        self._is_whole = True
+        self.optimizer = optimizer
+        if self._gather is not None or columns is not None:
+            complete = sum_over_ranks if self._gather is not None or columns is None else columns.complete_norms
+            owned = dict(zip((slot.tensor for slot in reducer.layout.held), reducer.owned, strict=True))
+            self.optimizer = over_tensors(optimizer, owned, BlockNorms(reducer, complete))
 
     def step(self) -> None:
-        """See `Update`."""
+        """Updates the weights that this rank owns, and begins to gather the others' shards."""
         self.optimizer.step()
-        self._weight_gather.start()
+        self._is_whole = False
+        if self._gather is not None:
+            self._gather.start()
 
-    def settle(self) -> None:
-        """See `Update`."""
-        self._weight_gather.wait()
+    def wait_weights(self) -> None:
+        """Returns when this rank has the new weights that its passes need; to be called before each backward pass."""
+        if self._gather is not None:
+            self._gather.wait()
 
-    def complete(self) -> None:
-        """See `Update`."""
-        self.settle()
+    def gather_all(self) -> None:
+        """Returns when the model holds all the updated weights, before they are read; every rank calls it."""
+        self.wait_weights()
+        if self._columns is not None and not self._is_whole:
+            self._columns.gather({n: slot.tensor for n, slot in enumerate(self._reducer.layout.slots)})
+        self._is_whole = True
 
+    @torch.no_grad()
     def momentum(self, keep: bool) -> dict[str, Tensor]:
-        """See `Update`; each rank sends its slices, as many bytes as the weights' gather."""
-        own = _momenta(self.optimizer, self._reducer)
+        """The momentum of each parameter, whole, by name; every rank calls it, and those that `keep` get it."""
+        buffers = [self.optimizer.state.get(tensor, {}).get(MOMENTUM) for tensor in self._reducer.owned]
+        # All have momentum or none has: `Lars` and `Sgd` make a buffer for each tensor, be it empty.
+        own = [buffer for buffer in buffers if buffer is not None]
         if not own:
             return {}
-        # All have momentum or none has: `Lars` and `Sgd` make a buffer for each tensor, be it empty.
-        whole = self._weight_gather.collect([own[name] for name in self._reducer.names], keep)
-        return dict(zip(self._reducer.names, whole, strict=True)) if keep else {}
+        layout, is_needed = self._reducer.layout, keep or self._columns is not None
+        held = own if self._gather is None else self._gather.gather_state(own, is_needed)
+        if self._columns is None:
+            return {slot.parameter: buffer for slot, buffer in zip(layout.held, held, strict=True)} if keep else {}
+        whole = {slot.parameter: torch.zeros_like(self._parameters[slot.parameter]) for slot in layout.slots}
+        rows = {n: _rows(slot.tensor, self._parameters[slot.parameter], whole[slot.parameter])
+                for n, slot in enumerate(layout.slots)}  # fmt: skip
+        for place, buffer in zip(layout.places, held, strict=True):
+            rows[place].copy_(buffer)
+        self._columns.gather(rows)
+        return whole if keep else {}
 
-    def take_momentum(self, name: str, whole: Tensor) -> None:
-        """See `Update`."""
-        slot = self._reducer.names.index(name)
-        piece, (low, high) = self._reducer.pieces[slot], self._spans[slot]
-        self.optimizer.state[piece][MOMENTUM] = whole.reshape(-1)[low:high].to(piece.device, copy=True)
+    def load_momentum(self, parameter: str, whole: Tensor) -> None:
+        """Takes this rank's part of what `momentum` gave for a parameter."""
+        reducer = self._reducer
+        for number, (slot, tensor) in enumerate(zip(reducer.layout.held, reducer.owned, strict=True)):
+            if slot.parameter == parameter:
+                part = _rows(slot.tensor, self._parameters[parameter], whole)
+                if reducer.spans is not None:
+                    low, high = reducer.spans[number]
+                    part = part.reshape(-1)[low:high]
+                self.optimizer.state[tensor][MOMENTUM] = part.to(tensor.device, copy=True)
+
+    def close(self) -> None:
+        """Takes the hooks off the model; every rank calls it."""
+        if self._gather is not None:
+            self._gather.close()
 
 
-@torch.no_grad()
-def _momenta(optimizer: Optimizer, reducer: Reducer) -> dict[str, Tensor]:
-    buffers = {
-        name: optimizer.state.get(piece, {}).get(MOMENTUM)
-        for name, piece in zip(reducer.names, reducer.pieces, strict=True)
-    }
-    return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+def over_tensors(optimizer: Optimizer, tensors: Mapping[Tensor, Tensor], norms: Norms) -> Optimizer:
+    """An optimizer of the same class, with the same groups and values, and with no state, over other tensors.
+
+    Args:
+        optimizer: Left alone.
+        tensors: For each tensor that it updates the one in its place, such as a shard, maybe an empty one, so that all
+            ranks' groups are of one length.
+        norms: For `Lars`: of whole parameters.
+    """
+    other = copy.copy(optimizer)
+    other.param_groups = [{**g, "params": [tensors[p] for p in g["params"]]} for g in optimizer.param_groups]
+    other.state = defaultdict(dict)
+    if isinstance(other, Lars):
+        other.norms = norms
+    return other
+
+
+def _rows(slot: Tensor, parameter: Tensor, whole: Tensor) -> Tensor:
+    """The rows of `whole`, a tensor shaped like the parameter, that a slot of the parameter (a view) has."""
+    if slot.shape == parameter.shape:
+        return whole
+    row = parameter.numel() // len(parameter)
+    first = (slot.storage_offset() - parameter.storage_offset()) // row
+    return whole[first : first + len(slot)]

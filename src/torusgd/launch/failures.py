@@ -1,83 +1,140 @@
-"""What ends a rank: a user's mistake, a run that can't go on, a defect, or the loss of another rank."""
+"""What ends a rank, and the one channel by which others learn it: the ranks' common store.
+
+A rank that fails writes a `Failure` under its rank. The launcher reads it, or the other ranks do, where the launcher is
+somebody else's. Kinds go by the type of the exception, never by its text.
+"""
 
 import json
-import os
-import re
+import socket
+import sys
 import traceback
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm.base import CommError
 from ..errors import RunError, UserError
 
-# How Gloo tells that another rank is gone: plain RuntimeErrors with these texts (torch 2.13).
-_GLOO = re.compile(r"/gloo/|Gloo connectFullMesh failed|Application timeout caused pair closure")
 
-_PLACE = re.compile(r"^\[[^]]*] ")
+class FailureKind(Enum):
+    """Why a rank ended."""
+
+    USER_ERROR = "user error"
+    """the input is wrong; a new start would not help"""
+    RUN_ERROR = "run error"
+    """the run can't go on, though the input was right"""
+    OUTPUT_CLOSED = "output closed"
+    """nobody reads what the rank prints"""
+    DEFECT = "defect"
+    """of torusgd, or of a user's own model or data source"""
+    RANK_LOST = "rank lost"
+    """another rank, or the way to it, is gone: the reason lies there, and a new start may help"""
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command."""
+        return 2 if self is FailureKind.USER_ERROR else 1
 
 
 @dataclass(frozen=True)
-class Problem:
+class Failure:
     """Why a rank ended."""
 
+    kind: FailureKind
+    rank: int
+    host: str
     text: str
     """one line"""
-    code: int
-    """exit code of the command: 2 for a user's mistake, else 1"""
-    is_loss: bool = False
-    """another rank didn't answer: the reason lies there, and a new start may help"""
     trace: str = ""
     """of a defect: the traceback"""
 
-    def error(self) -> UserError | RunError:
-        """The error that ends the command with this line and this code."""
-        return UserError(self.text) if self.code == 2 else RunError(self.text)
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> "Failure":
+        """Sorts the exception that ended a rank of this process."""
+        kind, line, trace = _kind_of(error), (str(error).splitlines() or [""])[0], ""
+        if kind is FailureKind.OUTPUT_CLOSED:
+            line = "nobody reads the output any more; the last checkpoint is good"
+        elif kind is FailureKind.DEFECT:
+            line = f"rank {rank}: {type(error).__name__}: {line} (traceback above)"
+            trace = "".join(traceback.format_exception(error))
+        elif isinstance(error, OSError):
+            line = f"rank {rank}: {line}"
+        return cls(kind, rank, socket.gethostname(), line, trace)
+
+    @classmethod
+    def parse(cls, text: str) -> "Failure":
+        """The failure that `dump` wrote."""
+        tree = json.loads(text)
+        return cls(**{**tree, "kind": FailureKind(tree["kind"])})
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps({**self.__dict__, "kind": self.kind.value})
+
+    @property
+    def is_loss(self) -> bool:
+        """The reason lies with another rank."""
+        return self.kind is FailureKind.RANK_LOST
+
+    def throw(self) -> NoReturn:
+        """Raises the error that ends the command with this line and this exit code; a traceback is printed first."""
+        print(self.trace, end="", file=sys.stderr)
+        raise UserError(self.text) if self.kind.exit_code == 2 else RunError(self.text)
 
 
-def problem_of(error: BaseException, rank: int) -> Problem:
-    """Sorts an exception that ended a rank."""
-    line = (str(error).splitlines() or [""])[0]
-    if isinstance(error, UserError):
-        return Problem(line, 2)
-    if isinstance(error, RunError):
-        return Problem(line, 1)
-    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # Rich makes it an exit
-        return Problem("nobody reads the output any more; the last checkpoint is good", 1)
-    if isinstance(error, OSError):
-        return Problem(f"rank {rank}: {line}", 1)
-    if isinstance(error, dist.DistError | CommError) or (isinstance(error, RuntimeError) and _GLOO.search(str(error))):
-        return Problem(_PLACE.sub("", line).split(". ")[0], 1, is_loss=True)
-    trace = "".join(traceback.format_exception(error))
-    return Problem(f"rank {rank}: {type(error).__name__}: {line} (traceback above)", 1, trace=trace)
-
-
-class Notes:
-    """A folder in which the ranks of one attempt leave their problems for the launcher.
+class FailureChannel:
+    """The failures of all ranks of one attempt.
 
     Args:
-        folder: An empty folder of this machine.
+        store: Common to all ranks, under a prefix of this attempt.
+        size: Number of ranks.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, store: Store, size: int) -> None:
+        self._store, self._size = PrefixStore("failures", store), size
 
-    def write(self, rank: int, problem: Problem) -> None:
-        """Leaves a rank's problem."""
-        temporary = self._folder / f".{rank}"
-        temporary.write_text(json.dumps(asdict(problem)))
-        os.replace(temporary, self._folder / f"{rank}.json")
+    def report(self, failure: Failure) -> bool:
+        """Leaves this rank's failure; to be called before it closes any connection, by which others learn of its end.
 
-    def read(self) -> dict[int, Problem]:
-        """The problems by rank."""
-        found = {int(path.stem): path for path in self._folder.glob("*.json")}
-        return {rank: Problem(**json.loads(found[rank].read_text())) for rank in sorted(found)}
+        Returns:
+            True, once the store has it.
 
-    def stop(self) -> None:
-        """Asks the ranks to stop after their step."""
-        (self._folder / "stopping").touch()
+        Raises:
+            torch.distributed.DistError: The store can't be reached.
+        """
+        self._store.set(str(failure.rank), failure.dump())
+        return self._store.check([str(failure.rank)])
 
-    def is_stopping(self) -> bool:
-        """Whether `stop` was called."""
-        return (self._folder / "stopping").exists()
+    def reported(self) -> dict[int, Failure]:
+        """The failures so far, by rank."""
+        ranks = [rank for rank in range(self._size) if self._store.check([str(rank)])]
+        return {rank: Failure.parse(self._store.get(str(rank)).decode()) for rank in ranks}
+
+    def claim(self, rank: int) -> bool:
+        """Whether this rank is the one to print why the run ends: the first that asks, and no other."""
+        return self._store.compare_set("speaker", "", str(rank)).decode() == str(rank)
+
+
+def cause_of(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that explains why all ranks end; None where ranks only say that they lost others.
+
+    Where all ranks find the same mistake at once, the one with most to say is heard.
+    """
+    causes = [failure for failure in failures if not failure.is_loss]
+    return max(causes, key=lambda failure: (bool(failure.trace), len(failure.text))) if causes else None
+
+
+def _kind_of(error: BaseException) -> FailureKind:
+    if isinstance(error, UserError):
+        return FailureKind.USER_ERROR
+    if isinstance(error, RunError):
+        return FailureKind.RUN_ERROR
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # Rich makes it an exit
+        return FailureKind.OUTPUT_CLOSED
+    if isinstance(error, CommError | dist.DistError):
+        return FailureKind.RANK_LOST
+    return FailureKind.RUN_ERROR if isinstance(error, OSError) else FailureKind.DEFECT

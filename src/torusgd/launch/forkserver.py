@@ -3,8 +3,6 @@
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
-import os
-import sys
 
 from ..signals import held_back
 
@@ -15,8 +13,6 @@ def start_forkserver() -> None:
     It holds no state and starts no thread. Stop signals are held back in it, and in each rank until it takes them,
     so that a Ctrl-C, which reaches all processes of a terminal, ends none of them half-way.
     """
-    if sys.platform == "linux":  # ranks have the environment of now
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     multiprocessing.set_forkserver_preload(["torusgd.launch.forkserver_preload"])
     with held_back():
         multiprocessing.resource_tracker.ensure_running()  # ends the holding back of two of them

@@ -1,44 +1,259 @@
-"""Ranks of our own on this machine, by torch's elastic agent, for a run and for measurements alike."""
+"""Ranks of our own on this machine: started from the fork server, met in one store, and watched until they end.
 
-import logging
+The launcher owns the store, so it outlives every rank. The store listens on a loopback address that the launcher has
+bound itself; ranks are told its port when they are started, so nothing is looked up in the network and nothing that
+comes from there is unpickled. `Supervisor.wait` gives what happens to ranks as events; what to do about them is the
+caller's business. `Supervisor.run` is the rule of today: the first failure ends all ranks.
+"""
+
+import json
+import multiprocessing
 import os
+import socket
 import sys
-import uuid
+import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from signal import Signals
+from typing import Any, Self
 
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ..comm import groups
+from ..comm.groups import Group
+from ..comm.liveness import LateRank, Liveness
+from ..signals import StopFlag, die_with_launcher, held_back
+from .failures import Failure, FailureChannel, FailureKind, cause_of
+from .forkserver import start_forkserver
+from .heartbeat import BEAT_SECONDS, Heartbeat, Limits, Watch
+
+RankFunction = Callable[[Group, StopFlag, int, Liveness], Any]
+"""what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value"""
+
+GROUP_SECONDS = 7 * 24 * 3600.0
+"""timeout of a run's groups: no message is given up for its age, since liveness knows which ranks are late"""
+EXPLAIN_SECONDS = 5.0
+"""for the other ranks to say why they end as well, before they are killed"""
+_LOOPBACK = "127.0.0.1"
 
 
-def quiet() -> None:
-    """Silences the agent's loggers (what matters of it we tell), and keeps Gloo on the loopback of this machine."""
-    for name in [*logging.root.manager.loggerDict, "torch.multiprocessing"]:
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+@dataclass(frozen=True)
+class Exit:
+    """A rank's process has ended."""
+
+    rank: int
+    code: int
+    """minus the signal's number where a signal ended it"""
 
 
-def run_ranks(workers: int, function: Callable[..., Any], *arguments: Any, **config: Any) -> dict[int, Any]:
-    """What `function(*arguments)` returns on each of so many ranks, none of which is started again.
+class RankFailed(Exception):
+    """The ranks have ended without a result."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What the process of a rank is started with."""
+
+    rank: int
+    size: int
+    port: int
+    attempt: int
+    device: str
+    limits: Limits
+    function: RankFunction
+
+
+class Supervisor:
+    """Starts ranks on this machine and watches them; leaving it as a context kills those that still run.
 
     Args:
-        workers: Ranks.
-        function: Found by its name in a module; arguments and results are pickled between our own processes.
-        config: More fields of torch's LaunchConfig.
+        size: Number of ranks.
+        device: `cpu` or `cuda` (rank i has the GPU of that number).
+        limits: See `Limits`.
+    """
+
+    def __init__(self, size: int, device: str, limits: Limits) -> None:
+        start_forkserver()
+        self.size, self._device, self._limits = size, device, limits
+        self._root = serve_store()
+        self._processes: dict[int, BaseProcess] = {}
+        self._open_attempt(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def run(self, function: RankFunction, attempt: int = 0) -> list[Any]:
+        """Runs `function` on all ranks.
+
+        Args:
+            function: Found by its name in a module, or a `functools.partial` of such; pickled between our own
+                processes, through a pipe.
+            attempt: Its third argument; another one than any time before.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            RankFailed: A rank has failed; none runs any more.
+        """
+        self._open_attempt(attempt)
+        for rank in range(self.size):
+            self.start(rank, function)
+        exits: list[Exit] = []
+        while self._processes:
+            events = self.wait()
+            late = [event for event in events if isinstance(event, LateRank)]
+            exits += [event for event in events if isinstance(event, Exit)]
+            failed = [exit for exit in exits if exit.code or not self._has_result(exit.rank)]
+            if late or failed:
+                if not late and all(exit.code >= 0 for exit in failed):
+                    exits += self._end_within(EXPLAIN_SECONDS)
+                self.kill()
+                raise RankFailed(self._explain(failed, late))
+        return [json.loads(self._store.get(f"result/{rank}")) for rank in range(self.size)]
+
+    def start(self, rank: int, function: RankFunction) -> None:
+        """Starts the process of a rank in the attempt that is open."""
+        spec = RankSpec(rank, self.size, self._root.port, self._attempt, self._device, self._limits, function)
+        process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(spec,))
+        with held_back():  # else a signal could come between the two
+            process.start()
+            self._processes[rank] = process
+
+    def wait(self) -> list[Exit | LateRank]:
+        """Blocks until processes have ended or ranks are late; a process that has ended is told once."""
+        while True:
+            if ended := self._ended(BEAT_SECONDS):
+                return [*ended]
+            if late := self._watch.look():
+                return [*late]
+
+    def ask_to_stop(self) -> None:
+        """Asks the ranks to stop after their step, those of later attempts too."""
+        self._root.set("stop", "")
+
+    def kill(self) -> None:
+        """Ends all ranks as they are."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+        self._processes = {}
+
+    def _open_attempt(self, attempt: int) -> None:
+        # A prefix of its own, since addresses of dead ranks would be found under an old one.
+        self._attempt, self._store = attempt, PrefixStore(f"attempt-{attempt}", self._root)
+        self._failures = FailureChannel(self._store, self.size)
+        self._watch = Watch(self._store, range(self.size), self._limits)
+
+    def _ended(self, seconds: float) -> list[Exit]:
+        ranks = {process.sentinel: rank for rank, process in self._processes.items()}
+        exits = []
+        for sentinel in connection.wait(list(ranks), seconds):
+            assert isinstance(sentinel, int)
+            process = self._processes.pop(ranks[sentinel])
+            process.join()
+            exits.append(Exit(ranks[sentinel], process.exitcode or 0))
+        return exits
+
+    def _end_within(self, seconds: float) -> list[Exit]:
+        exits, end = [], time.monotonic() + seconds
+        while self._processes and time.monotonic() < end:
+            exits += self._ended(max(0.0, end - time.monotonic()))
+        return exits
+
+    def _has_result(self, rank: int) -> bool:
+        return self._store.check([f"result/{rank}"])
+
+    def _explain(self, failed: list[Exit], late: list[LateRank]) -> Failure:
+        """Why the ranks end: what one of them reported, or what became of its process."""
+        reported = self._failures.reported()
+        cause = cause_of(reported.values())
+        if cause is not None:
+            return cause
+        silent = [exit for exit in failed if exit.rank not in reported]
+        kind = FailureKind.RANK_LOST
+        if late:
+            rank, text = late[0].rank or 0, "; ".join(map(str, late))
+        elif silent and silent[0].code < 0:
+            rank, text = silent[0].rank, f"rank {silent[0].rank} was ended by {Signals(-silent[0].code).name}"
+        elif silent:
+            # It ended itself, in code that is not ours, and would do so again.
+            kind = FailureKind.RUN_ERROR
+            rank, text = silent[0].rank, f"rank {silent[0].rank} ended with exit code {silent[0].code} and no result"
+        else:
+            rank = min(reported)
+            text = f"the ranks lost each other ({reported[rank].text})"
+        return Failure(kind, rank, socket.gethostname(), text)
+
+
+def serve_store() -> TCPStore:
+    """A store for processes of this machine, on a loopback port that nobody else can have taken meanwhile."""
+    listener = socket.socket()
+    listener.bind((_LOOPBACK, 0))
+    listener.listen(socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return TCPStore(_LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def meet(store: Store, rank: int, size: int, device: str, *, seconds: float, timeout: float = GROUP_SECONDS) -> Group:
+    """The group of all ranks of an attempt; each of them calls it once, with the attempt's store.
+
+    Args:
+        store: See above.
+        rank: Of this process.
+        size: Ranks in all.
+        device: `cpu`, or `cuda` (of number LOCAL_RANK).
+        seconds: For all ranks to come.
+        timeout: Of the group's messages.
 
     Raises:
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: A rank failed.
+        torch.distributed.DistError: They did not meet in time.
     """
-    described = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        **config,
-    )
-    return elastic_launch(described, function)(*arguments)
+    target = torch.device(device)
+    if device == "cuda":
+        target = torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(target)
+    # Ranks meet here and not in the group's own rendezvous, whose timeout would be that of every message too.
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=seconds))
+    return groups.build(PrefixStore("world", store), range(size), rank, device=target, timeout=timeout)
+
+
+def _be_rank(spec: RankSpec) -> None:
+    """The process of a rank. It ends with exit code 0 only when all is well: else it reports why."""
+    rank = str(spec.rank)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.size), LOCAL_WORLD_SIZE=str(spec.size))
+    if sys.platform == "linux":
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    die_with_launcher()
+    root = TCPStore(_LOOPBACK, spec.port, None, False, wait_for_workers=False)
+    store = PrefixStore(f"attempt-{spec.attempt}", root)
+    stop = StopFlag(also=lambda: root.check(["stop"]))
+    stop.install()
+    heartbeat = Heartbeat(store, spec.rank, spec.limits)
+    try:
+        world = meet(store, spec.rank, spec.size, spec.device, seconds=spec.limits.start)
+        result = spec.function(world, stop, spec.attempt, heartbeat)
+        world.barrier()
+        store.set(f"result/{spec.rank}", json.dumps(result))
+    except (Exception, SystemExit) as error:
+        with suppress(RuntimeError):  # the launcher is gone, and this process with it in a moment
+            FailureChannel(store, spec.size).report(Failure.of(error, spec.rank))
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(1)  # closes all connections, so that the other ranks notice at once
+    heartbeat.close()

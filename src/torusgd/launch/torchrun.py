@@ -1,149 +1,261 @@
-"""A rank that torchrun or another launcher started: it joins the others, and rank 0 alone prints and writes."""
+"""A rank that torchrun or another launcher has started: it joins the others through env:// rendezvous.
+
+Ranks meet in the store that MASTER_ADDR and MASTER_PORT name: torchrun's agent holds it, or rank 0 where a script has
+set the variables. If a rank fails, exactly one rank prints why; the others end in silence with the same exit code.
+Which one it is, the store decides; a rank that can't reach the store any more can't agree with anybody and speaks too.
+"""
 
 import json
 import os
 import socket
 import sys
+import threading
 import time
-from contextlib import ExitStack
-from typing import Any, NoReturn
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
+from ..comm.groups import Group
+from ..comm.liveness import LateRank, Liveness
 from ..errors import RunError, UserError
-from ..runtime import Ranks, check_world_size, join
-from ..signals import EXIT_BASE, StopFlag, die_with_agent, end_on_stop
+from ..runtime import check_world_size, ranks_are_given
+from ..signals import StopFlag, die_with_agent, end_on_stop
+from ..train.build import Job, steps_asked
 from ..train.events import warn
-from ..train.run import Job, Run, steps_asked
+from ..train.run import RunResult, train
 from ..train.run_dir import RunDir
-from ..train.state import broadcast_text
-from .failures import Problem, problem_of
-from .liveness import STORE_SECONDS, RollCall, within
-from .local import Ending, last_checkpoint
+from .failures import Failure, FailureChannel, FailureKind, cause_of
+from .heartbeat import Heartbeat, Limits
+from .local import last_checkpoint, limits_of
+from .processes import GROUP_SECONDS, RankFunction, meet
 
-TELL_SECONDS = 1.0
-"""that a rank stays after telling its problem, so that the others learn that it was told"""
+SILENT_SECONDS = 5.0
+"""without a beat, after which a rank counts as lost once another has found that connections are closed"""
+STORE_SECONDS = 5.0
+"""after which the store counts as out of reach"""
+_POLL_SECONDS = 0.2
 
-_PROBLEM = "torusgd/problem"
-"""in the ranks' common store: the rank that tells why the run ends, and the exit code"""
+T = TypeVar("T")
 
 
-def join_and_train(job: Job, fresh: bool) -> Ending:
-    """Runs this rank's part of a job to its end. Of a problem one rank tells; the others end with its code.
+def join_and_train(job: Job, fresh: bool) -> RunResult:
+    """Runs this rank of a job to its end; a rank whose run fails ends its process here.
+
+    Returns:
+        The summary on rank 0 alone.
 
     Raises:
-        UserError: The job can't be run as given.
-        RunError: The run can't go on.
+        UserError: The variables of the environment are wrong.
+        RunError: The ranks did not meet.
     """
-    ranks = _connect(job)
-    roll_call = RollCall(ranks) if dist.is_initialized() else None
-    try:
-        check_world_size(ranks.size, job.recipe)
-        with ExitStack() as held:
-            return _train(job, fresh, ranks, held)
-    except (Exception, SystemExit) as error:
-        problem = problem_of(error, ranks.rank)
-        if problem.is_loss:
-            assert roll_call is not None
-            time.sleep(TELL_SECONDS / 2)  # the rank that is gone may have told why
-            code = within(STORE_SECONDS, _code_told)
-            if code is not None:
-                return Ending(code, {})
-            _end_by_loss(ranks, problem, roll_call.missing(), RunDir(job.out))
-        code = _claim_telling(ranks, problem)
-        if code is not None:
-            return Ending(code, {})
-        print(problem.trace, end="", file=sys.stderr)
-        time.sleep(TELL_SECONDS)
-        raise problem.error() from None
-    finally:
-        if roll_call is not None:
-            roll_call.close()
+    return run_joined(
+        partial(_train, job, fresh),
+        job.device,
+        limits_of(job),
+        remedy=lambda: f"; the same command goes on from {last_checkpoint(RunDir(job.out))}",
+    )
 
 
-def _end_by_loss(ranks: Ranks, problem: Problem, missing: list[int] | None, folder: RunDir) -> NoReturn:
-    """Tells who is lost, unless another rank has told why the run ends, and ends this process at once.
+def run_joined(function: RankFunction, device: str, limits: Limits, remedy: Callable[[], str] = lambda: "") -> Any:
+    """Joins the other ranks and runs `function`, as every rank does; if it fails, this process ends.
 
-    An ordinary end would wait for the messages that are still on their way.
+    Args:
+        function: See `RankFunction`.
+        device: `cpu` or `cuda` (of number LOCAL_RANK).
+        limits: See `Limits`.
+        remedy: Added to the line that tells of a lost rank.
+
+    Returns:
+        What it returned on this rank.
+
+    Raises:
+        UserError: The variables of the environment are wrong.
+        RunError: The ranks did not meet.
     """
-    teller = f"rank {ranks.rank} on {socket.gethostname()}"
-    code: int | None = None
-    if missing is None:
-        text = f"{teller} can't reach the others, or rank 0 is lost: {problem.text}"
-    else:
-        names = ", ".join(map(str, missing))
-        lost = f"rank {names} gave {problem.text}" if problem.text.startswith("no answer") else f"rank {names} was lost"
-        text = f"{lost if missing else 'the ranks lost each other: ' + problem.text}, says {teller}"
-        code = _claim_telling(ranks, Problem(text, 1))
-    if code is None:
-        warn(f"{text}; the same command goes on from {last_checkpoint(folder)}")
-        time.sleep(0 if missing is None else TELL_SECONDS)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if code is None else code)
-
-
-def _connect(job: Job) -> Ranks:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_agent()
     end_on_stop()  # nothing to save yet, and no handler could run while this rank waits for the others
+    store, rank, size = _rendezvous(limits.start)
+    member = _Member(store, rank, size, limits, remedy)
     try:
-        return join(job.device, job.options.start_timeout)
-    except dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
-        raise RunError(
-            f"rank {os.environ['RANK']} on {socket.gethostname()}: the ranks did not meet at {where} within "
-            f"{job.options.start_timeout:g} s: {str(error).splitlines()[0]}"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"the environment of this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT): {error}") from None
-
-
-def _train(job: Job, fresh: bool, ranks: Ranks, held: ExitStack) -> Ending:
+        world = _meet(store, rank, size, device, limits.start, GROUP_SECONDS)
+    except RunError:
+        member.heartbeat.close()
+        raise
     stop = StopFlag()
     stop.install()
-    folder = RunDir(job.out)
-    answer: dict[str, Any] = {}
-    if ranks.is_first:
-        try:
-            held.enter_context(folder.lock())
-            folder.claim(job.recipe, fresh and _is_first_start())
-            answer = {"summary": folder.finished(steps_asked(job))}
-        except (UserError, RunError) as error:
-            answer = {"problem": str(error), "code": 2 if isinstance(error, UserError) else 1}
-    answer = json.loads(broadcast_text(json.dumps(answer), ranks.device))
-    if "problem" in answer:
-        raise Problem(answer["problem"], answer["code"]).error()
-    if answer["summary"] is None:
-        outcome = Run(job, ranks, stop, _restarts()).run()
-        dist.barrier()
-        answer = {"summary": outcome.summary, "signal": outcome.signal}
-    dist.destroy_process_group()
-    number = answer.get("signal", 0)
-    return Ending(EXIT_BASE + number if number else 0, answer["summary"] if ranks.is_first else {})
-
-
-def _code_told() -> int | None:
-    """The exit code of the rank that has told a problem; None without one."""
-    store = dist.distributed_c10d._get_default_store()
-    return int(store.get(_PROBLEM).split()[1]) if store.check([_PROBLEM]) else None
-
-
-def _claim_telling(ranks: Ranks, problem: Problem) -> int | None:
-    """The exit code of the rank that has told a problem already; None when it is this rank's to tell."""
     try:
-        store = dist.distributed_c10d._get_default_store()
-        word = store.compare_set(_PROBLEM, "", f"{ranks.rank} {problem.code}").decode()
-    except Exception:  # the store is gone with the process that held it
-        return None
-    teller, code = map(int, word.split())
-    return None if teller == ranks.rank else code
+        result = function(world, stop, _restarts(), member.heartbeat)
+        world.barrier()
+    except (Exception, SystemExit) as error:
+        member.end(Failure.of(error, rank))
+    member.heartbeat.close()
+    world.close()
+    return result
+
+
+def join(device: str, timeout: float) -> Group:
+    """The ranks that the environment describes, for a short collective job without heartbeats; else this rank alone.
+
+    Args:
+        device: `cpu` or `cuda` (of number LOCAL_RANK).
+        timeout: Seconds to meet, and for each message.
+
+    Raises:
+        UserError: The variables of the environment are wrong.
+        RunError: The ranks did not meet.
+    """
+    store, rank, size = _rendezvous(timeout) if ranks_are_given() else (HashStore(), 0, 1)
+    return _meet(store, rank, size, device, timeout, timeout)
+
+
+class _Member:
+    """This rank among the others that somebody else's launcher has started: its heartbeat, and its end by a failure.
+
+    Args:
+        store: Of this attempt, common to all ranks.
+        rank: Of this process.
+        size: Ranks in all.
+        limits: See `Limits`.
+        remedy: See `run_joined`.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, limits: Limits, remedy: Callable[[], str]) -> None:
+        self._rank, self._remedy = rank, remedy
+        self._name = f"rank {rank} on {socket.gethostname()}"
+        self._failures = FailureChannel(store, size)
+        self._is_ending = threading.Lock()
+        self.heartbeat = Heartbeat(store, rank, limits, range(size), self._end_in_a_thread)
+
+    def end(self, failure: Failure) -> NoReturn:
+        """Ends this process by a failure, which one of the ranks prints.
+
+        At once, since an ordinary end of the interpreter would wait for the messages that are still on their way.
+        """
+        if not self._is_ending.acquire(blocking=False):
+            threading.Event().wait()  # the other thread ends the process
+        is_reported = _within(STORE_SECONDS, lambda: self._failures.report(failure))
+        self.heartbeat.fail(failure.text)  # after the report, by which the others tell a cause from a loss
+        if not is_reported:
+            _print(f"{self._name} can't reach the others, or rank 0 is lost: {failure.text}{self._remedy()}")
+            code = failure.kind.exit_code
+        else:
+            code = self._agree(failure)
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+
+    def _agree(self, failure: Failure) -> int:
+        """One rank prints the line; the exit code is the same on all."""
+        cause, lost = failure, list[int]()
+        if failure.is_loss:
+            cause, lost = _within(3 * SILENT_SECONDS, lambda: self._find_cause(failure)) or (failure, [])
+        if _within(STORE_SECONDS, lambda: self._failures.claim(self._rank)) is not False:
+            print(cause.trace, end="", file=sys.stderr)
+            _print(f"{cause.text}, says {self._name}{self._remedy()}" if cause.is_loss else cause.text)
+        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            self._outlast(lost)
+        self.heartbeat.close()
+        return cause.kind.exit_code
+
+    def _find_cause(self, failure: Failure) -> tuple[Failure, list[int]]:
+        """Why this rank lost others: what another rank reported, or else which ranks are gone."""
+        end = time.monotonic() + 2 * SILENT_SECONDS
+        while time.monotonic() < end:
+            reported = self._failures.reported()
+            if cause := cause_of(reported.values()):
+                return cause, []
+            if late := [each for each in self.heartbeat.late() if each.rank not in reported]:
+                return replace(failure, text="; ".join(map(str, late))), [each.rank or 0 for each in late]
+            if lost := self.heartbeat.watch.silent(SILENT_SECONDS):
+                return replace(failure, text=f"rank {', '.join(map(str, lost))} was lost"), lost
+            time.sleep(_POLL_SECONDS)
+        return replace(failure, text=f"the ranks lost each other: {failure.text}"), []
+
+    def _outlast(self, lost: list[int]) -> None:
+        """Keeps this process, which holds the store, until the other ranks have agreed in it."""
+        while set(self.heartbeat.watch.present(3 * SILENT_SECONDS)) - {self._rank, *lost}:
+            time.sleep(_POLL_SECONDS)
+
+    def _end_in_a_thread(self, late: list[LateRank]) -> None:
+        failure = Failure(FailureKind.RANK_LOST, self._rank, socket.gethostname(), "; ".join(map(str, late)))
+        threading.Thread(target=self.end, args=(failure,), daemon=True).start()
+
+
+def _rendezvous(seconds: float) -> tuple[Store, int, int]:
+    """The store of this attempt, this process' rank, and the number of ranks."""
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    except dist.DistError as error:
+        raise _did_not_meet(seconds, error) from None
+    except ValueError as error:
+        raise UserError(f"the environment of this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT): {error}") from None
+    # torchrun with its static rendezvous keeps one store over restarts: addresses of dead ranks would be found there.
+    return PrefixStore(f"attempt-{_restarts()}", store), rank, size
+
+
+def _meet(store: Store, rank: int, size: int, device: str, seconds: float, timeout: float) -> Group:
+    try:
+        return meet(store, rank, size, device, seconds=seconds, timeout=timeout)
+    except dist.DistError as error:
+        raise _did_not_meet(seconds, error) from None
+
+
+def _did_not_meet(seconds: float, error: dist.DistError) -> RunError:
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+    return RunError(
+        f"rank {os.environ['RANK']} on {socket.gethostname()}: the ranks did not meet at {where} within "
+        f"{seconds:g} s: {str(error).splitlines()[0]}"
+    )
+
+
+def _train(job: Job, fresh: bool, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
+    """A run on this rank; rank 0 alone locks the run's folder, and returns the summary."""
+    check_world_size(world.size, job.recipe)
+    folder, answer = RunDir(job.out), dict[str, Any]()
+    with ExitStack() as held:
+        if world.rank == 0:
+            try:
+                held.enter_context(folder.lock())
+                # torchrun may have started the ranks again: `--fresh` must not delete what they had done.
+                folder.claim(job.recipe, fresh and restarts == 0)
+                answer = {"summary": folder.finished(steps_asked(job))}
+            except (UserError, RunError) as error:
+                answer = {"failure": Failure.of(error, 0).dump()}
+        answer = json.loads(world.broadcast_text(json.dumps(answer)))
+        if "failure" in answer:
+            Failure.parse(answer["failure"]).throw()
+        finished = answer["summary"]
+        result = train(job, world, stop, restarts, liveness) if finished is None else RunResult(finished)
+    return result if world.rank == 0 else RunResult(signal=result.signal)
 
 
 def _restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _is_first_start() -> bool:
-    """Whether torchrun has not started the ranks again: `--fresh` must not delete what they had done."""
-    return _restarts() == 0
+def _print(line: str) -> None:
+    with suppress(OSError):
+        warn(line)
+
+
+def _within(seconds: float, function: Callable[[], T]) -> T | None:
+    """The result of `function`, which may hang with the store that it asks; None where it fails or takes too long."""
+    found: list[T] = []
+
+    def call() -> None:
+        with suppress(RuntimeError):
+            found.append(function())
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None

@@ -1,4 +1,8 @@
-"""The networks: the records' own, small ones that train anywhere, torchvision's, and a user's by import path."""
+"""The networks: the records' own, small ones that train anywhere, torchvision's, and a user's by import path.
+
+Initial weights are a function of the recipe's seed alone.
+May import: errors, rng, importing, recipe.
+"""
 
 from .build import MODELS, build_model
 

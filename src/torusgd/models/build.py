@@ -3,24 +3,19 @@
 import copy
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import UserError
+from ..errors import UserError, suggest
 from ..importing import import_factory
 from ..recipe.schema import Model, Sides, sides
 from ..rng import INIT, keyed_hash
-from .alexnet import alexnet_bn
-from .dnn import cd_dnn
-from .overfeat import overfeat_fast
+from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
 from .resnet import resnet18, resnet34, resnet50, resnet101
 from .small import digits_net, fashion_net
-from .vgg import vgg_a
-from .vision import build_torchvision
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "alexnet-bn": alexnet_bn,
@@ -68,23 +63,55 @@ def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
     """The network of that name with its options, unchecked and with whatever weights its builder draws."""
     if model.name.startswith("torchvision:"):
         name = model.name.removeprefix("torchvision:")
-        return build_torchvision(name, classes=classes, options=dict(model.options))
+        return _torchvision(name, classes=classes, options=dict(model.options))
     if ":" in model.name:
         builder = import_factory(model.name, key="model.name")
     elif model.name in MODELS:
         builder = MODELS[model.name]
     else:
-        near = get_close_matches(model.name, MODELS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
-            f"model.name: no model {model.name!r}{hint}; there are {', '.join(sorted(MODELS))}, "
-            "torchvision:NAME, and your own as package.module:factory"
+            f"model.name: no model {model.name!r}{suggest(model.name, sorted(MODELS))} "
+            "(or torchvision:NAME, or your own as package.module:factory)"
         )
     _check_options(model, builder)
     network = builder(classes=classes, channels=channels, **model.options)
     if not isinstance(network, nn.Module):
         raise UserError(f"model.name: {model.name} gave a {type(network).__name__}, not a torch.nn.Module")
     return network
+
+
+def _torchvision(name: str, *, classes: int, options: dict[str, Any]) -> nn.Module:
+    """`torchvision.models.NAME(num_classes=classes, **options)`, with fresh weights; imported only when it is named.
+
+    Raises:
+        UserError: torchvision is not there or not made for this torch, or it has no such classifier or option.
+    """
+    try:
+        from torchvision import models
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(_torchvision_remedy(error)) from error
+    known = models.list_models(module=models)
+    if name not in known:
+        raise UserError(f"model.name: torchvision has no classifier {name!r}{suggest(name, known)}")
+    for key in ("weights", "weights_backbone"):
+        if key in options:
+            raise UserError(f"model.options.{key}: give the file of the weights to begin with as --init FILE")
+    try:
+        return models.get_model(name, weights=None, num_classes=classes, **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model.options: torchvision's {name} does not take them: {error}") from error
+
+
+def _torchvision_remedy(error: Exception) -> str:
+    # A torch from PyTorch's own index names its build (2.13.0+cpu); torchvision must be of the same build.
+    build = torch.__version__.partition("+")[2]
+    source = f"pip install torchvision --index-url https://download.pytorch.org/whl/{build}"
+    install = source if build else "pip install 'torusgd[torchvision]'"
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return (
+        f"model.name: torchvision can't be imported ({reason}); "
+        f"get the one made for torch {torch.__version__}: {install}"
+    )
 
 
 def _check_options(model: Model, builder: Callable[..., Any]) -> None:

@@ -1,4 +1,8 @@
-"""Optimizers for large batches: SGD and LARS with updates that can be cut into shards bit for bit."""
+"""Optimizers for large batches: SGD and LARS, whose updates can be cut into shards without a change of bits.
+
+Norms by blocks, and an optimizer over slices, are what a sharded update stands on.
+May import: errors, recipe.
+"""
 
 from .groups import build_optimizer, parameter_kinds, set_hyperparameters
 from .lars import VARIANTS, Lars, Variant, lars, layer_rates

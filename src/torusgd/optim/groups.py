@@ -43,7 +43,7 @@ def build_optimizer(
     settings: recipe.Optimizer,
     model: nn.Module,
     lr: float,
-    parts: Mapping[str, Sequence[Tensor]] | None = None,
+    blocks: Mapping[str, Sequence[Tensor]] | None = None,
     norms: Norms = layer_norms,
 ) -> Optimizer:
     """The optimizer of a recipe over a model's trainable parameters.
@@ -53,8 +53,8 @@ def build_optimizer(
         model: Its parameters become at most four groups, by weight decay and trust; each group carries
             `base_weight_decay`, which `set_hyperparameters` scales.
         lr: The recipe's highest rate (`rate.lr`); each step sets its own.
-        parts: By name, the tensors that stand for a parameter in its group, such as its column blocks.
-        norms: For LARS: of whole layers, where the groups hold parts.
+        blocks: By name, the column blocks that this rank updates in a parameter's stead, maybe none.
+        norms: For LARS: of whole layers, where the groups hold blocks of them.
 
     Returns:
         `Sgd` or `Lars`.
@@ -63,7 +63,7 @@ def build_optimizer(
     parameters = dict(model.named_parameters())
     for name, kind in parameter_kinds(model).items():
         given = [parameters[name]] if parameters[name].requires_grad else []
-        tensors = given if parts is None else parts.get(name, given)
+        tensors = given if blocks is None else blocks.get(name, given)
         if tensors:
             rule = (kind not in settings.no_decay, settings.name == "lars" and kind not in settings.no_trust)
             groups.setdefault(rule, []).extend(tensors)

@@ -5,8 +5,11 @@
     w <- w - v
 
 Published codes differ from the paper and from each other in small ways that change the numbers; `VARIANTS` holds those
-differences as data. Norms are taken by blocks (`torusgd.optim.norms`) and the update is elementwise, so a run that
-shards its parameters at block edges ends with the same bits.
+differences as data. They agree in leaving batch norm and biases out: a bias begins at zero, where a ratio of norms says
+nothing, and all of them together are a thousandth of a network.
+
+Norms are taken by blocks (`torusgd.optim.norms`) and the update is elementwise, so a run that shards its parameters at
+block edges ends with the same bits.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,26 +29,26 @@ Norms = Callable[[Sequence[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Variant:
-    """How one code differs from the others."""
+    """The choices in which published codes differ; the defaults are the paper's."""
 
     decay: Literal["weight_decay", "none", "premultiplied"] = "weight_decay"
-    """factor on |w| in the denominator; `premultiplied` is weight_decay * peak_lr"""
+    """The factor on |w| in the denominator. `premultiplied` is weight_decay * peak_lr."""
     eps: bool = True
-    """whether the denominator takes an epsilon"""
+    """Whether the denominator takes an epsilon."""
     decayed_gradient: bool = False
-    """|g| is the norm of g + weight_decay * w"""
+    """Whether |g| is the norm of g + weight_decay * w."""
     zero_gradient_is_plain: bool = True
-    """ratio 1 where |g| = 0 too, and not only where |w| = 0"""
+    """Whether the ratio is 1 where |g| = 0, and not only where |w| = 0."""
     clip: bool = False
-    """the layer's rate is min(lr, ratio) instead of lr * ratio"""
+    """Whether the layer's rate is min(lr, ratio) instead of lr * ratio."""
     rate_in_buffer: bool = True
-    """v <- m v + rate * g; w <- w - v. Otherwise v <- m v + g; w <- w - rate * v"""
+    """True: v <- m v + rate * g; w <- w - v. False: v <- m v + g; w <- w - rate * v."""
 
 
 VARIANTS: Mapping[str, Variant] = {
     # You et al., arXiv 1708.03888; epsilon (0 by default) is ours.
     "paper": Variant(),
-    # Intel Caffe and early nvcaffe: no epsilon. They scale batch norm and bias too: give them a trust as well.
+    # Intel Caffe and early nvcaffe: no epsilon. The one family that scales batch norm and biases as well.
     "caffe": Variant(eps=False),
     # nvcaffe since it calls this "LARC", policies `scale` and `clip`: no weight decay in the denominator.
     "larc": Variant(decay="none", eps=False),
@@ -60,36 +63,41 @@ VARIANTS: Mapping[str, Variant] = {
 
 
 _HYPER = ("lr", "momentum", "weight_decay", "trust", "eps", "variant", "peak_lr", "foreach")
-"""a group's values, arguments of `lars`"""
+"""The values of a group that are arguments of `lars`."""
 
 
 class Lars(Optimizer):
     """LARS with momentum; the groups' values are read at each step, so a schedule just sets them.
 
-    A group with `trust=None` is updated with the plain rate: give batch-norm and bias parameters such a group
-    (`torusgd.optim.build_optimizer` does). The state is one `momentum_buffer` a parameter as in torch.optim.SGD, and
-    SGD's state_dict can be loaded; with a variant that has the rate in the buffer (all but `tensorflow`) the
-    buffer is in units of weight, not of gradient.
+    Parameters of one dimension or none (batch norm, biases) are updated with the plain rate, as in the published codes.
+    A group that names its own `trust` decides for all of its parameters instead: a number scales each of them, None
+    none (`torusgd.optim.build_optimizer` makes such groups). Weight decay is the group's for every parameter.
+
+    The state is one `momentum_buffer` a parameter as in torch.optim.SGD, and SGD's state_dict can be loaded; with a
+    variant that has the rate in the buffer (all but `tensorflow`) the buffer is in units of weight, not of gradient.
 
     Args:
         params: Parameters or groups.
         lr: Rate of the whole model, before the trust ratio.
         trust: Trust coefficient, or None for the plain rate.
+        trust_one_dimensional: True scales one-dimensional parameters like all others.
         eps: Added to the denominator of the trust ratio.
         variant: Whose formula; a key of `VARIANTS`.
         peak_lr: Highest rate of the schedule, which variant `fujitsu` multiplies the weight decay in its denominator
             by; the other variants don't read it. None: `lr` as given here.
         foreach: None is the fastest way of the device: torch's fused kernel a layer on CPU, foreach elsewhere (no
             host sync). True asks for foreach, False for the plain loop.
-        norms: Function from a list of tensors to their norms, float64 [n]. It is called once a group and step with
-            the group's parameters and then their gradients; a sharded run exchanges block norms here.
+        norms: Function from a list of tensors to their norms, float64 [n]. It is called at most once a group and
+            step, with the scaled parameters of the group and then their gradients; a sharded run exchanges block norms
+            here.
 
     Raises:
         UserError: An unknown variant, a value out of range, or an epsilon for a variant that has none.
 
     >>> layer = torch.nn.Linear(2, 1)
-    >>> groups = [{"params": [layer.weight]}, {"params": [layer.bias], "trust": None}]
-    >>> optimizer = Lars(groups, lr=1.0, weight_decay=1e-4, eps=1e-9)
+    >>> optimizer = Lars(layer.parameters(), lr=1.0, weight_decay=1e-4)
+    >>> optimizer.param_groups[0]["scaled"]  # the weight, and not the bias
+    [True, False]
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class Lars(Optimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         trust: float | None = 0.001,
+        trust_one_dimensional: bool = False,
         eps: float = 0.0,
         variant: str = "paper",
         peak_lr: float | None = None,
@@ -106,6 +115,7 @@ class Lars(Optimizer):
         norms: Norms = layer_norms,
     ) -> None:
         self.norms = norms
+        self.trust_one_dimensional = trust_one_dimensional
         given = (lr, momentum, weight_decay, trust, eps, variant, peak_lr, foreach)
         super().__init__(params, dict(zip(_HYPER, given, strict=True)))
 
@@ -116,6 +126,9 @@ class Lars(Optimizer):
         if group["peak_lr"] is None:
             group["peak_lr"] = group["lr"]
         super().add_param_group(group)
+        # Noted by position, because a sharded update puts one-dimensional slices in the places of the parameters.
+        scale_all = "trust" in param_group or self.trust_one_dimensional
+        group["scaled"] = [scale_all or param.dim() > 1 for param in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -125,10 +138,12 @@ class Lars(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
             hyper = {key: group[key] for key in _HYPER}
-            buffers = [momentum_buffer(self, p) for p in params]
-            lars(params, [p.grad for p in params], buffers, norms=self.norms, **hyper)
+            with_grad = [(p, s) for p, s in zip(group["params"], group["scaled"], strict=True) if p.grad is not None]
+            for scaled, trust in ((True, group["trust"]), (False, None)):
+                params = [param for param, is_scaled in with_grad if is_scaled == scaled]
+                buffers = [momentum_buffer(self, p) for p in params]
+                lars(params, [p.grad for p in params], buffers, norms=self.norms, **hyper | {"trust": trust})
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -178,7 +193,7 @@ def lars(
             peak_lr=peak_lr,
         )
     update: Callable[..., None]
-    # The fused kernel knows no buffer without momentum.
+    # Without momentum torch's fused kernel ignores the buffer, and the dampening with it.
     if foreach is None and on_cpu and momentum > 0:
         update = _fused
     elif foreach is False or (foreach is None and on_cpu):
@@ -243,7 +258,7 @@ def _foreach(
     weight_decay: float,
     rate_in_buffer: bool,
 ) -> None:
-    """The same in few launches; the rates stay on the device."""
+    """The same in few kernel launches; the rates stay on the device, so that the host needn't wait for them."""
     by_layer: Any = list(rates.to(params[0].dtype).unbind()) if isinstance(rates, Tensor) else rates
     steps = list(torch._foreach_add(grads, params, alpha=weight_decay))
     if rate_in_buffer:
@@ -262,7 +277,11 @@ def _fused(
     weight_decay: float,
     rate_in_buffer: bool,
 ) -> None:
-    """SGD's kernel with the layer's rate as its rate, or as 1 - dampening where the rate belongs in the buffer."""
+    """SGD's fused kernel, a layer at a time, as each has a rate of its own.
+
+    The kernel computes v <- momentum * v + (1 - dampening) * step; w <- w - lr * v. With the layer's rate as `lr` it is
+    the form with the rate outside; with it as 1 - dampening, and lr = 1, the form with the rate in the buffer.
+    """
 
     def step(layers: slice, rate: float) -> None:
         lr, dampening = (1.0, 1.0 - rate) if rate_in_buffer else (rate, 0.0)

@@ -1,10 +1,15 @@
 """Layer norms over fixed blocks, so that a tensor cut into shards has bit for bit the norm of the whole.
 
-A norm computed over pieces and joined again differs in its last bits from the norm of the whole tensor, and the
-difference would then depend on the number of workers. Here the pieces are part of the definition (ours): float32 norms
-of blocks of `BLOCK` elements in logical order, their squares joined in float64 by a tree over neighbouring blocks.
-Shards that are cut at block edges exchange block norms only. The tree is made of elementwise additions and zeros on
-its right change nothing: the bits depend on neither device nor threads nor on the tensors that are joined beside it.
+A norm that is summed shard by shard differs in its last bits from one that is summed in one go, and the difference
+would depend on the number of workers. So blocks belong to the definition of the norm here (ours):
+
+1. float32 norms of blocks of `BLOCK` elements, in logical order;
+2. their squares, in float64, added in pairs of neighbours, then the sums in pairs, until one is left: a binary tree;
+3. the square root of that one.
+
+Shards that are cut at block edges exchange block norms only. The tree is made of elementwise additions, in which no
+library chooses an order, and zeros to its right change nothing: the bits depend on neither the device nor the number of
+threads nor the tensors whose norms are taken beside it.
 """
 
 from collections.abc import Sequence
@@ -15,7 +20,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 BLOCK = 4096
-"""elements of a block"""
+"""Elements of a block."""
 
 
 def block_norms(tensor: Tensor) -> Tensor:
@@ -59,7 +64,7 @@ def norms_from_blocks(blocks: Sequence[Tensor]) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     squares = pad_sequence(list(blocks), batch_first=True).double().square()
     while squares.shape[1] != 1:
-        # An odd width (or none) gets a zero on the right, so that each column has a neighbour.
+        # An odd width gets a zero on the right, so that each column has a neighbour, and a width of none gets two.
         squares = pad(squares, (0, squares.shape[1] % 2 or 2 * (squares.shape[1] == 0)))
         squares = squares[:, 0::2] + squares[:, 1::2]
     return squares[:, 0].sqrt()

@@ -2,8 +2,8 @@
 
 On CPU this is torch's fused kernel, four times as fast as its foreach path. Two properties of that kernel matter here:
 it walks memory and takes no notice of strides, so a gradient that lies in memory otherwise than its parameter would be
-applied to the wrong elements; and it rounds the last elements (less than one vector) otherwise than the rest. Both
-are dealt with in `fused_momentum_step`, so that the result is a function of the logical order alone.
+applied to the wrong elements; and it rounds the last elements (less than one vector) otherwise than the rest.
+`momentum_step` deals with both, so that the result is a function of the logical order alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch.optim import SGD
 from torch.optim.sgd import sgd
 
 _VECTOR = 16
-"""elements after which the kernel's rounding can change: the widest vectors are 64 bytes"""
+"""Elements of the kernel's widest vectors, 64 bytes: it rounds a rest of fewer elements otherwise."""
 
 
 class Sgd(SGD):

@@ -1,10 +1,15 @@
 """The planner: how long a recipe takes on a described cluster, where the time goes, and what to change.
 
->>> from torusgd.plan import forecast, job_of, load_cluster, load_software, software_for
+Clusters and programs as data, the cost of a model, of a message and of a step, the search, and published results.
+May import: errors, recipe, data, models, comm, tensor_parallel.
+
+>>> from torusgd.plan import forecast, job_of, load_cluster, load_software, program_for
 >>> from torusgd.recipe.load import load_recipe
+>>> from torusgd.recipe.runtime_options import RuntimeOptions
 >>> recipe = load_recipe("fujitsu-74s").recipe
->>> program = software_for(recipe, load_software("mxnet-fujitsu"))
->>> plan = forecast(job_of(recipe), load_cluster("abci"), program, devices=2048)
+>>> abci, runtime = load_cluster("abci"), RuntimeOptions(workers=2048)
+>>> program = program_for(recipe, runtime, abci, load_software("mxnet-fujitsu"))
+>>> plan = forecast(job_of(recipe), abci, program, devices=2048)
 >>> 65 < plan.run.seconds < 85
 True
 """
@@ -12,8 +17,9 @@ True
 from .best import best
 from .catalog import cluster_names, load_cluster, load_software, software_names
 from .cluster import Cluster, Device, Link, Software
-from .forecast import Forecast, forecast, job_of, software_for
+from .forecast import Forecast, forecast, job_of
 from .model_cost import ModelCost, read_model
+from .program import as_torusgd, program_for
 from .sweep import fixed_batch, fixed_share, sweep
 from .timeline import StepTime, step_time
 
@@ -25,6 +31,7 @@ __all__ = [
     "ModelCost",
     "Software",
     "StepTime",
+    "as_torusgd",
     "best",
     "cluster_names",
     "fixed_batch",
@@ -33,8 +40,8 @@ __all__ = [
     "job_of",
     "load_cluster",
     "load_software",
+    "program_for",
     "read_model",
-    "software_for",
     "software_names",
     "step_time",
     "sweep",

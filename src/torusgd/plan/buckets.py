@@ -1,10 +1,10 @@
 """Cuts the gradients of a network into buckets, as published systems and torusgd do."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
-from ..comm.buckets import best_buckets
+from ..comm.buckets import Bucket as Layout
+from ..comm.buckets import best_buckets, lay_out
 from ..comm.profile import Profile
 from .cluster import Buckets
 from .model_cost import Array, Gradient
@@ -29,7 +29,7 @@ def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wi
         gradients: In the order in which backward completes them.
         ready: When each is complete, in seconds.
         rule: How to cut. A tensor that is larger than a bucket is cut itself, except with rules
-            layer, runs and cubic.
+            layer, cubic and torusgd.
         wire_bytes: Of one value on the network.
     """
     if not gradients:
@@ -38,9 +38,9 @@ def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wi
         return _cubic(gradients, ready, wire_bytes)
     sizes = [gradient.values * wire_bytes for gradient in gradients]
     if rule.rule == "layer":
-        return _runs(sizes, ready, 0)
-    if rule.rule == "runs":
-        return _runs(sizes, ready, (rule.values or 1) * wire_bytes)
+        return [Bucket(float(ready[i]), float(size), i, i + 1) for i, size in enumerate(sizes)]
+    if rule.option is not None:
+        return _as_sent(lay_out(rule.option, [gradient.values for gradient in gradients]), ready, wire_bytes)
     total = float(sum(sizes))
     if rule.rule == "one":
         return [Bucket(float(ready[-1]), total, 0, len(sizes))]
@@ -72,21 +72,12 @@ def settled_buckets(
     if not gradients or not profile.timings:
         return cut_buckets(gradients, ready, Buckets(), wire_bytes)
     best = best_buckets(profile, [gradient.values for gradient in gradients], (ready - backward).tolist())
-    return [Bucket(float(max(ready[b.first : b.stop])), float(b.length * wire_bytes), b.first, b.stop) for b in best]
+    return _as_sent(best, ready, wire_bytes)
 
 
-def _runs(sizes: Sequence[int], ready: Array, limit: int) -> list[Bucket]:
-    """As torusgd cuts (`gradients.reducer`): tensors join up to the limit, a larger one stands alone."""
-    edges, length = [0], 0
-    for number, size in enumerate(sizes):
-        if number > edges[-1] and length + size > limit:
-            edges.append(number)
-            length = 0
-        length += size
-    return [
-        Bucket(float(max(ready[first:stop])), float(sum(sizes[first:stop])), first, stop)
-        for first, stop in pairwise([*edges, len(sizes)])
-    ]
+def _as_sent(layout: Sequence[Layout], ready: Array, wire_bytes: int) -> list[Bucket]:
+    """Buckets as the reducer lays them out, each of which leaves when the last of its gradients is complete."""
+    return [Bucket(float(max(ready[b.first : b.stop])), float(b.length * wire_bytes), b.first, b.stop) for b in layout]
 
 
 def _cubic(gradients: tuple[Gradient, ...], ready: Array, wire_bytes: int) -> list[Bucket]:

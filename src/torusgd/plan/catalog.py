@@ -1,12 +1,11 @@
 """Finds cluster files and software profiles: by the name of one that ships, or by the path of a user's own."""
 
-import difflib
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import UserError
+from ..errors import UserError, suggest
 from ..recipe.load import parse_yaml, validate
 from ..recipe.schema import Section
 from .calibration import calibrated
@@ -67,9 +66,7 @@ def _load(folder: str, kind: str, name: str, model: type[D]) -> D:
         )
     known = _names(folder)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
-        raise UserError(f"{kind} {name}: none of that name{hint} (or give a YAML file of your own)")
+        raise UserError(f"{kind} {name}: none of that name{suggest(name, known)} (or give a YAML file of your own)")
     return validate(model, calibrated(folder, name, tree_of(folder, name)), f"{kind} {name}")
 
 

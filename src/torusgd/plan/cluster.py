@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ..comm.profile import Profile
+from ..recipe.runtime_options import BucketSizes
 from ..recipe.schema import Count, Fraction, NotNegative, Positive, Section
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -92,20 +93,22 @@ class Cluster(Section):
 class Buckets(Section):
     """How gradients are cut into runs that travel together, in the order in which backward completes them."""
 
-    rule: Literal["one", "layer", "parts", "values", "runs", "cubic"] = "one"
-    """`layer`: a tensor each; `values`: equal runs of values, which cut tensors; `runs`: tensors join up to so many
-    values and a larger one stands alone (torusgd, which settles on others where it has a profile); `cubic`: bucket k
-    takes 3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu)"""
+    rule: Literal["one", "layer", "parts", "values", "cubic", "torusgd"] = "one"
+    """`layer`: a tensor each; `values`: equal runs of values, which cut tensors; `cubic`: bucket k takes
+    3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu); `torusgd`: whole tensors, as torusgd's `buckets` option
+    says"""
     parts: Count | None = None
     """with rule: parts, that many of equal bytes"""
     values: Count | None = None
-    """with rules values and runs, elements of one bucket"""
+    """with rule: values, elements of one bucket"""
+    option: BucketSizes | None = None
+    """with rule: torusgd, the value of its runtime option `buckets`"""
 
     @model_validator(mode="after")
     def _check(self) -> "Buckets":
-        for key, rules in (("parts", ("parts",)), ("values", ("values", "runs"))):
-            if (getattr(self, key) is not None) != (self.rule in rules):
-                raise ValueError(f"{key}: needed with rule: {' or '.join(rules)}, and only there")
+        for key, rule in (("parts", "parts"), ("values", "values"), ("option", "torusgd")):
+            if (getattr(self, key) is not None) != (self.rule == rule):
+                raise ValueError(f"{key}: needed with rule: {rule}, and only there")
         return self
 
 

@@ -85,7 +85,7 @@ def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Softwar
     is_ahead = software.sharded_update and how.gather_ahead
     size = how.wire_bits // 8
     ready = work.ready[whole]
-    may_settle = how.algorithm == "auto" and how.buckets.rule == "runs" and not software.sharded_update
+    may_settle = how.algorithm == "auto" and how.buckets.option == "auto" and not software.sharded_update
     if (
         cluster.profile is not None and cluster.profile.backend == "gloo" and may_settle
     ):  # as `gradients.bucket_rebuild`: on CPUs

@@ -128,14 +128,6 @@ def _cost(name: str, options: str, classes: int, channels: int, size: tuple[int,
         return read_model(build, (channels, *size))
 
 
-def software_for(recipe: Recipe, software: Software) -> Software:
-    """The profile with the recipe's own precision and width on the wire, which are the recipe's to say."""
-    bits = 16 if recipe.reduction in ("float16", "bfloat16") else 32
-    how = software.communication.model_copy(update={"wire_bits": bits})
-    precision = software.precision if recipe.precision == "auto" else recipe.precision
-    return software.model_copy(update={"precision": precision, "communication": how})
-
-
 def with_communication(software: Software, **changes: Any) -> Software:
     """The profile with other ways to communicate, such as algorithm="torus"."""
     how = Communication.model_validate({**software.communication.model_dump(), **changes}, strict=False)

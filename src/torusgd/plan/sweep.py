@@ -60,12 +60,15 @@ class Sweep:
 def sweep(
     job: Job,
     cluster: Cluster,
-    software: Software,
+    program: Callable[[int], Software],
     counts: Sequence[int],
     scale: Callable[[Job, int], Job] = fixed_batch,
 ) -> Sweep:
-    """Forecasts for every number of devices; `scale` keeps the batch (`fixed_batch`) or a device's share of it."""
-    forecasts = tuple(forecast(scale(job, count), cluster, software, count) for count in counts)
+    """Forecasts for every number of devices, each with the program that trains on so many.
+
+    `scale` keeps the batch (`fixed_batch`) or a device's share of it (`fixed_share`).
+    """
+    forecasts = tuple(forecast(scale(job, count), cluster, program(count), count) for count in counts)
     return Sweep(forecasts, knee_of([(f.devices, f.images_per_second) for f in forecasts]))
 
 

@@ -1,7 +1,7 @@
 """Built-in recipes, and how a recipe is read: a name or a YAML file, overrides, validation in one line."""
 
-import difflib
 import json
+import logging
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..errors import UserError
-from ..runtime import RuntimeOptions
+from ..errors import UserError, suggest
+from .runtime_options import RuntimeOptions
 from .schema import Recipe
 
 M = TypeVar("M", bound=BaseModel)
+_log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
@@ -49,7 +50,7 @@ def recipe_names() -> list[str]:
 def recipe_source(name: str) -> str:
     """The YAML text of a built-in recipe, comments included; UserError when there is none of that name."""
     if name not in recipe_names():
-        raise UserError(f"recipe {name!r}: no file and no built-in recipe of that name{_nearest(name, recipe_names())}")
+        raise UserError(f"recipe {name!r}: no file and no built-in recipe of that name{suggest(name, recipe_names())}")
     return (files(__package__) / f"{name}.yaml").read_text()
 
 
@@ -58,7 +59,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
 
     Args:
         name: A built-in name, or the path of a YAML file.
-        overrides: Items `key.path=value`; list items by index (`stages.0.images_per_worker=8`), the value in YAML.
+        overrides: Items `key.path=value` as `apply_overrides` takes them.
 
     Raises:
         UserError: One line that names the key, the value and what is allowed.
@@ -102,9 +103,36 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Changes plain values in place by items `key.path=value`; UserError for one that leads nowhere."""
+    """Changes the plain values of a recipe in place, item by item.
+
+    Args:
+        tree: A recipe's keys and values.
+        overrides: Items `key.path=value`; list items by index (`stages.0.images_per_worker=8`), the value in YAML.
+
+    Another `model.name` leaves out the `model.options` that stood there, since they are the replaced network's: one
+    logged line names them. Items after it set options of the new one.
+
+    Raises:
+        UserError: An item leads nowhere, or its value is no YAML.
+
+    >>> tree = {"model": {"name": "digits-net", "options": {"dropout": 0.1}}}
+    >>> apply_overrides(tree, ["model.name=resnet18", "model.options.zero_gamma=true"])
+    >>> tree
+    {'model': {'name': 'resnet18', 'options': {'zero_gamma': True}}}
+    """
     for item in overrides:
+        replaced = _at(tree, "model", "name")
         _override(tree, item)
+        if item.startswith("model.name=") and _at(tree, "model", "name") != replaced:
+            options = tree["model"].pop("options", None)
+            if options:
+                _log.warning("--set %s: leaves out the model.options of %s: %s", item, replaced, ", ".join(options))
+
+
+def _at(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def _override(tree: dict[str, Any], item: str) -> None:
@@ -139,7 +167,7 @@ def _first_line(error: ValidationError, model: type[BaseModel]) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         known = _fields_at(model, location[:-1])
-        return f"{key}: unknown key{_nearest(location[-1], known)}"
+        return f"{key}: unknown key{suggest(location[-1], known)}"
     if first["type"] == "missing":
         return f"{key}: is missing; it must be given"
     given = "" if isinstance(first["input"], dict) else f" = {json.dumps(first['input'])}"
@@ -164,8 +192,3 @@ def _fields_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:
 def _flatten(annotation: Any) -> list[Any]:
     inner = getattr(annotation, "__args__", ())
     return [annotation, *(leaf for a in inner for leaf in _flatten(a))]
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; allowed: {', '.join(known)}"

@@ -7,8 +7,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ..runtime import RuntimeOptions
 from .duration import Duration
+from .runtime_options import RuntimeOptions
 from .schema import Recipe
 
 

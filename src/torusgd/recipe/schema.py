@@ -1,6 +1,6 @@
 """The recipe: everything that decides the trained weights, typed, validated, complete and hashable.
 
-Nothing about processes or machines stands here; that is the runtime's (`torusgd.runtime`).
+Nothing about processes or machines stands here; that is the runtime options' (`runtime_options.py`).
 """
 
 import hashlib
@@ -18,6 +18,8 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Options = dict[str, bool | int | float | str]
 Sides = Count | tuple[Count, Count]
+SCHEMA = 1
+"""of recipes; it grows where a default or the meaning of a key changes, since hashes leave out keys at their default"""
 
 
 def sides(size: Sides) -> tuple[int, int]:
@@ -300,6 +302,11 @@ class Recipe(Section):
         return self.model_dump(mode="json")
 
     def sha256(self) -> str:
-        """Hash of the complete recipe in canonical JSON."""
-        text = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
+        """Hash of the number SCHEMA and of every key that is not at its default, in canonical JSON.
+
+        So a key that a later version adds does not move the hash of a recipe that leaves it at its default, whose
+        checkpoints can still be resumed.
+        """
+        changed = self.model_dump(mode="json", exclude_defaults=True)
+        text = json.dumps({"schema": SCHEMA, **changed}, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

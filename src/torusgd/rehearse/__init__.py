@@ -1,4 +1,8 @@
-"""Rehearsals: a planned step with real messages over the network lab, and timed waits in place of compute."""
+"""Rehearsals: a planned step with real messages over a network of hosts on one machine, and timed waits for compute.
+
+The network lab (namespaces, set latency and bandwidth) is here too.
+May import: errors, comm, plan.
+"""
 
 from .rehearsal import Rehearsal, rehearse
 from .scale import Ceiling, Scale, choose_scale

@@ -9,9 +9,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from ..plan.cluster import Buckets, Cluster, Software
+from ..plan.cluster import Cluster, Software
 from ..plan.compose import compose
-from ..plan.forecast import Job, with_communication
+from ..plan.forecast import Job
 from ..plan.network import grid_of
 from ..plan.step_script import Send, compute_seconds, price_of, waited_seconds
 from ..plan.timeline import StepTime, step_time, step_work
@@ -96,44 +96,6 @@ class Rehearsal:
         }
 
 
-def as_torusgd(
-    software: Software,
-    *,
-    bucket_mib: float,
-    allreduce: str,
-    grid: tuple[int, int] | None = None,
-    overlap: bool = True,
-    sharded: bool = False,
-) -> Software:
-    """A program's efficiencies with torusgd's own way to communicate.
-
-    Args:
-        software: Of the cluster.
-        bucket_mib: Of the recipe's runtime.
-        allreduce: As `torusgd.comm.allreduce.create` takes it, torus:halving/ring for example.
-        grid: Y x X, for torus and hierarchical.
-        overlap: Buckets leave during backward.
-        sharded: ShardCollectives of the weights are updated, and gathered behind the next forward pass.
-    """
-    algorithm, _, methods = allreduce.partition(":")
-    vertical, _, horizontal = (methods or "ring").partition("/")
-    changed = with_communication(
-        software,
-        algorithm=algorithm,
-        methods=(vertical, horizontal or vertical),
-        grids=(grid,) if grid else (),
-        grid="node",
-        buckets=Buckets(rule="runs", values=max(1, int(bucket_mib * 2**18))).model_dump(),
-        overlap=overlap,
-        pipelined=True,
-        coordination=0.0,
-        linear_groups=None,
-        gather_ahead=sharded,
-        statistic_bytes=32,
-    )
-    return changed.model_copy(update={"sharded_update": sharded, "weights_first": False, "norm_group": 1})
-
-
 def rehearse(
     job: Job, cluster: Cluster, software: Software, devices: int, *, reduction: str, allreduce: str, steps: int = 3,
     limit: float = 8.0,
@@ -143,7 +105,7 @@ def rehearse(
     Args:
         job: A recipe's network and steps.
         cluster: The machine that the lab plays.
-        software: As `as_torusgd` gives it.
+        software: As `plan.program.program_for` makes it of `as_torusgd`.
         devices: Ranks.
         reduction: Of the recipe.
         allreduce: By name.

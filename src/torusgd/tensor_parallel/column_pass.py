@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from ..precision import Precision
 from ..rng import DROPOUT, keyed_hash
 from .cross_entropy import NUMBERS, Joined, block_gradient, block_numbers, join
-from .layout import OWN, Groups, Layout, Passage, Piece, Pieces, Transfer, joined, sum_in_tree, total
+from .exchange import Exchange, ParallelGroups, Transfer, join_columns, sum_partials
+from .layout import OWN, ActivationBlock, ActivationBlocks, Layout, sum_in_tree
 from .tail import ColumnLayer, ColumnTail
 
 Sink = Callable[[int, int, Tensor, Tensor | None], None]
@@ -31,19 +32,19 @@ class _Kept:
     """by virtual worker: (images, inputs)"""
     weights: dict[int, Tensor]
     """by block, in the dtype of the product"""
-    products: Pieces
-    outputs: Pieces
+    products: ActivationBlocks
+    outputs: ActivationBlocks
     """of the elementwise modules, with their graph back to the products"""
 
 
 class ColumnPass:
-    """The tail's part of a step on this rank: for each virtual worker `begin`, `forward`, `backward`.
+    """The tail's passes of a step on this rank: for each virtual worker `begin`, `forward`, `backward`.
 
     Args:
         tail: The layers.
-        parts: Model-parallel ranks of each layer.
+        parallel: Model-parallel ranks of each layer.
         rank: This one.
-        groups: For these parts.
+        groups: For these numbers.
         precision: Of the products.
         smoothing: Of the labels.
         seed: The recipe's.
@@ -53,9 +54,9 @@ class ColumnPass:
     def __init__(
         self,
         tail: ColumnTail,
-        parts: Sequence[int],
+        parallel: Sequence[int],
         rank: int,
-        groups: Groups,
+        groups: ParallelGroups,
         precision: Precision,
         smoothing: float,
         seed: int,
@@ -64,12 +65,12 @@ class ColumnPass:
         self._layers, self._rank, self._precision = tail.layers, rank, precision
         self._smoothing, self._seed, self._sink = smoothing, seed, sink
         blocks = len(tail.layers[0].blocks)
-        self.layouts = [Layout(m, blocks) for m in parts]
+        self.layouts = [Layout(m, blocks) for m in parallel]
         before = [OWN, *self.layouts[:-1]]
-        self._passages = [Passage(a, b, rank, groups) for a, b in zip(before, self.layouts, strict=True)]
+        self._exchanges = [Exchange(a, b, rank, groups) for a, b in zip(before, self.layouts, strict=True)]
         last = self.layouts[-1]
-        self._to_targets = Passage(OWN, last, rank, groups)
-        self._to_numbers = Passage(last, last, rank, groups)
+        self._to_targets = Exchange(OWN, last, rank, groups)
+        self._to_numbers = Exchange(last, last, rank, groups)
         self._kept: list[_Kept] = []
         self._targets: Transfer | None = None
         self._labels: dict[int, Tensor] = {}
@@ -78,7 +79,7 @@ class ColumnPass:
 
     def begin(self, targets: Tensor) -> None:
         """Sends the labels of this rank's virtual worker (int64, (images)) ahead."""
-        self._targets = self._to_targets.spread({Piece(self._rank, 0): targets[:, None]}, [1])
+        self._targets = self._to_targets.forward({ActivationBlock(self._rank, 0): targets[:, None]}, [1])
 
     def forward(self, inputs: Tensor, step: int, workers: Callable[[int], int]) -> Tensor:
         """The loss of this rank's virtual worker, float32 [].
@@ -92,20 +93,18 @@ class ColumnPass:
         self._inputs = inputs
         self._kept = []
         dtype = self._precision.dtype
-        held: Pieces = {Piece(self._rank, 0): inputs.detach().to(dtype)}
+        held: ActivationBlocks = {ActivationBlock(self._rank, 0): inputs.detach().to(dtype)}
         widths = [inputs.shape[1]]
         for number, layer in enumerate(self._layers):
-            arrived = joined(self._passages[number].spread(held, widths).wait())
+            arrived = join_columns(self._exchanges[number].forward(held, widths).wait())
             kept = self._products(layer, self.layouts[number], arrived, dtype)
             self._kept.append(kept)
-            for piece, product in kept.products.items():
-                kept.outputs[piece] = self._elementwise(
-                    layer, product, (step, workers(piece.owner), number, piece.block)
-                )
-            held = {piece: output.detach().to(dtype) for piece, output in kept.outputs.items()}
+            for key, product in kept.products.items():
+                kept.outputs[key] = self._elementwise(layer, product, (step, workers(key.owner), number, key.block))
+            held = {key: output.detach().to(dtype) for key, output in kept.outputs.items()}
             widths = [block.high - block.low for block in layer.blocks]
         assert self._targets is not None
-        self._labels = {owner: labels[:, 0] for owner, labels in joined(self._targets.wait()).items()}
+        self._labels = {owner: labels[:, 0] for owner, labels in join_columns(self._targets.wait()).items()}
         return self._losses()
 
     def _products(self, layer: ColumnLayer, layout: Layout, inputs: dict[int, Tensor], dtype: torch.dtype) -> _Kept:
@@ -113,7 +112,7 @@ class ColumnPass:
         weights = {number: block.weight.to(dtype) for number, block in blocks.items()}
         biases = {number: None if b.bias is None else b.bias.to(dtype) for number, b in blocks.items()}
         products = {
-            Piece(owner, block): F.linear(x, weights[block], biases[block])
+            ActivationBlock(owner, block): F.linear(x, weights[block], biases[block])
             for owner, x in inputs.items()
             for block in blocks
         }
@@ -130,10 +129,10 @@ class ColumnPass:
         """Joins the blocks' numbers; the loss of this rank's own virtual worker."""
         layer, kept = self._layers[-1], self._kept[-1]
         numbers = {
-            piece: block_numbers(logits.detach().float(), layer.blocks[piece.block].low, self._labels[piece.owner])
-            for piece, logits in kept.outputs.items()
+            key: block_numbers(logits.detach().float(), layer.blocks[key.block].low, self._labels[key.owner])
+            for key, logits in kept.outputs.items()
         }
-        arrived = joined(self._to_numbers.spread(numbers, [NUMBERS] * len(layer.blocks)).wait())
+        arrived = join_columns(self._to_numbers.forward(numbers, [NUMBERS] * len(layer.blocks)).wait())
         self._joined = {}
         for owner, rows in arrived.items():
             by_block = rows.view(len(rows), -1, NUMBERS).transpose(0, 1).contiguous()
@@ -146,51 +145,51 @@ class ColumnPass:
         assert self._inputs is not None
         for number in reversed(range(len(self._layers))):
             layer, kept = self._layers[number], self._kept.pop()
-            through = {piece: self._before(layer, kept, piece, g) for piece, g in gradients.items()}
+            through = {key: self._before(layer, kept, key, g) for key, g in gradients.items()}
             transfer = None
             if number or self._inputs.requires_grad:
                 transfer = self._send_back(number, kept, through)
             # While those travel: the weights' gradients.
-            for piece, gradient in through.items():
-                weight = torch.mm(gradient.t(), kept.inputs[piece.owner]).float()
-                bias = gradient.sum(dim=0).float() if layer.blocks[piece.block].bias is not None else None
-                self._sink(number, piece.block, weight, bias)
-            gradients = total(transfer.wait()) if transfer is not None else {}
+            for key, gradient in through.items():
+                weight = torch.mm(gradient.t(), kept.inputs[key.owner]).float()
+                bias = gradient.sum(dim=0).float() if layer.blocks[key.block].bias is not None else None
+                self._sink(number, key.block, weight, bias)
+            gradients = sum_partials(transfer.wait()) if transfer is not None else {}
         if gradients:
-            self._inputs.backward(gradients[Piece(self._rank, 0)].to(self._inputs.dtype))
+            self._inputs.backward(gradients[ActivationBlock(self._rank, 0)].to(self._inputs.dtype))
         self._inputs = None
 
-    def _loss_gradients(self) -> Pieces:
+    def _loss_gradients(self) -> ActivationBlocks:
         layer, scale = self._layers[-1], self._precision.loss_scale
         return {
-            piece: block_gradient(
+            key: block_gradient(
                 logits.detach().float(),
-                layer.blocks[piece.block].low,
-                self._labels[piece.owner],
-                self._joined[piece.owner],
+                layer.blocks[key.block].low,
+                self._labels[key.owner],
+                self._joined[key.owner],
                 layer.outputs,
                 self._smoothing,
                 scale,
             )
-            for piece, logits in self._kept[-1].outputs.items()
+            for key, logits in self._kept[-1].outputs.items()
         }
 
-    def _before(self, layer: ColumnLayer, kept: _Kept, piece: Piece, gradient: Tensor) -> Tensor:
+    def _before(self, layer: ColumnLayer, kept: _Kept, key: ActivationBlock, gradient: Tensor) -> Tensor:
         """Back through the elementwise modules, to the product."""
-        output, product = kept.outputs.pop(piece), kept.products.pop(piece)
+        output, product = kept.outputs.pop(key), kept.products.pop(key)
         gradient = gradient.to(output.dtype)
         if len(layer.after):
             (gradient,) = torch.autograd.grad(output, product, gradient)
         return gradient
 
-    def _send_back(self, number: int, kept: _Kept, through: Pieces) -> Transfer:
-        """This rank's part of the input gradients: the tree over its own blocks, cut as the layer before is."""
-        passage, inputs = self._passages[number], self._layers[number].inputs
+    def _send_back(self, number: int, kept: _Kept, through: ActivationBlocks) -> Transfer:
+        """This rank's share of the input gradients: the tree over its own blocks, cut as the layer before is."""
+        exchange, inputs = self._exchanges[number], self._layers[number].inputs
         spans = [(b.low, b.high) for b in self._layers[number - 1].blocks] if number else [(0, inputs)]
         partials = {}
         for owner in kept.inputs:
             blocks = self.layouts[number].held(self._rank)
-            part = sum_in_tree(torch.mm(through[Piece(owner, b)], kept.weights[b]).float() for b in blocks)
+            share = sum_in_tree(torch.mm(through[ActivationBlock(owner, b)], kept.weights[b]).float() for b in blocks)
             for block, (low, high) in enumerate(spans):
-                partials[Piece(owner, block)] = part[:, low:high]
-        return passage.collect(partials, [high - low for low, high in spans])
+                partials[ActivationBlock(owner, block)] = share[:, low:high]
+        return exchange.backward(partials, [high - low for low, high in spans])

@@ -14,8 +14,8 @@ from ..errors import UserError
 class BatchNormStatistics:
     """The running statistics of a model's batch-norm layers, kept aside from its passes.
 
-    After `show` the model's buffers hold the running statistics (for evaluation and saving); `begin_pass` gives them
-    back to the passes.
+    After `write_to_model` the model's buffers hold the running statistics, for evaluation and saving; `begin_pass`
+    gives them back to the passes.
 
     Args:
         model: Its batch-norm layers are changed in place.
@@ -58,14 +58,14 @@ class BatchNormStatistics:
         """One moving-average update from the mean over the step's virtual workers, float32 like `running`."""
         self.running.mul_(1 - self._momenta).add_(self._momenta * mean)
 
-    def show(self, steps: int) -> None:
+    def write_to_model(self, steps: int) -> None:
         """Puts the running statistics, and the count of updates, into the model's buffers."""
         self.batch.copy_(self.running)
         for layer in self.layers.values():
             if layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.fill_(steps)
 
-    def take(self) -> None:
+    def read_from_model(self) -> None:
         """Takes the running statistics from the model's buffers, as after loading weights."""
         self.running.copy_(self.batch)
 

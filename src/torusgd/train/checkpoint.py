@@ -19,6 +19,8 @@ from torch import Tensor
 from ..errors import RunError, UserError
 from ..weights import Tensors, load_weights, save_weights, write_text
 
+FORMAT = 2
+"""of what is in a checkpoint, written into its progress; another number is refused with a line"""
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
 
@@ -30,9 +32,9 @@ class Checkpoint:
     model: Tensors
     """parameters and buffers by name"""
     state: Tensors
-    """`momentum/NAME` a parameter, `gradient_bounds`"""
+    """`momentum/NAME` of a parameter, `gradient_bounds`, the loss scale"""
     progress: dict[str, Any]
-    """plain JSON: step, samples, times, scales, recipe and conditions"""
+    """plain JSON: format, step, totals, times, fingerprint"""
 
     @property
     def step(self) -> int:

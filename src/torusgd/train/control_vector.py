@@ -1,78 +1,100 @@
-"""The step's first message: batch-norm statistics, loss and counts of all virtual workers, as exact sums.
+"""The step's first message: what all ranks must know of a step beside its gradients, as one typed record.
 
-It leaves when the last forward pass of a rank is done, so it travels while backward runs.
+It leaves when the last forward pass of a rank is done, so it travels while backward runs. Counts are added over ranks;
+batch-norm statistics and losses are added over virtual workers as exact sums, whose bits depend on no order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode, encode
+from ..errors import RunError
 
-_COUNTS = ("replaced", "stop", "failed")
+VERSION = 1
+"""of the record: ranks with programs that would read each other's fields otherwise find out at the first step"""
+
+
+@dataclass
+class Counts:
+    """What each rank counts, in the order in which it travels."""
+
+    version: int = VERSION
+    """times the ranks"""
+    ranks: int = 1
+    contributions: int = 0
+    """virtual workers whose gradients are in the step's sum: what its mean divides by"""
+    replaced: int = 0
+    """training images that could not be decoded and were replaced"""
+    stop: int = 0
+    """ranks that were asked to stop"""
+    failed: int = 0
+    """ranks that could not read their images"""
 
 
 @dataclass(frozen=True)
-class Totals:
-    """What all virtual workers of a step said together; the same on every rank."""
+class ControlVector:
+    """What all ranks said together; the same on every rank."""
 
-    batch_norm: Tensor
-    """float32: the mean of the batch statistics, as BatchNormStatistics.update takes it"""
+    counts: Counts
     loss: float
     """mean over virtual workers"""
-    replaced: int
-    """training images that could not be decoded and were replaced"""
-    stop: int
-    """ranks that were asked to stop"""
-    failed: int
-    """ranks that could not read their images"""
-    notes: Tensor
-    """int64: the sum of what each rank handed to `send`"""
+    batch_norm: Tensor
+    """float32: the mean of the batch statistics, as BatchNormStatistics.update takes it"""
+    is_finite: bool
+    """whether all batch statistics are"""
+    timings: Tensor
+    """int64: what the ranks noted of their times now and then (`stragglers`); mostly empty"""
 
 
-class StepStatistics:
-    """Collects the statistics of a step and sums them over virtual workers and ranks.
+class ControlMessage:
+    """Collects one rank's part of a step's control vector, and sums it over ranks.
 
     Args:
-        width: Values of the batch-norm statistics.
-        virtual_workers: V over all ranks.
+        width: Values of the batch-norm statistics of a virtual worker.
         device: Where the values live.
     """
 
-    def __init__(self, width: int, virtual_workers: int, device: torch.device) -> None:
-        self._workers = virtual_workers
+    def __init__(self, width: int, device: torch.device) -> None:
         self._values = torch.zeros(NARROW.rows, width + 1, dtype=torch.int64, device=device)
-        self._counts = dict.fromkeys(_COUNTS, 0)
         self._message = torch.zeros(0)
+        self.counts = Counts()
+        """of this rank, to be added to"""
 
     def clear(self) -> None:
         """Begins a step."""
         self._values.zero_()
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self.counts = Counts()
 
     def add(self, batch_norm: Tensor, loss: Tensor) -> None:
         """Adds a virtual worker: its batch statistics (float32, flat) and its loss (float32, 0-d)."""
         self._values += encode(torch.cat([batch_norm, loss.reshape(1)]), NARROW)
+        self.counts.contributions += 1
 
-    def count(self, name: str, number: int) -> None:
-        """Adds to `replaced`, `stop` or `failed`."""
-        self._counts[name] += number
-
-    def send(self, allreduce: AllReduce, notes: Tensor) -> Work:
-        """Starts the sum over ranks; `notes` (int64, of one length on all ranks) are summed along."""
+    def send(self, allreduce: AllReduce, timings: Tensor) -> Work:
+        """Begins the sum over ranks; `timings` (int64, of one length on all ranks) are summed along."""
         device = self._values.device
-        counts = torch.tensor([self._counts[name] for name in _COUNTS], device=device)
-        self._message = torch.cat([self._values.reshape(-1), counts, notes.to(device)])
+        counts = torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)], device=device)
+        self._message = torch.cat([self._values.reshape(-1), counts, timings.to(device)])
         return allreduce.start(self._message)
 
-    def totals(self) -> Totals:
-        """Reads the summed message, after its work has been waited for; one transfer to the host."""
+    def read(self) -> ControlVector:
+        """The summed record, after its work has been waited for; one transfer to the host.
+
+        Raises:
+            RunError: The ranks' programs have other records.
+        """
         length = self._values.numel()
-        means = decode(self._message[:length].view_as(self._values), NARROW) / self._workers
-        loss, *numbers = torch.cat([means[-1:], self._message[length:].to(torch.float64)]).tolist()
-        counts = [int(number) for number in numbers]
-        replaced, stop, failed = counts[: len(_COUNTS)]
-        notes = torch.tensor(counts[len(_COUNTS) :], dtype=torch.int64)
-        return Totals(means[:-1].float(), loss, replaced, stop, failed, notes)
+        sums = decode(self._message[:length].view_as(self._values), NARROW)
+        small = torch.cat([sums[-1:], sums[:-1].isfinite().all().double().reshape(1), self._message[length:].double()])
+        loss, is_finite, *numbers = small.tolist()
+        many = len(fields(Counts))
+        counts = Counts(*(int(number) for number in numbers[:many]))
+        if counts.version != VERSION * counts.ranks:
+            raise RunError("the ranks run different versions of torusgd; install the same on all machines")
+        timings = torch.tensor([int(number) for number in numbers[many:]], dtype=torch.int64)
+        workers = max(counts.contributions, 1)
+        means = sums[:-1] / workers
+        return ControlVector(counts, loss / workers, means.float(), is_finite > 0, timings)

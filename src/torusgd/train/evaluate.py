@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
+from ..comm.groups import Group
 from ..data.pipeline import Batch, Pipeline
 from ..errors import RunError
 from ..precision import Precision
-from ..runtime import Ranks
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,27 @@ class Evaluation:
     excluded: int
     """undecodable images, which count nowhere"""
 
+    def as_summary(self) -> dict[str, float | int]:
+        """Its keys of summary.json."""
+        return {
+            "top1": self.top1,
+            "top5": self.top5,
+            "loss": self.loss,
+            "eval_images": self.images,
+            "excluded_images": self.excluded,
+        }
+
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     pipeline: Pipeline,
     images_per_chunk: int,
-    ranks: Ranks,
+    world: Group,
     allreduce: AllReduce,
     precision: Precision,
     stop_requested: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], object] = lambda chunk: None,
 ) -> Evaluation | None:
     """Classifies all images of a source; None when a rank was asked to stop meanwhile.
 
@@ -50,33 +61,34 @@ def evaluate(
         model: In any mode; left in evaluation mode.
         pipeline: Of the held-out images.
         images_per_chunk: Images of a forward pass.
-        ranks: This process among the others.
+        world: All ranks.
         allreduce: Sums the counts.
         precision: As in training.
         stop_requested: Asked before every chunk.
+        progress: Called before every chunk with its place among this rank's.
 
     Raises:
         RunError: Images can't be read.
     """
     model.eval()
-    counts = torch.zeros(6, dtype=torch.int64, device=ranks.device)  # top-1, top-5, seen, excluded, stop, failed
-    loss = torch.zeros(FULL.rows, dtype=torch.int64, device=ranks.device)
+    counts = torch.zeros(6, dtype=torch.int64, device=world.device)  # top-1, top-5, seen, excluded, stop, failed
+    loss = torch.zeros(FULL.rows, dtype=torch.int64, device=world.device)
     total = len(pipeline.source)
     chunks = [
         np.arange(start, min(start + images_per_chunk, total))
-        for start in range(ranks.rank * images_per_chunk, total, ranks.size * images_per_chunk)
+        for start in range(world.rank * images_per_chunk, total, world.size * images_per_chunk)
     ]
     reason = ""
     try:
         with precision.autocast():
-            for batch, size in zip(read_ahead(pipeline, chunks), map(len, chunks), strict=True):
+            for batch, size in zip(read_ahead(pipeline, chunks, progress), map(len, chunks), strict=True):
                 if stop_requested():
                     counts[4] += 1
                     break
                 if len(batch.targets):
-                    logits = model(precision.place(batch.images, ranks.device)).float()
-                    counts[:2] += count_correct(logits, batch.targets.to(ranks.device))
-                    loss += encode(_loss_sum(logits, batch.targets.to(ranks.device)))
+                    logits = model(precision.place(batch.images, world.device)).float()
+                    counts[:2] += count_correct(logits, batch.targets.to(world.device))
+                    loss += encode(_loss_sum(logits, batch.targets.to(world.device)))
                 counts[2] += len(batch.targets)
                 counts[3] += size - len(batch.targets)
     except OSError as error:
@@ -86,7 +98,7 @@ def evaluate(
     allreduce.start(message).wait()
     top1, top5, seen, excluded, stop, failed = message[:6].tolist()
     if failed:
-        raise RunError(f"evaluation: {failed} of {ranks.size} ranks can't read held-out images{reason}")
+        raise RunError(f"evaluation: {failed} of {world.size} ranks can't read held-out images{reason}")
     if stop:
         return None
     assert seen + excluded == total, "every held-out image is counted once"
@@ -107,11 +119,19 @@ def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([((rank < k) & ~wrong).sum() for k in (1, 5)])
 
 
-def read_ahead(pipeline: Pipeline, chunks: Iterable["np.ndarray[tuple[int], np.dtype[np.int64]]"]) -> Iterator[Batch]:
-    """The validation batches of index chunks, in order, each prepared while the one before is used."""
+def read_ahead(
+    pipeline: Pipeline,
+    chunks: Iterable["np.ndarray[tuple[int], np.dtype[np.int64]]"],
+    progress: Callable[[int], object] = lambda chunk: None,
+) -> Iterator[Batch]:
+    """The validation batches of index chunks, in order, each prepared while the one before is used.
+
+    `progress` is called with the place of each chunk before it is prepared.
+    """
     with ThreadPoolExecutor(1) as pool:
         pending = None
-        for chunk in chunks:
+        for place, chunk in enumerate(chunks):
+            progress(place)
             following = pool.submit(pipeline.validation_batch, chunk)
             if pending is not None:
                 yield pending.result()

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from ..comm.monitor import hidden_share
 from ..errors import RunError, UserError
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..weights import write_text
 from .evaluate import Evaluation
-from .step import StepResult
+from .step_stats import StepStats
 
 PLAIN_SECONDS = 5.0
 """between progress lines where the output is no terminal"""
@@ -59,58 +57,27 @@ class Telemetry:
             self._task = self._progress.add_task("starting", total=len(schedule), completed=first_step)
             self._progress.start()
 
-    def step(self, result: StepResult, seconds: float) -> None:
+    def step(self, stats: StepStats, seconds: float) -> None:
         """One step; `seconds` is the training time so far."""
-        step = result.step
-        event: dict[str, Any] = {
-            "step": step.index + 1,
-            "samples": step.start + step.batch,
-            "epoch": round((step.start + step.batch) / self._schedule.train_images, 6),
-            "stage": step.stage,
-            "loss": result.loss,
-            "lr": step.lr,
-            "momentum": step.momentum,
-            "batch": step.batch,
-            "seconds": round(seconds, 6),
-            "step_seconds": round(result.seconds, 6),
-            "data_seconds": round(result.data_seconds, 6),
-            "sync_seconds": round(result.sync_seconds, 6),
-            "update_seconds": round(result.update_seconds, 6),
-        }
-        hidden = hidden_share(result.on_way_seconds, result.sync_seconds)
-        optional = {
-            "replaced": result.replaced,
-            "redone": result.redone,
-            "overflowed": result.overflowed,
-            "skipped": result.skipped,
-            "underflow": result.underflow,
-            "slowest": asdict(result.slowest) if result.slowest else None,
-        }
-        if hidden is not None:
-            event["hidden_share"] = round(hidden, 4)
-        if self._schedule.recipe.precision == "float16":
-            event["loss_scale"] = result.loss_scale
-        event |= {key: value for key, value in optional.items() if value}
+        step = stats.step
+        event = stats.as_event(self._schedule.train_images, seconds)
         self._write(event)
-        if result.overflowed:
+        if stats.overflowed:
             self.say(
-                f"step {step.index + 1}: {result.overflowed[0]}: gradient grew past the integer range; the scale "
+                f"step {step.index + 1}: {stats.overflowed[0]}: gradient grew past the integer range; the scale "
                 "was measured again and the step redone"
             )
-        if result.skipped:
-            self.say(
-                f"step {step.index + 1}: {result.skipped[0]}: gradient not finite; step skipped, loss scale halved"
-            )
+        if stats.skipped:
+            self.say(f"step {step.index + 1}: {stats.skipped[0]}: gradient not finite; step skipped, loss scale halved")
         if self._board is not None:
             for key in ("loss", "lr", "momentum", "batch"):
                 self._board.add_scalar(f"train/{key}", event[key], step.index + 1)
-            shares = {
-                "data_wait": result.data_seconds / result.seconds,
-                "sync_wait": result.sync_seconds / result.seconds,
-            }
-            for key, share in (shares | ({} if hidden is None else {"sync_hidden": hidden})).items():
-                self._board.add_scalar(f"share/{key}", share, step.index + 1)
-        self._show(result, seconds)
+            times, hidden = stats.times, stats.hidden_share
+            shares = {"data_wait": times.data_seconds, "sync_wait": times.sync_seconds}
+            board = {name: seconds / times.seconds for name, seconds in shares.items()}
+            for name, share in (board | ({} if hidden is None else {"sync_hidden": hidden})).items():
+                self._board.add_scalar(f"share/{name}", share, step.index + 1)
+        self._show(stats)
 
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
         """An evaluation after `step` steps."""
@@ -138,29 +105,29 @@ class Telemetry:
             self._board.close()
         self._file.close()
 
-    def _show(self, result: StepResult, seconds: float) -> None:
-        if result.slowest is not None:
-            late = result.slowest
+    def _show(self, stats: StepStats) -> None:
+        if stats.slowest is not None:
+            late = stats.slowest
             self._slowest = f"  slowest rank {late.rank} (+{1e3 * late.behind:.0f} ms, {late.cause})"
-        now = result.step.batch / result.seconds
+        now = stats.step.batch / stats.times.seconds
         self._speed = 0.9 * self._speed + 0.1 * now if self._speed else now
         if self._progress is not None:
             gap = "  " if self.console.width >= WIDE else "\n"
-            self._progress.update(self._task, completed=result.step.index + 1, description=self._line(result, gap))
+            self._progress.update(self._task, completed=stats.step.index + 1, description=self._line(stats, gap))
         elif time.perf_counter() - self._last_line >= PLAIN_SECONDS:
             self._last_line = time.perf_counter()
-            print(self._line(result), flush=True)
+            print(self._line(stats), flush=True)
 
-    def _line(self, result: StepResult, gap: str = "  ") -> str:
-        step, schedule = result.step, self._schedule
-        data, sync = result.data_seconds / result.seconds, result.sync_seconds / result.seconds
-        share = hidden_share(result.on_way_seconds, result.sync_seconds)
+    def _line(self, stats: StepStats, gap: str = "  ") -> str:
+        step, schedule = stats.step, self._schedule
+        data, sync = stats.times.data_seconds / stats.times.seconds, stats.times.sync_seconds / stats.times.seconds
+        share = stats.hidden_share
         hidden = "" if share is None else f", {share:.0%} hidden"
         left = (schedule.stop - step.start - step.batch) / self._speed
         return (
             f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
             f"/{schedule.stop / schedule.train_images:.4g}  step {step.index + 1}/{len(schedule)}  "
-            f"loss {result.loss:.4f}  lr {step.lr:.4g}{gap}{self._speed:,.0f} images/s  "
+            f"loss {stats.loss:.4f}  lr {step.lr:.4g}{gap}{self._speed:,.0f} images/s  "
             f"data {data:.0%}  sync {sync:.0%}{hidden}  {_clock(left)} left{self._slowest}"
         )
 

@@ -1,5 +1,6 @@
-"""The forward and backward pass of one virtual worker, through a network as a whole."""
+"""The forward and backward pass of one virtual worker: through a whole network, or with a tail that ranks share."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -7,29 +8,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..comm.groups import Group
 from ..data.pipeline import Batch
+from ..gradients.reducer import Reducer
 from ..precision import Precision
 from ..recipe.schedule import Step
-from ..recipe.schema import Recipe
+from ..recipe.schema import Recipe, sides
 from ..rng import DROPOUT, keyed_hash
+from ..tensor_parallel.column_pass import ColumnPass
+from ..tensor_parallel.parallel_tail import ParallelTail
 from .batchnorm import BatchNormStatistics
 
 
-class Passing(Protocol):
+class ForwardBackward(Protocol):
     """How a virtual worker goes through a network and back."""
 
-    together: bool
+    in_step: bool
     """the ranks of a group work in step: one that has no images goes on with blank ones"""
 
     def forward(self, step: Step, worker: int, batch: Batch) -> Tensor:
         """The loss, float32 []."""
 
     def backward(self) -> None:
-        """Back from the loss of the last `forward`."""
+        """Back from the loss of the last `forward`; the reducer gets the gradients."""
 
 
-class WholePass:
-    """Each rank computes all of the network for its own virtual workers.
+class WholeNetwork:
+    """Each rank computes all of the network for its own virtual workers; the reducer's hooks take the gradients.
 
     Args:
         model: In training mode from the first pass on.
@@ -39,7 +44,7 @@ class WholePass:
         device: Of the model.
     """
 
-    together = False
+    in_step = False
 
     def __init__(
         self,
@@ -54,8 +59,9 @@ class WholePass:
         self._loss: Tensor | None = None
 
     def forward(self, step: Step, worker: int, batch: Batch) -> Tensor:
-        """See `Passing`."""
+        """See `ForwardBackward`."""
         self._batch_norm.begin_pass()
+        # Dropout's draws belong to the virtual worker, whichever rank computes it.
         torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, worker)) >> 1)
         images = self._precision.place(batch.images, self._device)
         targets = batch.targets.to(self._device, non_blocking=True)
@@ -66,15 +72,80 @@ class WholePass:
         return self._loss
 
     def backward(self) -> None:
-        """See `Passing`."""
+        """See `ForwardBackward`."""
         assert self._loss is not None
         loss, self._loss = self._loss, None
         self._precision.scaled(loss).backward()
 
 
+class SharedTail:
+    """The front of the network for this rank's own virtual worker, the tail in column blocks with its group.
+
+    Args:
+        model: Whole.
+        tail: Shared with the ranks of a group.
+        reducer: Takes the tail's gradients, those of the whole group's virtual workers.
+        wait_weights: Returns when this rank has the new weights of its column blocks.
+        recipe: Its seed, label smoothing and virtual workers.
+        precision: Of the pass.
+        batch_norm: Of the model.
+        world: All ranks.
+    """
+
+    in_step = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tail: ParallelTail,
+        reducer: Reducer,
+        wait_weights: Callable[[], None],
+        recipe: Recipe,
+        precision: Precision,
+        batch_norm: BatchNormStatistics,
+        world: Group,
+    ) -> None:
+        self._model, self._front, self._recipe, self._precision = model, tail.tail.front, recipe, precision
+        self._wait_weights, self._batch_norm, self._world = wait_weights, batch_norm, world
+        slots = tail.held_slots()
+
+        def take(layer: int, block: int, weight: Tensor, bias: Tensor | None) -> None:
+            if bias is not None:
+                reducer.add(slots[layer, block, True], bias)
+            reducer.add(slots[layer, block, False], weight)
+
+        self._columns = ColumnPass(
+            tail.tail,
+            tail.parallel,
+            world.rank,
+            tail.groups,
+            precision,
+            recipe.label_smoothing,
+            recipe.seed,
+            take,
+        )
+
+    def forward(self, step: Step, worker: int, batch: Batch) -> Tensor:
+        """See `ForwardBackward`."""
+        self._batch_norm.begin_pass()
+        self._columns.begin(batch.targets.to(self._world.device, non_blocking=True))
+        torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, worker)) >> 1)
+        images = self._precision.place(batch.images, self._world.device)
+        self._model.train()
+        with self._precision.autocast():
+            features = self._front(images)
+        self._wait_weights()
+        # Ranks that share layers have as many virtual workers each, so that the others' numbers follow from this one's.
+        each = self._recipe.virtual_workers // self._world.size
+        return self._columns.forward(features, step.index, lambda rank: worker + (rank - self._world.rank) * each)
+
+    def backward(self) -> None:
+        """See `ForwardBackward`."""
+        self._columns.backward()
+
+
 def blank(recipe: Recipe, step: Step) -> Batch:
     """Images of nothing, for a rank that can't read its own while the ranks of its group wait for it."""
-    images, side = step.images_per_worker, recipe.data.image_size
-    height, width = (side, side) if isinstance(side, int) else side
-    shape = (images, recipe.data.channels, height, width)
+    images = step.images_per_worker
+    shape = (images, recipe.data.channels, *sides(recipe.data.image_size))
     return Batch(torch.zeros(shape), torch.zeros(images, dtype=torch.int64), np.arange(images), replaced=0)

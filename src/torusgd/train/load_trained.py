@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from ..data.sources import Source, open_sources
+from ..data.sources import open_sources
+from ..data.types import Source
 from ..errors import UserError
 from ..models import build_model
 from ..recipe.load import apply_overrides, load_recipe, validate

@@ -5,7 +5,7 @@ batch-norm layer its population mean and variance, equal for any number of ranks
 form, with exact sums, is ours. The first form is a last stage with `augment: false`.)
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 
@@ -17,10 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..comm.allreduce import native
 from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
+from ..comm.groups import Group
 from ..data.pipeline import Pipeline
 from ..precision import Precision
 from ..recipe.schema import Recipe
-from ..runtime import Ranks
 from .evaluate import read_ahead
 
 
@@ -94,7 +94,13 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
 
 
 def polish_by_recipe(
-    model: nn.Module, pipeline: Pipeline, recipe: Recipe, ranks: Ranks, allreduce: AllReduce, precision: Precision
+    model: nn.Module,
+    pipeline: Pipeline,
+    recipe: Recipe,
+    world: Group,
+    allreduce: AllReduce,
+    precision: Precision,
+    progress: Callable[[int], object] = lambda batch: None,
 ) -> int:
     """Polishes over the training images that a recipe names, in index order, batch i on rank i mod N.
 
@@ -103,21 +109,22 @@ def polish_by_recipe(
         pipeline: Of the training images.
         recipe: Its `polish` section says how many images, and how many in a batch; without one, all images in
             batches of the last stage's images per worker.
-        ranks: This process among the others.
+        world: All ranks.
         allreduce: Sums over ranks.
         precision: As in training.
+        progress: Called before every batch with its place among this rank's.
 
     Returns:
         The number of images over all ranks.
     """
-    how = recipe.polish
-    count = min((how and how.images) or len(pipeline.source), len(pipeline.source))
-    size = (how and how.images_per_batch) or recipe.stages[-1].images_per_worker
+    settings = recipe.polish
+    count = min((settings and settings.images) or len(pipeline.source), len(pipeline.source))
+    size = (settings and settings.images_per_batch) or recipe.stages[-1].images_per_worker
     cuts = [*range(0, count, size), count]
     # An image alone has no variance where a layer sees one pixel: the last one joins the batch before.
     if count - cuts[-2] == 1 and len(cuts) > 2:
         del cuts[-2]
     chunks = [np.arange(start, stop) for start, stop in pairwise(cuts)]
-    batches = read_ahead(pipeline, chunks[ranks.rank :: ranks.size])
+    batches = read_ahead(pipeline, chunks[world.rank :: world.size], progress)
     with precision.autocast():
-        return polish(model, (precision.place(batch.images, ranks.device) for batch in batches), allreduce)
+        return polish(model, (precision.place(batch.images, world.device) for batch in batches), allreduce)

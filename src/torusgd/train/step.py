@@ -1,287 +1,212 @@
-"""One synchronous step: from the images of the virtual workers to the updated weights.
+"""One synchronous step, from the images of the virtual workers to the updated weights.
 
-A gradient's way: a virtual worker's forward and backward pass -> `Reducer` (a hook rounds it into a bucket, full
-buckets leave while backward runs) -> the all-reduce -> the status -> the mean -> the optimiser.
+A gradient's way:
+
+    forward, backward     each virtual worker of this rank in turn (`ForwardBackward`)
+    reducer.add           a hook rounds its gradient into a bucket, as soon as autograd has it (`Reducer`)
+    all-reduce            full buckets leave while backward still runs (`comm`)
+    status                found by every rank alike in what has arrived: accepted, out of range, or not finite
+    apply_mean            the integers become the mean gradient, divided by the count of contributions
+    update.step           the optimiser updates what this rank owns (`Update`); shards are gathered during the next step
+
+Beside it goes the control vector: losses, batch-norm statistics and counts of all ranks, which leave when the last
+forward pass is done. Nothing outside the reducer changes until a step is accepted, so that it can be redone.
 """
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce
-from ..comm.buckets import Buckets
-from ..comm.liveness import StepLimit
+from ..comm.base import AllReduce
+from ..comm.groups import Group
+from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
-from ..comm.reduce_scatter import ShardCollectives
 from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
 from ..errors import RunError
 from ..gradients.reducer import Reducer
-from ..gradients.update import Replicated, Sharded, Update
+from ..gradients.update import Update
 from ..optim import set_hyperparameters
 from ..precision import Precision
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
-from ..runtime import Ranks
-from ..tensor_parallel.parallel_step import Hybrid, HybridPass, HybridReducer
-from ..tensor_parallel.parallel_tail import HybridTail
 from .batchnorm import BatchNormStatistics
-from .control_vector import StepStatistics, Totals
-from .forward_backward import Passing, WholePass, blank
-from .link_probe import Links
-from .stragglers import Slowest, Stragglers, slowest
+from .control_vector import ControlMessage, ControlVector
+from .forward_backward import ForwardBackward, blank
+from .journal import JournalEntry
+from .membership import Membership
+from .step_stats import StepClock, StepStats
+from .stragglers import Stragglers, slowest
 
-MAX_ATTEMPTS = 3
-_USUAL = 8
-"""steps of which the longest is a usual step"""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did; the same on every rank, but for the times."""
-
-    step: Step
-    loss: float
-    replaced: int
-    stop: bool
-    """a rank was asked to stop: end the run after this step"""
-    redone: int
-    """times that the step was measured and redone after an overflow"""
-    overflowed: list[str]
-    """parameters whose sum left the integer range, before the step was redone"""
-    skipped: list[str]
-    """parameters with a non-finite gradient; not empty: the update was skipped (float16)"""
-    underflow: float
-    loss_scale: float
-    """of this step; 1 unless the precision is float16"""
-    slowest: Slowest | None
-    """now and then, and of the step before: the rank whose gradients were ready last"""
-    seconds: float
-    data_seconds: float
-    sync_seconds: float
-    """that the step waited for messages"""
-    on_way_seconds: float
-    """with at least one message on its way; nan where nobody can tell (NCCL)"""
-    update_seconds: float
-    """of this rank's own work after its last backward pass: status, mean, optimiser, statistics"""
+_MODEL, _MOMENTUM = "model/", "momentum/"
 
 
+@dataclass
 class TrainStep:
-    """Takes the steps of a schedule on this rank.
+    """Takes the steps of a schedule on this rank; `train.build` puts it together."""
 
-    Args:
-        recipe: What to compute.
-        schedule: Its steps.
-        model: Updated in place; all ranks hold the same weights.
-        optimizer: As from `build_optimizer`.
-        loader: Gives the images of a virtual worker.
-        ranks: This process among the others.
-        allreduce: Sums over ranks, as from `create`.
-        buckets: The rule of the gradient buckets' sizes.
-        is_sharded: Each rank updates a shard of the weights only.
-        timeout: Seconds beyond the usual length of a step that a rank may be late, from the second step on.
-        stop_requested: Asked once a step.
-        hybrid: The model's tail, where it is computed in column blocks.
-    """
+    recipe: Recipe
+    schedule: Schedule
+    model: nn.Module
+    """updated in place; after `update.gather_all` all ranks hold the same weights"""
+    loader: Loader
+    forward_backward: ForwardBackward
+    reducer: Reducer
+    update: Update
+    batch_norm: BatchNormStatistics
+    precision: Precision
+    allreduce: AllReduce
+    """over all ranks, watched by `monitor`"""
+    monitor: Monitor
+    control: ControlMessage
+    stragglers: Stragglers
+    clock: StepClock
+    world: Group
+    liveness: Liveness
+    """learns of this rank's progress"""
+    stop_requested: Callable[[], bool]
+    """asked once a step"""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        schedule: Schedule,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loader: Loader,
-        ranks: Ranks,
-        allreduce: AlgorithmAllReduce | NativeAllReduce,
-        buckets: Buckets,
-        is_sharded: bool,
-        timeout: float,
-        stop_requested: Callable[[], bool],
-        hybrid: HybridTail | None = None,
-    ) -> None:
-        self.recipe = recipe
-        self.schedule = schedule
-        self.model = model
-        self.ranks = ranks
-        self.precision = Precision(recipe, ranks.device)
-        self.batch_norm = BatchNormStatistics(model)
-        self.monitor = Monitor()
-        self.monitor.liveness = self._limit = StepLimit(self.monitor)
-        self.allreduce = self.monitor.over(allreduce)
-        """the same all-reduce, watched: a rank that doesn't answer is overdue"""
-        shards = ShardCollectives(allreduce, self.monitor.watch) if is_sharded else None
-        how = model, recipe.reduction, recipe.virtual_workers, self.allreduce, buckets, shards
-        self.reducer: Reducer
-        self.update: Update
-        self._passing: Passing
-        if hybrid is not None:
-            columns = hybrid.reducer(recipe.virtual_workers, buckets, self.monitor)
-            reducer = HybridReducer(columns, *how)
-            self.reducer, self.update = reducer, Hybrid(optimizer, reducer, hybrid)
-            self._passing = HybridPass(model, hybrid, columns, recipe, self.precision, self.batch_norm, ranks)
-        else:
-            self.reducer = Reducer(*how)
-            self._passing = WholePass(model, recipe, self.precision, self.batch_norm, ranks.device)
-            if shards is None:
-                self.update = Replicated(optimizer, self.reducer)
-            else:
-                self.update = Sharded(model, optimizer, self.reducer, shards, self.allreduce)
-        self._statistics = StepStatistics(self.batch_norm.running.numel(), recipe.virtual_workers, ranks.device)
-        self._lateness = Stragglers(ranks.rank, ranks.size, Links() if ranks.size > 2 else None)
-        self._loader = loader
-        self._timeout = timeout
-        self._recent: deque[float] = deque(maxlen=_USUAL)
-        self._stop_requested = stop_requested
-        self._workers = ranks.share_of(recipe.virtual_workers)
-        self._batches: Iterator[Batch] = iter(())
-        self._next_step = -1
-        self._failure = ""  # why this rank can't read its images
-        self._passed = 0.0  # when the step's last backward pass ended, without what was waited for messages until then
+    def __post_init__(self) -> None:
+        self._read_error = ""
 
-    def close(self) -> None:
-        """Ends what the steps began beside themselves; every rank calls it after the last one."""
-        self._lateness.close()
+    def run(self, membership: Membership, entry: JournalEntry) -> StepStats:
+        """Takes the step of a journal entry.
 
-    def run(self, index: int) -> StepResult:
-        """Takes step `index`; once `update.settle` was called the model holds the updated weights.
+        Args:
+            membership: Who computes which virtual workers.
+            entry: Whose gradients enter the update.
 
         Raises:
             RunError: A gradient is not finite (and the precision is not float16), or a rank can't read its images.
         """
-        started = time.perf_counter()
-        data_before, sync_before, on_way_before = self._loader.wait_seconds, self.monitor.waited, self.monitor.on_way
-        step = self.schedule[index]
-        overflowed: list[str] = []
-        redone = 0
-        if self.reducer.needs_measure:
-            self._measure(step)
-        while True:
-            totals = self._pass(step)
-            status = self.reducer.finish()
-            self._lateness.note(index, self.reducer, self._loader.wait_seconds - data_before)
-            if totals.failed:
-                share = f"{totals.failed} of {self.ranks.size} ranks"
-                raise RunError(f"step {index}: {share} can't read training images{self._failure}")
-            if status.nonfinite or not status.overflow:
-                break
-            overflowed += [self.reducer.names[slot] for slot in status.overflow]
-            redone += 1
-            if redone == MAX_ATTEMPTS:
-                raise RunError(
-                    f"step {index}: {overflowed[0]}: the gradient's sum leaves the integer range even at a "
-                    "freshly measured scale; this is a defect of torusgd, please report it"
-                )
-            self._measure(step)
-        skipped = [self.reducer.names[slot] for slot in status.nonfinite]
+        self.clock.start()
+        step = self.schedule[entry.step]
+        workers = [worker for worker in membership.mine if worker in entry.workers()]
+
+        # The passes and the sums. A sum that leaves its range is measured, and the passes are repeated.
+        reduced = self.reducer.reduce(lambda: self._passes(step, workers), check=lambda c: self._check_images(step, c))
+        control, report = reduced.result, reduced.report
+        self.stragglers.note(step.index, self.reducer, self.clock.data_seconds())
+
+        # The same decision on every rank, for the status is the same.
         loss_scale = self.precision.loss_scale
+        skipped = [self.reducer.names[slot] for slot in report.nonfinite]
         if skipped:
-            self.precision.skip(index, skipped)
+            self.precision.skip(step.index, skipped)
         else:
-            self._update(step, totals)
-        seconds = time.perf_counter() - started
-        self._recent.append(seconds)
-        # Ranks differ by parts of a step, which may be long: a share more of virtual workers, a batch that comes late.
-        self._limit.seconds = self._timeout + max(self._recent)
-        return StepResult(
+            self._check_batch_norm(step, control)
+            self.reducer.apply_mean(control.counts.contributions)
+            self.precision.accept(self.reducer.owned)
+            set_hyperparameters(
+                self.update.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
+            )
+            self.update.step()
+            self.batch_norm.update(control.batch_norm)
+
+        return StepStats(
             step=step,
-            loss=totals.loss,
-            replaced=totals.replaced,
-            stop=totals.stop > 0,
-            redone=redone,
-            overflowed=overflowed,
+            times=self.clock.stop(),
+            loss=control.loss,
+            replaced=control.counts.replaced,
+            stop=control.counts.stop > 0,
+            redone=reduced.attempts,
+            overflowed=reduced.overflowed,
             skipped=skipped,
-            underflow=status.underflow,
+            underflow=report.underflow,
             loss_scale=loss_scale,
-            slowest=slowest(totals.notes),
-            seconds=seconds,
-            data_seconds=self._loader.wait_seconds - data_before,
-            sync_seconds=self.monitor.waited - sync_before,
-            on_way_seconds=self.monitor.on_way - on_way_before,
-            update_seconds=started + seconds - self.monitor.waited - self._passed,
+            slowest=slowest(control.timings),
         )
 
-    def _update(self, step: Step, totals: Totals) -> None:
-        if not bool(totals.batch_norm.isfinite().all()):
-            layer = self.batch_norm.name_of(int((~totals.batch_norm.isfinite()).nonzero()[0]))
+    def _passes(self, step: Step, workers: list[int]) -> ControlVector:
+        """Forward and backward of this rank's virtual workers; buckets and control vector leave meanwhile."""
+        self.control.clear()
+        self.control.counts.stop = int(self.stop_requested())
+        sent = None
+        for worker in workers:
+            self.liveness.progress("train", step.index, worker)
+            batch = self._read(step, worker, workers)
+            self.reducer.begin_worker(last=worker == workers[-1])
+            if batch is not None:
+                loss = self.forward_backward.forward(step, worker, batch)
+                self.control.add(self.batch_norm.batch, loss.detach())
+                self.control.counts.replaced += batch.replaced
+            if worker == workers[-1]:
+                sent = self.control.send(self.allreduce, self.stragglers.message(step.index))
+            # A backward pass fills the memory in which the last step's weights may still be under way.
+            self.update.wait_weights()
+            if batch is not None:
+                self.forward_backward.backward()
+            self.reducer.end_worker()
+        assert sent is not None, "each rank has a virtual worker in every step"
+        self.clock.passes_done()
+        sent.wait()
+        return self.control.read()
+
+    def _read(self, step: Step, worker: int, workers: list[int]) -> Batch | None:
+        """The images of a virtual worker; None, or blank ones, where they can't be read, as all ranks learn."""
+        try:
+            return self.loader.take(_share(step, worker), self._following(step, worker, workers))
+        except OSError as error:
+            self._read_error = f" (rank {self.world.ranks[self.world.rank]}: {error})"
+            self.control.counts.failed = 1
+            return blank(self.recipe, step) if self.forward_backward.in_step else None
+
+    def _following(self, step: Step, worker: int, workers: list[int]) -> Iterator[Share]:
+        """What this rank reads next, if its share of the virtual workers stays as it is."""
+        yield from (_share(step, after) for after in workers[workers.index(worker) + 1 :])
+        for index in range(step.index + 1, len(self.schedule)):
+            yield from (_share(self.schedule[index], each) for each in workers)
+
+    def _check_images(self, step: Step, control: ControlVector) -> None:
+        if control.counts.failed:
+            share = f"{control.counts.failed} of {control.counts.ranks} ranks"
+            raise RunError(f"step {step.index}: {share} can't read training images{self._read_error}")
+
+    def _check_batch_norm(self, step: Step, control: ControlVector) -> None:
+        if not control.is_finite:
+            layer = self.batch_norm.name_of(int((~control.batch_norm.isfinite()).nonzero()[0]))
             raise RunError(
                 f"step {step.index}: {layer}: a batch statistic is not finite, or beyond 2**57; the run has diverged: "
                 "lower rate.lr or lengthen rate.warmup.length"
             )
-        self.reducer.apply_mean()
-        self.precision.accept(self.reducer.pieces)
-        set_hyperparameters(
-            self.update.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
-        )
-        self.update.step()
-        self.batch_norm.update(totals.batch_norm)
 
-    def _pass(self, step: Step) -> Totals:
-        """Forward and backward of this rank's virtual workers; messages leave on their way."""
-        self._statistics.clear()
-        self.reducer.begin(measuring=False)
-        self._statistics.count("stop", int(self._stop_requested()))
-        sent = None
-        for worker in self._workers:
-            last = worker == self._workers[-1]
-            batch = self._read(step, worker)
-            self.reducer.begin_worker(last=last)
-            loss = None
-            if batch is not None:
-                loss = self._passing.forward(step, worker, batch)
-                self._statistics.add(self.batch_norm.batch, loss.detach())
-                self._statistics.count("replaced", batch.replaced)
-            if last:
-                sent = self._statistics.send(self.allreduce, self._lateness.message(step.index))
-            self.update.settle()
-            if loss is not None:
-                self._passing.backward()
-            self.reducer.end_worker()
-        assert sent is not None
-        self._passed = time.perf_counter() - self.monitor.waited
-        sent.wait()
-        return self._statistics.totals()
+    def write_to_model(self, steps: int) -> None:
+        """Puts all updated weights and running statistics into the model, to be read; every rank calls it."""
+        self.update.gather_all()
+        self.batch_norm.write_to_model(steps)
 
-    def _measure(self, step: Step) -> None:
-        """Finds each gradient's largest element over all virtual workers, without an update."""
-        self._seek(step.index)
-        self.reducer.begin(measuring=True)
-        for worker in self._workers:
-            batch = self._read(step, worker)
-            self.reducer.begin_worker(last=False)
-            loss = None if batch is None else self._passing.forward(step, worker, batch)
-            self.update.settle()
-            if loss is not None:
-                self._passing.backward()
-            self.reducer.end_worker()
-        self.reducer.finish_measuring()
-        self._seek(step.index)
+    def state_dict(self, steps: int, keep: bool) -> dict[str, Tensor]:
+        """All tensors that the next step needs, whole, by name; every rank calls it, and those that `keep` get it.
 
-    def _read(self, step: Step, worker: int) -> Batch | None:
-        """The images of a virtual worker; None, or blank ones, where they can't be read, as all ranks learn."""
-        if worker == self._workers[0] and self._next_step != step.index:
-            self._seek(step.index)
-        if worker == self._workers[-1]:
-            self._next_step = step.index + 1
-        try:
-            return next(self._batches)
-        except OSError as error:
-            if not self._failure:
-                self._failure = f" (rank {self.ranks.rank}: {error})"
-            self._statistics.count("failed", 1)
-            self._batches = iter(())
-        except StopIteration:
-            pass
-        return blank(self.recipe, step) if self._passing.together else None
+        Weights and buffers are the model's own, not copies. Every rank holds what is replicated; shards and column
+        blocks are gathered from the ranks that own them (`Update.momentum`).
+        """
+        self.write_to_model(steps)
+        momentum = {f"{_MOMENTUM}{name}": tensor for name, tensor in self.update.momentum(keep).items()}
+        model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
+        return model | momentum | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
 
-    def _seek(self, index: int) -> None:
-        shares = (
-            Share(step.share(worker), step.images_per_worker, step.augment)
-            for step in (self.schedule[i] for i in range(index, len(self.schedule)))
-            for worker in self._workers
-        )
-        self._batches = self._loader.run(shares)
-        self._next_step = index
+    def load_state_dict(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Takes this rank's part of what `state_dict` gave, a tensor at a time."""
+        model = self.model.state_dict()
+        for name, tensor in tensors:
+            if name.startswith(_MODEL):
+                model[name.removeprefix(_MODEL)].copy_(tensor)
+            elif name.startswith(_MOMENTUM):
+                self.update.load_momentum(name.removeprefix(_MOMENTUM), tensor)
+            elif name == "gradient_bounds":
+                self.reducer.sum.load_state(tensor)
+            else:
+                self.precision.load_state(name, tensor)
+        self.batch_norm.read_from_model()
+
+    def close(self) -> None:
+        """Ends what the steps began beside themselves; every rank calls it after the last one."""
+        self.update.close()
+        self.stragglers.close()
+
+
+def _share(step: Step, worker: int) -> Share:
+    return Share(step.index, worker, step.share(worker), step.images_per_worker, step.augment)

@@ -1,26 +1,40 @@
 """Which rank is slow, and why: an all-reduce makes every rank as slow as the last one, and hides which it was.
 
 So each rank notes when its gradients were ready, counted from the end of its own previous all-reduce, before it waits
-for anyone. Now and then these notes travel in the step's first message, each rank in a place of its own.
+for anyone. Now and then these notes travel in the step's control vector, each rank in a place of its own.
+
+Where the network is to blame, the all-reduce is as slow on every rank, whoever's link it is. So small messages to the
+next rank and back are timed now and then, off the step's path: a rank with a slow link is slow in both pairs that it
+belongs to; its neighbours are so in one.
 """
 
+import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..comm.groups import Group
 from ..gradients.reducer import Reducer
-from .link_probe import Links, slow_link
 
 EVERY = 10
 """steps from one comparison to the next"""
 _FIELDS = 5
 _UNIT = 1e-6  # seconds; the notes travel as integers
+_BYTES = 1 << 16
+_TRIPS = 3
+"""Round trips of a probe; the minimum is used, since the first may wait for a slow peer."""
+_PATIENCE = 600.0
+"""Timeout in seconds of a probe; a neighbour that does not answer is not probed again."""
+_CLEAR = 1.5
+"""a link that takes so many times the median is to blame"""
 
 
 @dataclass(frozen=True)
-class Slowest:
+class Straggler:
     """The rank whose gradients were ready last, or whose link is slow."""
 
     rank: int
@@ -31,16 +45,16 @@ class Slowest:
 
 
 class Stragglers:
-    """Notes of this rank, and the comparison of all ranks' notes.
+    """Notes of this rank's times, to be compared with those of all ranks. Every rank makes one at the same time.
 
     Args:
-        rank: Of this process.
-        size: Ranks in all.
-        links: Of this rank; None where nothing is to be compared.
+        world: All ranks.
     """
 
-    def __init__(self, rank: int, size: int, links: Links | None = None) -> None:
-        self._rank, self._size, self._links = rank, size, links
+    def __init__(self, world: Group) -> None:
+        self._place, self._size = world.rank, world.size
+        # Of two ranks nobody can tell whose link is slow.
+        self._probe = LinkProbe(world) if world.size > 2 else None
         self._notes = [0.0] * _FIELDS
         self._last_end = time.perf_counter()
 
@@ -48,39 +62,117 @@ class Stragglers:
         """Notes a step whose all-reduce has just ended."""
         end = time.perf_counter()
         marks = (reducer.first_ready - self._last_end, reducer.last_ready - self._last_end, data_seconds)
-        self._notes = [*marks, end - self._last_end, self._links.seconds if self._links is not None else 0.0]
+        self._notes = [*marks, end - self._last_end, self._probe.seconds if self._probe is not None else 0.0]
         self._last_end = end
-        if self._links is not None and step % EVERY == EVERY // 2:
-            self._links.measure()
-
-    def close(self) -> None:
-        """Ends what watches the links; every rank calls it."""
-        if self._links is not None:
-            self._links.close()
+        if self._probe is not None and step % EVERY == EVERY // 2:
+            self._probe.measure()
 
     def message(self, step: int) -> Tensor:
         """int64: this rank's notes of the step before, in its place among all; empty in most steps."""
         if self._size == 1 or step == 0 or step % EVERY:
             return torch.zeros(0, dtype=torch.int64)
         places = torch.zeros(self._size, _FIELDS, dtype=torch.int64)
-        places[self._rank] = torch.tensor([int(note / _UNIT) for note in self._notes])
+        places[self._place] = torch.tensor([int(note / _UNIT) for note in self._notes])
         return places.reshape(-1)
 
+    def close(self) -> None:
+        """Ends what probes the links; every rank calls it."""
+        if self._probe is not None:
+            self._probe.close()
 
-def slowest(message: Tensor) -> Slowest | None:
+
+def slowest(message: Tensor) -> Straggler | None:
     """Compares the notes of all ranks, as `Stragglers.message` sent them, summed; None without notes."""
     if not message.numel():
         return None
     _, ready, data, total, links = (message.view(-1, _FIELDS).double() * _UNIT).unbind(dim=1)
     rank = int(ready.argmax())
     compute = ready - data
-    parts = {
+    excess = {
         "data": float(data[rank] - data.median()),
         "compute": float(compute[rank] - compute.median()),
         "network": float(total.median() - ready.max()),
     }
-    cause = max(parts, key=lambda part: parts[part])
+    cause = max(excess, key=lambda key: excess[key])
     behind = float(ready[rank] - ready.median())
     if cause == "network" and (culprit := slow_link(links.tolist())) is not None:
         rank, behind = culprit, float(links[culprit] - links.median())
-    return Slowest(rank, behind, cause)
+    return Straggler(rank, behind, cause)
+
+
+class LinkProbe:
+    """Times this rank's round trips in a thread and a group of its own; every rank makes one, at the same time.
+
+    Args:
+        world: All ranks.
+    """
+
+    def __init__(self, world: Group) -> None:
+        self._group = world.duplicate(timeout=_PATIENCE)
+        self._rank, self._size = world.rank, world.size
+        self.seconds = 0.0
+        """there and back, of the last measurement that ended; 0: none has"""
+        self._asked = threading.Semaphore(0)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="torusgd-link-probe")
+        self._thread.start()
+
+    def measure(self) -> None:
+        """Begins a measurement; every rank calls it after the same step."""
+        self._asked.release()
+
+    def close(self) -> None:
+        """Ends the thread, with what it has begun; every rank calls it."""
+        self._is_closing = True
+        self._asked.release()
+        self._thread.join()
+        self._group.close()
+
+    def _serve(self) -> None:
+        with suppress(RuntimeError):  # a neighbour is lost: the step's own messages find it
+            while self._asked.acquire() and not self._is_closing:
+                self.seconds = self._measure()
+
+    def _measure(self) -> float:
+        """Pairs take turns, so that a rank is in one at a time: what it measures is that pair alone."""
+        before, seconds = (self._rank - 1) % self._size, 0.0
+        for turn in range(3):
+            if self._turn(self._rank) == turn:
+                seconds = self._ask((self._rank + 1) % self._size)
+            elif self._turn(before) == turn:
+                self._answer(before)
+        return seconds
+
+    def _turn(self, rank: int) -> int:
+        """Of the pair of a rank and the next one."""
+        return 2 if self._size % 2 and rank == self._size - 1 else rank % 2
+
+    def _ask(self, peer: int) -> float:
+        load, replies = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(_TRIPS)
+        received = [self._group.receive(reply, peer) for reply in replies.split(1)]
+        times = []
+        for reply in received:
+            begin = time.perf_counter()
+            self._group.send(load, peer).wait()
+            reply.wait()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    def _answer(self, peer: int) -> None:
+        loads = torch.zeros(_TRIPS, _BYTES, dtype=torch.uint8)
+        for load in [self._group.receive(load, peer) for load in loads.unbind()]:
+            load.wait()
+            self._group.send(torch.zeros(1), peer).wait()
+
+
+def slow_link(seconds: Sequence[float]) -> int | None:
+    """The rank whose link is slow, from all ranks' seconds to the next one and back; None where none stands out.
+
+    >>> slow_link([0.01, 0.05, 0.06, 0.01])
+    2
+    """
+    if len(seconds) < 3 or min(seconds) <= 0:
+        return None
+    both = [min(seconds[rank - 1], seconds[rank]) for rank in range(len(seconds))]
+    worst = max(range(len(both)), key=lambda rank: both[rank])
+    return worst if both[worst] > _CLEAR * sorted(both)[len(both) // 2] else None

@@ -1,10 +1,8 @@
-"""The small nets learn the digits and take any size; AlexNet-BN has the published cost at both of its sizes."""
+"""The small nets learn the digits and take images of any size."""
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.flop_counter import FlopCounterMode
 
 from torusgd.errors import UserError
 from torusgd.models import MODELS
@@ -44,7 +42,6 @@ def test_no_dropout_is_the_default() -> None:
         ("digits-net", {"dropout": 1.0}, "model.options.dropout"),
         ("fashion-net", {"dropout": -0.1}, "model.options.dropout"),
         ("fashion-net", {"width": 0}, "model.options.width"),
-        ("alexnet-bn", {"dropout": 1.5}, "model.options.dropout"),
     ],
 )
 def test_impossible_options_are_named(name: str, options: dict[str, float], key: str) -> None:
@@ -72,29 +69,3 @@ def test_digits_net_learns_the_digits() -> None:
     with torch.no_grad():
         top1 = float((model(images[1437:]).argmax(1) == labels[1437:]).float().mean())
     assert top1 > 0.9
-
-
-def alexnet() -> nn.Module:
-    with torch.device("meta"):
-        return MODELS["alexnet-bn"](classes=1000, channels=3)
-
-
-def test_alexnet_has_61_million_parameters() -> None:
-    # Convolutions 2,332,704, batch norms 2,752, linear layers 58,631,144.
-    assert sum(p.numel() for p in alexnet().parameters()) == 60_966_600
-
-
-def test_alexnet_forward_cost_at_227_pixels() -> None:
-    # conv1 105.4, conv2 223.9, conv3 149.5, conv4 112.1, conv5 74.8, fc 58.6 million: 1.45 GFLOP an image.
-    with FlopCounterMode(display=False) as counter:
-        assert alexnet()(torch.empty(1, 3, 227, 227, device="meta")).shape == (1, 1000)
-    assert counter.get_total_flops() / 2 == pytest.approx(724.4e6, rel=1e-3)
-
-
-@pytest.mark.parametrize(("size", "pooled"), [(227, False), (224, False), (64, True), (300, True)])
-def test_alexnet_pools_to_its_classifier_at_unusual_sizes_only(size: int, pooled: bool) -> None:
-    model = alexnet()
-    calls: list[nn.Module] = []
-    model.get_submodule("to_pixels").register_forward_hook(lambda module, args, output: calls.append(module))
-    assert model(torch.empty(2, 3, size, size, device="meta")).shape == (2, 1000)
-    assert bool(calls) == pooled

@@ -1,0 +1,40 @@
+"""`torusgd data`: get public data sets, and look at any."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+app = typer.Typer(help="Get and look at data sets.", no_args_is_help=True)
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, Argument(metavar="NAME", help="fashion-mnist")],
+    out: Annotated[Path | None, Option("--out", help="Folder to put it in.")] = None,
+) -> None:
+    """Find or fetch a public data set, and check its files."""
+    from ..data.fetch import fetch as get
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    folder = get(name, out)
+    typer.echo(f"{name} is in {folder}; train with --data {folder}")
+
+
+@app.command()
+def info(
+    path: Annotated[Path, Argument(metavar="PATH", help="A data set's folder or file, or a recipe's name.")],
+    check: Annotated[bool, Option("--check", help="Decode every image, and name those that can't be.")] = False,
+) -> None:
+    """Describe a data set: its images, classes and sizes."""
+    from ..data.info import describe, undecodable
+
+    for line in describe(path).lines():
+        typer.echo(line)
+    if check:
+        bad = 0
+        for bad, reason in enumerate(undecodable(path), 1):  # noqa: B007 - counted
+            typer.echo(f"undecodable: {reason}")
+        typer.echo(f"undecodable images: {bad}")

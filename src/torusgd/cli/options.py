@@ -1,0 +1,219 @@
+"""The options that several commands share, each written once: its name, its help and its panel.
+
+A group of options that belong together is a dataclass. A command that is decorated with `takes_groups` has one as a
+parameter, and its options on the command line:
+
+    @takes_groups
+    def plan(recipe: RecipeName, runtime: RuntimeFlags) -> None: ...
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from typer import Argument, Option
+
+from ..comm.algorithms import SCHEDULED
+from ..comm.rounds import METHODS
+
+if TYPE_CHECKING:  # at run time only once a command runs: `torusgd --help` takes no seconds
+    from ..recipe.runtime_options import RuntimeOptions
+
+DATA, RECIPE, RUNTIME, NETWORK, OUTPUT = "Data", "Recipe", "Runtime", "Network", "Output"
+"""panels of --help, beside those of single commands"""
+R = TypeVar("R")
+
+RecipeName = Annotated[str, Argument(metavar="RECIPE", help="A built-in recipe's name, or a YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    Option(
+        "--set",
+        metavar="KEY.PATH=VALUE",
+        help="Change a key of the recipe; repeatable. Another model.name leaves out the model.options before it.",
+        rich_help_panel=RECIPE,
+    ),
+]
+DataPath = Annotated[
+    Path | None, Option("--data", help="Folder or file of the data set.", show_default=False, rich_help_panel=DATA)
+]
+JsonFile = Annotated[Path | None, Option("--json", help="Also write all of it here.", rich_help_panel=OUTPUT)]
+Device = Annotated[
+    str | None,
+    Option("--device", help="cpu or cuda. Default: cuda where there is a GPU.", rich_help_panel=RUNTIME),
+]
+Workers = Annotated[
+    int | None,
+    Option("--workers", help="Ranks to start here. Default: as many as GPUs, else as cores.", rich_help_panel=RUNTIME),
+]
+Grid = Annotated[
+    str | None,
+    Option(
+        "--grid",
+        metavar="YxX",
+        help="Ranks vertically by horizontally, for torus and hierarchical. Default: hosts by ranks a host.",
+        rich_help_panel=NETWORK,
+    ),
+]
+Profile = Annotated[Path | None, Option("--profile", help="A file of torusgd tune, for auto.", rich_help_panel=NETWORK)]
+
+
+@dataclass(frozen=True)
+class RuntimeFlags:
+    """The flags that override a recipe's `runtime:` block, of train, plan and rehearse alike."""
+
+    workers: Annotated[
+        int | None,
+        Option(
+            "--workers",
+            "--devices",
+            metavar="N",
+            help="Ranks. Default: in train as many as this machine's GPUs, else cores; plan and rehearse need it.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        Option(
+            "--device",
+            help="cpu or cuda. Default: cuda where there is a GPU; plan and rehearse take their cluster's device.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None
+    update: Annotated[
+        str | None,
+        Option(
+            "--update",
+            metavar="replicated|sharded",
+            help="sharded: each rank updates a shard of the weights. Default: replicated.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None
+    model_parallel: Annotated[
+        str | None,
+        Option(
+            "--model-parallel",
+            metavar="M|auto",
+            help="Ranks that share the last, linear layers. Default: 1.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None
+    allreduce: Annotated[
+        str | None,
+        Option(
+            "--allreduce",
+            help=f"native (the backend's own, the default), auto (measures and picks), {', '.join(SCHEDULED)}; with "
+            f"the methods of both axes as in torus:halving/ring, of {', '.join(METHODS)}. "
+            "plan also prices other programs': tree, nccl, in-network.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
+    grid: Grid = None
+    profile: Profile = None
+    buckets: Annotated[
+        str | None,
+        Option(
+            "--buckets",
+            metavar="auto|cubic|MIB|[N,...]",
+            help="Gradients that travel together: up to so many MiB, so many tensors each, or 3, 21, 57, ... tensors. "
+            "Default: auto, by the first steps' times with --allreduce auto, else 4 MiB.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
+
+    def over(self, block: "RuntimeOptions", **more: Any) -> "RuntimeOptions":
+        """The options of a `runtime:` block with these flags, and `more` of one command, in place of its own.
+
+        Raises:
+            UserError: A value is not allowed.
+        """
+        from ..recipe.load import parse_yaml, validate
+        from ..recipe.runtime_options import RuntimeOptions
+
+        given = {key: value for key, value in {**asdict(self), **more}.items() if value is not None}
+        for key in ("model_parallel", "buckets"):  # a word, a number or a list, as in a recipe file
+            if key in given:
+                given[key] = parse_yaml(given[key], f"--{key.replace('_', '-')} {given[key]}")
+        if "profile" in given:
+            given["profile"] = str(given["profile"])
+        return validate(RuntimeOptions, {**block.model_dump(mode="json", exclude_unset=True), **given}, "flags")
+
+
+@dataclass(frozen=True)
+class PlannedMachine:
+    """The machine and the program that plan and rehearse take in place of this one."""
+
+    cluster: Annotated[
+        str | None, Option("--cluster", help="A cluster's name, a YAML file, or local.", rich_help_panel="Cluster")
+    ] = None
+    software: Annotated[
+        str | None,
+        Option(
+            "--software",
+            help="Software profile; a rehearsal takes its speed of compute. Default: the cluster's own.",
+            rich_help_panel="Cluster",
+        ),
+    ] = None
+    measured: Annotated[
+        Path | None,
+        Option(
+            "--measured",
+            help="A finished run with one worker on such a device, for its compute; --cluster local needs it.",
+            rich_help_panel="Cluster",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """The weights that eval and polish open, and the data that they read."""
+
+    checkpoint: Annotated[
+        Path, Argument(metavar="CHECKPOINT", help="A run's folder, a checkpoint's folder or a weight file.")
+    ]
+    data: DataPath = None
+    classes: Annotated[
+        str | None,
+        Option(
+            "--classes",
+            help="File in the data folder: the class folders in the weights' order.",
+            rich_help_panel=DATA,
+        ),
+    ] = None
+    model: Annotated[
+        str | None, Option("--model", help="The network, for weights trained elsewhere.", rich_help_panel=RECIPE)
+    ] = None
+    overrides: Overrides = None
+    device: Device = None
+
+
+def takes_groups(command: Callable[..., R]) -> Callable[..., R]:
+    """Replaces each parameter that is a dataclass by that class's fields, in the signature that Typer reads.
+
+    The function that comes back takes the fields by keyword, and hands `command` its groups.
+    """
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        found = [parameter]
+        group = parameter.annotation
+        if isinstance(group, type) and is_dataclass(group):
+            groups[parameter.name] = group
+            found = list(inspect.signature(group).parameters.values())
+        parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in found]
+
+    @wraps(command)
+    def flat(**values: Any) -> R:
+        made = {name: group(**_taken(group, values)) for name, group in groups.items()}
+        return command(**values, **made)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def _taken(group: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a group's fields, taken out of `values`."""
+    return {field.name: values.pop(field.name) for field in fields(group) if field.name in values}

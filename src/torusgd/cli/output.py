@@ -1,0 +1,39 @@
+"""What commands print on and write to: the terminal, and the file of --json."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import UserError
+
+
+def console() -> Console:
+    """The terminal; lines are neither coloured nor wrapped, so that they can be searched."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def check_writable(flag: str, path: Path | None) -> None:
+    """Raises before minutes of work, not after them.
+
+    Raises:
+        UserError: `path` is a folder, or in one that can't be written.
+    """
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise UserError(f"{flag} {path}: can't be written; name a file in a folder that can")
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Writes what --json asks for; None: nothing was asked for.
+
+    Raises:
+        UserError: The file can't be written.
+    """
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--json {path}: can't be written: {error.strerror}") from error

@@ -1,0 +1,66 @@
+"""Ranks for a command that measures: those of somebody's launcher, or some of its own on this machine."""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+
+from ..comm.groups import Group
+from ..comm.liveness import Liveness
+from ..launch.heartbeat import Limits
+from ..launch.processes import RankFailed, Supervisor
+from ..launch.torchrun import run_joined
+from ..recipe.load import validate
+from ..recipe.runtime_options import RuntimeOptions
+from ..runtime import ranks_are_given, resolve_device
+from ..signals import StopFlag, end_on_stop
+
+TIMEOUT = 60.0
+
+
+def on_ranks(workers: int | None, device: str | None, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of `function(*arguments, world)` on rank 0, run on every rank.
+
+    None on the other ranks of somebody else's launcher.
+
+    Args:
+        workers: Ranks to start here, where nobody's launcher did; None: as many as GPUs, else as cores.
+        device: `cpu`, `cuda`, or None: cuda where there is a GPU.
+        function: Of a module's top level, for it travels to the ranks by name; it returns a JSON value.
+        arguments: Pickled between our own processes.
+
+    Raises:
+        UserError: A rank found a user's mistake, or the device is not there.
+        RunError: A rank was lost, or the function can't go on.
+    """
+    target = resolve_device(validate(RuntimeOptions, {"device": device}, "flags"))
+    on_rank = partial(_on_rank, function, arguments)
+    # Measurements report no progress: only a rank without heartbeats is given up.
+    limits = Limits(beat=TIMEOUT, start=TIMEOUT, stuck=inf)
+    if ranks_are_given():
+        result = run_joined(on_rank, target, limits)
+        return result if os.environ["RANK"] == "0" else None
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    available = torch.cuda.device_count() if target == "cuda" else len(os.sched_getaffinity(0))
+    with Supervisor(workers or available, target, limits) as supervisor:
+        try:
+            return supervisor.run(on_rank)[0]
+        except RankFailed as error:
+            error.failure.throw()
+
+
+def _on_rank(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    world: Group,
+    stop: StopFlag,
+    restarts: int,
+    liveness: Liveness,
+) -> Any:
+    """A measurement on one rank; it asks nobody for late ranks, and a stop ends it as it is."""
+    torch.set_num_threads(1)
+    end_on_stop()
+    return function(*arguments, world)

@@ -1,0 +1,63 @@
+"""`torusgd tune`: measures a network once, for all later runs and plans."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from .bench import show_size
+from .options import OUTPUT, Device, Workers
+from .output import check_writable, console
+
+if TYPE_CHECKING:
+    from ..comm.groups import Group
+    from ..comm.profile import Profile
+
+
+def tune(
+    out: Annotated[Path, Option("--out", help="The profile to write.", rich_help_panel=OUTPUT)] = Path("profile.json"),
+    workers: Workers = None,
+    device: Device = None,
+    seconds: Annotated[float, Option("--seconds", min=1.0, help="About how long to measure.")] = 40.0,
+) -> None:
+    """Measure this cluster's network once, for --allreduce auto and for plans."""
+    from ..comm.profile import Profile
+    from .ranks import on_ranks
+
+    check_writable("--out", out)
+    text = on_ranks(workers, device, _on_rank, seconds)
+    if text is None:
+        return
+    profile = Profile.parse(text)
+    profile.save(out)
+    show_profile(profile)
+    console().print(f"in {out}; give it as --profile {out}", markup=False)
+
+
+def _on_rank(seconds: float, world: "Group") -> str:
+    from ..comm.tune import tune as measure
+    from ..runtime import keep_freed_memory
+
+    keep_freed_memory()  # as a run does, whose computation is timed
+    return measure(seconds, group=world).model_dump_json()
+
+
+def show_profile(profile: "Profile") -> None:
+    """Links, the best algorithm of each size, and what ranks and messages cost the computation."""
+    terminal = console()
+    for name, link in (("inside a host", profile.inside), ("between hosts", profile.between)):
+        if link is not None:
+            rate = "a rate too high to measure"
+            if link.per_byte:
+                rate = f"{8e-9 / link.per_byte:.2f} Gb/s (+- {link.per_byte_error / link.per_byte:.0%})"
+            terminal.print(f"{name}: {1e6 * link.latency:.1f} us (+- {1e6 * link.latency_error:.1f}), {rate}")
+    for size in sorted({timing.size for timing in profile.timings}):
+        best = min((timing for timing in profile.timings if timing.size == size), key=lambda timing: timing.median)
+        algorithm = best.as_algorithm(len(profile.hosts)) or "native"
+        terminal.print(f"{show_size(size):>8}: {algorithm}, {1e3 * best.median:.3g} ms")
+    if profile.crowding:
+        most = profile.crowding[-1]
+        terminal.print(f"{most.ranks} ranks at once compute {most.slowdown:.2f} times as long as one")
+    for point in profile.in_steps:
+        slows, waits = 1e3 * point.hidden, 1e3 * point.waited
+        terminal.print(f"in a step {show_size(point.size)}: {waits:.2g} ms if waited for, {slows:.2g} ms if hidden")

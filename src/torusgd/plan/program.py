@@ -1,0 +1,124 @@
+"""The program that a plan prices: a software profile, with what a recipe and the runtime options say of it.
+
+A software profile (`software/*.yaml`) describes a program as it was published. Three things say what is planned, of
+which the later goes before the earlier:
+
+1. the profile;
+2. the recipe, of its precision and of the bits of a gradient on the wire;
+3. the runtime options that the user gave, in a `runtime:` block or as flags. One that was not given stays as published.
+
+The profile `torusgd` holds the defaults of the runtime options, so that a plan of it is of what `torusgd train` does
+with the same recipe file and the same flags. A rehearsal always plays torusgd's messages: `as_torusgd`.
+"""
+
+import math
+from typing import Any, get_args
+
+from ..comm.algorithms import GRIDS, SCHEDULED, parse_algorithm, squarest
+from ..errors import UserError, suggest
+from ..recipe.runtime_options import RuntimeOptions
+from ..recipe.schema import Recipe
+from .catalog import load_software
+from .cluster import Algorithm, Buckets, Cluster, Software
+from .forecast import Job, with_communication
+from .timeline import step_time
+
+
+def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, software: Software) -> Software:
+    """What trains a recipe on `runtime.workers` devices of a cluster, for `forecast`, `step_time` and rehearsals.
+
+    Args:
+        recipe: Its precision (unless `auto`) and its reduction go before the profile's.
+        runtime: The options in its `model_fields_set` go before the profile's; see the module. `workers` is the number
+            of devices; `model_parallel` is a number, as from `resolve_model_parallel`.
+        cluster: For the grid of a torus that is given without one: nodes by devices a node, as in a run.
+        software: The profile.
+
+    Raises:
+        UserError: An all-reduce is unknown, or a grid or the model-parallel ranks don't fit the number of devices.
+
+    >>> from torusgd.plan import load_cluster, load_software
+    >>> from torusgd.recipe.load import load_recipe
+    >>> runtime = RuntimeOptions(workers=64, allreduce="torus:halving/ring", update="sharded")
+    >>> program = program_for(load_recipe("resnet50").recipe, runtime, load_cluster("abci"), load_software("torusgd"))
+    >>> program.communication.grids, program.communication.methods, program.sharded_update
+    (((16, 4),), ('halving', 'ring'), True)
+    """
+    assert runtime.workers is not None, "a plan is of so many devices"
+    given = runtime.model_fields_set
+    changes: dict[str, Any] = {"wire_bits": 16 if recipe.reduction in ("float16", "bfloat16") else 32}
+    changes |= _all_reduce(runtime, runtime.workers, cluster, software)
+    if "buckets" in given:
+        changes["buckets"] = Buckets(rule="torusgd", option=runtime.buckets).model_dump()
+    sharded = runtime.update == "sharded" if "update" in given else software.sharded_update
+    if "update" in given:
+        changes["gather_ahead"] = sharded
+    if "model_parallel" in given:
+        changes["linear_groups"] = _groups(runtime, runtime.workers)
+    precision = software.precision if recipe.precision == "auto" else recipe.precision
+    program = with_communication(software, **changes)
+    return program.model_copy(update={"precision": precision, "sharded_update": sharded})
+
+
+def as_torusgd(software: Software) -> Software:
+    """torusgd with another program's efficiencies: its own messages, of which each costs what that program's does."""
+    own, theirs = load_software("torusgd"), software.communication
+    changes = {"message": theirs.message, "contention": theirs.contention}
+    kept = {key: getattr(own, key) for key in ("sharded_update", "weights_first", "norm_group")}
+    return software.model_copy(update={**kept, "communication": own.communication.model_copy(update=changes)})
+
+
+def resolve_model_parallel(
+    recipe: Recipe, job: Job, runtime: RuntimeOptions, cluster: Cluster, software: Software
+) -> RuntimeOptions:
+    """The options with `model_parallel: auto` replaced by the number of ranks with the shortest planned step.
+
+    Of equal ones it is the smallest. The numbers that are tried divide the number of devices, and the recipe's
+    `column_blocks` where it has some; the step is one of the last stage.
+    """
+    if runtime.model_parallel != "auto":
+        return runtime
+    assert runtime.workers is not None, "a plan is of so many devices"
+    devices, span = runtime.workers, job.spans[-1]
+    common = devices if recipe.column_blocks == 1 else math.gcd(devices, recipe.column_blocks)
+    tried = [runtime.model_copy(update={"model_parallel": m}) for m in range(1, common + 1) if common % m == 0]
+
+    def seconds(options: RuntimeOptions) -> float:
+        program = program_for(recipe, options, cluster, software)
+        return step_time(job.cost, cluster, program, devices, span.images, math.ceil(span.workers / devices)).seconds
+
+    return min(tried, key=seconds)
+
+
+def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, software: Software) -> dict[str, Any]:
+    """Algorithm, methods and grid, where the user gave one of them."""
+    is_given = "allreduce" in runtime.model_fields_set
+    name = runtime.allreduce if is_given else software.communication.algorithm
+    algorithm, grid = name.partition(":")[0], runtime.grid_size
+    if algorithm not in get_args(Algorithm) or (":" in name and algorithm not in GRIDS):
+        raise UserError(f"--allreduce {name}: unknown{suggest(name, get_args(Algorithm))}")
+    if grid is not None and algorithm not in GRIDS:
+        raise UserError(f"--grid {runtime.grid}: goes with --allreduce {' or '.join(GRIDS)}, not {name}")
+    if grid is not None and math.prod(grid) != devices:
+        raise UserError(f"--grid {runtime.grid}: has {math.prod(grid)} places for {devices} devices")
+    if not is_given:
+        return {} if grid is None else {"grids": (grid,)}
+    if algorithm not in SCHEDULED:
+        return {"algorithm": name}
+    own = parse_algorithm(name, devices, grid or _usual_grid(devices, cluster.devices_per_node))
+    return {"algorithm": own.algorithm, "methods": (own.vertical, own.horizontal), "grids": (own.grid,)}
+
+
+def _usual_grid(devices: int, per_node: int) -> tuple[int, int]:
+    """The grid that a run takes where none is given: nodes by devices a node, else the squarest."""
+    is_regular = 1 < per_node < devices and devices % per_node == 0
+    return (devices // per_node, per_node) if is_regular else squarest(devices)
+
+
+def _groups(runtime: RuntimeOptions, devices: int) -> int | None:
+    """The number of groups of `model_parallel` ranks; None where each rank computes all of its linear layers."""
+    ranks = runtime.model_parallel
+    assert ranks != "auto", "resolve_model_parallel comes first"
+    if devices % ranks:
+        raise UserError(f"--model-parallel {ranks}: needs a divisor of {devices} devices, or auto")
+    return None if ranks == 1 else devices // ranks

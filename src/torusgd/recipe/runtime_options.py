@@ -1,0 +1,61 @@
+"""The runtime options: by what means a recipe is computed, the same for a run, a plan and a rehearsal.
+
+Nothing here may change the trained weights, so none of it is in the recipe's hash. They stand in the `runtime:` block
+of a recipe file, and flags of the command line override them.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .duration import Duration
+from .schema import Count, Section
+
+BucketSizes = Literal["auto", "cubic"] | Annotated[float, Field(gt=0)] | tuple[Count, ...]
+
+
+class RuntimeOptions(Section):
+    """The `runtime:` block of a recipe file and the flags that override it.
+
+    `model_fields_set` has the options that the user gave; a plan of somebody else's program takes only these.
+
+    >>> RuntimeOptions(allreduce="torus", grid="4x8").grid_size
+    (4, 8)
+    """
+
+    device: Literal["cpu", "cuda"] | None = None
+    """null: cuda where there is a GPU; a plan takes the device of its cluster"""
+    workers: Count | None = None
+    """ranks; null: on this machine as many as GPUs, else as cores, while a plan must be given their number"""
+    allreduce: str = "native"
+    """an algorithm of `torusgd train --help`, native for the backend's own, or auto, which measures and picks"""
+    grid: Annotated[str, Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$")] | None = None
+    """YxX, vertical by horizontal ranks, for torus and hierarchical; null: hosts by ranks a host"""
+    profile: str | None = None
+    """for auto: a file of torusgd tune; null: a probe of a few seconds; a plan of --cluster local needs it"""
+    buckets: BucketSizes = "auto"
+    """which gradients travel together: a size in MiB of int32 or float32; how many tensors each, from the output on;
+    cubic: 3, 21, 57, ... tensors (Fujitsu); auto: with allreduce auto by the first steps' times, else 4 MiB"""
+    update: Literal["replicated", "sharded"] = "replicated"
+    """sharded: each rank updates a shard of the weights and keeps momentum for that only"""
+    model_parallel: Literal["auto"] | Count = 1
+    """ranks that share the column blocks of the last, linear layers; auto: for each layer as many as send least, and
+    in a plan as many as make the shortest step"""
+    checkpoint_every: Duration = Duration(1, "ep")
+    """from one checkpoint to the next"""
+    keep_checkpoints: Count = 2
+    """the newest so many stay"""
+    tensorboard: bool = False
+    """also write TensorBoard files into the run's folder"""
+    timeout: Annotated[float, Field(gt=0)] = 30.0
+    """seconds beyond a usual step after which a rank that doesn't answer is given up, once the first step is done"""
+    start_timeout: Annotated[float, Field(gt=0)] = 120.0
+    """timeout of rendezvous, data opening and the first step, in seconds, and at most of any answer"""
+
+    @property
+    def grid_size(self) -> tuple[int, int] | None:
+        """(vertical, horizontal)."""
+        if self.grid is None:
+            return None
+        vertical, horizontal = self.grid.split("x")
+        return int(vertical), int(horizontal)

@@ -1,0 +1,176 @@
+"""The messages between layers in column blocks, and the groups of ranks that they travel in.
+
+From one layout to the next leads one all-to-all inside the larger of their groups. (Das et al., arXiv 1602.06709, call
+them part-broadcast, forward, and part-reduce, backward.)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Work
+from ..comm.groups import Group
+from .layout import ActivationBlock, ActivationBlocks, Layout, sum_in_tree
+
+
+class ParallelGroups:
+    """Groups of consecutive ranks, for activations, and of ranks that hold the same columns, for gradients.
+
+    In Megatron's words: of each number M of model-parallel ranks the tensor-model-parallel group of this rank, and its
+    data-parallel group. Every rank makes them at the same time.
+
+    Args:
+        sizes: The M of the layers.
+        world: All ranks.
+        watch: Is shown every message that leaves; its answer is used in the message's place (`Monitor.watch`).
+        timeout: Seconds that a message may take; None: as long as in `world`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        world: Group,
+        watch: Callable[[Work], Work] = lambda work: work,
+        timeout: float | None = None,
+    ) -> None:
+        self.world, self.watch = world, watch
+        self._largest = max(sizes, default=1)
+        self._model: dict[int, Group] = {}
+        self._data: dict[int, Group] = {}
+        for parallel in sorted({size for size in sizes if size > 1}):
+            grid = torch.arange(world.size).view(-1, parallel)
+            self._model[parallel] = world.partition(grid.tolist(), timeout)
+            self._data[parallel] = world.partition(grid.T.tolist(), timeout)
+
+    def model_parallel(self, parallel: int) -> Group | None:
+        """The `parallel` consecutive ranks around this one; None for this rank alone."""
+        return self._model.get(parallel)
+
+    def data_parallel(self, parallel: int) -> Group:
+        """The ranks that hold the same columns as this one where `parallel` ranks share them."""
+        return self._data.get(parallel, self.world)
+
+    def complete(self, tensor: Tensor) -> None:
+        """Sums a tensor over the largest model-parallel group, in place."""
+        group = self.model_parallel(self._largest)
+        if group is not None and group.size > 1:
+            self.watch(group.start_all_reduce(tensor)).wait()
+
+    def close(self) -> None:
+        """Drops the groups; every rank calls it, with nothing on its way."""
+        for group in (*self._model.values(), *self._data.values()):
+            group.close()
+
+
+class Transfer:
+    """Activations or their gradients under way between ranks."""
+
+    def __init__(
+        self,
+        work: Work | None,
+        received: Tensor,
+        expected: Sequence[tuple[int, ActivationBlock]],
+        shapes: Sequence[torch.Size],
+    ) -> None:
+        self._work, self._received, self._expected, self._shapes = work, received, expected, shapes
+
+    def wait(self) -> list[tuple[int, ActivationBlock, Tensor]]:
+        """(sending rank, activation block, values) in the order of ranks and blocks; each tensor in its own memory."""
+        if self._work is not None:
+            self._work.wait()
+        runs = self._received.split([shape.numel() for shape in self._shapes])
+        # Copies, since the bits of a matrix product may depend on where in memory its operands begin.
+        return [
+            (peer, block, run.view(shape).clone())
+            for (peer, block), run, shape in zip(self._expected, runs, self._shapes, strict=True)
+        ]
+
+
+class Exchange:
+    """The messages between two layouts, for one rank.
+
+    Forward, each rank of `target` gets all columns of its group's virtual workers. Backward, each rank of `source` gets
+    the gradients of the activations that it holds, summed over the ranks of the target's group.
+    """
+
+    def __init__(self, source: Layout, target: Layout, rank: int, groups: ParallelGroups) -> None:
+        self.source, self.target = source, target
+        span = max(source.parallel, target.parallel)
+        self._groups, self._group = groups, groups.model_parallel(span)
+        first = rank // span * span
+        self._peers = range(first, first + span)
+        self._sent = [(peer, block) for peer in self._peers for block in _needed(source, target, rank, peer)]
+        self._received = [(peer, block) for peer in self._peers for block in _needed(source, target, peer, rank)]
+
+    def forward(self, activations: Mapping[ActivationBlock, Tensor], widths: Sequence[int]) -> Transfer:
+        """Begins the way forward.
+
+        Args:
+            activations: All that this rank holds in `source`, (images, widths[block]), of one dtype.
+            widths: Columns of each block.
+        """
+        images = next(iter(activations.values())).shape[0]
+        outgoing = [activations[block] for _, block in self._sent]
+        shapes = [torch.Size((images, widths[block.block])) for _, block in self._received]
+        return self._start(outgoing, self._sent, self._received, shapes)
+
+    def backward(self, partials: Mapping[ActivationBlock, Tensor], widths: Sequence[int]) -> Transfer:
+        """Begins the way back of this rank's share of the gradient of each block that it was sent; see `sum_partials`.
+
+        Args:
+            partials: (images, widths[block]), of one dtype.
+            widths: Columns of each block.
+        """
+        outgoing = [partials[block] for _, block in self._received]
+        images = outgoing[0].shape[0]
+        shapes = [torch.Size((images, widths[block.block])) for _, block in self._sent]
+        return self._start(outgoing, self._received, self._sent, shapes)
+
+    def _start(
+        self,
+        outgoing: Sequence[Tensor],
+        sent: Sequence[tuple[int, ActivationBlock]],
+        expected: Sequence[tuple[int, ActivationBlock]],
+        shapes: Sequence[torch.Size],
+    ) -> Transfer:
+        data = torch.cat([values.reshape(-1) for values in outgoing])
+        if self._group is None or self._group.size == 1:
+            return Transfer(None, data, expected, shapes)
+        received = data.new_empty(sum(shape.numel() for shape in shapes))
+        size = data.element_size()
+        splits = [
+            size * sum(t.numel() for (peer, _), t in zip(sent, outgoing, strict=True) if peer == p) for p in self._peers
+        ]
+        takes = [
+            size * sum(s.numel() for (peer, _), s in zip(expected, shapes, strict=True) if peer == p)
+            for p in self._peers
+        ]
+        # As bytes: the backend need not know the dtype of what it carries.
+        work = self._group.start_all_to_all(received.view(torch.uint8), data.view(torch.uint8), takes, splits)
+        return Transfer(self._groups.watch(work), received, expected, shapes)
+
+
+def _needed(source: Layout, target: Layout, rank: int, peer: int) -> list[ActivationBlock]:
+    """What `rank` holds in `source` and `peer` needs in `target`."""
+    owners = target.owners(peer)
+    return [block for block in source.activations(rank) if block.owner in owners]
+
+
+def join_columns(arrived: Sequence[tuple[int, ActivationBlock, Tensor]]) -> dict[int, Tensor]:
+    """After `forward`: for each virtual worker its columns, all blocks in order: (images, columns), contiguous."""
+    found: dict[int, list[tuple[int, Tensor]]] = {}
+    for _, block, values in arrived:
+        found.setdefault(block.owner, []).append((block.block, values))
+    return {
+        owner: runs[0][1] if len(runs) == 1 else torch.cat([t for _, t in sorted(runs, key=lambda run: run[0])], dim=1)
+        for owner, runs in sorted(found.items())
+    }
+
+
+def sum_partials(arrived: Sequence[tuple[int, ActivationBlock, Tensor]]) -> ActivationBlocks:
+    """After `backward`: the gradient of each block, the ranks' shares added as a tree in rank order."""
+    found: dict[ActivationBlock, list[Tensor]] = {}
+    for _, block, values in arrived:
+        found.setdefault(block, []).append(values)
+    return {block: sum_in_tree(partials) for block, partials in found.items()}

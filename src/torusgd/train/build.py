@@ -1,0 +1,242 @@
+"""Puts a run together on one rank, once: data, model, all-reduce, reducer, update, and the step that joins them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
+from ..comm.base import AllReduce, Work
+from ..comm.groups import Group
+from ..comm.liveness import Liveness
+from ..comm.monitor import Monitor
+from ..comm.reduce_scatter import ShardCollectives
+from ..data.loader import Loader
+from ..data.order import StreamOrder
+from ..data.pipeline import Pipeline
+from ..data.sources import open_sources
+from ..gradients.bucket_rebuild import BucketRebuild
+from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
+from ..gradients.update import Update
+from ..models import build_model
+from ..optim import BLOCK, build_optimizer
+from ..precision import Precision
+from ..recipe.runtime_options import RuntimeOptions
+from ..recipe.schedule import Schedule
+from ..recipe.schema import Recipe
+from ..runtime import check_world_size, conditions, loader_threads, prepare_process
+from ..tensor_parallel.layout import check_parallel, choose_parallel
+from ..tensor_parallel.parallel_tail import ParallelTail
+from ..tensor_parallel.tail import column_tail
+from .batchnorm import BatchNormStatistics
+from .compare_plan import PlanComparison
+from .control_vector import ControlMessage
+from .fingerprint import Fingerprint
+from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
+from .membership import Membership, even_shares
+from .step import TrainStep
+from .step_stats import StepClock
+from .stragglers import Stragglers
+
+AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, where, and how."""
+
+    recipe: Recipe
+    """no `auto` in it"""
+    options: RuntimeOptions
+    device: str
+    out: Path
+    data: Path | None = None
+    init: Path | None = None
+    """weights to start from"""
+    max_steps: int | None = None
+    plan: PlanComparison | None = None
+    """to stand beside what is measured"""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """All that a run consists of on one rank."""
+
+    world: Group
+    membership: Membership
+    training: Pipeline
+    held_out: Pipeline
+    step: TrainStep
+    bucket_rebuild: BucketRebuild
+    fingerprint: Fingerprint
+    """without the initial weights' hash, which rank 0 alone knows"""
+    explanation: str
+    """lines that say how gradients travel; empty where there is nothing to choose"""
+    _close: Callable[[], None]
+
+    def close(self) -> None:
+        """Ends threads and groups; every rank calls it, with nothing under way."""
+        self._close()
+
+
+def steps_asked(job: Job) -> int:
+    """Steps of the whole job. Opening the data also finds a wrong path before any rank is started; UserError."""
+    train, _ = open_sources(job.recipe.data, job.data, job.recipe.seed)
+    steps = len(Schedule(job.recipe, len(train)))
+    return min(steps, job.max_steps or steps)
+
+
+def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[], bool]) -> Trainer:
+    """A run's parts on this rank; every rank calls it, since groups are made.
+
+    Args:
+        job: What to run.
+        world: All ranks.
+        liveness: Learns of this rank's progress; waits for messages ask it for late ranks.
+        stop_requested: Asked once a step.
+
+    Raises:
+        UserError: The job can't be run as given.
+    """
+    recipe, options, device = job.recipe, job.options, world.device
+    check_world_size(world.size, recipe)
+    prepare_process(recipe, device)
+    train, held_out = open_sources(recipe.data, job.data, recipe.seed)
+    schedule = Schedule(recipe, len(train))
+    if job.plan is not None:
+        job.plan.check(recipe.name, {span.batch for span in schedule.spans}, world.size)
+    training = Pipeline(train, recipe.data, recipe.seed)
+    threads = loader_threads(device)
+    loader = Loader(training, StreamOrder(len(train), recipe.seed), threads=threads, ahead=threads + 3)
+
+    model = build_model(
+        recipe.model,
+        classes=recipe.data.classes or len(train.classes),
+        channels=recipe.data.channels,
+        image_size=recipe.data.image_size,
+        seed=recipe.seed,
+    ).to(device)
+    batch_norm = BatchNormStatistics(model)
+    precision = Precision(recipe, device)
+
+    allreduce = _all_reduce(options, world, options.grid_size)
+    monitor = Monitor()
+    monitor.liveness = liveness
+    watched = monitor.over(allreduce)
+    tail = _shared_tail(model, recipe, options, world, monitor.watch)
+    channels, groups_closed = _channels(options, allreduce, watched, monitor, tail)
+    slots = [*(tail.slots if tail is not None else ()), *parameter_slots(model)]
+    reducer = Reducer(
+        slots,
+        reduction=recipe.reduction,
+        addends=recipe.virtual_workers,
+        channels=channels,
+        world=world,
+        rule=options.buckets,
+        block=BLOCK,
+    )
+    hook_parameters(reducer)
+    update = Update(
+        model,
+        build_optimizer(recipe.optimizer, model, recipe.rate.lr, tail.held if tail is not None else None),
+        reducer,
+        sum_over_ranks=lambda table: watched.start(table).wait(),
+        columns=tail,
+    )
+    forward_backward: ForwardBackward
+    if tail is None:
+        forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
+    else:
+        forward_backward = SharedTail(model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world)
+    step = TrainStep(
+        recipe=recipe,
+        schedule=schedule,
+        model=model,
+        loader=loader,
+        forward_backward=forward_backward,
+        reducer=reducer,
+        update=update,
+        batch_norm=batch_norm,
+        precision=precision,
+        allreduce=watched,
+        monitor=monitor,
+        control=ControlMessage(batch_norm.running.numel(), device),
+        stragglers=Stragglers(world),
+        clock=StepClock(loader, monitor),
+        world=world,
+        liveness=liveness,
+        stop_requested=stop_requested,
+    )
+
+    def close() -> None:
+        step.close()
+        groups_closed()
+        allreduce.close()
+
+    lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
+    lines += [tail.explanation] if tail is not None else []
+    return Trainer(
+        world=world,
+        membership=even_shares(world.ranks, world.rank, recipe.virtual_workers),
+        training=training,
+        held_out=Pipeline(held_out, recipe.data, recipe.seed),
+        step=step,
+        bucket_rebuild=BucketRebuild(reducer, allreduce.profile if options.buckets == "auto" else None, world),
+        fingerprint=Fingerprint(recipe.sha256(), len(train), "", conditions(recipe, device)),
+        explanation="\n".join(lines),
+        _close=close,
+    )
+
+
+def _all_reduce(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:
+    profile = Path(options.profile) if options.profile else None
+    return create(
+        options.allreduce,
+        grid=grid,
+        profile=profile,
+        group=group,
+        device=group.device,
+    )
+
+
+def _shared_tail(
+    model: nn.Module, recipe: Recipe, options: RuntimeOptions, world: Group, watch: Callable[[Work], Work]
+) -> ParallelTail | None:
+    """The network's tail in column blocks; None where the recipe computes its linear layers whole."""
+    blocks, asked = recipe.column_blocks, options.model_parallel
+    if asked != "auto":
+        check_parallel(asked, world.size, blocks, recipe.virtual_workers)
+    if blocks == 1:
+        return None
+    tail = column_tail(model, blocks)
+    batch = recipe.virtual_workers * recipe.stages[0].images_per_worker
+    parallel = choose_parallel(asked, tail.layers, blocks, recipe.virtual_workers, batch, world.size)
+    return ParallelTail(model, tail, parallel, world, watch)
+
+
+def _channels(
+    options: RuntimeOptions, allreduce: AnyAllReduce, watched: AllReduce, monitor: Monitor, tail: ParallelTail | None
+) -> tuple[Mapping[int, Channel], Callable[[], None]]:
+    """By the number of ranks that share a layer, how those that hold the same columns sum them; and how to end it."""
+    sums: dict[int, AnyAllReduce] = {1: allreduce}
+    for parallel in sorted(set(tail.parallel if tail is not None else ()) - {1}):
+        assert tail is not None
+        sums[parallel] = _all_reduce(options, tail.groups.data_parallel(parallel))
+    shards = {
+        parallel: ShardCollectives(each, monitor.watch) if options.update == "sharded" else None
+        for parallel, each in sums.items()
+    }
+    channels = {
+        parallel: Channel(watched if parallel == 1 else monitor.over(each), shards[parallel])
+        for parallel, each in sums.items()
+    }
+
+    def close() -> None:
+        for parallel, each in sums.items():
+            if parallel > 1:
+                each.close()
+        if tail is not None:
+            tail.close()
+
+    return channels, close

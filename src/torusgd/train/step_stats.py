@@ -1,0 +1,164 @@
+"""What a step did and how long it took: one record for events, totals, the console and the summary."""
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..comm.monitor import Monitor, hidden_share
+from ..data.loader import Loader
+from ..recipe.schedule import Step
+from .stragglers import Straggler
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step on this rank."""
+
+    seconds: float
+    data_seconds: float
+    """that it waited for images"""
+    sync_seconds: float
+    """that it waited for messages"""
+    on_way_seconds: float
+    """with at least one message under way; nan where nobody can tell (NCCL)"""
+    update_seconds: float
+    """of this rank's own work after its last backward pass: status, mean, optimiser, statistics"""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step; the same on every rank, but for the times."""
+
+    step: Step
+    times: StepTimes
+    loss: float
+    """mean over virtual workers"""
+    replaced: int
+    """training images that could not be decoded and were replaced"""
+    stop: bool
+    """a rank was asked to stop: end the run after this step"""
+    redone: int
+    """times that the step was measured and redone after an overflow"""
+    overflowed: list[str]
+    """tensors whose sum left the integer range, before the step was redone"""
+    skipped: list[str]
+    """tensors with a non-finite gradient; not empty: the update was skipped (float16)"""
+    underflow: float
+    """share of the elements that a 16-bit wire rounded to zero"""
+    loss_scale: float
+    """of this step; 1 unless the precision is float16"""
+    slowest: Straggler | None
+    """now and then, and of the step before: the rank whose gradients were ready last"""
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of the time with messages under way that nobody waited; None without messages, or unknown."""
+        return hidden_share(self.times.on_way_seconds, self.times.sync_seconds)
+
+    def as_event(self, train_images: int, seconds: float) -> dict[str, Any]:
+        """A line of events.jsonl; what is empty or zero of the rare things is left out.
+
+        Args:
+            train_images: Of an epoch.
+            seconds: Training time so far.
+        """
+        step, times = self.step, self.times
+        event: dict[str, Any] = {
+            "step": step.index + 1,
+            "samples": step.start + step.batch,
+            "epoch": round((step.start + step.batch) / train_images, 6),
+            "stage": step.stage,
+            "loss": self.loss,
+            "lr": step.lr,
+            "momentum": step.momentum,
+            "batch": step.batch,
+            "seconds": round(seconds, 6),
+            "step_seconds": round(times.seconds, 6),
+            "data_seconds": round(times.data_seconds, 6),
+            "sync_seconds": round(times.sync_seconds, 6),
+            "update_seconds": round(times.update_seconds, 6),
+        }
+        if self.hidden_share is not None:
+            event["hidden_share"] = round(self.hidden_share, 4)
+        if self.loss_scale != 1.0:
+            event["loss_scale"] = self.loss_scale
+        rare = ("replaced", "redone", "overflowed", "skipped", "underflow")
+        event |= {name: value for name in rare if (value := getattr(self, name))}
+        if self.slowest is not None:
+            event["slowest"] = asdict(self.slowest)
+        return event
+
+
+@dataclass
+class StepTotals:
+    """Sums over the steps of a run, in all its attempts."""
+
+    samples: int = 0
+    replaced: int = 0
+    redone: int = 0
+    skipped: int = 0
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    on_way_seconds: float = 0.0
+    train_loss: float | None = None
+    """of the last step"""
+
+    def add(self, stats: StepStats) -> None:
+        """Adds a step."""
+        self.samples = stats.step.start + stats.step.batch
+        self.replaced += stats.replaced
+        self.redone += stats.redone
+        self.skipped += bool(stats.skipped)
+        self.step_seconds += stats.times.seconds
+        for name in ("data_seconds", "sync_seconds", "on_way_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(stats.times, name))
+        self.train_loss = stats.loss
+
+    def as_summary(self) -> dict[str, Any]:
+        """Its keys of summary.json."""
+        seconds = max(self.step_seconds, 1e-9)
+        return {
+            "train_loss": self.train_loss,
+            "samples": self.samples,
+            "replaced_images": self.replaced,
+            "redone_steps": self.redone,
+            "skipped_steps": self.skipped,
+            "images_per_second": round(self.samples / seconds, 2),
+            "data_wait_share": round(self.data_seconds / seconds, 5),
+            "sync_wait_share": round(self.sync_seconds / seconds, 5),
+            "hidden_share": hidden_share(self.on_way_seconds, self.sync_seconds),
+        }
+
+
+@dataclass
+class StepClock:
+    """Reads the clocks of a step: its own, the loader's and the messages'."""
+
+    loader: Loader
+    monitor: Monitor
+    _started: float = field(default=0.0, init=False)
+    _before: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), init=False)
+    _passed: float = field(default=0.0, init=False)
+
+    def start(self) -> None:
+        """A step begins."""
+        self._started, self._before = time.perf_counter(), self._waits()
+
+    def data_seconds(self) -> float:
+        """Waited for images since `start`."""
+        return self.loader.wait_seconds - self._before[0]
+
+    def passes_done(self) -> None:
+        """The step's last backward pass on this rank has ended."""
+        self._passed = time.perf_counter() - self.monitor.waited
+
+    def stop(self) -> StepTimes:
+        """The step has ended."""
+        end = time.perf_counter()
+        data, sync, on_way = (now - then for now, then in zip(self._waits(), self._before, strict=True))
+        # What is waited for messages after the last pass is no work of this rank's own.
+        return StepTimes(end - self._started, data, sync, on_way, end - self.monitor.waited - self._passed)
+
+    def _waits(self) -> tuple[float, float, float]:
+        return self.loader.wait_seconds, self.monitor.waited, self.monitor.on_way

@@ -1,0 +1,175 @@
+"""The options of all commands: what their help says, and that the runtime's mean the same to all."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import pytest
+import typer
+import yaml
+
+from torusgd.cli.options import RuntimeFlags, takes_groups
+from torusgd.comm.algorithms import SCHEDULED
+from torusgd.comm.profile import Link, Profile
+from torusgd.errors import UserError
+from torusgd.plan.cluster import Algorithm
+from torusgd.recipe.load import recipe_source
+from torusgd.recipe.runtime_options import RuntimeOptions
+
+Run = Callable[..., tuple[int, str, str]]
+COMMANDS = (
+    "train", "eval", "polish", "plan", "rehearse", "recipes", "tune", "bench allreduce", "data fetch", "data info",
+)  # fmt: skip
+PANELS = {
+    "train": {"Recipe", "Data", "Runtime", "Network", "Output"},
+    "eval": {"Recipe", "Data", "Runtime"},
+    "polish": {"Recipe", "Data", "Runtime", "Output"},
+    "plan": {"Cluster", "Recipe", "Data", "Runtime", "Network", "Output"},
+    "rehearse": {"Cluster", "Recipe", "Data", "Runtime", "Network", "Output"},
+    "bench allreduce": {"Runtime", "Network", "Output"},
+    "tune": {"Runtime", "Output"},
+}
+NEUTRAL = {
+    "device": "a plan is of its cluster's devices",
+    "checkpoint_every": "a thread writes checkpoints beside the steps; a plan counts none",
+    "keep_checkpoints": "of the disk",
+    "tensorboard": "rank 0 writes a line a step, which a plan does not count",
+    "timeout": "of a rank that is lost; a plan has none",
+    "start_timeout": "of a rank that is lost; a plan has none",
+}
+"""options that change no plan, and why"""
+CHANGED: dict[str, Any] = {
+    "device": "cuda",
+    "workers": 8,
+    "allreduce": "torus:halving/ring",
+    "grid": "2x8",
+    "buckets": [3, 4],
+    "update": "sharded",
+    "model_parallel": 4,
+    "checkpoint_every": "3st",
+    "keep_checkpoints": 5,
+    "tensorboard": True,
+    "timeout": 7.0,
+    "start_timeout": 8.0,
+}
+
+
+def help_of(run_cli: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> str:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = run_cli(*command.split(), "--help")
+    assert code == 0
+    return out
+
+
+def test_help_comes_without_torch_and_pydantic() -> None:
+    script = (
+        "import sys, torusgd.cli\n"
+        "sys.argv = ['torusgd', '--help']\n"
+        "try: torusgd.cli.main()\n"
+        "except SystemExit: print({'torch', 'pydantic', 'numpy'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.endswith("set()\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_every_options_meaning_in_its_panel(
+    command: str, run_cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = help_of(run_cli, monkeypatch, command)
+    found = set(re.findall(r"^╭─ ([A-Z].*?) ─", text, re.MULTILINE))
+    assert found >= PANELS.get(command, set())
+    if command in PANELS:  # nothing but --help is left over
+        left_over = re.search(r"^╭─ Options ─.*?╰", text, re.MULTILINE | re.DOTALL)
+        options = re.findall(r"--[a-z-]+", left_over[0]) if left_over else []
+        assert set(options) <= {"--help", "--seconds"}
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "rehearse"])
+def test_names_of_algorithms_come_from_the_table(command: str, run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = help_of(run_cli, monkeypatch, command)
+    assert {name for name in (*SCHEDULED, *get_args(Algorithm)) if name not in text} == set()
+
+
+def test_bench_names_every_algorithm(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = help_of(run_cli, monkeypatch, "bench allreduce")
+    assert {name for name in ("native", "auto", *SCHEDULED) if name not in text} == set()
+
+
+def test_train_plan_and_rehearse_have_every_flag_of_the_runtime(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {field.name for field in fields(RuntimeFlags)}
+    # The rest is of a run's folder, as flags of train, or stands in recipe files only.
+    assert set(RuntimeOptions.model_fields) - flags == NEUTRAL.keys() - {"device"}
+    for command in ("train", "plan", "rehearse"):
+        text = help_of(run_cli, monkeypatch, command)
+        assert all(f"--{flag.replace('_', '-')}" in text for flag in flags)
+
+
+def test_flags_are_checked_as_a_recipe_file_is_and_override_it() -> None:
+    block = RuntimeOptions(update="sharded", grid="2x2")
+    found = RuntimeFlags(grid="4x4", buckets="[1, 2]", model_parallel="auto", profile=Path("a/b")).over(block)
+    assert found.model_dump(exclude_unset=True) == {
+        "update": "sharded", "grid": "4x4", "buckets": (1, 2), "model_parallel": "auto", "profile": "a/b",
+    }  # fmt: skip
+    assert RuntimeFlags(buckets="8", model_parallel="2").over(block).buckets == 8
+    assert RuntimeFlags().over(block, tensorboard=True).tensorboard
+    for wrong, message in (("many", "buckets"), ("[", "--buckets")):
+        with pytest.raises(UserError, match=message):
+            RuntimeFlags(buckets=wrong).over(block)
+
+
+@pytest.mark.parametrize("name", [name for name in RuntimeOptions.model_fields if name != "profile"])
+def test_every_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(
+    name: str, tmp_path: Path, run_cli: Run
+) -> None:
+    """The option stands in the recipe's `runtime:` block; 16 of AWS's nodes, whose network is slow."""
+
+    def planned(**options: Any) -> dict[str, Any]:
+        file, found = tmp_path / "mine.yaml", tmp_path / "plan.json"
+        block = {"workers": 16, "allreduce": "torus", **options}
+        file.write_text(recipe_source("intel-aws-vgga-16") + "\n" + yaml.safe_dump({"runtime": block}))
+        command = ("plan", file, "--cluster", "aws-c4.8xlarge", "--software", "torusgd", "--json", found)
+        code, _, err = run_cli(*command)
+        assert code == 0, err
+        return dict(json.loads(found.read_text()))
+
+    assert CHANGED[name] != RuntimeOptions.model_fields[name].default
+    assert (planned(**{name: CHANGED[name]}) == planned()) == (name in NEUTRAL)
+
+
+def test_a_profile_of_the_runtime_block_changes_a_plan_of_this_machine(tmp_path: Path, run_cli: Run) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"world_size": 1}))
+    events = [{"step": n, "batch": 96, "step_seconds": 0.2, "update_seconds": 0.02} for n in range(1, 6)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    seconds = []
+    for latency in (1e-3, 1e-2):
+        link = Link(latency=latency, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
+        profile, file, found = (tmp_path / name for name in ("profile.json", "mine.yaml", "plan.json"))
+        Profile(backend="gloo", hosts=(0, 1), message=1e-5, inside=None, between=link, timings=()).save(profile)
+        block = {"workers": 2, "profile": str(profile)}
+        file.write_text(recipe_source("digits") + "\n" + yaml.safe_dump({"runtime": block}))
+        sizes = ("--set", "data.train_images=1000", "--set", "data.classes=10")
+        code, _, err = run_cli("plan", file, *sizes, "--cluster", "local", "--measured", tmp_path, "--json", found)
+        assert code == 0, err
+        seconds.append(json.loads(found.read_text())["seconds"])
+    assert seconds[0] < seconds[1]
+
+
+def test_a_group_becomes_options_of_its_own() -> None:
+    app = typer.Typer()
+    seen: list[object] = []
+
+    @app.command()
+    @takes_groups
+    def command(runtime: RuntimeFlags, name: Annotated[str, typer.Option("--name")] = "x") -> None:
+        seen.extend((runtime, name))
+
+    app(["--devices", "3", "--name", "y"], standalone_mode=False)
+    assert seen == [RuntimeFlags(workers=3), "y"]
+    command(update="sharded")
+    assert seen[2:] == [RuntimeFlags(update="sharded"), "x"]

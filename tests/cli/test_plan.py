@@ -1,0 +1,174 @@
+"""`torusgd plan`: its flags, what it prints and writes, and the mistakes that it names."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torusgd.cli.plan_tables import duration
+from torusgd.comm.profile import Link, Profile
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(run_cli: Run, tmp_path: Path) -> Callable[..., tuple[str, dict[str, Any]]]:
+    """Runs the command to its good end: what it prints, and its JSON."""
+
+    def run(*words: object) -> tuple[str, dict[str, Any]]:
+        path = tmp_path / "plan.json"
+        code, out, err = run_cli("plan", *words, "--json", path)
+        assert code == 0, err
+        return out, json.loads(path.read_text())
+
+    return run
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (1.5, 599.9, 900, 7200, 1e5)] == ["1.5 s", "599.9 s", "15.0 min", "2.0 h", "27.8 h"]
+
+
+def test_it_prints_and_writes(plan) -> None:
+    out, found = plan(
+        "fujitsu-74s", "--cluster", "abci", "--devices", 2048, "--sweep", "--best", "--cost", 2.5
+    )  # fmt: skip
+    for word in ("images/s", "efficiency", "time to train", "limit:", "knee:", "cost", "saves"):
+        assert word in out
+    assert found["cost"] == pytest.approx(2048 * found["seconds"] / 3600 * 2.5)
+    assert found["sweep"][-1]["seconds"] == found["seconds"]
+    assert found["best"]["seconds"] <= found["seconds"]
+    assert found["stages"][0]["batch"] == 81920
+
+
+def test_more_devices_than_virtual_workers_share_the_same_batch(plan) -> None:
+    out, found = plan("resnet50", "--cluster", "abci", "--devices", 2048)
+    assert "32 virtual workers; planned with its batch cut for 2,048 devices, 1 > 1 > 2 images" in out
+    assert [stage["batch"] for stage in found["stages"]] == [1024, 2048, 4096]
+    assert found["images_per_second"] < 4096 / found["stages"][2]["seconds"]
+    assert found["efficiency"] < 0.5
+
+
+def test_flags_override_the_profile(plan) -> None:
+    def seconds(*flags: str) -> float:
+        command = ("sony-122s", "--cluster", "abci", "--software", "nnl-fp16", "--devices", 3456)
+        return float(plan(*command, *flags)[1]["seconds"])
+
+    assert seconds("--grid", "48x72") == seconds()
+    assert seconds("--grid", "2x1728") > seconds()
+    assert seconds("--allreduce", "ring") > seconds("--allreduce", "halving-doubling")
+
+
+def test_the_runtime_block_means_the_same_as_flags_and_flags_override_it(plan, run_cli: Run, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    _, source, _ = run_cli("recipes", "resnet50")
+    file.write_text(source + "\nruntime: {workers: 16, allreduce: 'torus:halving/ring', update: sharded}\n")
+    flags = ("--workers", 16, "--allreduce", "torus:halving/ring", "--update", "sharded")
+    _, by_flags = plan("resnet50", "--cluster", "abci", *flags)
+    _, by_block = plan(file, "--cluster", "abci")
+    assert by_block["stages"] == by_flags["stages"]
+    _, otherwise = plan(file, "--cluster", "abci", "--devices", 8, "--update", "replicated")
+    assert (otherwise["devices"], otherwise["stages"] == by_block["stages"]) == (8, False)
+
+
+def test_a_sweep_plans_every_number_of_devices_with_the_same_options(plan) -> None:
+    flags = ("--allreduce", "torus", "--grid", "4x4", "--model-parallel", 2, "--sweep")
+    out, found = plan("resnet50", "--cluster", "abci", "--devices", 16, *flags)
+    assert [forecast["devices"] for forecast in found["sweep"]] == [2, 4, 8, 16]
+    assert found["sweep"][-1]["stages"] == found["stages"]
+    assert "the recipe needs column_blocks of 2" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--devices", 0), "workers = 0"),
+        (("--cost", -1), "--cost -1"),
+        (("--grid", "3x3"), "--grid 3x3: has 9 places for 2048"),
+        (("--grid", "64x32", "--allreduce", "ring"), "--grid 64x32: goes with --allreduce torus or hierarchical"),
+        (("--allreduce", "magic"), "--allreduce magic: unknown; there are auto, native, ring"),
+        (("--allreduce", "nccl:ring"), "--allreduce nccl:ring: unknown; did you mean"),
+        (("--allreduce", "torus:magic"), "torus:VERTICAL/HORIZONTAL"),
+        (("--model-parallel", 3), "--model-parallel 3: needs a divisor of 2048"),
+        (("--buckets", "many"), "buckets"),
+        (("--cluster", "abcx"), "cluster abcx"),
+        (("--json", "/no/such/folder/x.json"), "can't be written"),
+        (("--plot", "x.pdf"), ".svg or .png"),
+        (("--profile", "p.json"), "goes with --cluster local"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags: tuple[object, ...], message: str, run_cli: Run) -> None:
+    code, _, err = run_cli("plan", "fujitsu-74s", "--cluster", "abci", "--devices", 2048, *flags)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_plan_needs_a_cluster_and_a_number_of_devices(run_cli: Run) -> None:
+    for words in ((), ("digits", "--cluster", "abci"), ("digits", "--devices", 2)):
+        code, _, err = run_cli("plan", *words)
+        assert code == 2
+        assert "--cluster and --devices" in err
+
+
+def test_the_published_table(run_cli: Run, tmp_path: Path) -> None:
+    table = Path(__file__).parents[2] / "src/torusgd/plan/published.csv"
+    path = tmp_path / "out.json"
+    code, out, _ = run_cli("plan", "--published", table, "--json", path)
+    assert code == 0
+    assert "15 parameters for 32 rows" in out
+    records = json.loads(path.read_text())
+    assert len(records) == 32
+    assert {"id", "metric", "published", "predicted", "low", "high", "error"} == set(records[0])
+
+
+def test_a_picture_or_what_is_missing_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Run) -> None:
+    path = tmp_path / "curve.svg"
+    command = ("plan", "fujitsu-74s", "--cluster", "abci", "--devices", 64, "--plot", path)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert "pip install 'torusgd[plot]'" in run_cli(*command)[2]
+        return
+    assert run_cli(*command)[0] == 0
+    assert path.read_text().startswith("<?xml")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'torusgd[plot]'" in run_cli(*command)[2]
+
+
+def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan, run_cli: Run) -> None:
+    (tmp_path / "mymodel.py").write_text(
+        "from torch import nn\n"
+        "def build(*, classes, channels, width=8):\n"
+        "    return nn.Sequential(nn.Conv2d(channels, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),\n"
+        "                         nn.Linear(width, classes))\n"
+    )
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nsource: mine\ninside: {alpha: 1e-6, bandwidth: 1e10}\nbetween: {alpha: 1e-5, bandwidth: 1e9}\n"
+        "device: {name: D, peak: {float32: 1e12}, memory_bandwidth: 1e11}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    keys = ["model.name=mymodel:build", "model.options={width: 16}", "data.train_images=1000", "data.classes=10"]
+    command = ["folder", *(word for key in keys for word in ("--set", key)), "--cluster", "mine.yaml", "--devices", 2]
+    assert plan(*command)[1]["cluster"] == "mine"
+    code, _, err = run_cli("plan", *command, "--set", "model.options={depth: 2}")
+    assert (code, "depth" in err) == (2, True)
+
+
+def test_this_machine_by_a_measured_network_and_a_measured_run(tmp_path: Path, plan, run_cli: Run) -> None:
+    profile, folder = tmp_path / "profile.json", tmp_path / "one"
+    link = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
+    Profile(backend="gloo", hosts=(0, 1), message=1e-5, inside=None, between=link, timings=()).save(profile)
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps({"world_size": 1}))
+    events = [{"step": n, "batch": 96, "step_seconds": 0.2, "update_seconds": 0.02} for n in range(1, 6)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    command = (
+        "digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--cluster", "local", "--devices", 2,
+        "--profile", profile,
+    )  # fmt: skip
+    assert "one worker here" in plan(*command, "--measured", folder)[0]
+    code, _, err = run_cli("plan", *command)
+    assert (code, "--measured" in err) == (2, True)

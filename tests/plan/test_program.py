@@ -1,0 +1,99 @@
+"""What is planned: a software profile with what the recipe and the runtime options say of it."""
+
+import pytest
+
+from torusgd.errors import UserError
+from torusgd.plan import as_torusgd, load_cluster, load_software, program_for, step_time
+from torusgd.plan.cluster import Buckets, Software
+from torusgd.plan.forecast import Job, job_of
+from torusgd.plan.program import resolve_model_parallel
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+
+VGG = load_recipe("intel-aws-vgga-16").recipe
+ABCI, AWS = load_cluster("abci"), load_cluster("aws-c4.8xlarge")
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return job_of(VGG)
+
+
+def program(software: str = "torusgd", **options: object) -> Software:
+    runtime = RuntimeOptions.model_validate({"workers": 16, **options})
+    return program_for(VGG, runtime, ABCI, load_software(software))
+
+
+def test_the_profile_torusgd_has_the_defaults_of_the_runtime_options() -> None:
+    defaults = RuntimeOptions(workers=16).model_dump()
+    assert program(**defaults) == program()
+
+
+def test_a_published_profile_keeps_what_the_user_does_not_give() -> None:
+    published = load_software("pcl-dnn")
+    kept = program("pcl-dnn")
+    assert kept.communication == published.communication
+    assert (kept.sharded_update, kept.weights_first) == (True, True)
+    changed = program("pcl-dnn", update="replicated", model_parallel=1)
+    assert (changed.sharded_update, changed.communication.linear_groups) == (False, None)
+    assert changed.communication.buckets == published.communication.buckets
+
+
+def test_options_mean_what_they_mean_in_a_run() -> None:
+    ours = program(allreduce="torus:halving/ring", buckets=2.0, update="sharded", model_parallel=4)
+    how = ours.communication
+    assert (how.algorithm, how.methods, how.grids) == ("torus", ("halving", "ring"), ((4, 4),))
+    assert how.buckets == Buckets(rule="torusgd", option=2.0)
+    assert (ours.sharded_update, how.gather_ahead, how.linear_groups) == (True, True, 4)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "devices", "grid"), [(ABCI, 16, (4, 4)), (ABCI, 24, (6, 4)), (ABCI, 4, (2, 2)), (AWS, 12, (3, 4))]
+)
+def test_a_torus_without_a_grid_has_nodes_by_devices_a_node_else_the_squarest(cluster, devices, grid) -> None:
+    runtime = RuntimeOptions(workers=devices, allreduce="torus")
+    assert program_for(VGG, runtime, cluster, load_software("torusgd")).communication.grids == (grid,)
+
+
+def test_a_rehearsal_has_the_compute_of_a_profile_and_the_messages_of_torusgd() -> None:
+    profile, own = load_software("pcl-dnn"), load_software("torusgd")
+    ours = as_torusgd(profile)
+    assert (ours.math, ours.memory, ours.launch) == (profile.math, profile.memory, profile.launch)
+    assert (ours.sharded_update, ours.weights_first, ours.norm_group) == (False, False, 1)
+    costs = {"message", "contention"}
+    assert ours.communication.model_dump(exclude=costs) == own.communication.model_dump(exclude=costs)
+    assert ours.communication.message == profile.communication.message > 0
+
+
+def test_auto_takes_the_model_parallel_ranks_of_the_shortest_step(job: Job) -> None:
+    profile = as_torusgd(load_software("pcl-dnn"))
+
+    def seconds(ranks: int) -> float:
+        runtime = RuntimeOptions(workers=16, allreduce="ring", model_parallel=ranks)
+        return step_time(job.cost, AWS, program_for(VGG, runtime, AWS, profile), 16, 16).seconds
+
+    auto = RuntimeOptions(workers=16, allreduce="ring", model_parallel="auto")
+    chosen = resolve_model_parallel(VGG, job, auto, AWS, profile).model_parallel
+    times = {ranks: seconds(ranks) for ranks in (1, 2, 4, 8, 16)}
+    assert times[chosen] == min(times.values()) < 0.8 * times[1]
+    blocks = VGG.model_copy(update={"column_blocks": 2})
+    assert resolve_model_parallel(blocks, job, auto, AWS, profile).model_parallel == 2
+    four = auto.model_copy(update={"model_parallel": 4})
+    assert resolve_model_parallel(VGG, job, four, AWS, profile) is four
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"allreduce": "magic"}, "--allreduce magic: unknown; there are auto"),
+        ({"allreduce": "ring:halving"}, "unknown"),
+        ({"allreduce": "torus:magic"}, "torus:VERTICAL/HORIZONTAL"),
+        ({"grid": "4x4"}, "--grid 4x4: goes with --allreduce torus or hierarchical, not native"),
+        ({"grid": "4x3", "allreduce": "torus"}, "--grid 4x3: has 12 places for 16 devices"),
+        ({"model_parallel": 3}, "--model-parallel 3: needs a divisor of 16 devices"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        program(**options)
+    assert "\n" not in str(caught.value)
