@@ -1,7 +1,8 @@
 """torusgd: training image classifiers with large mini-batches on many machines, without losing accuracy.
 
-The pieces are usable alone: `Schedule` and `StreamOrder` in your own loop, `Lars` as any torch optimiser, `polish` on
-any model with batch norm, `ddp_hook` with DistributedDataParallel, `ShardedUpdate` in its place.
+Each of these is usable alone: `Schedule` and `StreamOrder` in your own loop, `Lars` as any torch optimiser, `polish` on
+any model with batch norm, `ddp_hook` with DistributedDataParallel, `ShardedUpdate` in its place, `exact_all_reduce`
+in any script of torch.distributed.
 """
 
 from importlib import import_module
@@ -14,6 +15,7 @@ _HOMES = {
     "ShardedUpdate": "gradients.sharded_update",
     "StreamOrder": "data.order",
     "ddp_hook": "gradients.ddp_hook",
+    "exact_all_reduce": "comm.fixed_point",
     "load_recipe": "recipe.load",
     "polish": "train.polish",
 }

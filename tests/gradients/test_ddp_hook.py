@@ -185,4 +185,5 @@ def lose_a_rank() -> str:
 
 def test_a_lost_rank_is_an_error_of_backward():
     told = run_ranks(2, lose_a_rank, expected=1, timeout=60)
-    assert "all-reduce failed" in told[0] or "Connection" in told[0]
+    # By the hook's own message or by one of DDP's, which torch words.
+    assert any(words in told[0] for words in ("connection to rank 1 is lost", "no answer within", "Connection"))

@@ -95,7 +95,7 @@ class Group:
         """The text of the member at place `source`, on every member."""
         if self.size == 1:
             return text
-        device = self._small_device
+        device = self.small_device
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
         length = torch.tensor([len(data)], device=device)
         self.broadcast(length, source)
@@ -180,7 +180,7 @@ class Group:
     def barrier(self) -> None:
         """Returns when every member has called it."""
         # An all-reduce, on the CPU where it can be: NCCL's own barrier occupies a GPU that torch must guess.
-        flag = torch.zeros(1, device=self._small_device)
+        flag = torch.zeros(1, device=self.small_device)
         self.all_reduce(flag)
         flag.tolist()
 
@@ -241,7 +241,7 @@ class Group:
         return self.process_group
 
     @property
-    def _small_device(self) -> torch.device:
+    def small_device(self) -> torch.device:
         """Where a few numbers for all members live: the CPU, but in a group of torch's that has NCCL alone."""
         types = {"cpu"} if self.process_group is None else {each.type for each in self.process_group._device_types}
         return torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())

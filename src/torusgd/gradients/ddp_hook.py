@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.allreduce import create
 from ..comm.base import Work
 from ..comm.buckets import Bucket
-from ..comm.groups import group_of
+from ..comm.fixed_point import exact_all_reduce
+from ..comm.groups import Group, group_of
 from ..errors import UserError
 from .float_sum import FloatGradientSum
 from .integer_sum import GradientSum, IntegerGradientSum
@@ -43,8 +43,10 @@ def ddp_hook(
         model: Gloo or NCCL; with no_sync, static_graph, gradient_as_bucket_view and unused parameters as usual.
         algorithm: See `torusgd.comm.allreduce.create`, as for `grid` and `profile`.
         wire: None sends gradients as they are. `float16` and `bfloat16` halve the bytes, scaled by a power of two a
-            bucket so that no sum of ranks overflows. `exact` sends 32-bit integers, scaled by a power of two a tensor:
-            the same bits for any algorithm and grid, with one number of ranks. A gradient that is not finite on one
+            bucket so that no sum of ranks overflows. `exact` sums in fixed point, as `exact_all_reduce` does, with
+            half its bytes: 32-bit integers and a power of two a tensor that is agreed from the last step. The mean has
+            the same bits for any algorithm and grid, on condition that the number of ranks and what each computes stay
+            the same: DistributedDataParallel's addends are the ranks' own means. A gradient that is not finite on one
             rank becomes nan on all.
 
     Returns:
@@ -59,7 +61,8 @@ def ddp_hook(
     strange = next((p.dtype for p in parameters if wire is not None and p.dtype not in _GRADIENTS), None)
     if strange is not None:
         raise UserError(f"wire {wire}: takes gradients of float32, float16 and bfloat16, not {strange}; use wire=None")
-    hook = Hook(model.process_group, parameters[0].device, algorithm, wire, grid, profile)
+    group = group_of(model.process_group, parameters[0].device)
+    hook = Hook(group, algorithm, wire, grid, profile)
     model.register_comm_hook(hook, _on_bucket)
     return hook
 
@@ -73,21 +76,20 @@ class Hook:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        group: Group,
         algorithm: str,
         wire: Wire | None,
         grid: tuple[int, int] | None,
         profile: Path | None,
     ) -> None:
-        self._ranks, self._device, self._wire = dist.get_world_size(group), device, wire
-        self._allreduce = create(algorithm, grid=grid, profile=profile, group=group, device=device)
-        self.explanation: str = getattr(self._allreduce, "explanation", f"allreduce {self._allreduce.name}")
+        self._ranks, self._device, self._wire = group.size, group.device, wire
+        self._allreduce = create(algorithm, grid=grid, profile=profile, group=group)
+        self.explanation: str = self._allreduce.explanation
         """one line: what runs, and why"""
         self.underflow = 0.0
         """share of the last bucket's elements that a 16-bit wire rounded to zero"""
         # What only some steps need is summed by a group of its own, so that its calls mix with no others.
-        self._repairs = group_of(group).duplicate() if wire is not None else None
+        self._repairs = group_of(group.process_group).duplicate() if wire is not None else None
         self._sums: dict[tuple[int, ...], GradientSum] = {}
         self._jobs: queue.SimpleQueue[tuple[_Future, Callable[[], torch.Tensor]]] = queue.SimpleQueue()
         threading.Thread(target=self._finish_all, daemon=True).start()
@@ -123,28 +125,33 @@ class Hook:
     def _receive(
         self, total: GradientSum, numels: tuple[int, ...], buffer: torch.Tensor, sent: Work | None
     ) -> torch.Tensor:
-        """Puts the mean into the buffer; measures and sums anew where there was no scale yet, or the sum overflowed."""
+        """Puts the mean into the buffer; sums anew where there was no scale yet, or the sum overflowed."""
         if sent is not None:
             sent.wait()
-        status = total.finish().read() if sent is not None else None
-        if status is None or status.overflow:
-            maxima = torch.stack([part.abs().max() for part in buffer.split(numels)]).float().nan_to_num(0.0, 0.0, 0.0)
-            total.set_maxima(self._repair(maxima, dist.ReduceOp.MAX))
-            message = _load(total, numels, buffer)
-            message.copy_(self._repair(message, dist.ReduceOp.SUM))
             status = total.finish().read()
-        self.underflow = status.underflow
-        mean = torch.empty(buffer.shape, dtype=torch.float32, device=buffer.device)
-        parts = mean.split(numels)
-        total.mean(parts, self._ranks)
-        for slot in status.nonfinite:
-            parts[slot].fill_(torch.nan)
-        return buffer.copy_(mean)
+            if not status.overflow:
+                self.underflow = status.underflow
+                mean = torch.empty(buffer.shape, dtype=torch.float32, device=buffer.device)
+                total.mean(mean.split(numels), self._ranks)
+                for slot in status.nonfinite:
+                    mean.split(numels)[slot].fill_(torch.nan)
+                return buffer.copy_(mean)
+        return self._sum_anew(total, numels, buffer)
 
-    def _repair(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        reduced = tensor.cpu()
-        dist.all_reduce(reduced, operation, self._repairs)
-        return reduced.to(tensor.device)
+    def _sum_anew(self, total: GradientSum, numels: tuple[int, ...], buffer: torch.Tensor) -> torch.Tensor:
+        """Puts the mean into the buffer without a scale from the last step, and agrees on one for the next."""
+        assert self._repairs is not None
+        maxima = torch.stack([gradient.abs().max() for gradient in buffer.split(numels)]).float()
+        agreed = maxima.nan_to_num(0.0, 0.0, 0.0).cpu()
+        self._repairs.all_reduce(agreed, maximum=True)
+        total.set_maxima(agreed.to(buffer.device))
+        self.underflow = 0.0
+        # Of float64, since a sum may be beyond the gradients' dtype where the mean is not.
+        mean = exact_all_reduce(buffer.double().cpu(), self._repairs) / self._ranks
+        for gradient in mean.split(numels):
+            if not bool(gradient.isfinite().all()):
+                gradient.fill_(torch.nan)
+        return buffer.copy_(mean)
 
     def _finish_all(self) -> None:
         stream = None if self._device.type == "cpu" else torch.cuda.Stream(self._device)

@@ -1,0 +1,252 @@
+"""`exact_all_reduce`: a sum over ranks whose bits depend on the addends alone, not on who holds them or on any order.
+
+A sum of floats depends on the order of its additions, and in an all-reduce the order follows from the algorithm and the
+number of ranks. Integers have no such order. So the ranks agree on a power of two for each block of 4,096 elements, by
+which every addend is multiplied before it is rounded to an integer; all further additions, on a rank and between ranks,
+are of int64 (ours; fixed-point sums go back to Kulisch's accumulator). Three collectives:
+
+1. The shape, dtype and number of the addends: a few integers.
+2. The largest exponent in each block, and whether all of its values are finite: 8 bytes a block.
+3. The integers: 8 bytes an element, whatever the number of ranks and addends. By any all-reduce, for integer sums have
+   the same bits by all of them.
+
+K addends leave 62 - ceil(log2 K) bits for each: where the largest one of a block has the magnitude M, an addend is
+rounded to the nearest multiple of a power of two that is at most M * 2^(ceil(log2 K) - 61).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import UserError
+from .allreduce import AlgorithmAllReduce, NativeAllReduce
+from .groups import Group, group_of
+
+BLOCK = 4096
+"""elements, in memory order of the contiguous tensor, that share a power of two"""
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MOST_ADDENDS, _MOST_RANKS, _MOST_DIMS = 2**31, 2**15 - 1, 8
+_SUM_BITS = 62
+"""of the magnitude of a block's sums: one less than an int64 has, since rounding may reach the bound itself"""
+_FIELD, _COUNT = 34, 15
+"""bits of an int64 in a block with inf or nan: the sum's, then twice a number of ranks (see `_count_nonfinite`)"""
+_LEAST = -2000
+"""exponent of a block of zeros: below that of any float64"""
+_FINEST = 1074
+"""no float64 has bits below 2**-1074"""
+_AT_ONCE = 1 << 17
+"""elements that are worked on at a time, so that they stay in a CPU's cache"""
+
+
+@torch.no_grad()
+def exact_all_reduce(
+    addends: Tensor | Sequence[Tensor],
+    group: Group | ProcessGroup | None = None,
+    allreduce: AlgorithmAllReduce | NativeAllReduce | None = None,
+) -> Tensor:
+    """The sum of all addends of all ranks, with the same bits however they are spread over ranks and in any order.
+
+    Every rank of the group calls it. The bits are the same for any number of ranks and addends a rank, any algorithm,
+    and any backend, on CPU and GPU alike. At most 8 bytes an element travel, and 8 a block of 4,096 elements; no rank
+    gathers addends, and beyond them a rank needs memory for one sum and its result, however many they are.
+
+    Args:
+        addends: A tensor, or a list of tensors of one shape, dtype and device: float16, bfloat16, float32 or float64,
+            of any shape of up to 8 dims, empty ones as well. Ranks may hold different numbers of addends; a rank
+            without any gives an empty list, and learns the shape and dtype from the others.
+        group: A `Group`, or a group of torch.distributed; None: all ranks, or this process alone.
+        allreduce: What `create` made, instead of a group: it carries the integers over its own ranks.
+
+    Returns:
+        A new tensor of the addends' shape, dtype and device, the same on all ranks. With K addends in all, c =
+        ceil(log2 K), and M the largest finite magnitude in a block, it differs from the true sum by at most
+        M * 2^(2 c - 62), plus half a unit in the last place of its own dtype (float32 and narrower: by 2^-29 of one
+        more, as it is rounded to float64 first). That is 2^-42 M for 1,024 addends and 2^-22 M for 2^20. float32
+        addends of at least M * 2^(c - 38), and float64 addends of at least M * 2^(c - 9), are added without any error.
+        As in IEEE arithmetic an element is nan where an addend is nan or infinities of both signs meet, and inf where
+        one addend is or where the sum is beyond the dtype. The other elements of a block with inf or nan keep 30 bits
+        less: they differ by at most M * 2^(2 c - 32). The sum of negative zeros is 0.
+
+    Raises:
+        UserError: On every rank: the addends' shapes or dtypes differ, nobody has an addend, or there are more than
+            2^31 of them or 32,767 ranks.
+        CommError: Ranks could not exchange messages.
+
+    >>> exact_all_reduce([torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])])
+    tensor([1.])
+    """
+    mine = [addends] if isinstance(addends, Tensor) else addends
+    assert group is None or allreduce is None, "an all-reduce has a group of its own"
+    ranks = group_of(group) if allreduce is None else allreduce.group
+    common = _agree(mine, ranks)
+    numel = common.shape.numel()
+    if numel == 0:
+        return torch.empty(common.shape, dtype=common.dtype, device=common.device)
+
+    exponents = _exponents(mine, numel, common.device).to(ranks.small_device)
+    ranks.all_reduce(exponents, maximum=True)
+    exponent, nonfinite = exponents.to(common.device)
+    is_flagged, all_finite = nonfinite > 0, not bool(nonfinite.any())
+    bits = torch.where(is_flagged, _FIELD - 2, _SUM_BITS) - (common.addends - 1).bit_length()
+    shift = torch.where(exponent > _LEAST, bits - exponent, 0).clamp(max=_FINEST)
+
+    total = _add_up(mine, numel, _powers(shift), common.device)
+    if not all_finite:
+        _count_nonfinite(mine, total)
+    if allreduce is not None:
+        allreduce.start(total).wait()
+    else:
+        ranks.all_reduce(total)
+    result, (first, second) = torch.empty(numel, dtype=common.dtype, device=common.device), _powers(-shift)
+    for blocks, elements, width in _runs(numel, common.device):
+        integers, flags = total[elements].unflatten(0, (-1, width)), is_flagged[blocks, None]
+        sums = integers if all_finite else torch.where(flags, _field(integers), integers)
+        values = sums.double().mul_(first[blocks]).mul_(second[blocks])
+        if not all_finite:
+            values = torch.where(flags, _with_nonfinite(values, integers), values)
+        result[elements] = values.flatten().to(common.dtype)
+    return result.view(common.shape)
+
+
+class _Common(NamedTuple):
+    """What the ranks have agreed on."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    addends: int
+    """of all ranks"""
+
+
+def _agree(addends: Sequence[Tensor], ranks: Group) -> _Common:
+    """Agrees on shape, dtype and device, by the largest and the least of each number, and counts the addends."""
+    problem = _problem(addends, ranks)
+    width = 3 + _MOST_DIMS
+    own = [0] * width
+    if addends and not problem:
+        first = addends[0]
+        own = [_DTYPES.index(first.dtype), int(first.device.type == "cuda"), first.dim(), *first.shape]
+        own += [0] * (width - len(own))
+    # The largest of minus a number is minus the least; a rank without addends has no say in either.
+    both = [*own, *(-number for number in own)] if addends else [-(2**62)] * 2 * width
+    agreed = torch.tensor([int(bool(problem)), *both], device=ranks.small_device)
+    count = torch.tensor([len(addends)], device=ranks.small_device)
+    if ranks.size > 1:
+        for work in (ranks.start_all_reduce(agreed, maximum=True), ranks.start_all_reduce(count)):
+            work.wait()
+    numbers, total = agreed.tolist(), int(count)
+    most, least = numbers[1 : 1 + width], [-number for number in numbers[1 + width :]]
+    if problem or numbers[0]:
+        raise UserError(f"exact_all_reduce: {problem or 'the addends of another rank do not fit: see its error'}")
+    if not total:
+        raise UserError("exact_all_reduce: no rank has an addend; give at least one, such as a tensor of zeros")
+    if most != least:
+        raise UserError("exact_all_reduce: addends differ in shape, dtype or device among the ranks; make them equal")
+    if total > _MOST_ADDENDS:
+        raise UserError(f"exact_all_reduce: {total} addends; add up at most 2^31 at a time")
+    dtype, is_cuda, dims = most[:3]
+    elsewhere = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    device = addends[0].device if addends else elsewhere
+    return _Common(torch.Size(most[3 : 3 + dims]), _DTYPES[dtype], device, total)
+
+
+def _problem(addends: Sequence[Tensor], ranks: Group) -> str:
+    """What is wrong with this rank's own addends; empty: nothing."""
+    if ranks.size > _MOST_RANKS:
+        return f"{ranks.size} ranks; it takes at most {_MOST_RANKS}"
+    if not addends:
+        return ""
+    first = addends[0]
+    if first.dtype not in _DTYPES or first.dim() > _MOST_DIMS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        return f"an addend of {first.dtype} and {first.dim()} dims; give {names}, of at most {_MOST_DIMS} dims"
+    kinds = {(addend.shape, addend.dtype, addend.device) for addend in addends}
+    described = sorted(f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in kinds)
+    return "" if len(kinds) == 1 else f"addends of {', '.join(described)}; make them equal"
+
+
+def _runs(numel: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
+    """Runs of whole blocks: their numbers, their elements, and the width of each; the last block may be narrower."""
+    whole = numel // BLOCK
+    step = _AT_ONCE // BLOCK if device.type == "cpu" else max(1, whole)
+    for first in range(0, whole, step):
+        stop = min(first + step, whole)
+        yield slice(first, stop), slice(first * BLOCK, stop * BLOCK), BLOCK
+    if numel % BLOCK:
+        yield slice(whole, whole + 1), slice(whole * BLOCK, numel), numel % BLOCK
+
+
+def _stacks(addends: Sequence[Tensor], numel: int) -> Iterator[Tensor]:
+    """The addends as [k, numel], several at a time where they are small."""
+    several = max(1, _AT_ONCE // numel)
+    for first in range(0, len(addends), several):
+        some = addends[first : first + several]
+        yield some[0].reshape(1, numel) if len(some) == 1 else torch.stack(list(some)).reshape(-1, numel)
+
+
+def _exponents(addends: Sequence[Tensor], numel: int, device: torch.device) -> Tensor:
+    """int32 [2, blocks]: the least e with |x| < 2**e for all finite x of a block, and whether some x is not finite."""
+    found = torch.full((2, -(-numel // BLOCK)), _LEAST, dtype=torch.int32, device=device)
+    found[1] = 0
+    for stack in _stacks(addends, numel):
+        for blocks, elements, width in _runs(numel, device):
+            values = stack[:, elements].unflatten(1, (-1, width))
+            low, high = torch.aminmax(values.flatten(2), dim=2)
+            largest = torch.maximum(-low, high).double()
+            nonfinite = ~largest.isfinite()
+            if bool(nonfinite.any()):
+                largest = values.nan_to_num(0.0, 0.0, 0.0).abs().amax(2).double()
+            _, exponent = torch.frexp(largest)
+            exponent = torch.where(largest > 0, exponent, _LEAST).to(torch.int32)
+            found[0, blocks] = torch.maximum(found[0, blocks], exponent.amax(0))
+            found[1, blocks] |= nonfinite.any(0).to(torch.int32)
+    return found
+
+
+def _powers(shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Two float64 [blocks, 1] whose product is 2**shift, which by itself may be beyond float64's range."""
+    half = shift.long()[:, None] // 2
+    # By the bits of their exponents, since exp2 is not exact on every device.
+    first, second = (((each + 1023) << 52).view(torch.float64) for each in (half, shift.long()[:, None] - half))
+    return first, second
+
+
+def _add_up(addends: Sequence[Tensor], numel: int, powers: tuple[Tensor, Tensor], device: torch.device) -> Tensor:
+    """int64 [numel]: the sum of the addends times both powers, each rounded; what is not finite counts as 0."""
+    total, (first, second) = torch.zeros(numel, dtype=torch.int64, device=device), powers
+    for stack in _stacks(addends, numel):
+        for blocks, elements, width in _runs(numel, device):
+            values = stack[:, elements].unflatten(1, (-1, width))
+            scaled = torch.mul(values, first[blocks]).mul_(second[blocks]).round_().nan_to_num_(0.0, 0.0, 0.0)
+            integers = scaled.to(torch.int64)
+            total[elements] += integers.sum(0).flatten() if len(integers) > 1 else integers.flatten()
+    return total
+
+
+def _count_nonfinite(addends: Sequence[Tensor], total: Tensor) -> None:
+    """Adds, above the sums of this rank, 1 to the number of ranks with +inf or nan, and of those with -inf or nan.
+
+    An int64 of a block with inf or nan holds, from its lowest bits on, the sum (34 bits), the first number (15) and the
+    second. The numbers of other blocks are 0, and so their sums may have all 64 bits.
+    """
+    for is_infinite, bit in ((torch.isposinf, _FIELD), (torch.isneginf, _FIELD + _COUNT)):
+        found = torch.zeros(len(total), dtype=torch.bool, device=total.device)
+        for stack in _stacks(addends, len(total)):
+            found |= (is_infinite(stack) | stack.isnan()).any(0)
+        total += found.to(torch.int64) << bit
+
+
+def _field(integers: Tensor) -> Tensor:
+    """The sums below the numbers of ranks, with their sign."""
+    return (integers << (64 - _FIELD)) >> (64 - _FIELD)
+
+
+def _with_nonfinite(values: Tensor, integers: Tensor) -> Tensor:
+    """The values of blocks with inf or nan: those, where the numbers of ranks say so."""
+    counts, most = (integers - _field(integers)) >> _FIELD, (1 << _COUNT) - 1
+    positive, negative = (counts & most) > 0, ((counts >> _COUNT) & most) > 0
+    values = values.masked_fill(positive, torch.inf).masked_fill(negative, -torch.inf)
+    return values.masked_fill(positive & negative, torch.nan)
