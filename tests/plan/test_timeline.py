@@ -12,12 +12,10 @@ from torusgd.comm.buckets import plan_buckets
 from torusgd.comm.profile import InStep, Profile
 from torusgd.comm.profile import Link as MeasuredLink
 from torusgd.models.vgg import vgg_a
-from torusgd.plan.buckets import cut_buckets
-from torusgd.plan.catalog import load_cluster, load_software
-from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software
-from torusgd.plan.known import known_cost
-from torusgd.plan.model_cost import Gradient, Kernels, ModelCost
+from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software, load_cluster, load_software
+from torusgd.plan.model_cost import Gradient, Kernels, ModelCost, known_cost
 from torusgd.plan.roofline import kernel_seconds, matched, memory_bytes, pass_seconds, update_seconds
+from torusgd.plan.step_script import cut_buckets
 from torusgd.plan.timeline import slowest, step_time
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)

@@ -9,17 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
-from ..comm.algorithms import parse_grid
+from ..comm.algorithms import GRIDS, parse_grid
 from ..comm.profile import Profile
 from ..errors import UserError
-from ..plan.best import best
-from ..plan.catalog import load_cluster, load_software
-from ..plan.cluster import Cluster, Software
-from ..plan.forecast import Job, forecast, job_of, software_for, with_communication
+from ..plan.cluster import Cluster, Software, load_cluster, load_software
+from ..plan.forecast import Workload, forecast, software_for, with_communication, workload_of
 from ..plan.local import local_cluster, measured_software
 from ..plan.plot import check_plot, plot_sweep
 from ..plan.published import predict_row, read_rows
-from ..plan.sweep import device_counts, fixed_batch, sweep
+from ..plan.search import device_counts, fixed_batch, search_settings, sweep
 from ..recipe.load import load_recipe
 from .plan_tables import price_of, show_best, show_forecast, show_published, show_sweep
 
@@ -76,17 +74,17 @@ def plan(
     machine = _machine(cluster, profile)
     program = software_for(recipe, load_software(software or machine.software))
     program = _communicating(program, devices, grid, allreduce)
-    job = job_of(recipe, path=data)
+    workload = workload_of(recipe, path=data)
     if measured is not None:
-        program = measured_software(job, machine, program, measured)
+        program = measured_software(workload, machine, program, measured)
     elif profile is not None:
         raise UserError("--profile: is of the network alone; add --measured RUN, a run of this recipe with one worker")
     title = f"{recipe.name} on {devices:,} x {machine.device.name} ({machine.name}, {program.name})"
     console.print(title, markup=False)
-    asked, job = job, fixed_batch(job, devices)
-    if job != asked:
-        console.print(_cut_anew(asked, job, devices))
-    now = forecast(job, machine, program, devices)
+    asked, workload = workload, fixed_batch(workload, devices)
+    if workload != asked:
+        console.print(_cut_anew(asked, workload, devices))
+    now = forecast(workload, machine, program, devices)
     show_forecast(console, now, price)
     found: dict[str, Any] = {
         "recipe": recipe.name,
@@ -102,7 +100,7 @@ def plan(
     if machine.nodes is not None and devices > machine.nodes * machine.devices_per_node:
         console.print(f"note: {machine.name} has {machine.nodes * machine.devices_per_node:,} devices")
     if over or plot is not None:
-        curve = sweep(asked, machine, program, device_counts(devices, asked.spans[0].workers))
+        curve = sweep(asked, machine, program, device_counts(devices, asked.stages[0].workers))
         show_sweep(console, curve, price)
         found["sweep"] = [f.as_dict() for f in curve.forecasts]
         found["knee"] = curve.knee
@@ -110,7 +108,7 @@ def plan(
             plot_sweep(curve, title, plot)
             console.print(f"wrote {plot}", markup=False)
     if search:
-        chosen = best(job, machine, program, devices)
+        chosen = search_settings(workload, machine, program, devices)
         show_best(console, chosen)
         found["best"] = {**chosen.forecast.as_dict(), "choices": [asdict(choice) for choice in chosen.choices]}
     _write(json_file, found)
@@ -129,7 +127,7 @@ def published(path: Path, json_file: Path | None = None) -> int:
 def _communicating(software: Software, devices: int, grid: str | None, allreduce: str | None) -> Software:
     changes: dict[str, Any] = {}
     if allreduce is not None and allreduce != "auto":
-        if allreduce not in (*_ALGORITHMS, "in-network"):
+        if allreduce.partition(":")[0] not in (*_ALGORITHMS, "in-network"):
             raise UserError(f"--allreduce {allreduce}: unknown; one of auto, {', '.join(_ALGORITHMS)}, in-network")
         changes["algorithm"] = allreduce
     if grid is not None:
@@ -137,7 +135,7 @@ def _communicating(software: Software, devices: int, grid: str | None, allreduce
         if rows * columns != devices:
             raise UserError(f"--grid {grid}: has {rows * columns} places for {devices} devices")
         changes["grids"] = ((rows, columns),)
-        if changes.get("algorithm", software.communication.algorithm) not in ("torus", "hierarchical"):
+        if changes.get("algorithm", software.communication.algorithm).partition(":")[0] not in GRIDS:
             changes["algorithm"] = "torus"
     return with_communication(software, **changes) if changes else software
 
@@ -157,9 +155,9 @@ def _check(devices: int, price: float | None) -> None:
         raise UserError(f"--cost {price}: a price of a device-hour is not negative")
 
 
-def _cut_anew(asked: Job, job: Job, devices: int) -> str:
+def _cut_anew(asked: Workload, workload: Workload, devices: int) -> str:
     """Says what is planned where there are more devices than virtual workers."""
-    workers, images = asked.spans[0].workers, " > ".join(str(span.images) for span in job.spans)
+    workers, images = asked.stages[0].workers, " > ".join(str(stage.images) for stage in workload.stages)
     return (
         f"note: the recipe has {workers} virtual workers; planned with its batch cut for {devices:,} devices, {images} "
         f"images each at most. For a larger batch: --set virtual_workers={devices}"

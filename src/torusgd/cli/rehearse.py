@@ -11,9 +11,8 @@ from rich.table import Table
 
 from ..comm.algorithms import GRIDS, parse_algorithm, parse_grid
 from ..errors import RunError, UserError
-from ..plan.catalog import load_cluster, load_software
-from ..plan.cluster import Cluster, Software
-from ..plan.forecast import Job, job_of, software_for, with_communication
+from ..plan.cluster import Cluster, Software, load_cluster, load_software
+from ..plan.forecast import Workload, software_for, with_communication, workload_of
 from ..plan.timeline import step_time
 from ..recipe.load import load_recipe
 from ..rehearse.lab import why_not
@@ -67,8 +66,8 @@ def command(
     recipe = load_recipe(name, overrides).recipe
     machine = load_cluster(cluster)
     places = _check(devices, allreduce, grid)
-    job = job_of(recipe, path=data)
-    workers = min(span.workers for span in job.spans)
+    workload = workload_of(recipe, path=data)
+    workers = min(stage.workers for stage in workload.stages)
     if devices > workers:
         raise UserError(
             f"--devices {devices}: the recipe has {workers} virtual workers; --set virtual_workers={devices}"
@@ -81,13 +80,13 @@ def command(
         overlap=overlap,
         sharded=update == "sharded",
     )
-    groups = groups_of(job, machine, program, devices, model_parallel)
+    groups = groups_of(workload, machine, program, devices, model_parallel)
     program = with_communication(program, linear_groups=groups)
     reason = why_not()
     if reason is not None:
         raise RunError(f"rehearse: {reason}")
     found = rehearse(
-        job, machine, program, devices, reduction=recipe.reduction, allreduce=allreduce, steps=steps, limit=seconds
+        workload, machine, program, devices, reduction=recipe.reduction, allreduce=allreduce, steps=steps, limit=seconds
     )
     how = f"{update} update" + ("" if groups is None else f", linear layers shared by {devices // groups}")
     console.print(f"{recipe.name} on {devices} x {machine.device.name} ({machine.name}, {program.name}), {how}")
@@ -102,18 +101,18 @@ def command(
 
 
 def groups_of(
-    job: Job, cluster: Cluster, software: Software, devices: int, model_parallel: str | None
+    workload: Workload, cluster: Cluster, software: Software, devices: int, model_parallel: str | None
 ) -> int | None:  # fmt: skip
     """The number of groups G = N / M for --model-parallel M; `auto` takes the G with the shortest planned step."""
     if model_parallel is None:
         return None
     if model_parallel == "auto":
-        span = job.spans[-1]
-        passes = math.ceil(span.workers / devices)
+        stage = workload.stages[-1]
+        passes = math.ceil(stage.workers / devices)
 
         def seconds(groups: int) -> float:
             split = with_communication(software, linear_groups=groups)
-            return step_time(job.cost, cluster, split, devices, span.images, passes).seconds
+            return step_time(workload.cost, cluster, split, devices, stage.images, passes).seconds
 
         return min((groups for groups in range(devices, 0, -1) if devices % groups == 0), key=seconds)
     if not model_parallel.isdecimal() or int(model_parallel) < 1 or devices % int(model_parallel):

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from ..errors import UserError
 from .base import Work
 from .contention import crowding, in_step
+from .cost import rank_candidates
 from .groups import Connection, connect
-from .profile import Link, Profile, Timing, expect, rank_candidates
+from .profile import Link, Profile, Timing, expect
 from .rounds import Message, Round
 
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
@@ -111,7 +112,7 @@ def zeros(connection: Connection, size: int) -> torch.Tensor:
 
 def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
     """Times native and the most promising plans in turn, plans twice as often; the first run of each warms up."""
-    plans = [how for how, _ in rank_candidates(size, profile.network)[:rivals]]
+    plans = [how for how, _ in rank_candidates(size, connection.size, profile.topology)[:rivals]]
     # What chunks gain (links that are never idle) is not in the formulas: it is tried.
     plans += [replace(how, chunks=4) for how in plans[:2] if size >= _CHUNKED and how.chunks == 1]
     natives: list[float] = []
