@@ -212,6 +212,7 @@ def test_flags_override_the_profile(tmp_path: Path) -> None:
     assert seconds(grid="48x72") == seconds()
     assert seconds(grid="2x1728") > seconds()
     assert seconds(allreduce="ring") > seconds(allreduce="halving-doubling")
+    assert seconds(grid="48x72") > seconds(grid="48x72", allreduce="torus:halving/ring")
 
 
 @pytest.mark.parametrize(

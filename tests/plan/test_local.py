@@ -52,9 +52,9 @@ def test_measured_sums_go_before_formulas_on_the_same_ranks() -> None:
         Timing(size=size, algorithm=name, grid=None, chunks=1, median=median)
         for size, name, median in ((4096, "native", 0.05), (4096, "ring", 0.03))
     )
-    cluster, how = local_cluster(profile((0, 1, 2), timings)), Communication(algorithm="auto")
-    assert [phase.seconds for phase in phases(cluster, how, 3, 4096)] == [pytest.approx(0.03)]
-    assert phases(cluster, how, 8, 4096)[0].seconds != pytest.approx(0.03)
+    cluster, communication = local_cluster(profile((0, 1, 2), timings)), Communication(algorithm="auto")
+    assert [phase.seconds for phase in phases(cluster, communication, 3, 4096)] == [pytest.approx(0.03)]
+    assert phases(cluster, communication, 8, 4096)[0].seconds != pytest.approx(0.03)
 
 
 def test_one_worker_is_predicted_as_it_was_measured(tmp_path: Path) -> None:

@@ -25,9 +25,8 @@ def cluster(**changes: object) -> Cluster:
     return Cluster(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def total(machine: Cluster, ranks: int, size: float, **how: object) -> float:
-    parts = phases(machine, Communication.model_validate(how), ranks, size)
-    return sum(phase.seconds for phase in parts)
+def total(machine: Cluster, ranks: int, size: float, **communication: object) -> float:
+    return sum(p.seconds for p in phases(machine, Communication.model_validate(communication), ranks, size))
 
 
 def test_a_ring_within_a_node_by_hand() -> None:
@@ -106,9 +105,9 @@ def test_rows_of_a_node(ranks: int, grid: tuple[int, int]) -> None:
 
 
 def test_a_given_grid_goes_before_the_rule() -> None:
-    how = Communication(algorithm="torus", grids=((48, 72),))
-    assert grid_of(how, cluster(), 3456) == (48, 72)
-    assert grid_of(how, cluster(), 1024) == (32, 32)
+    communication = Communication(algorithm="torus", grids=((48, 72),))
+    assert grid_of(communication, cluster(), 3456) == (48, 72)
+    assert grid_of(communication, cluster(), 1024) == (32, 32)
 
 
 ALGORITHMS = (
@@ -169,8 +168,10 @@ def test_no_algorithm_beats_the_bound_on_bytes(size: float, ranks: int) -> None:
 )
 def test_shards_are_summed_and_gathered_in_halves(algorithm: str, ranks: int, size: float, per_node: int) -> None:
     """Where an algorithm leaves no shards, another one stands for it, as in a run."""
-    machine, how = cluster(devices_per_node=per_node), Communication(algorithm=algorithm)
-    whole, scatter, gather = (phases(machine, how, ranks, size, kind) for kind in ("sum", "scatter", "gather"))
+    machine, communication = cluster(devices_per_node=per_node), Communication(algorithm=algorithm)
+    whole, scatter, gather = (
+        phases(machine, communication, ranks, size, kind) for kind in ("sum", "scatter", "gather")
+    )
     assert [phase.axis for phase in gather] == [phase.axis for phase in reversed(scatter)]
     moved = sum(phase.seconds for phase in (*scatter, *gather))
     if "doubling" in algorithm or algorithm.startswith("hierarchical") or algorithm == "auto":
@@ -186,9 +187,9 @@ def test_shards_are_summed_and_gathered_in_halves(algorithm: str, ranks: int, si
 )  # fmt: skip
 def test_auto_plans_what_a_run_would_take(ranks: int, size: int, per_node: int, message: float) -> None:
     """A run ranks the same candidates by the same price; in one chunk no other one of them is quicker."""
-    machine, how = cluster(devices_per_node=per_node), Communication(algorithm="auto", message=message)
+    machine, communication = cluster(devices_per_node=per_node), Communication(algorithm="auto", message=message)
     topology = topology_of(machine, ranks, message)
-    assert sum(phase.seconds for phase in phases(machine, how, ranks, size)) == pytest.approx(
+    assert sum(phase.seconds for phase in phases(machine, communication, ranks, size)) == pytest.approx(
         min(
             sum(p.seconds for p in phases(machine, named, ranks, size))
             for each, _ in rank_candidates(size, ranks, topology)

@@ -186,7 +186,7 @@ def best_of(played: Sequence[Played], row_id: str) -> Played | None:
 
 
 def section(played: Sequence[Played]) -> list[str]:
-    """The lines of docs/published.md that tell them all."""
+    """The lines of docs/published.md with all of them."""
     lines = [
         "## Rehearsed",
         "",
@@ -194,9 +194,9 @@ def section(played: Sequence[Played]) -> list[str]:
         "(`torusgd rehearse`, [rehearsal.md](methods/rehearsal.md)), as `benchmarks/rehearsals.py` wrote them to",
         "`tools/calibrate_planner/rehearsed.csv`. *Exposed* is the communication that compute waits for: median and",
         "range. *Late* is by how many microseconds of the machine a round of messages was longer in the lab than it",
-        "should have been; the plan is given for the machine and for rounds as late. Errors are those of the plan against the",
-        "rehearsal, the first also as a share of the step. Compute, update, contention and slow devices are the plan's",
-        "in both; speed-ups are over one device with the same batch.",
+        "should have been; the plan is given for the machine and for rounds as late. Errors are those of the plan",
+        "against the rehearsal, the first also as a share of the step. Compute, update, contention and slow devices",
+        "are the plan's in both; speed-ups are over one device with the same batch.",
         "",
         "| system | devices | settings | compute ms | exposed ms | planned ms | error | of the step | late us "
         "| planned so | error | speed-up | planned |",

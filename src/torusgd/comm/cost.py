@@ -137,9 +137,9 @@ def rank_candidates(size: int, ranks: int, topology: Topology) -> list[tuple[Alg
 def price(algorithm: Algorithm, topology: Topology) -> tuple[tuple[str, Cost], ...]:
     """What each phase of the algorithm, in one chunk, costs on its axis: flat, horizontal or vertical.
 
-    A torus sums X parts of each row (reduce-scatter), each part along its column (all-reduce of n / X bytes), and
-    gathers the row. A hierarchical all-reduce gathers the row's sum on its first rank, the leader, before and spreads
-    it after; leaders sum all n bytes, with the cards of their hosts for themselves.
+    A torus leaves each rank of a row a share of the row's sum (reduce-scatter), sums that share along its column
+    (all-reduce of n / X bytes), and gathers the row. A hierarchical all-reduce also gathers the row's sum on its first
+    rank, the leader; leaders sum all n bytes, with the cards of their hosts for themselves, and spread the result.
     """
     rows, columns = algorithm.grid
     topology = topology._replace(per_host=min(topology.per_host, rows * columns))
@@ -208,7 +208,7 @@ def card_beta(topology: Topology, flows: float, distance: int) -> float:
 
 
 def _ends(topology: Topology, axis: Axis) -> int:
-    """Ends of an axis that one host holds at most: 0 of one within a host, 2 where rows end in the middle of hosts."""
+    """Most ends of rows that lie inside a host: 0 where the axis does not leave it, 2 where rows don't fill hosts."""
     span = axis.size * axis.stride
     if topology.per_host % span == 0:
         return 0
@@ -249,9 +249,8 @@ def _fan(topology: Topology, axis: Axis, messages: int, lines: float) -> Cost:
     members = min(size - 1, max(1, topology.per_host // (axis.stride * ends))) if ends else size
     inside, between, latency = (members - 1) / size * topology.inside.beta, 0.0, topology.inside.alpha
     if ends:
-        far = max(
-            1, axis.stride * (size // 2) // topology.per_host
-        )  # as far as the mean of a large axis, or a little more
+        # No message goes farther around the axis than half of it.
+        far = max(1, axis.stride * (size // 2) // topology.per_host)
         beta = card_beta(topology, max(1.0, lines), far)
         # Each connection carries 1 / P: together they fill a link that one of them can't.
         between, latency = max((size - members) / size * beta, topology.stream / size), topology.between.alpha

@@ -14,7 +14,7 @@ from .cost import AlphaBeta, Topology, rank_candidates, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _MARGIN = 0.97
-"""an algorithm replaces the backend's own where it takes at most this part of its time"""
+"""an algorithm replaces the backend's own where it takes at most this share of its time"""
 _FAR_MARGIN = 0.9
 """the same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
 say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more)"""
@@ -155,8 +155,8 @@ class Choice:
 def choose(profile: Profile, size: int, ranks: int) -> Choice:
     """The algorithm for `size` bytes on `ranks` ranks.
 
-    On the profile's own ranks: the fastest of those timed at the nearest size. On any other number: the least by the
-    cost formulas, with as many ranks a host as the profile has, and never native, of which there is no formula.
+    On the profile's own ranks: the fastest of those timed at the nearest size. On any other number: the candidate with
+    the least price, with as many ranks a host as the profile has, and never native, which has no price.
     """
     if ranks == 1:
         return Choice(None, "one rank has nothing to sum")
@@ -180,24 +180,24 @@ def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]
     native = 0.0
     rivals: list[tuple[Algorithm, float]] = []
     for timing in profile.timings:
-        if timing.size == nearest and (how := timing.as_algorithm(ranks)) is not None:
-            change = seconds(how, size, topology) - seconds(how, nearest, topology)
+        if timing.size == nearest and (timed := timing.as_algorithm(ranks)) is not None:
+            change = seconds(timed, size, topology) - seconds(timed, nearest, topology)
             if size > 2 * nearest:
-                how = replace(how, chunks=max(how.chunks, usual_chunks(size)))
-            rivals.append((how, max(0.0, timing.median + change)))
+                timed = replace(timed, chunks=max(timed.chunks, usual_chunks(size)))
+            rivals.append((timed, max(0.0, timing.median + change)))
         elif timing.size == nearest:
             native = max(0.0, timing.median + 2 * (ranks - 1) / ranks * per_byte * (size - nearest))
     quickest = min(expected for _, expected in rivals)
     level = [rival for rival in rivals if rival[1] <= _LEVEL * quickest]
-    how, least = min(level, key=lambda rival: seconds(rival[0], size, topology))
+    chosen, least = min(level, key=lambda rival: seconds(rival[0], size, topology))
     margin = _MARGIN if size <= 2 * max(sizes) else _FAR_MARGIN
-    return (how, least, native) if least <= margin * native else (None, native, native)
+    return (chosen, least, native) if least <= margin * native else (None, native, native)
 
 
 def hidden(profile: Profile, size: float) -> float:
     """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 where it is not measured.
 
-    Even between the sizes that were measured; beyond the largest it is the same share of the all-reduce's own time.
+    Interpolated linearly between measured sizes; scaled with the all-reduce's own time beyond the largest.
     """
     if not profile.in_steps:
         return 0.0
@@ -210,7 +210,7 @@ def hidden(profile: Profile, size: float) -> float:
 def waited(profile: Profile, size: float) -> float:
     """Seconds of an all-reduce of `size` bytes after a computation; where that is not measured, of one alone.
 
-    Even between the sizes that were measured; beyond the largest it grows by as much as the all-reduce's own time.
+    Interpolated linearly between measured sizes; beyond the largest it grows by as much as the all-reduce's own time.
     """
     if not profile.in_steps:
         return expect(profile, round(size))[1]

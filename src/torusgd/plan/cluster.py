@@ -91,7 +91,7 @@ class Buckets(Section):
 
     rule: Literal["one", "layer", "parts", "values", "runs", "cubic"] = "one"
     """`layer`: a tensor each; `values`: equal runs of values, which cut tensors; `runs`: tensors join up to so many
-    values and a larger one stands alone (torusgd, which settles on others where it has a profile); `cubic`: bucket k
+    values and a larger one stands alone (torusgd, which rebuilds them where it has a profile); `cubic`: bucket k
     takes 3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu)"""
     parts: Count | None = None
     """with rule: parts, that many of equal bytes"""
@@ -176,7 +176,7 @@ class Software(Section):
     sharded_update: bool = False
     """each rank updates a shard of the weights"""
     update_bytes: NotNegative = 24.0
-    """memory monitor of the optimiser a weight"""
+    """bytes that the optimiser reads and writes a weight"""
     weights_first: bool = False
     """a layer's weight gradient is computed before its input gradient, and leaves at once"""
     norm_group: Count = 1

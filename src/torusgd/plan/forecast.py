@@ -88,7 +88,7 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
         path: Its data, looked at only where the recipe does not say how many training images there are.
 
     Raises:
-        UserError: The number of images or classes is neither told nor found, or the network can't be read.
+        UserError: The number of images or classes is neither given nor found, or the network can't be read.
     """
     train, held_out, classes = _counts(recipe, path)
     schedule = Schedule(recipe, train)
@@ -104,7 +104,7 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
 
 
 def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
-    """Training images, held-out images (as ImageNet's 1 in 25 where nothing tells) and classes."""
+    """Training images, held-out images (as ImageNet's 1 in 25 where nothing says) and classes."""
     data = recipe.data
     if data.train_images is not None and data.classes is not None:
         return data.train_images, data.eval_images or round(data.train_images / 25), data.classes
@@ -194,7 +194,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
 
 
 def _limit(workload: Workload, cluster: Cluster, software: Software, run: RunTime, devices: int) -> str:
-    """The largest part of a run that is not arithmetic or memory monitor, with its remedy."""
+    """The largest part of a run that is not arithmetic or memory traffic, with its remedy."""
     weights = [stage.steps for stage in workload.stages]
 
     def total(name: str) -> float:

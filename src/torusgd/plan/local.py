@@ -72,6 +72,6 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
     passes, update = (median(event[key] for event in steps[1:]) for key in ("step_seconds", "update_seconds"))
     passes -= update
     if cluster.profile is not None:
-        how = software.communication.model_copy(update={"message": cluster.profile.message})
-        software = software.model_copy(update={"communication": how})
+        communication = software.communication.model_copy(update={"message": cluster.profile.message})
+        software = software.model_copy(update={"communication": communication})
     return matched(software, workload.cost, cluster.device, first.images, passes, update, first.workers)

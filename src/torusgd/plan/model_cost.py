@@ -1,7 +1,7 @@
 """What a network costs, read off the network itself: it runs forward and backward on the meta device, watched by hooks.
 
 Nothing is computed there, so that a model of any size is read in a fraction of a second. Two runs, with 2 and with 4
-images, tell the part of each kernel's work that grows with the images from the part that doesn't (the weights). The
+images, separate the work of each kernel that grows with the images from what doesn't (the weights). The
 networks of the published results are read by name; of BERT-large the layout of its gradients is enough.
 """
 

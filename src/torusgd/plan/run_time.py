@@ -81,13 +81,13 @@ def run_time(
 def staged(
     epochs: float, images: Sequence[int], devices: int, train_images: int = IMAGENET_TRAIN
 ) -> list[PlannedStage]:
-    """Spans of a published `a>b` batch on `devices` workers whose switch points are not told.
+    """The stages of a published `a>b` batch on `devices` workers whose switch points are not published.
 
     Of k batches each but the last gets 1 / (k + 1) of the epochs, the last twice as much: Sony's 34K > 68K switched
     after 30 of 90.
     """
-    parts = [1 / (len(images) + 1)] * (len(images) - 1) if len(images) > 1 else []
-    shares = [*parts, 1 - sum(parts)]
+    early = [1 / (len(images) + 1)] * (len(images) - 1)
+    shares = [*early, 1 - sum(early)]
     return [
         PlannedStage(math.ceil(epochs * share * train_images / (each * devices)), each, devices)
         for share, each in zip(shares, images, strict=True)

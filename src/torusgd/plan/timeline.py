@@ -30,7 +30,7 @@ class StepTime:
     contention: float
     """how much longer compute takes because of the communication that it hides"""
     exchange: float
-    """activations between parts of a split layer, and batch statistics within a group"""
+    """activations between the ranks of a split layer, and batch statistics within a group"""
     coordination: float
     update: float
     input: float
