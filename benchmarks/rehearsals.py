@@ -4,8 +4,8 @@
     sudo .venv/bin/python benchmarks/rehearsals.py --date 2026-11-21 --only "ethernet-16: native"
 
 Each case is one step of a recipe, with the batch of the publication, planned for a cluster and played in the network
-lab (`torusgd rehearse`). Results go to src/torusgd/plan/rehearsed.csv, a line a case, from which docs/published.md is
-made; a case whose line is there is left out, so that a call goes on where the last one ended.
+lab (`torusgd rehearse`). Results go to tools/calibrate_planner/rehearsed.csv, a line a case, from which the page
+docs/published.md is made; a case whose line is there is left out, so that a call goes on where the last one ended.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torusgd.cli.rehearse import rehearse
 
-TABLE = Path(__file__).parents[1] / "src" / "torusgd" / "plan" / "rehearsed.csv"
+TABLE = Path(__file__).parents[1] / "tools" / "calibrate_planner" / "rehearsed.csv"
 COLUMNS = (
     "system", "devices", "settings", "published_id", "steps", "compute_ms", "exposed_ms", "least_ms", "most_ms",
     "planned_ms", "planned_late_ms", "step_ms", "planned_step_ms", "speedup", "planned_speedup", "stretch", "shrink",

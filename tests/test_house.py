@@ -53,11 +53,9 @@ SHORT_FOR_A_REASON = {
     "comm/shards.py": "in the making",
     "launch/forkserver.py": "in the making",
     "launch/forkserver_preload.py": "imported by name in a fresh process, and nothing else may be in it",
-    "plan/calibrate.py": "leaves the package",
 }
 ONE_NAME_FOR_A_REASON = {
     "bench.py": "comm/ measures, cli/ prints",
-    "buckets.py": "in the making: comm/ is to own the layout, plan/ to read it",
     "groups.py": "process groups in comm/, parameter groups in optim/: both are torch's word",
     "local.py": "ranks on this machine in launch/, a plan for it in plan/",
 }

@@ -59,6 +59,8 @@ def test_flags_override_the_profile(plan) -> None:
     assert seconds("--grid", "48x72") == seconds()
     assert seconds("--grid", "2x1728") > seconds()
     assert seconds("--allreduce", "ring") > seconds("--allreduce", "halving-doubling")
+    assert seconds("--grid", "48x72") > seconds("--grid", "48x72", "--allreduce", "torus:halving/ring")
+    assert seconds("--grid", "48x72", "--allreduce", "torus:ring/doubling") > seconds("--grid", "48x72")
 
 
 def test_the_runtime_block_means_the_same_as_flags_and_flags_override_it(plan, run_cli: Run, tmp_path: Path) -> None:

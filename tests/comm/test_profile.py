@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torusgd.comm.cost import rank_candidates
 from torusgd.comm.profile import (
     InStep,
     Link,
@@ -16,7 +17,6 @@ from torusgd.comm.profile import (
     expect,
     explain,
     hidden,
-    rank_candidates,
     ranks_a_host,
     waited,
 )
@@ -138,7 +138,7 @@ def test_far_beyond_the_timed_sizes_native_stays_unless_much_is_won():
 def test_another_number_of_ranks_goes_by_the_formulas():
     assert choose(profile(latency=5e-3), 64, 8).algorithm == "direct"
     assert "16 ranks" in choose(profile(), 64, 8).why
-    best, predicted = rank_candidates(1 << 24, profile().network)[0]
+    best, predicted = rank_candidates(1 << 24, 16, profile().topology)[0]
     assert best.algorithm != "doubling"
     assert predicted > 2 * 15 / 16 * (1 << 24) * 8e-9
 
@@ -148,6 +148,15 @@ def test_the_choice_is_explained_in_one_line():
     assert text.startswith("allreduce auto: 16 ranks on 16 hosts; 5.00 ms and 1.00 Gb/s between hosts; doubling to")
     assert "KiB, torus:direct 4x4 to" in text
     assert text.endswith("above (from p.json)")
+
+
+def test_hosts_of_different_sizes_share_the_link_of_the_fullest():
+    uneven = profile().model_copy(update={"hosts": (0, 0, 0, 1), "inside": link(1e-5, 1e-10)})
+    topology = uneven.topology
+    assert topology.per_host == 1
+    assert topology.between.beta == pytest.approx(3 * 8e-9)
+    near = uneven.model_copy(update={"hosts": (0, 0), "between": None}).topology
+    assert near.between == near.inside == (1e-5, 1e-10)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,19 @@ from itertools import pairwise
 import pytest
 
 from torusgd.errors import UserError
-from torusgd.plan import best, forecast, job_of, load_cluster, load_software, program_for, step_time, sweep
-from torusgd.plan.forecast import Job, with_communication
+from torusgd.plan import (
+    forecast,
+    load_cluster,
+    load_software,
+    program_for,
+    search_settings,
+    step_time,
+    sweep,
+    workload_of,
+)
+from torusgd.plan.forecast import Workload, with_communication
 from torusgd.plan.run_time import staged
-from torusgd.plan.sweep import device_counts, fixed_batch, fixed_share, knee_of
+from torusgd.plan.search import device_counts, fixed_batch, fixed_share, knee_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
@@ -17,16 +26,16 @@ from torusgd.recipe.schedule import Schedule
 ABCI = load_cluster("abci")
 
 
-def job(name: str, *overrides: str) -> Job:
-    return job_of(load_recipe(name, overrides).recipe)
+def workload(name: str, *overrides: str) -> Workload:
+    return workload_of(load_recipe(name, overrides).recipe)
 
 
 def test_steps_are_the_schedules_own() -> None:
     recipe = load_recipe("sony-224s").recipe
-    found, schedule = job_of(recipe), Schedule(recipe, 1_281_167)
-    assert sum(span.steps for span in found.spans) == len(schedule)
+    found, schedule = workload_of(recipe), Schedule(recipe, 1_281_167)
+    assert sum(stage.steps for stage in found.stages) == len(schedule)
     assert found.images == schedule.stop
-    assert [span.images for span in found.spans] == [stage.images_per_worker for stage in recipe.stages]
+    assert [stage.images for stage in found.stages] == [stage.images_per_worker for stage in recipe.stages]
     assert found.cost.parameters == 25_557_032
 
 
@@ -46,7 +55,7 @@ def test_the_record_recipes_take_about_as_long_as_published(
     recipe = load_recipe(name).recipe
     machine, runtime = load_cluster(cluster), RuntimeOptions(workers=recipe.virtual_workers)
     program = program_for(recipe, runtime, machine, load_software(software))
-    found = forecast(job_of(recipe), machine, program, recipe.virtual_workers)
+    found = forecast(workload_of(recipe), machine, program, recipe.virtual_workers)
     assert found.run.seconds == pytest.approx(seconds, rel=0.17)
     assert found.low < found.run.seconds < found.high
 
@@ -62,7 +71,7 @@ def test_a_recipe_says_its_precision_and_width_on_the_wire() -> None:
 
 
 def test_devices_share_virtual_workers() -> None:
-    found, program = job("fujitsu-74s"), load_software("mxnet-fujitsu")
+    found, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
     whole, third = (forecast(found, ABCI, program, devices) for devices in (2048, 683))
     assert third.steps[0].compute == pytest.approx(3 * whole.steps[0].compute, rel=0.01)
     # 683 * 3 places for 2,048 workers: all but one are used.
@@ -72,20 +81,20 @@ def test_devices_share_virtual_workers() -> None:
 
 
 def test_the_parts_add_up() -> None:
-    found = forecast(job("sony-224s"), ABCI, load_software("nnl-fp16"), 2176)
+    found = forecast(workload("sony-224s"), ABCI, load_software("nnl-fp16"), 2176)
     for step in found.steps:
         parts = {k: v for k, v in vars(step).items() if k != "hidden"}
         assert step.seconds == pytest.approx(sum(parts.values()))
     assert found.run.seconds == pytest.approx(found.run.start + found.run.training + found.run.evaluation)
-    assert found.images_per_second == pytest.approx(job("sony-224s").images / found.run.training)
+    assert found.images_per_second == pytest.approx(workload("sony-224s").images / found.run.training)
 
 
 def test_one_device_is_fully_efficient() -> None:
-    assert forecast(job("fujitsu-74s"), ABCI, load_software("mxnet-fujitsu"), 1).efficiency == pytest.approx(1)
+    assert forecast(workload("fujitsu-74s"), ABCI, load_software("mxnet-fujitsu"), 1).efficiency == pytest.approx(1)
 
 
 def test_what_limits() -> None:
-    found = job("fujitsu-74s")
+    found = workload("fujitsu-74s")
     program = load_software("mxnet-fujitsu")
     slow = with_communication(program, message=1e-3)
     assert forecast(found, ABCI, slow, 2048).limit.startswith("communication")
@@ -97,17 +106,17 @@ def test_what_limits() -> None:
 
 def test_a_plan_needs_the_size_of_the_data() -> None:
     with pytest.raises(UserError, match=r"--set data\.train_images"):
-        job("folder")
-    assert job("folder", "data.train_images=1000", "data.classes=5").train_images == 1000
+        workload("folder")
+    assert workload("folder", "data.train_images=1000", "data.classes=5").train_images == 1000
 
 
 def test_staged_batches_of_a_published_row() -> None:
-    spans = staged(90, (16, 32), 2176)
-    assert [span.steps for span in spans] == [math.ceil(30 * 1281167 / 34816), math.ceil(60 * 1281167 / 69632)]
+    stages = staged(90, (16, 32), 2176)
+    assert [stage.steps for stage in stages] == [math.ceil(30 * 1281167 / 34816), math.ceil(60 * 1281167 / 69632)]
 
 
 def test_a_sweep_has_a_knee_and_falling_efficiency_in_weak_scaling() -> None:
-    found, program = job("fujitsu-74s"), load_software("mxnet-fujitsu")
+    found, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
     curve = sweep(found, ABCI, lambda devices: program, [4, 16, 64, 256, 1024, 4096, 16384, 100_000], fixed_share)
     rates = [f.images_per_second / f.devices for f in curve.forecasts]
     assert all(b <= a * (1 + 1e-6) for a, b in pairwise(rates))
@@ -133,34 +142,34 @@ def test_device_counts_end_at_the_limit_and_share_evenly(limit: int, workers: in
 
 
 def test_the_search_never_makes_it_slower_and_says_what_each_choice_brings() -> None:
-    found, program = job("sony-122s"), load_software("nnl-fp16")
-    result = best(found, ABCI, program, 3456)
+    found, program = workload("sony-122s"), load_software("nnl-fp16")
+    result = search_settings(found, ABCI, program, 3456)
     assert result.forecast.run.seconds < result.before.run.seconds
     assert {choice.setting for choice in result.choices} >= {"all-reduce"}
     assert all(choice.saves > 0 for choice in result.choices)
-    again = best(found, ABCI, program, 3456)
+    again = search_settings(found, ABCI, program, 3456)
     assert again.choices == result.choices
     # What was found can't be bettered by any single change that was tried.
     for name in ("ring", "halving-doubling", "doubling"):
         other = with_communication(result.software, algorithm=name)
-        assert forecast(result.job, ABCI, other, 3456).run.seconds >= result.forecast.run.seconds * (1 - 1e-3)
+        assert forecast(result.workload, ABCI, other, 3456).run.seconds >= result.forecast.run.seconds * (1 - 1e-3)
 
 
 def test_the_search_cuts_the_batch_anew() -> None:
     """4 passes of 8 images launch four times the kernels of one pass of 32."""
-    found = job("fujitsu-74s", "virtual_workers=8192", "stages.0.images_per_worker=10")
-    result = best(found, ABCI, load_software("mxnet-fujitsu"), 2048)
-    assert result.job.spans[0].workers < 8192
-    assert result.job.spans[0].images * result.job.spans[0].workers == 81920
+    found = workload("fujitsu-74s", "virtual_workers=8192", "stages.0.images_per_worker=10")
+    result = search_settings(found, ABCI, load_software("mxnet-fujitsu"), 2048)
+    assert result.workload.stages[0].workers < 8192
+    assert result.workload.stages[0].images * result.workload.stages[0].workers == 81920
     assert result.choices[-1].setting == "images a worker"
 
 
 def test_the_search_splits_heavy_layers() -> None:
-    found, slow = job("you-alexnet-11min"), load_cluster("aws-c4.8xlarge")
-    result = best(found, slow, load_software("intel-caffe"), 64)
+    found, slow = workload("you-alexnet-11min"), load_cluster("aws-c4.8xlarge")
+    result = search_settings(found, slow, load_software("intel-caffe"), 64)
     assert "linear layers" in {choice.setting for choice in result.choices}
 
 
 def test_a_step_of_a_forecast_is_a_step() -> None:
-    found, program = job("fujitsu-74s"), load_software("mxnet-fujitsu")
+    found, program = workload("fujitsu-74s"), load_software("mxnet-fujitsu")
     assert forecast(found, ABCI, program, 2048).steps[0] == step_time(found.cost, ABCI, program, 2048, 40)

@@ -8,13 +8,12 @@ import pytest
 from torusgd.comm.buckets import best_buckets
 from torusgd.comm.profile import Crowd, Link, Profile, Timing
 from torusgd.errors import UserError
-from torusgd.plan import forecast, job_of, load_software, program_for
+from torusgd.plan import forecast, load_software, program_for, workload_of
 from torusgd.plan.cluster import Communication, Software
-from torusgd.plan.compose import compose
 from torusgd.plan.forecast import with_communication
 from torusgd.plan.local import local_cluster, measured_software
 from torusgd.plan.network import phases
-from torusgd.plan.step_script import Send
+from torusgd.plan.step_script import Send, compose
 from torusgd.plan.timeline import step_work
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -53,52 +52,52 @@ def test_measured_sums_go_before_formulas_on_the_same_ranks() -> None:
         Timing(size=size, algorithm=name, grid=None, chunks=1, median=median)
         for size, name, median in ((4096, "native", 0.05), (4096, "ring", 0.03))
     )
-    cluster, how = local_cluster(profile((0, 1, 2), timings)), Communication(algorithm="auto")
-    assert [phase.seconds for phase in phases(cluster, how, 3, 4096)] == [pytest.approx(0.03)]
-    assert phases(cluster, how, 8, 4096)[0].seconds != pytest.approx(0.03)
+    cluster, communication = local_cluster(profile((0, 1, 2), timings)), Communication(algorithm="auto")
+    assert [phase.seconds for phase in phases(cluster, communication, 3, 4096)] == [pytest.approx(0.03)]
+    assert phases(cluster, communication, 8, 4096)[0].seconds != pytest.approx(0.03)
 
 
 def test_one_worker_is_predicted_as_it_was_measured(tmp_path: Path) -> None:
     recipe = load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe
-    job, cluster = job_of(recipe), local_cluster(profile((0, 1)))
+    workload, cluster = workload_of(recipe), local_cluster(profile((0, 1)))
     folder = run(tmp_path / "one", batch=96, seconds=0.2)
     program = program_for(recipe, RuntimeOptions(workers=2), cluster, load_software("torusgd"))
-    program = measured_software(job, cluster, program, folder)
-    assert forecast(job, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
-    two = forecast(job, cluster, program, 2).steps[0]
+    program = measured_software(workload, cluster, program, folder)
+    assert forecast(workload, cluster, program, 1).steps[0].seconds == pytest.approx(0.2)
+    two = forecast(workload, cluster, program, 2).steps[0]
     assert two.compute == pytest.approx(0.18 / 2, rel=1e-6)
     assert two.communication > 0
 
 
-def test_buckets_are_those_on_which_a_run_settles() -> None:
+def test_buckets_are_those_that_a_run_rebuilds() -> None:
     timings = tuple(
         Timing(size=1 << power, algorithm=name, grid=None, chunks=1, median=1e-5 + 1e-8 * (1 << power))
         for power in (12, 14, 16, 18, 20)
         for name in ("native", "ring")
     )
-    job = job_of(load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe)
+    workload = workload_of(load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe)
     measured, software = profile((0, 1), timings), with_communication(load_software("torusgd"), algorithm="auto")
     cluster = local_cluster(measured)
-    work = step_work(job.cost, cluster, software, 2, 16)
+    work = step_work(workload.cost, cluster, software, 2, 16)
 
     def sent(software: Software) -> list[float]:
-        script = compose(job.cost, cluster, software, 2, 16, 1, work)
+        script = compose(workload.cost, cluster, software, 2, 16, 1, work)
         return [action.bytes for action in script if isinstance(action, Send) and action.content == "gradients"]
 
-    numels = [gradient.values for gradient in job.cost.gradients]
-    settled = best_buckets(measured, numels, (work.ready - work.backward).tolist())
-    assert sent(software) == [4 * bucket.length for bucket in settled]
-    assert len(settled) > 1 == len(sent(with_communication(software, algorithm="ring")))
+    numels = [gradient.values for gradient in workload.cost.gradients]
+    rebuilt = best_buckets(measured, numels, (work.ready - work.backward).tolist())
+    assert sent(software) == [4 * bucket.length for bucket in rebuilt]
+    assert len(rebuilt) > 1 == len(sent(with_communication(software, algorithm="ring")))
 
 
 def test_what_a_step_does_once_is_divided_by_no_number_of_ranks_and_is_crowded(tmp_path: Path) -> None:
     recipe = load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe
     crowded = profile((0, 1)).model_copy(update={"crowding": (Crowd(ranks=2, slowdown=1.5),)})
-    job, cluster = job_of(recipe), local_cluster(crowded)
+    workload, cluster = workload_of(recipe), local_cluster(crowded)
     folder = run(tmp_path / "one", batch=96, seconds=0.2)
     program = program_for(recipe, RuntimeOptions(workers=2), cluster, load_software("torusgd"))
-    program = measured_software(job, cluster, program, folder)
-    alone, two = (forecast(job, cluster, program, n).steps[0] for n in (1, 2))
+    program = measured_software(workload, cluster, program, folder)
+    alone, two = (forecast(workload, cluster, program, n).steps[0] for n in (1, 2))
     assert (alone.update, two.update) == (pytest.approx(0.02), pytest.approx(1.5 * 0.02))
     assert two.compute == pytest.approx(1.5 * 0.18 / 2)
 
@@ -110,6 +109,6 @@ def test_runs_that_tell_nothing(tmp_path: Path, batch: int, world_size: int, mes
     recipe = load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe
     folder = run(tmp_path / "one", batch, 0.2, world_size)
     with pytest.raises(UserError, match=message):
-        measured_software(job_of(recipe), local_cluster(profile((0,))), load_software("torusgd"), folder)
+        measured_software(workload_of(recipe), local_cluster(profile((0,))), load_software("torusgd"), folder)
     with pytest.raises(UserError, match="finished run"):
-        measured_software(job_of(recipe), local_cluster(profile((0,))), load_software("torusgd"), tmp_path)
+        measured_software(workload_of(recipe), local_cluster(profile((0,))), load_software("torusgd"), tmp_path)

@@ -5,7 +5,7 @@ import pytest
 from torusgd.errors import UserError
 from torusgd.plan import as_torusgd, load_cluster, load_software, program_for, step_time
 from torusgd.plan.cluster import Buckets, Software
-from torusgd.plan.forecast import Job, job_of
+from torusgd.plan.forecast import Workload, workload_of
 from torusgd.plan.program import resolve_model_parallel
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -15,8 +15,8 @@ ABCI, AWS = load_cluster("abci"), load_cluster("aws-c4.8xlarge")
 
 
 @pytest.fixture(scope="module")
-def job() -> Job:
-    return job_of(VGG)
+def workload() -> Workload:
+    return workload_of(VGG)
 
 
 def program(software: str = "torusgd", **options: object) -> Software:
@@ -42,7 +42,7 @@ def test_a_published_profile_keeps_what_the_user_does_not_give() -> None:
 def test_options_mean_what_they_mean_in_a_run() -> None:
     ours = program(allreduce="torus:halving/ring", buckets=2.0, update="sharded", model_parallel=4)
     how = ours.communication
-    assert (how.algorithm, how.methods, how.grids) == ("torus", ("halving", "ring"), ((4, 4),))
+    assert (how.algorithm, how.grids) == ("torus:halving/ring", ((4, 4),))
     assert how.buckets == Buckets(rule="torusgd", option=2.0)
     assert (ours.sharded_update, how.gather_ahead, how.linear_groups) == (True, True, 4)
 
@@ -65,21 +65,21 @@ def test_a_rehearsal_has_the_compute_of_a_profile_and_the_messages_of_torusgd() 
     assert ours.communication.message == profile.communication.message > 0
 
 
-def test_auto_takes_the_model_parallel_ranks_of_the_shortest_step(job: Job) -> None:
+def test_auto_takes_the_model_parallel_ranks_of_the_shortest_step(workload: Workload) -> None:
     profile = as_torusgd(load_software("pcl-dnn"))
 
     def seconds(ranks: int) -> float:
         runtime = RuntimeOptions(workers=16, allreduce="ring", model_parallel=ranks)
-        return step_time(job.cost, AWS, program_for(VGG, runtime, AWS, profile), 16, 16).seconds
+        return step_time(workload.cost, AWS, program_for(VGG, runtime, AWS, profile), 16, 16).seconds
 
     auto = RuntimeOptions(workers=16, allreduce="ring", model_parallel="auto")
-    chosen = resolve_model_parallel(VGG, job, auto, AWS, profile).model_parallel
+    chosen = resolve_model_parallel(VGG, workload, auto, AWS, profile).model_parallel
     times = {ranks: seconds(ranks) for ranks in (1, 2, 4, 8, 16)}
     assert times[chosen] == min(times.values()) < 0.8 * times[1]
     blocks = VGG.model_copy(update={"column_blocks": 2})
-    assert resolve_model_parallel(blocks, job, auto, AWS, profile).model_parallel == 2
+    assert resolve_model_parallel(blocks, workload, auto, AWS, profile).model_parallel == 2
     four = auto.model_copy(update={"model_parallel": 4})
-    assert resolve_model_parallel(VGG, job, four, AWS, profile) is four
+    assert resolve_model_parallel(VGG, workload, four, AWS, profile) is four
 
 
 @pytest.mark.parametrize(

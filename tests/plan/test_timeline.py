@@ -12,12 +12,10 @@ from torusgd.comm.buckets import plan_buckets
 from torusgd.comm.profile import InStep, Profile
 from torusgd.comm.profile import Link as MeasuredLink
 from torusgd.models.plain import vgg_a
-from torusgd.plan.buckets import cut_buckets
-from torusgd.plan.catalog import load_cluster, load_software
-from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software
-from torusgd.plan.known import known_cost
-from torusgd.plan.model_cost import Gradient, Kernels, ModelCost
+from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software, load_cluster, load_software
+from torusgd.plan.model_cost import Gradient, Kernels, ModelCost, known_cost
 from torusgd.plan.roofline import kernel_seconds, matched, memory_bytes, pass_seconds, update_seconds
+from torusgd.plan.step_script import cut_buckets
 from torusgd.plan.timeline import slowest, step_time
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
@@ -36,8 +34,8 @@ def toy() -> ModelCost:
     return ModelCost(kernels(1), kernels(2), gradients, (), 0, 0.0)
 
 
-def program(**how: object) -> Software:
-    communication = Communication.model_validate({"algorithm": "ring", "buckets": {"rule": "layer"}, **how})
+def program(**options: object) -> Software:
+    communication = Communication.model_validate({"algorithm": "ring", "buckets": {"rule": "layer"}, **options})
     return Software(
         name="toy", source="", math=1.0, memory=1.0, launch=0.0, jitter=0.0, update_bytes=0, communication=communication
     )
@@ -158,10 +156,10 @@ def test_a_sharded_update_costs_a_strip() -> None:
 
 def test_splitting_heavy_layers_trades_weights_for_activations() -> None:
     cori, pcl, vgg = load_cluster("cori"), load_software("pcl-dnn"), known_cost("vgg-a")
-    how = pcl.communication.model_copy(update={"linear_groups": None})
+    communication = pcl.communication.model_copy(update={"linear_groups": None})
     split, whole = (
         step_time(vgg, cori, pcl, 64, 4),
-        step_time(vgg, cori, pcl.model_copy(update={"communication": how}), 64, 4),
+        step_time(vgg, cori, pcl.model_copy(update={"communication": communication}), 64, 4),
     )
     assert split.exchange > 0 == whole.exchange
     assert split.seconds < whole.seconds
@@ -236,9 +234,9 @@ def test_a_sharded_update_hides_its_gathers_behind_the_next_forward_pass() -> No
     assert sharded.exposed == pytest.approx(2e-3 + 4e-3, rel=1e-4)
     assert replicated.exposed == pytest.approx(4e-3)
     vgg, aws, pcl = known_cost("vgg-a"), load_cluster("aws-c4.8xlarge"), load_software("pcl-dnn")
-    how = pcl.communication.model_copy(update={"linear_groups": None})
-    whole = pcl.model_copy(update={"communication": how})
-    early = pcl.model_copy(update={"communication": how.model_copy(update={"gather_ahead": True})})
+    communication = pcl.communication.model_copy(update={"linear_groups": None})
+    whole = pcl.model_copy(update={"communication": communication})
+    early = pcl.model_copy(update={"communication": communication.model_copy(update={"gather_ahead": True})})
     late, soon = (step_time(vgg, aws, software, 16, 16).exposed for software in (whole, early))
     assert soon < 0.8 * late
 

@@ -9,15 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.plan.catalog import load_cluster, load_software
-from torusgd.plan.cluster import Communication, Software
-from torusgd.plan.compose import compose
-from torusgd.plan.forecast import Job, job_of, with_communication
-from torusgd.plan.network import Axis, Phase, hop
+from torusgd.plan.cluster import Communication, Software, load_cluster, load_software
+from torusgd.plan.forecast import Workload, with_communication, workload_of
+from torusgd.plan.network import Phase
 from torusgd.plan.program import as_torusgd, program_for
 from torusgd.plan.roofline import update_seconds
-from torusgd.plan.step_script import Action, Compute, Send, Wait, compute_seconds, price_of, waited_seconds
-from torusgd.plan.timeline import step_time, step_work
+from torusgd.plan.step_script import Action, Compute, Send, Wait, compose
+from torusgd.plan.timeline import compute_seconds, price_of, step_time, step_work, waited_seconds
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.rehearse import lab
@@ -33,8 +31,8 @@ in_the_lab = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def job() -> Job:
-    return job_of(load_recipe("intel-aws-vgga-16").recipe)
+def workload() -> Workload:
+    return workload_of(load_recipe("intel-aws-vgga-16").recipe)
 
 
 def program(linear_groups: int | None = None, overlap: bool = True, **runtime: object) -> Software:
@@ -44,10 +42,10 @@ def program(linear_groups: int | None = None, overlap: bool = True, **runtime: o
     return with_communication(ours, linear_groups=linear_groups, overlap=overlap)
 
 
-def script_of(job: Job, software: Software, devices: int = 16) -> list[Action]:
-    (span,) = job.spans
-    work = step_work(job.cost, AWS, software, devices, span.images)
-    return compose(job.cost, AWS, software, devices, span.images, span.workers // devices, work)
+def script_of(workload: Workload, software: Software, devices: int = 16) -> list[Action]:
+    (stage,) = workload.stages
+    work = step_work(workload.cost, AWS, software, devices, stage.images)
+    return compose(workload.cost, AWS, software, devices, stage.images, stage.workers // devices, work)
 
 
 def sent(script: list[Action]) -> dict[str, Send]:
@@ -56,12 +54,12 @@ def sent(script: list[Action]) -> dict[str, Send]:
 
 @pytest.mark.parametrize("devices", [2, 16])
 @pytest.mark.parametrize("how", [{}, {"update": "sharded"}, {"overlap": False}, {"linear_groups": 2}])
-def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(job, how, devices):
+def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(workload, how, devices):
     if how.get("linear_groups") == devices:
         pytest.skip("G = N is data parallelism")
     software = program(**how)
-    script = script_of(job, software, devices)
-    step = step_time(job.cost, AWS, software, devices, 16, 16 // devices)
+    script = script_of(workload, software, devices)
+    step = step_time(workload.cost, AWS, software, devices, 16, 16 // devices)
     assert compute_seconds(script) == pytest.approx(step.compute + step.update)
     names = [action.name for action in script if isinstance(action, Send)]
     assert len(set(names)) == len(names) > 0
@@ -70,20 +68,20 @@ def test_a_script_computes_what_the_plan_does_and_waits_for_all_that_it_sends(jo
     assert waited == pytest.approx(step.exposed + step.exchange)
 
 
-def test_a_sharded_update_sends_every_gradient_to_its_strip_and_gathers_first_what_is_needed_first(job):
-    script = script_of(job, program(update="sharded"))
+def test_a_sharded_update_sends_every_gradient_to_its_strip_and_gathers_first_what_is_needed_first(workload):
+    script = script_of(workload, program(update="sharded"))
     scatters = [action for action in script if isinstance(action, Send) and action.kind == "scatter"]
     gathers = [action for action in script if isinstance(action, Send) and action.kind == "gather"]
-    assert sum(send.bytes for send in scatters) == sum(send.bytes for send in gathers) == 4 * job.cost.parameters
+    assert sum(send.bytes for send in scatters) == sum(send.bytes for send in gathers) == 4 * workload.cost.parameters
     waits = [action.name for action in script if isinstance(action, Wait) and action.name.startswith("weights")]
     assert [send.name for send in gathers] == waits
     first, last = script.index(Wait(waits[0])), script.index(Wait(waits[-1]))
     assert compute_seconds(script[:first]) == 0 < compute_seconds(script[first:last])
 
 
-def test_split_layers_send_what_the_balance_equations_say(job):
-    script = script_of(job, program(linear_groups=4))
-    layers = {layer.name: layer for layer in job.cost.layers if layer.linear}
+def test_split_layers_send_what_the_balance_equations_say(workload):
+    script = script_of(workload, program(linear_groups=4))
+    layers = {layer.name: layer for layer in workload.cost.layers if layer.linear}
     assert len(layers) == 3
     for name, layer in layers.items():
         messages = sent(script)
@@ -97,10 +95,10 @@ def test_split_layers_send_what_the_balance_equations_say(job):
     assert not any("classifier" in message.name and message.members is None for message in sent(script).values())
 
 
-def test_without_overlap_no_gradient_leaves_before_backward_ends(job):
-    script = script_of(job, program(overlap=False))
+def test_without_overlap_no_gradient_leaves_before_backward_ends(workload):
+    script = script_of(workload, program(overlap=False))
     first = next(i for i, action in enumerate(script) if isinstance(action, Send) and action.content == "gradients")
-    step = step_time(job.cost, AWS, program(overlap=False), 16, 16)
+    step = step_time(workload.cost, AWS, program(overlap=False), 16, 16)
     assert compute_seconds(script[:first]) == pytest.approx(step.compute)
 
 
@@ -128,7 +126,7 @@ def test_a_walk_by_hand() -> None:
 def test_a_scaled_message_takes_as_much_longer_as_a_step_does(ceiling, seconds, size, ranks, limit):
     how = Communication(message=1e-5)
     scale = choose_scale(AWS, how, ceiling, seconds, size, ranks, limit)
-    alpha, bandwidth = hop(AWS, Axis(ranks, 1))
+    alpha, bandwidth = AWS.between.alpha, AWS.between.bandwidth * AWS.between.efficiency
     assert size / scale.shrink / scale.rate == pytest.approx(scale.stretch * size / bandwidth)
     # What the lab adds to its own round, or what its own is too long, makes up a scaled one.
     assert ceiling.round + scale.latency - scale.stretch * scale.excess == pytest.approx(scale.stretch * (alpha + 1e-5))
@@ -168,10 +166,10 @@ def test_mistakes_are_one_line(flags, message, run_cli):
     assert message in err
 
 
-def test_a_split_layer_is_updated_where_it_is_kept(job):
-    whole, split = (update_seconds(job.cost, AWS, program(linear_groups=g), 16) for g in (None, 4))
-    linear = sum(layer.weights for layer in job.cost.layers if layer.linear)
-    assert split / whole == pytest.approx((job.cost.parameters - 0.75 * linear) / job.cost.parameters)
+def test_a_split_layer_is_updated_where_it_is_kept(workload):
+    whole, split = (update_seconds(workload.cost, AWS, program(linear_groups=g), 16) for g in (None, 4))
+    linear = sum(layer.weights for layer in workload.cost.layers if layer.linear)
+    assert split / whole == pytest.approx((workload.cost.parameters - 0.75 * linear) / workload.cost.parameters)
 
 
 def test_without_a_lab_it_says_so(monkeypatch, run_cli):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from typer import Argument, Option
 
-from ..comm.algorithms import SCHEDULED
+from ..comm.algorithms import OTHER_PROGRAMS, SCHEDULED
 from ..comm.rounds import METHODS
 
 if TYPE_CHECKING:  # at run time only once a command runs: `torusgd --help` takes no seconds
@@ -106,7 +106,7 @@ class RuntimeFlags:
             "--allreduce",
             help=f"native (the backend's own, the default), auto (measures and picks), {', '.join(SCHEDULED)}; with "
             f"the methods of both axes as in torus:halving/ring, of {', '.join(METHODS)}. "
-            "plan also prices other programs': tree, nccl, in-network.",
+            f"plan also prices those of other programs: {', '.join(OTHER_PROGRAMS)}.",
             rich_help_panel=NETWORK,
         ),
     ] = None

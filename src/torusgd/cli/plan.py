@@ -13,7 +13,7 @@ from .output import check_writable, console, write_json
 
 if TYPE_CHECKING:
     from ..plan.cluster import Cluster, Software
-    from ..plan.forecast import Job
+    from ..plan.forecast import Workload
     from ..recipe.runtime_options import RuntimeOptions
     from ..recipe.schema import Recipe
 
@@ -67,7 +67,7 @@ class Planned:
     """What plan and rehearse read from their arguments."""
 
     recipe: "Recipe"
-    job: "Job"
+    workload: "Workload"
     runtime: "RuntimeOptions"
     cluster: "Cluster"
     software: "Software"
@@ -84,8 +84,8 @@ class Planned:
             UserError: The input is wrong, or says no cluster or number of devices.
         """
         from ..comm.profile import Profile
-        from ..plan.catalog import load_cluster, load_software
-        from ..plan.forecast import job_of
+        from ..plan.cluster import load_cluster, load_software
+        from ..plan.forecast import workload_of
         from ..plan.local import local_cluster
         from ..recipe.load import load_recipe
 
@@ -107,7 +107,7 @@ class Planned:
                 "--profile: is of the network alone; add --measured RUN, a run of this recipe with one worker"
             )
         software = load_software(machine.software or cluster.software)
-        return cls(recipe, job_of(recipe, path=data), runtime, cluster, software, machine.measured)
+        return cls(recipe, workload_of(recipe, path=data), runtime, cluster, software, machine.measured)
 
     @property
     def devices(self) -> int:
@@ -120,9 +120,11 @@ class Planned:
         from ..plan.local import measured_software
         from ..plan.program import program_for, resolve_model_parallel
 
-        resolved = resolve_model_parallel(self.recipe, self.job, runtime, self.cluster, self.software)
+        resolved = resolve_model_parallel(self.recipe, self.workload, runtime, self.cluster, self.software)
         program = program_for(self.recipe, resolved, self.cluster, self.software)
-        return program if self.measured is None else measured_software(self.job, self.cluster, program, self.measured)
+        if self.measured is None:
+            return program
+        return measured_software(self.workload, self.cluster, program, self.measured)
 
     def program_on(self, devices: int) -> "Software":
         """What trains on another number of devices, to which the grid that was asked for does not apply."""
@@ -133,20 +135,19 @@ class Planned:
 
 def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, plot: Path | None) -> dict[str, Any]:
     """Prints a plan, with the curve and the search that were asked for; all of it as plain values."""
-    from ..plan.best import best as search
     from ..plan.forecast import forecast
     from ..plan.plot import plot_sweep
-    from ..plan.sweep import device_counts, fixed_batch
-    from ..plan.sweep import sweep as sweep_over
+    from ..plan.search import device_counts, fixed_batch, search_settings
+    from ..plan.search import sweep as sweep_over
     from .plan_tables import price_of, show_best, show_forecast, show_sweep
 
     terminal, cluster, devices = console(), planned.cluster, planned.devices
     program = planned.program(planned.runtime)
     title = f"{planned.recipe.name} on {devices:,} x {cluster.device.name} ({cluster.name}, {program.name})"
     terminal.print(title, markup=False)
-    job = fixed_batch(planned.job, devices)
-    now = forecast(job, cluster, program, devices)
-    for note in _notes(planned, job, now.memory):
+    workload = fixed_batch(planned.workload, devices)
+    now = forecast(workload, cluster, program, devices)
+    for note in _notes(planned, workload, now.memory):
         terminal.print(f"note: {note}", markup=False)
     show_forecast(terminal, now, price)
     found: dict[str, Any] = {
@@ -158,9 +159,9 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
     }
     if sweep or plot is not None:
         ranks = planned.runtime.model_parallel
-        counts = device_counts(devices, planned.job.spans[0].workers)
+        counts = device_counts(devices, planned.workload.stages[0].workers)
         counts = [count for count in counts if ranks == "auto" or count % ranks == 0]
-        curve = sweep_over(planned.job, cluster, planned.program_on, counts)
+        curve = sweep_over(planned.workload, cluster, planned.program_on, counts)
         show_sweep(terminal, curve, price)
         found["sweep"] = [forecast.as_dict() for forecast in curve.forecasts]
         found["knee"] = curve.knee
@@ -168,19 +169,19 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
             plot_sweep(curve, title, plot)
             terminal.print(f"wrote {plot}", markup=False)
     if best:
-        chosen = search(job, cluster, program, devices)
+        chosen = search_settings(workload, cluster, program, devices)
         show_best(terminal, chosen)
         found["best"] = {**chosen.forecast.as_dict(), "choices": [asdict(choice) for choice in chosen.choices]}
     return found
 
 
-def _notes(planned: Planned, job: "Job", memory: float) -> list[str]:
+def _notes(planned: Planned, workload: "Workload", memory: float) -> list[str]:
     """What is planned otherwise than it stands in the recipe, and what will not fit."""
     cluster, devices, notes = planned.cluster, planned.devices, []
-    if job != planned.job:
-        images = " > ".join(str(span.images) for span in job.spans)
+    if workload != planned.workload:
+        images = " > ".join(str(stage.images) for stage in workload.stages)
         notes.append(
-            f"the recipe has {planned.job.spans[0].workers} virtual workers; planned with its batch cut for "
+            f"the recipe has {planned.workload.stages[0].workers} virtual workers; planned with its batch cut for "
             f"{devices:,} devices, {images} images each at most. For a larger batch: --set virtual_workers={devices}"
         )
     ranks = planned.runtime.model_parallel

@@ -6,11 +6,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..plan.best import Best
 from ..plan.forecast import Forecast
-from ..plan.published import Prediction
-from ..plan.report import base_of, counted_groups, left_out, number, percent, summary
-from ..plan.sweep import KNEE_EFFICIENCY, Sweep
+from ..plan.published import Prediction, base_of, counted_groups, left_out, number, percent, summary
+from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
 
 _PARTS = ("forward", "backward", "exposed", "contention", "exchange", "coordination", "update", "input", "jitter")
 _SHORT = {
@@ -94,7 +92,7 @@ def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
         )
 
 
-def show_best(console: Console, best: Best) -> None:
+def show_best(console: Console, best: SearchResult) -> None:
     """What was chosen and what each choice brings."""
     if not best.choices:
         console.print("--best: nothing was found that is faster than the profile's own settings")

@@ -53,7 +53,7 @@ def rehearse(
     if reason is not None:
         raise RunError(f"rehearse: {reason}")
     found = play(
-        planned.job, planned.cluster, program, planned.devices, reduction=planned.recipe.reduction,
+        planned.workload, planned.cluster, program, planned.devices, reduction=planned.recipe.reduction,
         allreduce=options.allreduce, steps=steps, limit=seconds,
     )  # fmt: skip
     groups = program.communication.linear_groups
@@ -74,7 +74,7 @@ def _check(planned: Planned) -> None:
     devices, allreduce = planned.devices, planned.runtime.allreduce
     if devices < 2:
         raise UserError(f"--devices {devices}: one device sends nothing; a rehearsal needs at least 2")
-    workers = min(span.workers for span in planned.job.spans)
+    workers = min(stage.workers for stage in planned.workload.stages)
     if devices > workers:
         raise UserError(
             f"--devices {devices}: the recipe has {workers} virtual workers; --set virtual_workers={devices}"

@@ -14,6 +14,9 @@ GRIDS = ("torus", "hierarchical")
 SCHEDULED = (*FLAT, *GRIDS)
 NAMES = ("auto", "native", *SCHEDULED)
 """what an all-reduce may be called; `auto` measures and picks, `native` is the backend's own"""
+OTHER_PROGRAMS = ("tree", "nccl", "in-network")
+"""those of other programs, which only a plan knows: NCCL's double binary tree, the faster of it and a ring, switches
+that add"""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UserError
-from .algorithms import FLAT, GRIDS, Algorithm, parse_algorithm, squarest, usual_chunks
-from .cost import Network, Terms, seconds
+from .algorithms import GRIDS, Algorithm, parse_algorithm, usual_chunks
+from .cost import AlphaBeta, Topology, rank_candidates, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _MARGIN = 0.97
-"""an algorithm replaces the backend's own where it takes at most this part of its time"""
+"""an algorithm replaces the backend's own where it takes at most this share of its time"""
 _FAR_MARGIN = 0.9
 """the same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
 say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more)"""
@@ -90,13 +90,20 @@ class Profile(_Part):
     """by growing sizes; empty: not measured"""
 
     @property
-    def network(self) -> Network:
-        """The links as the cost formulas take them."""
-        links = [
-            None if link is None else Terms(link.latency, link.per_byte, link.latency_error, link.per_byte_error)
-            for link in (self.inside, self.between)
-        ]
-        return Network(self.hosts, links[0], links[1], self.message)
+    def topology(self) -> Topology:
+        """The network as the price of an all-reduce takes it.
+
+        Where hosts hold different numbers of ranks, or ranks are not numbered host by host, every message is priced as
+        if it left its host, whose link all of the fullest host's ranks share.
+        """
+        links = [AlphaBeta(link.latency, link.per_byte) for link in (self.inside, self.between) if link is not None]
+        inside, between = (links[0], links[-1]) if links else (AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 0.0))
+        each = ranks_a_host(self.hosts)
+        if each == 1:
+            fullest = max(self.hosts.count(host) for host in set(self.hosts))
+            between = between._replace(beta=fullest * between.beta)
+        start = (between if len(set(self.hosts)) > 1 else inside).alpha
+        return Topology(each, inside, between, self.message, start)
 
     def save(self, path: Path) -> None:
         """Writes JSON."""
@@ -148,17 +155,15 @@ class Selection:
 def choose(profile: Profile, size: int, ranks: int) -> Selection:
     """The algorithm for `size` bytes on `ranks` ranks.
 
-    On the profile's own ranks: the fastest of those timed at the nearest size. On any other number: the least by the
-    cost formulas, with as many ranks a host as the profile has, and never native, of which there is no formula.
+    On the profile's own ranks: the fastest of those timed at the nearest size. On any other number: the candidate with
+    the least price, with as many ranks a host as the profile has, and never native, which has no price.
     """
     if ranks == 1:
         return Selection(None, "one rank has nothing to sum")
     if ranks == len(profile.hosts) and profile.timings:
         best, seconds_best, seconds_native = expect(profile, size)
         return Selection(best, f"measured: {seconds_best * 1e3:.1f} ms against {seconds_native * 1e3:.1f} ms native")
-    each = max(1, profile.hosts.count(profile.hosts[0]))
-    network = profile.network._replace(hosts=tuple(rank // each for rank in range(ranks)))
-    best_plan, predicted = rank_candidates(size, network)[0]
+    best_plan, predicted = rank_candidates(size, ranks, profile.topology)[0]
     return Selection(best_plan, f"predicted {predicted * 1e3:.1f} ms; the profile is of {len(profile.hosts)} ranks")
 
 
@@ -168,31 +173,31 @@ def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]
     Each timing at the nearest size is carried over to this one by the difference of the formula. Native gets what no
     algorithm can do without, the transfer of 2 (P - 1) / P of the bytes: where we know least, it is preferred.
     """
-    ranks, network = len(profile.hosts), profile.network
+    ranks, topology = len(profile.hosts), profile.topology
     sizes = {timing.size for timing in profile.timings}
     nearest = min(sizes, key=lambda known: max(known / max(size, 1), size / known))
     per_byte = min(link.per_byte for link in (profile.inside, profile.between) if link is not None)
     native = 0.0
     rivals: list[tuple[Algorithm, float]] = []
     for timing in profile.timings:
-        if timing.size == nearest and (how := timing.as_algorithm(ranks)) is not None:
-            change = seconds(how, size, network) - seconds(how, nearest, network)
+        if timing.size == nearest and (timed := timing.as_algorithm(ranks)) is not None:
+            change = seconds(timed, size, topology) - seconds(timed, nearest, topology)
             if size > 2 * nearest:
-                how = replace(how, chunks=max(how.chunks, usual_chunks(size)))
-            rivals.append((how, max(0.0, timing.median + change)))
+                timed = replace(timed, chunks=max(timed.chunks, usual_chunks(size)))
+            rivals.append((timed, max(0.0, timing.median + change)))
         elif timing.size == nearest:
             native = max(0.0, timing.median + 2 * (ranks - 1) / ranks * per_byte * (size - nearest))
     quickest = min(expected for _, expected in rivals)
     level = [rival for rival in rivals if rival[1] <= _LEVEL * quickest]
-    how, least = min(level, key=lambda rival: seconds(rival[0], size, network))
+    chosen, least = min(level, key=lambda rival: seconds(rival[0], size, topology))
     margin = _MARGIN if size <= 2 * max(sizes) else _FAR_MARGIN
-    return (how, least, native) if least <= margin * native else (None, native, native)
+    return (chosen, least, native) if least <= margin * native else (None, native, native)
 
 
 def hidden(profile: Profile, size: float) -> float:
     """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 where it is not measured.
 
-    Even between the sizes that were measured; beyond the largest it is the same share of the all-reduce's own time.
+    Interpolated linearly between measured sizes; scaled with the all-reduce's own time beyond the largest.
     """
     if not profile.in_steps:
         return 0.0
@@ -205,7 +210,7 @@ def hidden(profile: Profile, size: float) -> float:
 def waited(profile: Profile, size: float) -> float:
     """Seconds of an all-reduce of `size` bytes after a computation; where that is not measured, of one alone.
 
-    Even between the sizes that were measured; beyond the largest it grows by as much as the all-reduce's own time.
+    Interpolated linearly between measured sizes; beyond the largest it grows by as much as the all-reduce's own time.
     """
     if not profile.in_steps:
         return expect(profile, round(size))[1]
@@ -213,30 +218,6 @@ def waited(profile: Profile, size: float) -> float:
     if size > last.size and profile.timings:
         return last.waited + max(0.0, expect(profile, round(size))[1] - expect(profile, last.size)[1])
     return float(np.interp(size, [p.size for p in profile.in_steps], [p.waited for p in profile.in_steps]))
-
-
-def rank_candidates(size: int, network: Network) -> list[tuple[Algorithm, float]]:
-    """Every algorithm and grid worth a trial, each with its best number of chunks, by predicted seconds."""
-    ranked = []
-    for variants in candidates(network.hosts):
-        priced = [(how, seconds(how, size, network)) for how in variants]
-        ranked.append(min(priced, key=lambda pair: pair[1]))
-    return sorted(ranked, key=lambda pair: pair[1])
-
-
-def candidates(hosts: Sequence[int]) -> list[list[Algorithm]]:
-    """Algorithms and grids worth a trial on these ranks, each in 1, 2 and 4 chunks."""
-    ranks = len(hosts)
-    each = ranks_a_host(hosts)
-    grids = {squarest(ranks), (ranks // each, each)} - {(1, ranks), (ranks, 1)}
-    names: list[tuple[str, tuple[int, int] | None]] = [(name, None) for name in FLAT]
-    names += [(f"torus:{methods}", grid) for grid in sorted(grids) for methods in _TORUS_METHODS]
-    if 1 < each < ranks:
-        names.append(("hierarchical", (ranks // each, each)))
-    return [[parse_algorithm(name, ranks, grid, chunks) for chunks in (1, 2, 4)] for name, grid in names]
-
-
-_TORUS_METHODS = ("ring", "halving", "direct", "doubling/direct", "ring/direct")
 
 
 def ranks_a_host(hosts: Sequence[int]) -> int:

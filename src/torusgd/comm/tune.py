@@ -17,8 +17,9 @@ from ..errors import UserError
 from .algorithms import Algorithm
 from .connection import Connection, connect, hosts_of
 from .contention import crowding, in_step
+from .cost import rank_candidates
 from .groups import Group, group_of
-from .profile import Link, Profile, Timing, expect, rank_candidates
+from .profile import Link, Profile, Timing, expect
 from .rounds import Message, Round
 
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
@@ -90,7 +91,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
 
 def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
     """Times native and the most promising plans in turn, plans twice as often; the first run of each warms up."""
-    plans = [plan for plan, _ in rank_candidates(size, profile.network)[:rivals]]
+    plans = [plan for plan, _ in rank_candidates(size, connection.size, profile.topology)[:rivals]]
     # What chunks gain (links that are never idle) is not in the formulas: it is tried.
     plans += [replace(plan, chunks=4) for plan in plans[:2] if size >= _CHUNKED and plan.chunks == 1]
     natives: list[float] = []

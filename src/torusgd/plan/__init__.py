@@ -3,24 +3,22 @@
 Clusters and programs as data, the cost of a model, of a message and of a step, the search, and published results.
 May import: errors, recipe, data, models, comm, tensor_parallel.
 
->>> from torusgd.plan import forecast, job_of, load_cluster, load_software, program_for
+>>> from torusgd.plan import forecast, load_cluster, load_software, program_for, workload_of
 >>> from torusgd.recipe.load import load_recipe
 >>> from torusgd.recipe.runtime_options import RuntimeOptions
 >>> recipe = load_recipe("fujitsu-74s").recipe
 >>> abci, runtime = load_cluster("abci"), RuntimeOptions(workers=2048)
 >>> program = program_for(recipe, runtime, abci, load_software("mxnet-fujitsu"))
->>> plan = forecast(job_of(recipe), abci, program, devices=2048)
+>>> plan = forecast(workload_of(recipe), abci, program, devices=2048)
 >>> 65 < plan.run.seconds < 85
 True
 """
 
-from .best import best
-from .catalog import cluster_names, load_cluster, load_software, software_names
-from .cluster import Cluster, Device, Link, Software
-from .forecast import Forecast, forecast, job_of
+from .cluster import Cluster, Device, Link, Software, cluster_names, load_cluster, load_software, software_names
+from .forecast import Forecast, Workload, forecast, workload_of
 from .model_cost import ModelCost, read_model
 from .program import as_torusgd, program_for
-from .sweep import fixed_batch, fixed_share, sweep
+from .search import SearchResult, fixed_batch, fixed_share, search_settings, sweep
 from .timeline import StepTime, step_time
 
 __all__ = [
@@ -29,20 +27,22 @@ __all__ = [
     "Forecast",
     "Link",
     "ModelCost",
+    "SearchResult",
     "Software",
     "StepTime",
+    "Workload",
     "as_torusgd",
-    "best",
     "cluster_names",
     "fixed_batch",
     "fixed_share",
     "forecast",
-    "job_of",
     "load_cluster",
     "load_software",
     "program_for",
     "read_model",
+    "search_settings",
     "software_names",
     "step_time",
     "sweep",
+    "workload_of",
 ]

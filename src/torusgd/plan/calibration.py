@@ -1,7 +1,8 @@
 """The calibrated parameters: a few factors on the stated values of clusters and software profiles.
 
 A cluster file and a profile state what is known from data sheets, logs and papers. What the published results say
-beyond that is one factor a parameter, fitted by `torusgd.plan.fit` and kept in calibrated.json: never one a row.
+beyond that is one factor a parameter, kept in calibrated.json: never one a row. In a checkout tools/calibrate_planner
+fits them and writes the file.
 """
 
 import copy
@@ -33,6 +34,10 @@ class Parameter(Section):
         pairs = [target.partition(":") for target in self.targets]
         return [key for pattern, _, key in pairs if fnmatchcase(f"{folder}/{name}", pattern)]
 
+    def aims_at(self, cluster: str, software: str) -> bool:
+        """Whether it has a say in what is predicted for that cluster and profile."""
+        return bool(self.keys("clusters", cluster) or self.keys("software", software))
+
 
 class Parameters(Section):
     """parameters.yaml."""
@@ -43,7 +48,7 @@ class Parameters(Section):
 
 
 class Calibrated(Section):
-    """calibrated.json, which the fit writes."""
+    """calibrated.json, which tools/calibrate_planner writes."""
 
     factors: Factors
     errors: dict[str, NotNegative]

@@ -1,33 +1,27 @@
-"""What a user writes to describe a machine: the cluster and the software profile, typed, with errors that name the key.
+"""Machines and programs: the cluster and the software profile, typed, and the files that describe them.
 
 A cluster file says what the hardware is, a software profile what a training program makes of it. Both are plain YAML;
-those that ship with torusgd carry their sources.
+those that ship with torusgd carry their sources, and are found by name. Errors name the file and the key.
 """
 
-from typing import Annotated, Literal
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from ..comm.algorithms import OTHER_PROGRAMS, parse_algorithm
 from ..comm.profile import Profile
+from ..errors import UserError, suggest
+from ..recipe.load import parse_yaml, validate
 from ..recipe.runtime_options import BucketSizes
 from ..recipe.schema import Count, Fraction, NotNegative, Positive, Section
+from .calibration import calibrated
 
+D = TypeVar("D", bound=Section)
 Precision = Literal["float32", "bfloat16", "float16"]
-Method = Literal["ring", "halving", "doubling", "direct"]
-Algorithm = Literal[
-    "auto",
-    "native",
-    "ring",
-    "halving-doubling",
-    "doubling",
-    "direct",
-    "torus",
-    "hierarchical",
-    "tree",
-    "nccl",
-    "in-network",
-]
 Grid = Annotated[tuple[Count, Count], Field(strict=False)]
 
 
@@ -115,14 +109,13 @@ class Buckets(Section):
 class Communication(Section):
     """How gradients are summed."""
 
-    algorithm: Algorithm = "native"
-    """`auto`: what torusgd would choose; `nccl`: the faster of ring and tree; `native` is taken for a ring"""
+    algorithm: str = "native"
+    """as a run takes it (`auto`, `native`, `ring`, `torus:halving/ring`, ...), or one of OTHER_PROGRAMS; `auto` is the
+    one with the least price, `native` is taken for a ring"""
     grid: Literal["node", "square"] = "square"
     """of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows"""
     grids: tuple[Grid, ...] = ()
     """Y x X grids that go before `grid` where their product is the number of devices"""
-    methods: tuple[Method, Method] = ("ring", "ring")
-    """of the vertical and the horizontal axis, with torus and hierarchical"""
     wire_bits: Literal[16, 32] = 32
     buckets: Buckets = Buckets()
     overlap: bool = False
@@ -141,6 +134,16 @@ class Communication(Section):
     """of each batch-norm statistic and of the loss, summed in a step's first message, which leaves after forward"""
     linear_groups: Count | None = None
     """linear layers are split inside each of so many groups of ranks (Das et al.); null: data-parallel like the rest"""
+
+    @field_validator("algorithm")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in ("auto", "native", *OTHER_PROGRAMS):
+            try:
+                parse_algorithm(name, ranks=1)
+            except UserError as error:
+                raise ValueError(f"{error}; a plan also knows {', '.join(OTHER_PROGRAMS)}") from None
+        return name
 
 
 class Evaluation(Section):
@@ -173,7 +176,7 @@ class Software(Section):
     sharded_update: bool = False
     """each rank updates a shard of the weights"""
     update_bytes: NotNegative = 24.0
-    """memory monitor of the optimiser a weight"""
+    """bytes that the optimiser reads and writes a weight"""
     weights_first: bool = False
     """a layer's weight gradient is computed before its input gradient, and leaves at once"""
     norm_group: Count = 1
@@ -188,3 +191,66 @@ class Software(Section):
     evaluation: Evaluation = Evaluation()
     error: NotNegative = 0.1
     """relative error (standard deviation of the logarithm) of predictions with this profile"""
+
+
+def cluster_names() -> list[str]:
+    """Clusters that ship with torusgd, sorted."""
+    return _names("clusters")
+
+
+def software_names() -> list[str]:
+    """Software profiles that ship with torusgd, sorted."""
+    return _names("software")
+
+
+def load_cluster(name: str) -> Cluster:
+    """A cluster by built-in name or YAML path; UserError of one line names what is missing or wrong.
+
+    >>> load_cluster("abci").devices_per_node
+    4
+    """
+    return _load("clusters", "cluster", name, Cluster)
+
+
+def load_software(name: str) -> Software:
+    """A software profile by built-in name or YAML path; built-in ones as calibrated on the published results."""
+    return _load("software", "software", name, Software)
+
+
+def tree_of(folder: str, name: str) -> dict[str, Any]:
+    """The plain values of a shipped file, before calibration."""
+    return dict(_read(folder, name))
+
+
+def _names(folder: str) -> list[str]:
+    entries = files(__package__).joinpath(folder).iterdir()
+    return sorted(entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml"))
+
+
+@cache
+def _read(folder: str, name: str) -> dict[str, Any]:
+    return _mapping(files(__package__).joinpath(folder, f"{name}.yaml").read_text(), f"{folder}/{name}.yaml")
+
+
+def _load(folder: str, kind: str, name: str, model: type[D]) -> D:
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        try:
+            text = Path(name).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{kind} {name}: can't be read: {getattr(error, 'strerror', None) or error}") from error
+        return validate(model, _mapping(text, f"{kind} {name}"), f"{kind} {name}")
+    if (folder, name) == ("clusters", "local"):
+        raise UserError(
+            "cluster local: is this machine, as measured; torusgd tune --out profile.json, then --profile it"
+        )
+    known = _names(folder)
+    if name not in known:
+        raise UserError(f"{kind} {name}: none of that name{suggest(name, known)} (or give a YAML file of your own)")
+    return validate(model, calibrated(folder, name, tree_of(folder, name)), f"{kind} {name}")
+
+
+def _mapping(text: str, where: str) -> dict[str, Any]:
+    tree = parse_yaml(text, where)
+    if not isinstance(tree, dict):
+        raise UserError(f"{where}: needs keys and values, such as 'name: mine'")
+    return tree

@@ -18,16 +18,16 @@ from ..recipe.schema import Model, Recipe, sides
 from .cluster import Cluster, Communication, Software
 from .model_cost import ModelCost, read_model
 from .roofline import memory_bytes
-from .run_time import HIGH, LOW, RunTime, Span, run_time, widened
+from .run_time import HIGH, LOW, PlannedStage, RunTime, run_time, widened
 from .timeline import StepTime, step_time
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """What is planned: a recipe's network and its steps."""
 
     cost: ModelCost
-    spans: tuple[Span, ...]
+    stages: tuple[PlannedStage, ...]
     train_images: int
     eval_images: int
     evaluations: int
@@ -35,7 +35,7 @@ class Job:
     @property
     def images(self) -> int:
         """Training images of the whole run."""
-        return sum(span.steps * span.batch for span in self.spans)
+        return sum(stage.steps * stage.batch for stage in self.stages)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Forecast:
         }
 
 
-def job_of(recipe: Recipe, path: Path | None = None) -> Job:
+def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
     """Reads a recipe's network and lays out its steps.
 
     Args:
@@ -88,23 +88,23 @@ def job_of(recipe: Recipe, path: Path | None = None) -> Job:
         path: Its data, looked at only where the recipe does not say how many training images there are.
 
     Raises:
-        UserError: The number of images or classes is neither told nor found, or the network can't be read.
+        UserError: The number of images or classes is neither given nor found, or the network can't be read.
     """
     train, held_out, classes = _counts(recipe, path)
     schedule = Schedule(recipe, train)
-    spans = tuple(
-        Span(span.stop_step - span.first_step, span.stage.images_per_worker, recipe.virtual_workers)
+    stages = tuple(
+        PlannedStage(span.stop_step - span.first_step, span.stage.images_per_worker, recipe.virtual_workers)
         for span in schedule.spans
     )
     evaluations = len(schedule.boundaries(recipe.evaluate.every, recipe.evaluate.first))
     data = recipe.data
     options = json.dumps(dict(recipe.model.options), sort_keys=True)
     cost = _cost(recipe.model.name, options, classes, data.channels, sides(data.image_size))
-    return Job(cost, spans, train, held_out, evaluations)
+    return Workload(cost, stages, train, held_out, evaluations)
 
 
 def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
-    """Training images, held-out images (as ImageNet's 1 in 25 where nothing tells) and classes."""
+    """Training images, held-out images (as ImageNet's 1 in 25 where nothing says) and classes."""
     data = recipe.data
     if data.train_images is not None and data.classes is not None:
         return data.train_images, data.eval_images or round(data.train_images / 25), data.classes
@@ -134,50 +134,60 @@ def with_communication(software: Software, **changes: Any) -> Software:
     return software.model_copy(update={"communication": how})
 
 
-def forecast(job: Job, cluster: Cluster, software: Software, devices: int) -> Forecast:
-    """Predicts the run of a job.
+def forecast(workload: Workload, cluster: Cluster, software: Software, devices: int) -> Forecast:
+    """Predicts the run of a workload.
 
     Raises:
         UserError: More devices than virtual workers.
     """
-    workers = min(span.workers for span in job.spans)
+    workers = min(stage.workers for stage in workload.stages)
     if devices > workers:
         raise UserError(
             f"devices = {devices}: the recipe has {workers} virtual workers to share; use at most {workers}, "
             f"or --set virtual_workers={devices}"
         )
     runs = [
-        run_time(job.cost, cluster, software, devices, job.spans, job.evaluations, job.eval_images, quantile)
+        run_time(
+            workload.cost,
+            cluster,
+            software,
+            devices,
+            workload.stages,
+            workload.evaluations,
+            workload.eval_images,
+            quantile,
+        )
         for quantile in (0.5, LOW, HIGH)
     ]
     low, high = widened([run.seconds for run in runs], software.error)
     run = runs[0]
-    shares = [math.ceil(span.workers / devices) for span in job.spans]
+    shares = [math.ceil(stage.workers / devices) for stage in workload.stages]
     alone = sum(
-        span.steps * step_time(job.cost, cluster, software, 1, span.images, share).seconds
-        for span, share in zip(job.spans, shares, strict=True)
+        stage.steps * step_time(workload.cost, cluster, software, 1, stage.images, share).seconds
+        for stage, share in zip(workload.stages, shares, strict=True)
     )
     balance = sum(
-        span.steps * span.batch / (span.images * devices * share) for span, share in zip(job.spans, shares, strict=True)
+        stage.steps * stage.batch / (stage.images * devices * share)
+        for stage, share in zip(workload.stages, shares, strict=True)
     )
-    efficiency = alone / run.training * balance / sum(span.steps for span in job.spans)
+    efficiency = alone / run.training * balance / sum(stage.steps for stage in workload.stages)
     return Forecast(
         devices=devices,
         steps=run.steps,
-        batches=tuple(span.batch for span in job.spans),
+        batches=tuple(stage.batch for stage in workload.stages),
         run=run,
         low=low,
         high=high,
-        images_per_second=job.images / run.training,
+        images_per_second=workload.images / run.training,
         efficiency=efficiency,
-        memory=memory_bytes(job.cost, software, max(span.images for span in job.spans)),
-        limit=_limit(job, cluster, software, run, devices),
+        memory=memory_bytes(workload.cost, software, max(stage.images for stage in workload.stages)),
+        limit=_limit(workload, cluster, software, run, devices),
     )
 
 
-def _limit(job: Job, cluster: Cluster, software: Software, run: RunTime, devices: int) -> str:
-    """The largest part of a run that is not arithmetic or memory monitor, with its remedy."""
-    weights = [span.steps for span in job.spans]
+def _limit(workload: Workload, cluster: Cluster, software: Software, run: RunTime, devices: int) -> str:
+    """The largest part of a run that is not arithmetic or memory traffic, with its remedy."""
+    weights = [stage.steps for stage in workload.stages]
 
     def total(name: str) -> float:
         values = [getattr(step, name) for step in run.steps]
@@ -186,8 +196,9 @@ def _limit(job: Job, cluster: Cluster, software: Software, run: RunTime, devices
     compute = total("compute")
     quick = software.model_copy(update={"launch": 0.0})
     without = sum(
-        weight * step_time(job.cost, cluster, quick, devices, span.images, math.ceil(span.workers / devices)).compute
-        for weight, span in zip(weights, job.spans, strict=True)
+        weight
+        * step_time(workload.cost, cluster, quick, devices, stage.images, math.ceil(stage.workers / devices)).compute
+        for weight, stage in zip(weights, workload.stages, strict=True)
     )
     remedies = {
         "communication": (total("communication"), "try --best for another grid, algorithm or bucket size"),

@@ -9,7 +9,7 @@ from ..comm.profile import Link as MeasuredLink
 from ..comm.profile import Profile, ranks_a_host
 from ..errors import UserError
 from .cluster import Cluster, Device, Link, Software
-from .forecast import Job
+from .forecast import Workload
 from .roofline import matched
 
 _NOMINAL = 1e12
@@ -42,11 +42,11 @@ def _link(link: MeasuredLink | None) -> Link | None:
     return None if link is None else Link(alpha=link.latency, bandwidth=1 / max(link.per_byte, 1e-12))
 
 
-def measured_software(job: Job, cluster: Cluster, software: Software, run: Path) -> Software:
+def measured_software(workload: Workload, cluster: Cluster, software: Software, run: Path) -> Software:
     """The profile scaled to the steps of a finished run of the same recipe with one worker.
 
     Args:
-        job: The recipe's job.
+        workload: The recipe's workload.
         cluster: The machine, whose device is scaled.
         software: To scale; its message cost becomes the measured one.
         run: The run's folder, with summary.json and events.jsonl.
@@ -63,7 +63,7 @@ def measured_software(job: Job, cluster: Cluster, software: Software, run: Path)
         raise UserError(
             f"measured run {run}: ran on {summary.get('world_size')} workers; plan from a run of --workers 1"
         )
-    first = job.spans[0]
+    first = workload.stages[0]
     batch = first.images * first.workers
     steps = [event for event in events if event.get("batch") == batch and "update_seconds" in event]
     if len(steps) < 2:
@@ -72,6 +72,6 @@ def measured_software(job: Job, cluster: Cluster, software: Software, run: Path)
     passes, update = (median(event[key] for event in steps[1:]) for key in ("step_seconds", "update_seconds"))
     passes -= update
     if cluster.profile is not None:
-        how = software.communication.model_copy(update={"message": cluster.profile.message})
-        software = software.model_copy(update={"communication": how})
-    return matched(software, job.cost, cluster.device, first.images, passes, update, first.workers)
+        communication = software.communication.model_copy(update={"message": cluster.profile.message})
+        software = software.model_copy(update={"communication": communication})
+    return matched(software, workload.cost, cluster.device, first.images, passes, update, first.workers)

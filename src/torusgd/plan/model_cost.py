@@ -1,13 +1,14 @@
 """What a network costs, read off the network itself: it runs forward and backward on the meta device, watched by hooks.
 
 Nothing is computed there, so that a model of any size is read in a fraction of a second. Two runs, with 2 and with 4
-images, tell the part of each kernel's work that grows with the images from the part that doesn't (the weights).
+images, separate the work of each kernel that grows with the images from what doesn't (the weights). The
+networks of the published results are read by name; of BERT-large the layout of its gradients is enough.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import UserError
+from ..models import MODELS
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -30,6 +32,13 @@ _NO_KERNEL = frozenset(
     {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "as_strided", "unsqueeze"}
     | {"squeeze", "slice", "select", "reshape", "split", "empty", "empty_like"}
 )
+_INPUTS = {
+    "alexnet-bn": (3, 227, 227, 1000),
+    "cd-dnn": (1, 11, 39, 9304),
+    "overfeat-fast": (3, 231, 231, 1000),
+    "vgg-a": (3, 224, 224, 1000),
+}
+"""channels, height, width and classes as published; other networks take 3, 224, 224 and 1,000"""
 
 
 @dataclass(frozen=True)
@@ -255,3 +264,37 @@ def _note_layer(trace: _Trace, name: str, module: nn.Module, inputs: tuple[Tenso
         assert isinstance(module, nn.Linear)
         layer = Layer(name, True, module.in_features, module.out_features, 1, 1, 1)
     trace.layers.append(layer)
+
+
+@cache
+def known_cost(name: str) -> ModelCost:
+    """The cost of a built-in network at its published input size; UserError names those that there are.
+
+    >>> known_cost("resnet50").parameters
+    25557032
+    """
+    if name == "bert-large":
+        return _layout_only(_bert_large())
+    if name not in MODELS:
+        raise UserError(f"model {name}: unknown; there are {', '.join(sorted([*MODELS, 'bert-large']))}")
+    *shape, classes = _INPUTS.get(name, (3, 224, 224, 1000))
+    return read_model(lambda: MODELS[name](classes=classes, channels=shape[0]), tuple(shape))
+
+
+def _layout_only(sizes: list[tuple[str, int]]) -> ModelCost:
+    nothing = Kernels(*(np.zeros(0) for _ in range(6)))
+    gradients = tuple(Gradient(name, values, False, 0) for name, values in reversed(sizes))
+    return ModelCost(nothing, nothing, gradients, (), 0, 0.0)
+
+
+def _bert_large() -> list[tuple[str, int]]:
+    """Devlin et al. (arXiv 1810.04805): 24 layers of width 1,024, 30,522 word pieces, 335 M parameters."""
+    width, inner = 1024, 4096
+    norm = [("norm.weight", width), ("norm.bias", width)]
+    sizes = [("words", 30_522 * width), ("positions", 512 * width), ("types", 2 * width), *norm]
+    for layer in range(24):
+        for name in ("query", "key", "value", "out"):
+            sizes += [(f"{layer}.{name}.weight", width * width), (f"{layer}.{name}.bias", width)]
+        sizes += [*norm, (f"{layer}.in.weight", width * inner), (f"{layer}.in.bias", inner)]
+        sizes += [(f"{layer}.out.weight", width * inner), (f"{layer}.out.bias", width), *norm]
+    return [*sizes, ("pooler.weight", width * width), ("pooler.bias", width)]

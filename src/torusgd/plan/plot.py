@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..errors import UserError
-from .sweep import Sweep
+from .search import Sweep
 
 
 def check_plot(path: Path) -> None:

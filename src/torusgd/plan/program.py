@@ -12,15 +12,14 @@ with the same recipe file and the same flags. A rehearsal always plays torusgd's
 """
 
 import math
-from typing import Any, get_args
+from typing import Any
 
-from ..comm.algorithms import GRIDS, SCHEDULED, parse_algorithm, squarest
+from ..comm.algorithms import GRIDS, NAMES, OTHER_PROGRAMS, parse_algorithm, squarest
 from ..errors import UserError, suggest
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from .catalog import load_software
-from .cluster import Algorithm, Buckets, Cluster, Software
-from .forecast import Job, with_communication
+from .cluster import Buckets, Cluster, Software, load_software
+from .forecast import Workload, with_communication
 from .timeline import step_time
 
 
@@ -41,8 +40,8 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     >>> from torusgd.recipe.load import load_recipe
     >>> runtime = RuntimeOptions(workers=64, allreduce="torus:halving/ring", update="sharded")
     >>> program = program_for(load_recipe("resnet50").recipe, runtime, load_cluster("abci"), load_software("torusgd"))
-    >>> program.communication.grids, program.communication.methods, program.sharded_update
-    (((16, 4),), ('halving', 'ring'), True)
+    >>> program.communication.algorithm, program.communication.grids, program.sharded_update
+    ('torus:halving/ring', ((16, 4),), True)
     """
     assert runtime.workers is not None, "a plan is of so many devices"
     given = runtime.model_fields_set
@@ -69,7 +68,7 @@ def as_torusgd(software: Software) -> Software:
 
 
 def resolve_model_parallel(
-    recipe: Recipe, job: Job, runtime: RuntimeOptions, cluster: Cluster, software: Software
+    recipe: Recipe, workload: Workload, runtime: RuntimeOptions, cluster: Cluster, software: Software
 ) -> RuntimeOptions:
     """The options with `model_parallel: auto` replaced by the number of ranks with the shortest planned step.
 
@@ -79,34 +78,36 @@ def resolve_model_parallel(
     if runtime.model_parallel != "auto":
         return runtime
     assert runtime.workers is not None, "a plan is of so many devices"
-    devices, span = runtime.workers, job.spans[-1]
+    devices, stage = runtime.workers, workload.stages[-1]
     common = devices if recipe.column_blocks == 1 else math.gcd(devices, recipe.column_blocks)
     tried = [runtime.model_copy(update={"model_parallel": m}) for m in range(1, common + 1) if common % m == 0]
 
     def seconds(options: RuntimeOptions) -> float:
         program = program_for(recipe, options, cluster, software)
-        return step_time(job.cost, cluster, program, devices, span.images, math.ceil(span.workers / devices)).seconds
+        passes = math.ceil(stage.workers / devices)
+        return step_time(workload.cost, cluster, program, devices, stage.images, passes).seconds
 
     return min(tried, key=seconds)
 
 
 def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, software: Software) -> dict[str, Any]:
-    """Algorithm, methods and grid, where the user gave one of them."""
+    """Algorithm and grid, where the user gave one of them."""
     is_given = "allreduce" in runtime.model_fields_set
     name = runtime.allreduce if is_given else software.communication.algorithm
     algorithm, grid = name.partition(":")[0], runtime.grid_size
-    if algorithm not in get_args(Algorithm) or (":" in name and algorithm not in GRIDS):
-        raise UserError(f"--allreduce {name}: unknown{suggest(name, get_args(Algorithm))}")
+    known = (*NAMES, *OTHER_PROGRAMS)
+    if algorithm not in known or (":" in name and algorithm not in GRIDS):
+        raise UserError(f"--allreduce {name}: unknown{suggest(name, known)}")
     if grid is not None and algorithm not in GRIDS:
         raise UserError(f"--grid {runtime.grid}: goes with --allreduce {' or '.join(GRIDS)}, not {name}")
     if grid is not None and math.prod(grid) != devices:
         raise UserError(f"--grid {runtime.grid}: has {math.prod(grid)} places for {devices} devices")
     if not is_given:
         return {} if grid is None else {"grids": (grid,)}
-    if algorithm not in SCHEDULED:
+    if algorithm not in GRIDS:
         return {"algorithm": name}
     own = parse_algorithm(name, devices, grid or _usual_grid(devices, cluster.devices_per_node))
-    return {"algorithm": own.algorithm, "methods": (own.vertical, own.horizontal), "grids": (own.grid,)}
+    return {"algorithm": own.name, "grids": (own.grid,)}
 
 
 def _usual_grid(devices: int, per_node: int) -> tuple[int, int]:

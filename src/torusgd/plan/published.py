@@ -1,10 +1,13 @@
-"""Published results: a table of them, and what the planner predicts for each row."""
+"""Published results: a table of them, what the planner predicts for each row, and how good it is."""
 
 import csv
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 import numpy as np
@@ -12,14 +15,12 @@ import numpy as np
 from ..errors import UserError
 from ..recipe.load import validate
 from ..recipe.schema import Count, Positive, Section
-from .buckets import cut_buckets
-from .calibration import Factors, calibrated
-from .catalog import load_cluster, load_software, tree_of
-from .cluster import Cluster, Communication, Software
-from .known import known_cost
-from .model_cost import ModelCost
+from .calibration import Factors, calibrated, load_calibrated, load_parameters
+from .cluster import Cluster, Communication, Software, load_cluster, load_software, tree_of
+from .model_cost import ModelCost, known_cost
 from .network import phases
 from .run_time import HIGH, LOW, run_time, staged, widened
+from .step_script import cut_buckets
 from .timeline import step_time
 
 COLUMNS = ("id", "system", "model", "cluster", "software", "devices", "batch_per_device", "global_batch", "epochs")
@@ -166,9 +167,9 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
     software = system.software
     if row.metric == "time_to_train":
         assert row.epochs is not None
-        spans = staged(row.epochs, row.images, row.devices)
+        stages = staged(row.epochs, row.images, row.devices)
         evaluations = math.ceil(row.epochs / software.evaluation.every)
-        run = run_time(system.cost, system.cluster, software, row.devices, spans, evaluations, quantile=quantile)
+        run = run_time(system.cost, system.cluster, software, row.devices, stages, evaluations, quantile=quantile)
         return run.seconds / scale
     seconds = step_time(system.cost, system.cluster, software, row.devices, images, quantile=quantile).seconds
     base = min(software.base_devices, row.devices)
@@ -188,15 +189,15 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
 def _allreduce_speedup(system: System, devices: int) -> float:
     if devices == 1:
         return 1.0
-    how = system.software.communication
-    flat = how.model_copy(update={"algorithm": "ring"})
-    buckets = cut_buckets(system.cost.gradients, np.zeros(len(system.cost.gradients)), how.buckets, how.wire_bits // 8)
+    own, gradients = system.software.communication, system.cost.gradients
+    flat = own.model_copy(update={"algorithm": "ring"})
+    buckets = cut_buckets(gradients, np.zeros(len(gradients)), own.buckets, own.wire_bits // 8)
 
     def seconds(communication: Communication) -> float:
-        parts = [phases(system.cluster, communication, devices, bucket.bytes) for bucket in buckets]
-        return sum(phase.seconds for part in parts for phase in part)
+        messages = [phases(system.cluster, communication, devices, bucket.bytes) for bucket in buckets]
+        return sum(phase.seconds for message in messages for phase in message)
 
-    return seconds(flat) / seconds(how)
+    return seconds(flat) / seconds(own)
 
 
 def predict_row(row: Row) -> Prediction:
@@ -205,3 +206,56 @@ def predict_row(row: Row) -> Prediction:
     values = [predict(row, system, quantile) for quantile in (0.5, LOW, HIGH)]
     low, high = widened(values, system.software.error)
     return Prediction(row, values[0], low, min(high, 1.0) if row.metric == "scaling_efficiency" else high)
+
+
+def left_out(row: Row) -> float | None:
+    """The row predicted by the fit of all other rows, if it is one of those that the calibration knows."""
+    return load_calibrated().left_out.get(row.id)
+
+
+def base_of(row: Row) -> str:
+    """What a speed-up or efficiency is relative to."""
+    if row.metric == "allreduce_speedup_vs_ring":
+        return "flat ring"
+    if row.metric not in ("speedup", "scaling_efficiency"):
+        return ""
+    devices = load_software(row.software).base_devices
+    share = "the same batch" if row.metric == "speedup" else "as many images each"
+    return f"{devices} device{'s' * (devices > 1)}, {share}"
+
+
+def counted_groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Rows by (cluster, software), those with two rows or more."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row.cluster, row.software].append(row)
+    return {key: members for key, members in groups.items() if len(members) > 1}
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How good the calibration is on rows that it knows, in a few plain sentences."""
+    parameters, outliers = load_parameters().parameters, load_parameters().outliers
+    known = [row for row in rows if left_out(row) is not None]
+    counted = [row for members in counted_groups(known).values() for row in members]
+    inside = [row for row in counted if row.id not in outliers]
+    errors = sorted(abs((left_out(row) or 0.0) / row.value - 1) for row in counted)
+    worst = max(abs((left_out(row) or 0.0) / row.value - 1) for row in inside)
+    odd = [row.id for row in counted if row.id in outliers]
+    shared = [p for p in parameters if any(p.aims_at(row.cluster, row.software) for row in counted)]
+    return (
+        f"{len(parameters)} parameters for {len(known)} rows. Leave-one-out, {len(counted)} rows of systems with two "
+        f"rows or more ({len(shared)} of the parameters): median error {100 * median(errors):.1f} %, "
+        f"worst {100 * worst:.1f} % without {len(odd)} outlier{'s' * (len(odd) != 1)} ({', '.join(odd)}). "
+        f"The other {len(known) - len(counted)} rows are of systems with one row: fitted, and not counted."
+    )
+
+
+def number(value: float) -> str:
+    """Four significant digits, with thousands marked."""
+    digits = 4 if value < 1000 else 0
+    return f"{value:,.0f}" if not digits else f"{value:.4g}"
+
+
+def percent(error: float | None) -> str:
+    """A signed percentage, or nothing."""
+    return "" if error is None else f"{100 * error:+.1f} %"

@@ -1,4 +1,4 @@
-"""Time on one device: an additive roofline. A kernel takes its launch, its operations and its memory monitor.
+"""Time on one device: an additive roofline. A kernel takes its launch, its operations and its memory traffic.
 
     seconds = launch + images * flops / (peak * math) + bytes / (memory_bandwidth * memory)
 
@@ -39,8 +39,8 @@ def kernel_seconds(
     peak = device.peak.get(software.precision) or max(device.peak.values())
     math_seconds = images * kernels.flops / (peak * software.math)
     own = 1.0 - kernels.linear * (1.0 - linear_share)
-    monitor = (images * kernels.values + kernels.fixed * own) * _BYTES[software.precision]
-    memory_seconds = monitor / (device.memory_bandwidth * software.memory)
+    moved = (images * kernels.values + kernels.fixed * own) * _BYTES[software.precision]
+    memory_seconds = moved / (device.memory_bandwidth * software.memory)
     launch = software.launch * device.slowness * kernels.launches
     return (launch + memory_seconds) * left + math_seconds
 
@@ -59,7 +59,7 @@ def pass_seconds(cost: ModelCost, device: Device, software: Software, images: fl
 
 
 def update_seconds(cost: ModelCost, cluster: Cluster, software: Software, devices: int) -> float:
-    """What each device does once a step, however few virtual workers it has: the optimiser's memory monitor.
+    """What each device does once a step, however few virtual workers it has: the optimiser's memory traffic.
 
     Of the weights that this device keeps, or of its shard of all.
     """

@@ -16,8 +16,8 @@ LOW, HIGH = 0.05, 0.95
 
 
 @dataclass(frozen=True)
-class Span:
-    """Steps of one batch size."""
+class PlannedStage:
+    """The steps of one batch size, a recipe's stage without what it computes."""
 
     steps: int
     images: int
@@ -35,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True)
 class RunTime:
-    """Seconds of a run; `steps` holds one step of each span."""
+    """Seconds of a run; `steps` holds one step of each stage."""
 
     start: float
     training: float
@@ -53,7 +53,7 @@ def run_time(
     cluster: Cluster,
     software: Software,
     devices: int,
-    spans: Sequence[Span],
+    stages: Sequence[PlannedStage],
     evaluations: int,
     eval_images: int = IMAGENET_EVAL,
     quantile: float = 0.5,
@@ -61,16 +61,16 @@ def run_time(
     """Seconds of a run on `devices` devices.
 
     Args:
-        spans: In order; a device takes its share of a span's virtual workers, one after another.
+        stages: In order; a device takes its share of a stage's virtual workers, one after another.
         evaluations: How often the held-out images are classified.
         eval_images: How many those are.
         quantile: As in `step_time`.
     """
     steps = tuple(
-        step_time(cost, cluster, software, devices, span.images, math.ceil(span.workers / devices), quantile)
-        for span in spans
+        step_time(cost, cluster, software, devices, stage.images, math.ceil(stage.workers / devices), quantile)
+        for stage in stages
     )
-    training = sum(span.steps * step.seconds for span, step in zip(spans, steps, strict=True))
+    training = sum(stage.steps * step.seconds for stage, step in zip(stages, steps, strict=True))
     share = math.ceil(eval_images / devices)
     forward = pass_seconds(cost, cluster.device, software, share).forward if share else 0.0
     small = sum(phase.seconds for phase in phases(cluster, software.communication, devices, 4096.0))
@@ -78,16 +78,18 @@ def run_time(
     return RunTime(software.start, training, evaluations * each, steps)
 
 
-def staged(epochs: float, images: Sequence[int], devices: int, train_images: int = IMAGENET_TRAIN) -> list[Span]:
-    """Spans of a published `a>b` batch on `devices` workers whose switch points are not told.
+def staged(
+    epochs: float, images: Sequence[int], devices: int, train_images: int = IMAGENET_TRAIN
+) -> list[PlannedStage]:
+    """The stages of a published `a>b` batch on `devices` workers whose switch points are not published.
 
     Of k batches each but the last gets 1 / (k + 1) of the epochs, the last twice as much: Sony's 34K > 68K switched
     after 30 of 90.
     """
-    parts = [1 / (len(images) + 1)] * (len(images) - 1) if len(images) > 1 else []
-    shares = [*parts, 1 - sum(parts)]
+    early = [1 / (len(images) + 1)] * (len(images) - 1)
+    shares = [*early, 1 - sum(early)]
     return [
-        Span(math.ceil(epochs * share * train_images / (each * devices)), each, devices)
+        PlannedStage(math.ceil(epochs * share * train_images / (each * devices)), each, devices)
         for share, each in zip(shares, images, strict=True)
     ]
 

@@ -1,20 +1,27 @@
 """What one rank does in a step, as a list: compute for so long, start a message, wait for a message.
 
-A plan walks the list with the formulas of the network; a rehearsal (`torusgd.rehearse`) walks the same list with real
-messages and timed waits. By symmetry one rank's list stands for all.
+`compose` writes the list, for replicated and sharded updates and for split layers. A plan walks it with the prices of
+the network (`timeline`); a rehearsal (`torusgd.rehearse`) walks the same list with real messages and timed waits. By
+symmetry one rank's list stands for all.
 """
 
-from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
-from itertools import count
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from .cluster import Cluster, Communication
-from .network import Axis, Phase, axis_sum, halves, phases
+from ..comm.buckets import best_buckets, lay_out, plan_buckets
+from ..comm.profile import Profile
+from .cluster import Buckets, Cluster, Software
+from .model_cost import Array, Gradient, Layer, ModelCost
+from .network import Kind
+from .roofline import Pass, update_seconds
 
-Kind = Literal["sum", "scatter", "gather"]
 Content = Literal["gradients", "weights", "statistics", "activations"]
 CONTENTS: tuple[Content, ...] = get_args(Content)
+_MASTER_BYTES = 4
+"""of a weight, as a sharded update gathers it"""
+_STATUS_BYTES = 8
+"""of a tensor, by which the ranks of a sharded update agree on whether its sum may be used"""
 
 
 class Compute(NamedTuple):
@@ -45,79 +52,213 @@ class Wait(NamedTuple):
 
 
 Action = Compute | Send | Wait
-Price = Callable[[Send], Sequence[Phase]]
 
 
-def price_of(cluster: Cluster, how: Communication, devices: int, message: Send) -> tuple[Phase, ...]:
-    """The parts of a message by the formulas of the network."""
-    if message.members is None:
-        whole = phases(cluster, how, devices, message.bytes)
-    else:
-        whole = axis_sum(cluster, how, Axis(message.members, message.apart), message.bytes)
-    return whole if message.kind == "sum" else halves(whole)[0 if message.kind == "scatter" else 1]
+@dataclass
+class _Step:
+    """A step as it is written: actions with the seconds after the start of their pass, and those between passes."""
+
+    forward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
+    backward: list[tuple[float, Sequence[Action]]] = field(default_factory=list)
+    summed: list[Wait] = field(default_factory=list)
+    status: list[Action] = field(default_factory=list)
+    gathers: list[tuple[float, Send]] = field(default_factory=list)
+    """with the seconds after the start of forward at which they are needed"""
 
 
-def compute_seconds(actions: Sequence[Action]) -> float:
-    """Seconds of the step without any waiting."""
-    return sum(action.seconds for action in actions if isinstance(action, Compute))
+def compose(
+    cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int, passes: int, work: Pass
+) -> list[Action]:
+    """The script of one step on each of `devices` devices.
 
-
-def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> float:
-    """Seconds by which messages make a step longer, by the formulas: the exposed communication.
-
-    Steps follow each other, so that what a step leaves on its way may hide behind the next one.
+    Buckets leave while the last virtual worker's backward pass runs. A sharded update with `gather_ahead` sums each
+    bucket into shards, updates its own, and gathers the new weights in the order in which the next forward pass needs
+    them; the layer that needs them waits. Split layers gather their inputs inside the group before they begin, and
+    scatter the gradients of their inputs.
 
     Args:
-        actions: Of a step.
-        price: The parts of a message, each of which keeps an axis busy.
-        pipelined: Messages on different axes travel at the same time; else each has the whole network to itself.
+        cost: The network.
+        cluster: The machine.
+        software: The program.
+        devices: How many take part.
+        images: Of one virtual worker.
+        passes: Virtual workers of a device, one after another.
+        work: Times of one pass.
     """
-    line = _Line(price, pipelined)
-    ends = [0.0]
-    for _ in range(3):
-        now = ends[-1]
-        for action in actions:
-            match action:
-                case Compute(seconds):
-                    now += seconds
-                case Send():
-                    line.send(action, now)
-                case Wait(name):
-                    now = max(now, line.arrival(name))
-        ends.append(now)
-    return max(0.0, ends[-1] - ends[-2] - compute_seconds(actions))
+    step = _Step()
+    if devices > 1:
+        if software.communication.statistic_bytes:
+            size = software.communication.statistic_bytes * (cost.statistics + 1)
+            _summed(step, 0.0, Send("statistics", "sum", "statistics", size))
+        split = split_layers(cost, software, devices)
+        for layer in split:
+            _exchange(step, cost, software, devices, images * passes, work, layer)
+        _gradients(step, cost, cluster, software, work, {layer.name for layer in split})
+    if step.gathers:
+        status = Send("status", "sum", "statistics", _STATUS_BYTES * len(cost.gradients))
+        step.status += [status, Wait(status.name)]
+    between = (passes - 1) * (work.forward + work.backward)
+    return [
+        *_spread(step.forward, work.forward),
+        *([Compute(between)] if between else []),
+        *_spread(step.backward, work.backward),
+        *step.summed,
+        *step.status,
+        Compute(update_seconds(cost, cluster, software, devices)),
+        *(send for _, send in sorted(step.gathers)),
+    ]
 
 
-class _Line:
-    """Messages on their way: past its latency an axis serves one of them at a time, in the order of arrival."""
+def split_layers(cost: ModelCost, software: Software, devices: int) -> list[Layer]:
+    """The linear layers that the ranks of a group share."""
+    groups = software.communication.linear_groups
+    return [layer for layer in cost.layers if layer.linear] if groups is not None and groups < devices else []
 
-    def __init__(self, price: Price, pipelined: bool) -> None:
-        self._price, self._pipelined = price, pipelined
-        self._waiting: list[tuple[float, int, int, str, Sequence[Phase]]] = []
-        self._free: dict[str, float] = {}
-        self._arrived: dict[str, float] = {}
-        self._on_the_way: set[str] = set()
-        self._numbers = count()
 
-    def send(self, message: Send, now: float) -> None:
-        parts = self._price(message)
-        if not self._pipelined:
-            parts = [Phase("all", sum(phase.seconds for phase in parts), sum(phase.latency for phase in parts))]
-        self._arrived[message.name] = now
-        if parts:
-            self._on_the_way.add(message.name)
-            heappush(self._waiting, (now, next(self._numbers), 0, message.name, parts))
+def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Software, work: Pass, split: set[str]) -> None:
+    """Buckets of all layers but those split; they leave in one order, the order of the gradients."""
+    communication = software.communication
+    whole = [i for i, gradient in enumerate(cost.gradients) if gradient.name.rpartition(".")[0] not in split]
+    gradients = tuple(cost.gradients[i] for i in whole)
+    needed = work.needed[whole]
+    is_ahead = software.sharded_update and communication.gather_ahead
+    size = communication.wire_bits // 8
+    ready = work.ready[whole]
+    may_rebuild = (
+        communication.algorithm == "auto" and communication.buckets.option == "auto" and not software.sharded_update
+    )
+    if may_rebuild and cluster.profile is not None and cluster.profile.backend == "gloo":  # on CPUs, as the run does
+        buckets = rebuilt_buckets(gradients, ready, work.backward, cluster.profile, size)
+    else:
+        buckets = cut_buckets(gradients, ready, communication.buckets, size)
+    for number, bucket in enumerate(buckets):
+        when = bucket.ready if communication.overlap else work.backward
+        _summed(step, when, Send(f"gradients {number}", "scatter" if is_ahead else "sum", "gradients", bucket.bytes))
+        if is_ahead:
+            first = float(min(needed[bucket.first : bucket.stop]))
+            weights = Send(f"weights {number}", "gather", "weights", bucket.bytes / size * _MASTER_BYTES)
+            step.gathers.append((first, weights))
+            step.forward.append((first, [Wait(weights.name)]))
 
-    def arrival(self, name: str) -> float:
-        """When the message is there; those sent later can't delay it, for they are sent after that."""
-        while name in self._on_the_way:
-            now, number, part, owner, parts = heappop(self._waiting)
-            axis, seconds, latency = parts[part]
-            end = max(now + latency, self._free.get(axis, 0.0)) + seconds - latency
-            self._free[axis] = end
-            if part + 1 < len(parts):
-                heappush(self._waiting, (end, number, part + 1, owner, parts))
-            else:
-                self._arrived[owner] = end
-                self._on_the_way.discard(owner)
-        return self._arrived.get(name, 0.0)
+
+def _exchange(
+    step: _Step, cost: ModelCost, software: Software, devices: int, images: int, work: Pass, layer: Layer
+) -> None:
+    """Activations and their gradients inside the groups, the shards' gradients across them (Das et al., section 5)."""
+    communication = software.communication
+    groups = communication.linear_groups or devices
+    members = devices // groups
+    size = communication.wire_bits // 8
+    place = max(i for i, gradient in enumerate(cost.gradients) if gradient.name.rpartition(".")[0] == layer.name)
+    begin, ready = float(work.needed[place]), float(work.ready[place])
+    whole = size * layer.ifm * layer.in_area * images * members
+    inputs = Send(f"inputs of {layer.name}", "gather", "activations", whole, members)
+    back = Send(f"gradients of the inputs of {layer.name}", "scatter", "activations", whole, members)
+    step.forward.append((begin, [inputs, Wait(inputs.name)]))
+    step.backward.append((ready, [back, Wait(back.name)]))
+    if groups > 1:
+        shards = Send(f"gradients of {layer.name}", "sum", "gradients", layer.weights * size / members, groups, members)
+        _summed(step, ready if communication.overlap else work.backward, shards)
+
+
+def _summed(step: _Step, when: float, send: Send) -> None:
+    step.backward.append((when, [send]))
+    step.summed.append(Wait(send.name))
+
+
+def _spread(timed: Iterable[tuple[float, Sequence[Action]]], seconds: float) -> list[Action]:
+    """A pass of so many seconds, cut where something happens."""
+    script: list[Action] = []
+    now = 0.0
+    for when, actions in sorted(timed, key=lambda pair: pair[0]):
+        if when > now:
+            script.append(Compute(when - now))
+            now = when
+        script += actions
+    if seconds > now:
+        script.append(Compute(seconds - now))
+    return script
+
+
+class Departure(NamedTuple):
+    """Gradients that leave together."""
+
+    ready: float
+    """seconds after the start of backward when the last of them is complete"""
+    bytes: float
+    first: int
+    """the first of them, in the order in which backward completes them"""
+    stop: int
+    """one more than the last"""
+
+
+def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wire_bytes: int) -> list[Departure]:
+    """The buckets in the order in which they leave.
+
+    Args:
+        gradients: In the order in which backward completes them.
+        ready: When each is complete, in seconds.
+        rule: How to cut. A tensor that is larger than a bucket is cut itself with `values` and `parts`, as a fusion
+            buffer does; the other rules keep tensors whole, and are the run's own (`comm.buckets`).
+        wire_bytes: Of one value on the network.
+    """
+    if not gradients:
+        return []
+    numels = [gradient.values for gradient in gradients]
+    if rule.rule in ("parts", "values"):
+        full = sum(numels) / rule.parts if rule.parts else float(rule.values or 1)
+        return _fused(numels, ready, full, wire_bytes)
+    if rule.rule == "cubic":  # batch norm's gradients leave last, in 32 bits
+        small = sum(gradient.values for gradient in gradients if gradient.norm_or_bias)
+        last = Departure(float(ready[-1]), 4.0 * small, 0, len(gradients))
+        wide = [0 if gradient.norm_or_bias else gradient.values for gradient in gradients]
+        layout = [(bucket.first, bucket.stop) for bucket in lay_out("cubic", numels)]
+        return [*_departures(layout, wide, ready, wire_bytes), last]
+    if rule.option is not None:
+        buckets = lay_out(rule.option, numels)
+    else:
+        buckets = plan_buckets(numels, limit=sum(numels) if rule.rule == "one" else 0)
+    return _departures([(bucket.first, bucket.stop) for bucket in buckets], numels, ready, wire_bytes)
+
+
+def rebuilt_buckets(
+    gradients: tuple[Gradient, ...], ready: Array, backward: float, profile: Profile, wire_bytes: int
+) -> list[Departure]:
+    """The buckets that a run with `allreduce: auto` rebuilds after its first steps, by the same function.
+
+    Args:
+        gradients: In the order in which backward completes them.
+        ready: When each is complete, in seconds after the start of backward.
+        backward: When backward ends.
+        profile: The measured network that the run is given.
+        wire_bytes: Of one value on the network.
+    """
+    if not gradients or not profile.timings:
+        return cut_buckets(gradients, ready, Buckets(), wire_bytes)
+    numels = [gradient.values for gradient in gradients]
+    best = best_buckets(profile, numels, (ready - backward).tolist())
+    return _departures([(bucket.first, bucket.stop) for bucket in best], numels, ready, wire_bytes)
+
+
+def _departures(
+    layout: Sequence[tuple[int, int]], numels: Sequence[int], ready: Array, wire_bytes: int
+) -> list[Departure]:
+    """Buckets of whole tensors, each of which leaves when its last gradient is there."""
+    return [
+        Departure(float(max(ready[first:stop])), float(wire_bytes * sum(numels[first:stop])), first, stop)
+        for first, stop in layout
+    ]
+
+
+def _fused(numels: Sequence[int], ready: Array, full: float, wire_bytes: int) -> list[Departure]:
+    """A buffer of `full` values that leaves whenever it is full; the last one with what is left."""
+    buckets, first, gone, seen = [], 0, 0.0, 0.0
+    for number, (when, size) in enumerate(zip(ready, numels, strict=True)):
+        seen += size
+        while seen - gone >= full * (1 - 1e-9):
+            buckets.append(Departure(float(when), full * wire_bytes, first, number + 1))
+            gone += full
+            first = number if seen - gone > full * 1e-9 else number + 1
+    if seen - gone > seen * 1e-9:
+        buckets.append(Departure(float(ready[-1]), (seen - gone) * wire_bytes, first, len(numels)))
+    return buckets

@@ -1,18 +1,22 @@
 """One training step on a cluster as a timeline: compute, buckets that leave during backward and queue on each axis."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from heapq import heappop, heappush
+from itertools import count
 from statistics import NormalDist
 
 from ..comm.profile import hidden as hidden_seconds
-from .cluster import Cluster, Software
-from .compose import compose, split_layers
-from .hybrid import hybrid_volume
+from ..tensor_parallel.volume import hybrid_volume
+from .cluster import Cluster, Communication, Software
 from .model_cost import Layer, ModelCost
-from .network import Axis, reduce_scatter
+from .network import Phase, group_phases, phases
 from .roofline import Pass, pass_seconds, update_seconds
-from .step_script import CONTENTS, Send, price_of, waited_seconds
+from .step_script import CONTENTS, Action, Compute, Send, Wait, compose, split_layers
+
+Price = Callable[[Send], Sequence[Phase]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class StepTime:
     contention: float
     """how much longer compute takes because of the communication that it hides"""
     exchange: float
-    """activations between parts of a split layer, and batch statistics within a group"""
+    """activations between the ranks of a split layer, and batch statistics within a group"""
     coordination: float
     update: float
     input: float
@@ -101,6 +105,90 @@ def step_time(
     )
 
 
+def price_of(cluster: Cluster, communication: Communication, devices: int, message: Send) -> tuple[Phase, ...]:
+    """The phases of a message on the network."""
+    if message.members is None:
+        return phases(cluster, communication, devices, message.bytes, message.kind)
+    members, apart = message.members, message.apart
+    return group_phases(cluster, communication, devices, members, apart, message.bytes, message.kind)
+
+
+def compute_seconds(actions: Sequence[Action]) -> float:
+    """Seconds of the step without any waiting."""
+    return sum(action.seconds for action in actions if isinstance(action, Compute))
+
+
+def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> float:
+    """Seconds by which messages make a step longer, by their prices: the exposed communication.
+
+    Steps follow each other, so that what a step leaves in flight may hide behind the next one: the third of three is
+    taken, by when they are all alike.
+
+    Args:
+        actions: Of a step.
+        price: The phases of a message.
+        pipelined: Messages on different axes travel at the same time; else each has the whole network to itself.
+    """
+    network = _Network(price, pipelined)
+    ends = [0.0]
+    for _ in range(3):
+        now = ends[-1]
+        for action in actions:
+            match action:
+                case Compute(seconds):
+                    now += seconds
+                case Send():
+                    network.send(action, now)
+                case Wait(name):
+                    now = max(now, network.end_of(name))
+        ends.append(now)
+    return max(0.0, ends[-1] - ends[-2] - compute_seconds(actions))
+
+
+class _Network:
+    """Messages in flight: past its lead a phase has its axis for itself; axes serve phases in order of arrival.
+
+    An event queue: each entry is the next phase of one message, and the time at which it may begin.
+    """
+
+    def __init__(self, price: Price, pipelined: bool) -> None:
+        self._price, self._pipelined = price, pipelined
+        self._events: list[tuple[float, int, int, str, Sequence[Phase]]] = []
+        self._free: dict[str, float] = {}
+        """when each axis has served all phases taken so far"""
+        self._ends: dict[str, float] = {}
+        self._in_flight: set[str] = set()
+        self._numbers = count()
+
+    def send(self, message: Send, now: float) -> None:
+        """It leaves at `now`."""
+        ahead = self._price(message)
+        if not self._pipelined:
+            ahead = [Phase("all", sum(phase.seconds for phase in ahead), sum(phase.lead for phase in ahead))]
+        self._ends[message.name] = now
+        if ahead:
+            self._in_flight.add(message.name)
+            heappush(self._events, (now, next(self._numbers), 0, message.name, ahead))
+
+    def end_of(self, name: str) -> float:
+        """When that message has arrived; 0 where none of the name was sent.
+
+        Takes events in order of time until the message's last phase is done, and puts each message's next phase back
+        into the queue. Messages that are yet to be sent can't come before: they are sent after this one has arrived.
+        """
+        while name in self._in_flight:
+            now, number, place, owner, ahead = heappop(self._events)
+            axis, seconds, lead = ahead[place]
+            end = max(now + lead, self._free.get(axis, 0.0)) + seconds - lead
+            self._free[axis] = end
+            if place + 1 < len(ahead):
+                heappush(self._events, (end, number, place + 1, owner, ahead))
+            else:
+                self._ends[owner] = end
+                self._in_flight.discard(owner)
+        return self._ends.get(name, 0.0)
+
+
 def _crowded(work: Pass, cluster: Cluster, devices: int) -> Pass:
     factor = cluster.slowdown(devices)
     return Pass(work.forward * factor, work.backward * factor, work.ready * factor, work.needed * factor)
@@ -122,15 +210,15 @@ def _sum_gradients(
     cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int, passes: int, work: Pass
 ) -> _Sent:
     """What the step's script waits for; activations are waited for where they are, and counted apart."""
-    how = software.communication
-    price = partial(price_of, cluster, how, devices)
+    communication = software.communication
+    price = cache(partial(price_of, cluster, communication, devices))
     script = compose(cost, cluster, software, devices, images, passes, work)
     sent = [action for action in script if isinstance(action, Send)]
     seconds = {content: sum(p.seconds for s in sent if s.content == content for p in price(s)) for content in CONTENTS}
-    waited = max(0.0, waited_seconds(script, price, how.pipelined) - seconds["activations"])
+    waited = max(0.0, waited_seconds(script, price, communication.pipelined) - seconds["activations"])
     summed = sum(seconds.values()) - seconds["activations"]
     hidden = max(0.0, summed - waited)
-    contention = how.contention * hidden
+    contention = communication.contention * hidden
     if cluster.profile is not None and cluster.profile.in_steps and summed:
         own = [s for s in sent if s.content != "activations"]
         each = [hidden_seconds(cluster.profile, s.bytes) / (1 if s.kind == "sum" else 2) for s in own]
@@ -152,4 +240,5 @@ def _activations(layer: Layer, cluster: Cluster, software: Software, devices: in
     bytes_, _ = hybrid_volume(layer, devices, images * devices, groups, size=size)
     members = devices // groups
     whole = bytes_ / 2 * members / (members - 1)
-    return 2 * reduce_scatter(cluster, Axis(members, 1), whole, "ring", software.communication.message)
+    gather = group_phases(cluster, software.communication, devices, members, 1, whole, "gather")
+    return 2 * sum(phase.seconds for phase in gather)

@@ -9,12 +9,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from ..comm.algorithms import GRIDS
 from ..plan.cluster import Cluster, Software
-from ..plan.compose import compose
-from ..plan.forecast import Job
+from ..plan.forecast import Workload
 from ..plan.network import grid_of
-from ..plan.step_script import Send, compute_seconds, price_of, waited_seconds
-from ..plan.timeline import StepTime, step_time, step_work
+from ..plan.step_script import Send, compose
+from ..plan.timeline import StepTime, compute_seconds, price_of, step_time, step_work, waited_seconds
 from .ceiling import measure_ceiling, told
 from .lab import Host, Lab
 from .player import DTYPES, dump
@@ -97,13 +97,20 @@ class Rehearsal:
 
 
 def rehearse(
-    job: Job, cluster: Cluster, software: Software, devices: int, *, reduction: str, allreduce: str, steps: int = 3,
+    workload: Workload,
+    cluster: Cluster,
+    software: Software,
+    devices: int,
+    *,
+    reduction: str,
+    allreduce: str,
+    steps: int = 3,
     limit: float = 8.0,
-) -> Rehearsal:  # fmt: skip
-    """Plays the last stage's step of a job in the network lab.
+) -> Rehearsal:
+    """Plays the last stage's step of a workload in the network lab.
 
     Args:
-        job: A recipe's network and steps.
+        workload: A recipe's network and steps.
         cluster: The machine that the lab plays.
         software: As `plan.program.program_for` makes it of `as_torusgd`.
         devices: Ranks.
@@ -115,11 +122,11 @@ def rehearse(
     Raises:
         RunError: There is no lab here (no root, no Linux), or a rank failed.
     """
-    span = job.spans[-1]
-    passes = math.ceil(span.workers / devices)
-    planned = step_time(job.cost, cluster, software, devices, span.images, passes)
-    work = step_work(job.cost, cluster, software, devices, span.images)
-    script = compose(job.cost, cluster, software, devices, span.images, passes, work)
+    stage = workload.stages[-1]
+    passes = math.ceil(stage.workers / devices)
+    planned = step_time(workload.cost, cluster, software, devices, stage.images, passes)
+    work = step_work(workload.cost, cluster, software, devices, stage.images)
+    script = compose(workload.cost, cluster, software, devices, stage.images, passes, work)
     how = software.communication
 
     def exposed(late: float) -> float:
@@ -130,10 +137,10 @@ def rehearse(
     hosts = math.ceil(devices / each)
     size = sum(action.bytes for action in script if isinstance(action, Send))
     ceiling = measure_ceiling(hosts, each)
-    alone = step_time(job.cost, cluster, software, 1, span.images * span.workers).seconds
+    alone = step_time(workload.cost, cluster, software, 1, stage.images * stage.workers).seconds
     scale = choose_scale(cluster, how, ceiling, planned.seconds, size, devices, limit)
     where = ""
-    if how.algorithm in ("torus", "hierarchical"):
+    if how.algorithm.partition(":")[0] in GRIDS:
         rows, columns = grid_of(how, cluster, devices)
         where = f" {rows}x{columns}"
     part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce + where, DTYPES[reduction])
@@ -141,7 +148,7 @@ def rehearse(
     waits = [max(0.0, (after - before) / scale.stretch - compute_seconds(script)) for before, after in pairwise(ends)]
     return Rehearsal(
         devices=devices,
-        batch=span.images * span.workers,
+        batch=stage.images * stage.workers,
         planned=planned,
         alone=alone,
         predicted=exposed(0.0),

@@ -12,9 +12,9 @@ from statistics import median
 
 import numpy as np
 
-from .calibration import Calibrated, Factors, Parameter, load_parameters
-from .model_cost import Array
-from .published import Row, predict, system_of
+from torusgd.plan.calibration import Calibrated, Factors, load_parameters
+from torusgd.plan.model_cost import Array
+from torusgd.plan.published import Row, predict, system_of
 
 ROW_SPREAD = 0.04
 """how well a row can be expected to be met: rounding, runs that differ, and physics left out"""
@@ -35,11 +35,6 @@ class Check:
         return self.predicted / self.row.value - 1
 
 
-def aims_at(parameter: Parameter, row: Row) -> bool:
-    """Whether a parameter has a say in a row."""
-    return bool(parameter.keys("clusters", row.cluster) or parameter.keys("software", row.software))
-
-
 def fit_factors(rows: Sequence[Row], start: Factors | None = None) -> Factors:
     """The factors that fit `rows` best; without rows all are 1."""
     parameters = load_parameters().parameters
@@ -52,7 +47,7 @@ def fit_factors(rows: Sequence[Row], start: Factors | None = None) -> Factors:
         return np.array([_log_error(rows[i], factors) for i in which]) / ROW_SPREAD
 
     everyone = range(len(rows))
-    mine = [[i for i in everyone if aims_at(parameter, rows[i])] for parameter in parameters]
+    mine = [[i for i in everyone if parameter.aims_at(rows[i].cluster, rows[i].software)] for parameter in parameters]
 
     def objective(at: Array, errors: Array) -> float:
         return float((errors**2).sum() + ((at / spreads) ** 2).sum())

@@ -7,7 +7,7 @@ import yaml
 
 from torusgd.errors import UserError
 from torusgd.plan.calibration import calibrated, load_parameters
-from torusgd.plan.catalog import cluster_names, load_cluster, load_software, software_names, tree_of
+from torusgd.plan.cluster import cluster_names, load_cluster, load_software, software_names, tree_of
 
 CLUSTERS = [
     *("abci", "aws-c4.8xlarge", "cori", "dgx-a100", "dgx1", "dgx2h", "endeavor", "hgx-h100", "p100-50gbe", "p100-fdr"),

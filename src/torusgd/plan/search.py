@@ -1,0 +1,209 @@
+"""What to change: the curve over numbers of devices with its knee, and the settings that a cluster likes best."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from ..comm.cost import candidates
+from .cluster import Buckets, Cluster, Software
+from .forecast import Forecast, Workload, forecast, with_communication
+from .run_time import PlannedStage
+
+KNEE_EFFICIENCY = 0.8
+"""the knee is the last point of the curve where one more device still gives this share of one device's work"""
+
+
+def device_counts(limit: int, workers: int) -> list[int]:
+    """A few numbers of devices an octave up to `limit`, which is one of them, that share the virtual workers evenly.
+
+    Divisors of `workers` stand closer than others; of the others up to `workers` only those are taken that leave at
+    most 5 % of the devices' time idle.
+
+    >>> device_counts(64, 48)
+    [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 48, 58, 64]
+    """
+    counts, last = {limit}, 0.0
+    for count in range(1, limit):
+        divides = workers % count == 0
+        even = count > workers or workers / (count * math.ceil(workers / count)) >= 0.95
+        if count >= last * (2**0.125 if divides else 2**0.25) and even:
+            counts.add(count)
+            last = count
+    return sorted(counts)
+
+
+def fixed_batch(workload: Workload, devices: int) -> Workload:
+    """The same batches, cut anew where there are more devices than virtual workers: strong scaling."""
+    stages = []
+    for stage in workload.stages:
+        workers = max(stage.workers, devices)
+        images = math.ceil(stage.batch / workers)
+        spare = images * workers - stage.batch
+        stages.append(stage if workers == stage.workers else PlannedStage(stage.steps, images, workers, spare))
+    return replace(workload, stages=tuple(stages))
+
+
+def fixed_share(workload: Workload, devices: int) -> Workload:
+    """One virtual worker a device and as many epochs, so that the batch grows: weak scaling."""
+    stages = [
+        PlannedStage(math.ceil(stage.steps * stage.workers / devices), stage.images, devices)
+        for stage in workload.stages
+    ]
+    return replace(workload, stages=tuple(stages))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Forecasts over devices; `knee` is the number of devices beyond which more bring little."""
+
+    forecasts: tuple[Forecast, ...]
+    knee: int
+
+
+def sweep(
+    workload: Workload,
+    cluster: Cluster,
+    program: Callable[[int], Software],
+    counts: Sequence[int],
+    scale: Callable[[Workload, int], Workload] = fixed_batch,
+) -> Sweep:
+    """Forecasts for every number of devices, each with the program that trains on so many.
+
+    `scale` keeps the batch (`fixed_batch`) or a device's share of it (`fixed_share`).
+    """
+    forecasts = tuple(forecast(scale(workload, count), cluster, program(count), count) for count in counts)
+    return Sweep(forecasts, knee_of([(f.devices, f.images_per_second) for f in forecasts]))
+
+
+def knee_of(curve: Sequence[tuple[int, float]]) -> int:
+    """The last number of devices up to which every added one kept KNEE_EFFICIENCY of the first point's rate a device.
+
+    Taken on the curve's upper hull, so that numbers that share the work badly do not count.
+
+    >>> knee_of([(1, 100.0), (2, 195.0), (3, 200.0), (4, 370.0), (8, 500.0)])
+    4
+    """
+    hull: list[tuple[int, float]] = []
+    for point in curve:
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    least = KNEE_EFFICIENCY * hull[0][1] / hull[0][0]
+    return next((a[0] for a, b in pairwise(hull) if _slope(a, b) < least), hull[-1][0])
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
+Change = Callable[[Software], Software]
+
+
+@dataclass(frozen=True)
+class ChosenSetting:
+    """One setting that differs from where the search began."""
+
+    setting: str
+    value: str
+    saves: float
+    """seconds of the run: how much longer it takes with all other choices but without this one"""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What was found."""
+
+    choices: tuple[ChosenSetting, ...]
+    before: Forecast
+    forecast: Forecast
+    workload: Workload
+    software: Software
+
+
+def search_settings(workload: Workload, cluster: Cluster, software: Software, devices: int) -> SearchResult:
+    """Chooses all-reduce and grid, buckets, update, groups of split layers, and how the batch is cut.
+
+    Coordinate descent: each setting in turn takes its best value with all others as they are, until a whole turn
+    changes none by a thousandth of the run. The cut of the batch (images of a virtual worker, with the batch as it is)
+    comes last; where there is batch norm it makes another recipe.
+    """
+
+    def seconds(chosen: dict[str, tuple[str, Change]]) -> float:
+        return forecast(workload, cluster, _apply(software, chosen), devices).run.seconds
+
+    before = forecast(workload, cluster, software, devices)
+    chosen: dict[str, tuple[str, Change]] = {}
+    least, is_better = before.run.seconds, True
+    while is_better:
+        is_better = False
+        for setting, values in _options(workload, cluster, software, devices).items():
+            timed = [(seconds({**chosen, setting: value}), value) for value in values]
+            time, value = min(timed, key=lambda item: item[0])
+            if time < least * (1 - 1e-3):
+                chosen[setting], least, is_better = value, time, True
+    found = _apply(software, chosen)
+    cuts = [(forecast(cut, cluster, found, devices), cut) for cut in _cuts(workload, cluster, found, devices)]
+    after, cut = min(cuts, key=lambda item: item[0].run.seconds)
+    choices = []
+    for setting, (name, _) in chosen.items():
+        others = _apply(software, {key: kept for key, kept in chosen.items() if key != setting})
+        without = forecast(cut, cluster, others, devices).run.seconds
+        choices.append(ChosenSetting(setting, name, without - after.run.seconds))
+    if after.run.seconds < least * (1 - 1e-3):
+        images = " > ".join(str(stage.images) for stage in cut.stages)
+        name = f"{images} ({cut.stages[-1].workers} virtual workers)"
+        choices.append(ChosenSetting("images a worker", name, least - after.run.seconds))
+    return SearchResult(tuple(choices), before, after, cut, found)
+
+
+def _apply(software: Software, chosen: dict[str, tuple[str, Change]]) -> Software:
+    for _, change in chosen.values():
+        software = change(software)
+    return software
+
+
+def _options(
+    workload: Workload, cluster: Cluster, software: Software, devices: int
+) -> dict[str, list[tuple[str, Change]]]:
+    """The values of each setting, with their names."""
+    grids = [(devices // columns, columns) for columns in range(2, devices) if devices % columns == 0]
+    listed = candidates(devices, min(devices, cluster.devices_per_node), tuple(grids))
+    algorithms = [(str(each), _with(algorithm=each.name, grids=(each.grid,))) for each in listed]
+    if cluster.in_network_reduction:
+        algorithms.append(("in-network", _with(algorithm="in-network")))
+    buckets = [("one", _with(buckets=Buckets().model_dump()))]
+    for mib in (1, 2, 4, 8, 16, 32):
+        values = mib * 2**20 * 8 // software.communication.wire_bits
+        buckets.append((f"{mib} MiB", _with(buckets=Buckets(rule="values", values=values).model_dump())))
+    options: dict[str, list[tuple[str, Change]]] = {
+        "all-reduce": algorithms,
+        "buckets": buckets,
+        "update": [("sharded", _sharded)],
+    }
+    if sum(layer.weights for layer in workload.cost.layers if layer.linear) > workload.cost.parameters / 2:
+        divisors = [groups for groups in range(1, devices) if devices % groups == 0]
+        options["linear layers"] = [(f"split, {groups} groups", _with(linear_groups=groups)) for groups in divisors]
+    return options
+
+
+def _with(**changes: Any) -> Change:
+    return lambda software: with_communication(software, **changes)
+
+
+def _sharded(software: Software) -> Software:
+    return software.model_copy(update={"sharded_update": True})
+
+
+def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int) -> list[Workload]:
+    """As it is, and with other numbers of virtual workers, as many on each device, that fit into its memory."""
+    batches = [stage.batch for stage in workload.stages]
+    most = max(stage.workers for stage in workload.stages)
+    even = [w for w in range(devices, most + 1, devices) if all(batch % w == 0 for batch in batches)]
+    cuts = [
+        replace(workload, stages=tuple(PlannedStage(s.steps, s.batch // w, w) for s in workload.stages)) for w in even
+    ]
+    limit = cluster.device.memory
+    fitting = [cut for cut in cuts if limit is None or forecast(cut, cluster, software, devices).memory <= limit]
+    return [workload, *fitting]

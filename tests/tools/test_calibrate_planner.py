@@ -1,0 +1,94 @@
+"""The planner's calibration: the factors that ship are the fit of the rows that ship, and the page is its own."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+from tools.calibrate_planner.fit import ROW_SPREAD, fit_factors
+from tools.calibrate_planner.report import Played, best_of, further_rows, markdown, read_played, section
+
+from torusgd.plan.calibration import load_calibrated, load_parameters
+from torusgd.plan.published import predict, predict_row, read_rows, system_of
+
+ROWS = read_rows()
+OUTLIERS = load_parameters().outliers
+ONE = Played(
+    "ethernet", 16, "native", "das_vgga_aws", "2026-11-21",
+    600.0, 400.0, 390.0, 410.0, 300.0, 380.0, 1100.0, 9.0, 10.0, 18.0, 9.0, 50.0,
+)  # fmt: skip
+
+
+def test_errors_are_the_plans_against_the_rehearsal():
+    assert ONE.error == pytest.approx(-0.25)
+    assert ONE.error_late == pytest.approx(-0.05)
+    assert ONE.error_of_step == pytest.approx(-100 / 1100)
+
+
+def test_the_quickest_of_a_published_row_is_its_rehearsed_figure():
+    played = [ONE, replace(ONE, settings="torus", speedup=12.0), replace(ONE, published_id="", speedup=15.0)]
+    best = best_of(played, "das_vgga_aws")
+    assert best is not None
+    assert best.settings == "torus"
+    assert best_of(played, "sony_v2_4") is None
+
+
+def test_a_line_has_a_cell_for_every_heading():
+    heading, rule, line = section([ONE])[-3:]
+    assert heading.count("|") == rule.count("|") == line.count("|")
+    assert "| 400 (390 to 410) | 300 | -25 % | -9.1 % |" in line
+
+
+def test_what_ships_names_published_rows_and_makes_sense():
+    ids = {row.id: row for row in ROWS}
+    for each in read_played():
+        assert not each.published_id or ids[each.published_id].devices == each.devices
+        assert each.least <= each.exposed <= each.most
+        assert 1 < each.speedup <= 1.05 * each.devices
+        assert min(each.stretch, each.shrink) >= 1
+
+
+def test_figures_that_were_never_fitted() -> None:
+    further = further_rows()
+    assert not {row.id for row in further} & {row.id for row in ROWS}
+    errors = [abs(predict_row(row).error) for row in further]
+    assert median(errors) <= 0.1
+    assert sorted(errors)[-2] <= 0.15  # one is missed by more: AlexNet on 512 recalled KNL
+
+
+def test_the_shipped_factors_are_the_fit_of_the_shipped_rows() -> None:
+    shipped = load_calibrated().factors
+    again = fit_factors([row for row in ROWS if row.id not in OUTLIERS], shipped)
+    assert again == pytest.approx(shipped, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dgxa100_96", "you_resnet50_14"])
+def test_a_left_out_row_is_predicted_by_the_others_alone(name: str) -> None:
+    row = next(row for row in ROWS if row.id == name)
+    others = [other for other in ROWS if other.id not in (name, *OUTLIERS)]
+    factors = fit_factors(others, load_calibrated().factors)
+    assert predict(row, system_of(row, factors)) == pytest.approx(load_calibrated().left_out[name], rel=1e-3)
+
+
+def test_without_rows_every_factor_is_as_stated() -> None:
+    assert set(fit_factors([]).values()) == {1.0}
+
+
+def test_a_fit_finds_what_made_the_rows() -> None:
+    """Rows made by the model with known factors: the fit comes back to them, against the pull of the spreads."""
+    made = {parameter.name: 1.0 for parameter in load_parameters().parameters} | {"knl-peak": 1.5}
+    rows = [row for row in ROWS if row.cluster == "stampede2-knl"]
+    rows = [row.model_copy(update={"value": predict(row, system_of(row, made))}) for row in rows]
+    assert fit_factors(rows)["knl-peak"] == pytest.approx(1.5, rel=0.02)
+    assert ROW_SPREAD < 0.1
+
+
+def test_the_page_is_the_one_that_the_command_writes() -> None:
+    page = Path(__file__).parents[2] / "docs" / "published.md"
+    written = markdown([predict_row(row) for row in ROWS], [predict_row(row) for row in further_rows()])
+    number = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+    assert number.sub("#", page.read_text()) == number.sub("#", written), "run python -m tools.calibrate_planner"
+    # Another torch may run a kernel more or less: a change in the last digits is none.
+    values = [[float(n.replace(",", "")) for n in number.findall(text)] for text in (page.read_text(), written)]
+    assert values[0] == pytest.approx(values[1], rel=0.01, abs=0.3), "run python -m tools.calibrate_planner"

@@ -1,0 +1,213 @@
+"""The page docs/published.md: published, predicted and rehearsed figures beside each other."""
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from torusgd.plan.calibration import load_calibrated, load_parameters
+from torusgd.plan.cluster import load_cluster, load_software
+from torusgd.plan.published import (
+    Prediction,
+    Row,
+    base_of,
+    counted_groups,
+    left_out,
+    number,
+    percent,
+    read_rows,
+    summary,
+)
+
+HERE = Path(__file__).parent
+_NUMBERS = (
+    "compute_ms", "exposed_ms", "least_ms", "most_ms", "planned_ms", "planned_late_ms", "step_ms", "speedup",
+    "planned_speedup", "stretch", "shrink", "excess_us",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Played:
+    """A rehearsed step; times in milliseconds of the planned machine."""
+
+    system: str
+    devices: int
+    settings: str
+    published_id: str
+    """of the row of published.csv that had this network, cluster, batch and number of devices; may be empty"""
+    date: str
+    compute: float
+    exposed: float
+    least: float
+    most: float
+    planned: float
+    """exposed communication as planned"""
+    planned_late: float
+    """the same with rounds as late as they were in the lab"""
+    step: float
+    speedup: float
+    planned_speedup: float
+    stretch: float
+    shrink: float
+    excess: float
+    """microseconds of the machine by which a round of messages took too long in the lab"""
+
+    @property
+    def error(self) -> float:
+        """Of the planned exposed communication, against the rehearsed."""
+        return self.planned / self.exposed - 1 if self.exposed else 0.0
+
+    @property
+    def error_late(self) -> float:
+        """The same of the plan for the network as it was played."""
+        return self.planned_late / self.exposed - 1 if self.exposed else 0.0
+
+    @property
+    def error_of_step(self) -> float:
+        """The same difference as a share of the rehearsed step."""
+        return (self.planned - self.exposed) / self.step
+
+
+def further_rows() -> list[Row]:
+    """The published figures that are kept out of the fit."""
+    return read_rows(HERE / "checks.csv")
+
+
+def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction]) -> str:
+    """The page docs/published.md."""
+    lines = [
+        "# Published results and what the planner says of them",
+        "",
+        "Written by `python -m tools.calibrate_planner`; do not edit. The table is `src/torusgd/plan/published.csv`,",
+        "its facts are those of the papers, submissions and logs that the cluster files and software profiles name.",
+        "",
+        summary([p.row for p in predictions]),
+        "",
+        "*Left out* is the error where the fit has not seen the row; *fitted* marks systems with one row, which are",
+        "not counted: their left-out error shows how well the stated values alone do. The band holds the slowest",
+        "device's luck (5 to 95 %) and the profile's own error. *Rehearsed* is torusgd's own best, see below.",
+        "",
+        "| id | devices | images | metric | published | predicted | band | error | left out | rehearsed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    played = read_played()
+    groups, outliers = counted_groups([p.row for p in predictions]), load_parameters().outliers
+    for prediction in predictions:
+        row = prediction.row
+        alone = "" if (row.cluster, row.software) in groups else " (fitted)"
+        mark = " (outlier)" if row.id in outliers else ""
+        free = left_out(row)
+        best = best_of(played, row.id)
+        alone = f"{percent(None if free is None else free / row.value - 1)}{alone}{mark}"
+        lines.append(f"{_line(prediction)} {alone} | {'' if best is None else f'{best.speedup:.3g}'} |")
+    lines += [
+        "",
+        "## Two networks check a third",
+        "",
+        "Where a program trained three networks or more: each row predicted by a fit without any row of its network,",
+        "so that only the others speak for the program and its machines.",
+        "",
+        "| id | network | published | predicted | error |",
+        "|---|---|---|---|---|",
+    ]
+    others = load_calibrated().other_networks
+    for row in [p.row for p in predictions if p.row.id in others]:
+        value = others[row.id]
+        lines.append(
+            f"| {row.id} | {row.model} | {number(row.value)} | {number(value)} | {percent(value / row.value - 1)} |"
+        )
+    lines += ["", "## Relative to what", ""]
+    for base in sorted({base_of(p.row) for p in predictions} - {""}):
+        ids = ", ".join(p.row.id for p in predictions if base_of(p.row) == base)
+        lines.append(f"* {base}: {ids}")
+    lines += ["", "## Outliers", ""]
+    lines += [f"* `{name}`: {physics}." for name, physics in outliers.items()]
+    lines += [
+        "",
+        "## Parameters",
+        "",
+        "| parameter | multiplies | meaning | factor | spread before | rows |",
+        "|---|---|---|---|---|---|",
+    ]
+    factors = load_calibrated().factors
+    for parameter in load_parameters().parameters:
+        count = sum(parameter.aims_at(p.row.cluster, p.row.software) for p in predictions if p.row.id not in outliers)
+        targets = ", ".join(f"`{target}`" for target in parameter.targets)
+        lines.append(
+            f"| {parameter.name} | {targets} | {parameter.meaning} | {factors[parameter.name]:.3g} | "
+            f"{parameter.spread} | {count} |"
+        )
+    lines += [
+        "",
+        "## Further published figures, never fitted",
+        "",
+        "From the same papers and logs (`tools/calibrate_planner/checks.csv`). Some share a run with a row above;",
+        f"none was used by the fit. Median error {100 * median(abs(p.error) for p in further):.1f} %.",
+        "",
+        "| id | devices | images | metric | published | predicted | band | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_line(prediction) for prediction in further]
+    lines += ["", *section(played)]
+    lines += ["", "## Sources", ""]
+    for name in sorted({p.row.cluster for p in predictions}):
+        lines.append(f"* cluster `{name}`: {load_cluster(name).source}.")
+    for name in sorted({p.row.software for p in predictions}):
+        lines.append(f"* software `{name}`: {load_software(name).source}.")
+    return "\n".join(lines) + "\n"
+
+
+def _line(prediction: Prediction) -> str:
+    row = prediction.row
+    images = " > ".join(str(each) for each in row.images)
+    band = f"{number(prediction.low)} to {number(prediction.high)}"
+    return (
+        f"| {row.id} | {row.devices:,} | {images} | {row.metric}, {row.unit} | {number(row.value)} | "
+        f"{number(prediction.predicted)} | {band} | {percent(prediction.error)} |"
+    )
+
+
+def read_played() -> list[Played]:
+    """The steps that were rehearsed, as benchmarks/rehearsals.py left them in rehearsed.csv."""
+    return [
+        Played(
+            row["system"], int(row["devices"]), row["settings"], row["published_id"], row["date"],
+            *(float(row[key]) for key in _NUMBERS),
+        )
+        for row in csv.DictReader((HERE / "rehearsed.csv").read_text().splitlines())
+    ]  # fmt: skip
+
+
+def best_of(played: Sequence[Played], row_id: str) -> Played | None:
+    """The quickest rehearsal of a published row."""
+    found = [each for each in played if each.published_id == row_id]
+    return max(found, key=lambda each: each.speedup, default=None)
+
+
+def section(played: Sequence[Played]) -> list[str]:
+    """The lines of docs/published.md with all of them."""
+    lines = [
+        "## Rehearsed",
+        "",
+        "Steps of the same networks, batches and clusters with torusgd's own messages, played in the network lab",
+        "(`torusgd rehearse`, [rehearsal.md](methods/rehearsal.md)), as `benchmarks/rehearsals.py` wrote them to",
+        "`tools/calibrate_planner/rehearsed.csv`. *Exposed* is the communication that compute waits for: median and",
+        "range. *Late* is by how many microseconds of the machine a round of messages was longer in the lab than it",
+        "should have been; the plan is given for the machine and for rounds as late. Errors are those of the plan",
+        "against the rehearsal, the first also as a share of the step. Compute, update, contention and slow devices",
+        "are the plan's in both; speed-ups are over one device with the same batch.",
+        "",
+        "| system | devices | settings | compute ms | exposed ms | planned ms | error | of the step | late us "
+        "| planned so | error | speed-up | planned |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in played:
+        lines.append(
+            f"| {each.system} | {each.devices} | {each.settings} | {each.compute:.4g} "
+            f"| {each.exposed:.3g} ({each.least:.3g} to {each.most:.3g}) | {each.planned:.3g} "
+            f"| {100 * each.error:+.0f} % | {100 * each.error_of_step:+.1f} % | {each.excess:.0f} "
+            f"| {each.planned_late:.3g} | {100 * each.error_late:+.0f} % "
+            f"| {each.speedup:.2f} | {each.planned_speedup:.2f} |"
+        )
+    return lines
