@@ -35,13 +35,7 @@ ORDER = [
 ]
 """Folders and single files, lowest first: each imports lower ones only, and of those a folder only what it names."""
 
-AGAINST_THE_ORDER = {
-    "comm/buckets.py": "gradients",  # bucket layout of a reducer; comm/ is to own the layout
-    "comm/shards.py": "gradients optim",
-    "recipe/load.py": "runtime",  # until the runtime's options live in recipe/
-    "recipe/reference.py": "runtime",
-    "tensor_parallel/parallel_step.py": "train",  # until a column-parallel step is composed in train/
-}
+AGAINST_THE_ORDER: dict[str, str] = {}
 """Imports that are still to go, by file."""
 
 LONG = 400
@@ -50,14 +44,18 @@ SHORT_FOR_A_REASON = {
     "__main__.py": "what `python -m` runs",
     "errors.py": "the lowest file of all",
     "importing.py": "used by two rooms, belongs to neither",
-    "comm/shards.py": "in the making",
-    "launch/forkserver.py": "in the making",
+    "cli/output.py": "what all commands print on and write to",
+    "cli/recipes.py": "a file a command",
+    "launch/forkserver.py": "must start before torch is imported, and import nothing that does",
     "launch/forkserver_preload.py": "imported by name in a fresh process, and nothing else may be in it",
+    "train/journal.py": "an interface: which gradients enter an update",
+    "train/membership.py": "an interface: who takes part in a step",
 }
 ONE_NAME_FOR_A_REASON = {
     "bench.py": "comm/ measures, cli/ prints",
     "groups.py": "process groups in comm/, parameter groups in optim/: both are torch's word",
     "local.py": "ranks on this machine in launch/, a plan for it in plan/",
+    "tune.py": "comm/ measures, cli/ prints",
 }
 
 

@@ -1,7 +1,7 @@
 """The command line: one file a command, which reads its options, calls the library, and prints.
 
 Modules here import torch, pydantic and what needs them only once a command runs, so that --help takes no seconds.
-May import everything.
+May import: errors, signals, weights, recipe, runtime, precision, data, models, comm, train, launch, plan, rehearse.
 """
 
 import os
@@ -13,14 +13,14 @@ import typer
 
 from ..errors import RunError, UserError
 from ..signals import EXIT_BASE, Stopped, raise_on_stop
-from . import bench, data, eval, plan, polish, recipes, rehearse, train, tune
+from . import bench, data, eval, plan, recipes, rehearse, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
 
 app = typer.Typer(help=ABOUT, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(train.train)
 app.command("eval")(eval.evaluate)
-app.command()(polish.polish)
+app.command()(eval.polish)
 app.command()(plan.plan)
 app.command()(rehearse.rehearse)
 app.command()(recipes.recipes)

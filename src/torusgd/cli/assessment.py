@@ -46,12 +46,3 @@ class Assessment:
         """Sets the batch-norm statistics over training images; their number."""
         pipeline = Pipeline(self.trained.train, self.recipe.data, self.recipe.seed)
         return polish_by_recipe(self.model, pipeline, self.recipe, self.world, native(self.world), self.precision)
-
-
-def describe(result: Evaluation) -> str:
-    """An evaluation in one line."""
-    excluded = f", {result.excluded} undecodable left out" if result.excluded else ""
-    return (
-        f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}  on {result.images} held-out images"
-        f"{excluded}"
-    )

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..data.sources import open_sources
 from ..errors import UserError
-from ..models.build import construct
+from ..models.registry import construct
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Model, Recipe, sides
 from .cluster import Cluster, Communication, Software
