@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torusgd.comm.allreduce import create
-from torusgd.comm.buckets import best_buckets, finish, group, lay_out
+from torusgd.comm.buckets import Bucket, best_buckets, finish, group, lay_out
+from torusgd.comm.groups import group_of
 from torusgd.comm.profile import InStep, Link, Profile, Timing
 from torusgd.gradients.bucket_rebuild import STEPS, BucketRebuild
-from torusgd.gradients.integer_sum import Bucket
-from torusgd.gradients.reducer import Reducer
+from torusgd.gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
+from torusgd.optim import BLOCK
 
 from .gloo_world import run_ranks
 
@@ -84,34 +85,36 @@ def test_buckets_are_few_where_latency_is_and_many_where_it_is_not():
     assert near[-1].length < near[0].length or len(near) == 100  # what leaves last is waited for
 
 
-def settle(steps: int) -> list:
+def reducer_of(model: nn.Module) -> Reducer:
+    world = group_of()
+    channels = {1: Channel(create("native"))}
+    return Reducer(parameter_slots(model), "exact", 2, channels, world, rule="auto", block=BLOCK)
+
+
+def rebuild(steps: int) -> list:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
-    reducer = Reducer(model, "exact", 2, create("native"), "auto")
-    bucket_rebuild = BucketRebuild(reducer, profile(1e-9, 1e-6))
-    told, means = [], []
+    reducer = reducer_of(model)
+    hook_parameters(reducer)
+    bucket_rebuild = BucketRebuild(reducer, profile(1e-9, 1e-6), group_of())
+    lines, means = [], []
     inputs = torch.arange(64.0).repeat(8, 1) / 64
-    for _ in range(steps):
-        if reducer.sum.needs_measure:
-            reducer.begin(measuring=True)
-            reducer.begin_worker(last=False)
-            model(inputs).sum().backward()
-            reducer.end_worker()
-            reducer.finish_measuring()
-        reducer.begin(measuring=False)
+
+    def backward() -> None:
         reducer.begin_worker(last=True)
         model(inputs).sum().backward()
         reducer.end_worker()
-        assert reducer.finish().accepted
-        reducer.apply_mean()
-        means.append(torch.cat([p.grad.flatten() for p in reducer.parameters]).tolist())
-        told.append(bucket_rebuild.after_step())
-    reducer.close()
-    return [told, means, [(b.first, b.stop) for b in reducer.buckets]]
+
+    for _ in range(steps):
+        assert reducer.reduce(backward).report.accepted
+        reducer.apply_mean(2)
+        means.append(torch.cat([tensor.grad.flatten() for tensor in reducer.owned]).tolist())
+        lines.append(bucket_rebuild.after_step())
+    return [lines, means, [(b.first, b.stop) for b in reducer.layout.buckets]]
 
 
-def test_buckets_settle_once_on_all_ranks_alike_and_change_no_bit():
-    found = run_ranks(2, settle, STEPS[-1] + 3)
+def test_buckets_are_rebuilt_once_on_all_ranks_alike_and_change_no_bit():
+    found = run_ranks(2, rebuild, STEPS[-1] + 3)
     assert found[0] == found[1]
     told, means, buckets = found[0]
     assert [bool(line) for line in told] == [False] * STEPS[-1] + [True] + [False] * 2
@@ -121,6 +124,5 @@ def test_buckets_settle_once_on_all_ranks_alike_and_change_no_bit():
 
 
 def test_without_a_profile_nothing_is_decided():
-    reducer = Reducer(nn.Linear(4, 4), "exact", 2, create("native"), "auto")
-    bucket_rebuild = BucketRebuild(reducer, None)
+    bucket_rebuild = BucketRebuild(reducer_of(nn.Linear(4, 4)), None, group_of())
     assert {bucket_rebuild.after_step() for _ in range(STEPS[-1] + 2)} == {""}

@@ -13,7 +13,6 @@ from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from .profile import Profile, hidden, waited
@@ -23,8 +22,6 @@ BucketRule = Literal["auto", "cubic"] | float | tuple[int, ...]
 USUAL_MIB = 4.0
 """size of a bucket where nothing is measured; with `auto`, until the first steps have been"""
 _BYTES = 4
-_ALIGNED = 16
-"""elements: each parameter begins at a multiple of 64 bytes of a flat buffer, as torch's own allocations do"""
 
 Span = tuple[int, int]
 """elements [low, high) of a tensor"""
@@ -148,25 +145,6 @@ def lay_out_slots(slots: Sequence[Slot], rule: BucketRule, block: int) -> Parame
         cut = lay_out(rule, numels) if layer is None else plan_buckets(numels, largest(rule))
         buckets += [Bucket(first + b.first, first + b.stop, b.offsets, b.numels) for b in cut]
     return ParameterLayout(tuple(slots), tuple(buckets), block)
-
-
-@torch.no_grad()
-def flatten_parameters(parameters: Sequence[Tensor]) -> Tensor:
-    """Moves parameters (float32, contiguous, of one device) into one flat buffer, in this order, as views of it.
-
-    Each begins at a multiple of 64 bytes, so that kernels see the alignment that they saw before, and the bits of a
-    matrix product, which may depend on it, stay.
-
-    Returns:
-        The buffer: float32 [elements with padding], zero between the parameters.
-    """
-    lengths = [-(-p.numel() // _ALIGNED) * _ALIGNED for p in parameters]
-    flat = torch.zeros(sum(lengths), device=parameters[0].device if parameters else None)
-    for parameter, run in zip(parameters, flat.split(lengths), strict=True):
-        values = run[: parameter.numel()].view(parameter.shape)
-        values.copy_(parameter)
-        parameter.data = values
-    return flat
 
 
 def lay_out(rule: BucketRule, numels: Sequence[int]) -> list[Bucket]:
