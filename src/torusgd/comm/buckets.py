@@ -173,8 +173,8 @@ def lay_out(rule: BucketRule, numels: Sequence[int]) -> list[Bucket]:
     """The buckets of tensors with so many elements each, in sending order.
 
     A number is a size in MiB. A list has the number of tensors of each bucket, from the network's output on; what it
-    leaves out is one more. `cubic` has 3, 21, 57, ... tensors: bucket k ends with tensor 3 (k + 1)^3, as in Fujitsu's record
-    (arXiv 1903.12650). `auto` is what it begins with, buckets of USUAL_MIB.
+    leaves out is one more. `cubic` has 3, 21, 57, ... tensors: bucket k ends with tensor 3 (k + 1)^3, as in Fujitsu's
+    record (arXiv 1903.12650). `auto` is what it begins with, buckets of USUAL_MIB.
 
     >>> [b.stop for b in lay_out((1, 2), [5, 5, 5, 5])]
     [1, 3, 4]
