@@ -150,9 +150,9 @@ def lay_out_slots(slots: Sequence[Slot], rule: BucketRule, block: int) -> Parame
 def lay_out(rule: BucketRule, numels: Sequence[int]) -> list[Bucket]:
     """The buckets of tensors with so many elements each, in sending order.
 
-    A number is a size in MiB. A list tells the tensors of each bucket, from the network's output on; what it leaves out
-    is one more. `cubic` has 3, 21, 57, ... tensors: bucket k ends with tensor 3 (k + 1)^3, as in Fujitsu's record
-    (arXiv 1903.12650). `auto` is what it begins with, buckets of USUAL_MIB.
+    A number is a size in MiB. A list has the number of tensors of each bucket, from the network's output on; what it
+    leaves out is one more. `cubic` has 3, 21, 57, ... tensors: bucket k ends with tensor 3 (k + 1)^3, as in Fujitsu's
+    record (arXiv 1903.12650). `auto` is what it begins with, buckets of USUAL_MIB.
 
     >>> [b.stop for b in lay_out((1, 2), [5, 5, 5, 5])]
     [1, 3, 4]
@@ -202,7 +202,7 @@ def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]
     """The buckets with which a step ends earliest: the end of the last sum, after `finish`, and each message's work.
 
     Args:
-        profile: It tells an all-reduce's time, and what a message costs the computation.
+        profile: Of the network: an all-reduce's time, and what a message costs the computation.
         numels: Elements of each tensor, in sending order.
         ready: When each may leave, in seconds before (negative) or after the end of backward.
 
@@ -241,7 +241,7 @@ def finish(profile: Profile, buckets: Sequence[Bucket], ready: Sequence[float]) 
 
 
 class _Times:
-    """Seconds of an all-reduce by its elements: a line through what the profile tells at powers of two."""
+    """Seconds of an all-reduce by its elements: linear between the profile's times at powers of two."""
 
     def __init__(self, profile: Profile, largest: int) -> None:
         self._lengths = [1 << power for power in range(8, max(largest, 256).bit_length() + 1)]

@@ -134,7 +134,7 @@ class Supervisor:
             self._processes[rank] = process
 
     def wait(self) -> list[Exit | LateRank]:
-        """Blocks until processes have ended or ranks are late; a process that has ended is told once."""
+        """Blocks until processes have ended or ranks are late; a process that has ended is reported once."""
         while True:
             if ended := self._ended(BEAT_SECONDS):
                 return [*ended]

@@ -48,9 +48,9 @@ class RuntimeOptions(Section):
     tensorboard: bool = False
     """also write TensorBoard files into the run's folder"""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """seconds beyond a usual step after which a rank that doesn't answer is given up, once the first step is done"""
+    """seconds without a heartbeat after which a rank counts as frozen or lost"""
     start_timeout: Annotated[float, Field(gt=0)] = 120.0
-    """timeout of rendezvous, data opening and the first step, in seconds, and at most of any answer"""
+    """seconds for the ranks to meet, and from there until the first of them has computed a first gradient"""
 
     @property
     def grid_size(self) -> tuple[int, int] | None:

@@ -276,7 +276,7 @@ class Recipe(Section):
     """runs of outputs in which each linear layer at the network's end is computed, each for itself; above 1, groups of
     ranks can share them (`--model-parallel`) and get the same bits"""
     target_top1: Fraction | None = None
-    """the time to reach it is told as seconds_to_target"""
+    """the time to reach it is reported as seconds_to_target"""
     polish: Polish | None = None
 
     @model_validator(mode="after")

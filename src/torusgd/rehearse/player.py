@@ -129,7 +129,7 @@ def _neighbours(ranks: Group, members: int, apart: int) -> Group:
 
 
 def main(part: Path) -> None:
-    """Plays a part on this rank and tells when each step ended."""
+    """Plays this rank's script and prints when each step ended."""
     spec = json.loads(part.read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -91,7 +91,7 @@ def _settings(values: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Makes the hosts told on standard input, answers with the namespaces' paths, and is their wire."""
+    """Makes the hosts listed on standard input, prints the namespaces' paths, and carries packets between them."""
     parent, hosts, addresses, prefix, settings = json.loads(sys.stdin.readline())
     namespace.die_with_parent(parent)
     spaces, devices = [], []

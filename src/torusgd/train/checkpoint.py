@@ -85,8 +85,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("step-*") if p.is_dir()), reverse=True)
 
 
-def newest_checkpoint(folder: Path, tell: Callable[[str], None]) -> Checkpoint | None:
-    """The newest good checkpoint; `tell` hears of each damaged one that is passed over."""
+def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest good checkpoint; `warn` gets a line for each damaged one that is passed over."""
     paths = list_checkpoints(folder)
     for number, path in enumerate(paths, 1):
         try:
@@ -94,7 +94,7 @@ def newest_checkpoint(folder: Path, tell: Callable[[str], None]) -> Checkpoint |
         except UserError as error:
             is_last = number == len(paths)
             then = "none is left: starting from the beginning" if is_last else f"falling back to {paths[number].name}"
-            tell(f"{error}; {then}")
+            warn(f"{error}; {then}")
     return None
 
 

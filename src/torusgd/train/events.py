@@ -1,4 +1,4 @@
-"""What a run tells: a progress line, `events.jsonl`, and TensorBoard where it is asked for. Rank 0 only."""
+"""What a run reports: a progress line, `events.jsonl`, and TensorBoard where it is asked for. Rank 0 only."""
 
 import errno
 import json
@@ -45,7 +45,7 @@ class Telemetry:
         self._path = folder / "events.jsonl"
         self._board = _open_tensorboard(folder / "tensorboard", first_step) if tensorboard else None
         _drop_later_events(self._path, first_step)
-        self._file = self._path.open("ab", buffering=0)  # a line a write: what was told stays told
+        self._file = self._path.open("ab", buffering=0)  # one write a line: what was written survives a killed process
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()
         self._speed = 0.0
@@ -190,9 +190,9 @@ def _clock(seconds: float) -> str:
 
 
 def _drop_later_events(path: Path, first_step: int) -> None:
-    """After a resume, steps are told again; what an earlier attempt told of them goes, and a torn last line too.
+    """Drops the events of steps that a resumed run takes again, and a last line that was cut off in writing.
 
-    So does the polish of this step, which is done again.
+    The polish of `first_step` goes as well, since it is done again.
     """
     if not path.exists():
         return
