@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torusgd.comm.buckets import Slot, lay_out_slots
 from torusgd.gradients.block_norms import BlockNorms
+from torusgd.gradients.update import over_tensors
 from torusgd.optim import BLOCK, Lars, layer_norms
 
 ROWS, INPUTS = 8, 3000  # a row is no multiple of 4,096
@@ -132,3 +133,17 @@ def test_the_norm_is_that_of_the_whole_parameter() -> None:
     assert torch.equal(found[4:5], layer_norms([other]))
     assert torch.equal(found[5:9], layer_norms([torch.cat(gradients[:4])]).expand(4))
     assert torch.equal(found[9:], layer_norms([gradients[4]]))
+
+
+def test_shards_keep_the_trust_of_the_parameters_that_they_are_of() -> None:
+    """A shard is flat; whether LARS scales it depends on the dimensions of its parameter."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    whole = Lars(model.parameters(), lr=1.0, trust=0.5)
+    flat = {p: nn.Parameter(p.detach().clone().flatten()) for p in model.parameters()}
+    sharded = over_tensors(whole, flat, layer_norms)
+    for param, shard in flat.items():
+        param.grad, shard.grad = torch.ones_like(param), torch.ones_like(shard)
+    whole.step()
+    sharded.step()
+    for param, shard in flat.items():
+        assert torch.equal(shard, param.flatten())

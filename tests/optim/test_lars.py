@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torusgd.optim.slices import over_slices
 
 from torusgd.errors import UserError
 from torusgd.optim import BLOCK, VARIANTS, Lars, lars, layer_norms, layer_rates
@@ -207,20 +206,6 @@ def test_what_has_one_dimension_is_left_out_unless_its_group_names_a_trust(
         first.step()
         second.step()
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
-
-
-def test_slices_follow_the_parameters_that_they_are_of() -> None:
-    """A sharded update flattens its shards, so the number of dimensions is that of the parameter."""
-    model, _ = model_and_groups()
-    whole = Lars(model.parameters(), lr=1.0, trust=0.5)
-    flat = {p: nn.Parameter(p.detach().clone().flatten()) for p in model.parameters()}
-    sliced = over_slices(whole, flat, layer_norms)
-    for param, part in flat.items():
-        param.grad, part.grad = torch.ones_like(param), torch.ones_like(part)
-    whole.step()
-    sliced.step()
-    for param, part in flat.items():
-        assert torch.equal(part, param.flatten())
 
 
 @pytest.mark.parametrize("resumed_at", [1, 3])
