@@ -8,7 +8,7 @@ import torch
 from torusgd.comm.allreduce import create
 from torusgd.comm.base import CommTimeout
 from torusgd.comm.groups import group_of
-from torusgd.comm.liveness import LateRank, NoLiveness, StepLimit
+from torusgd.comm.liveness import LateRank, NoLiveness
 from torusgd.comm.monitor import Monitor, hidden_share
 
 from .gloo_world import run_ranks
@@ -110,19 +110,3 @@ class Never:
 def test_a_limit_of_the_caller_ends_a_wait_without_late_ranks():
     with pytest.raises(CommTimeout, match="no answer"):
         Monitor().watch(Never()).wait(limit=0.01)
-
-
-def test_a_step_limit_counts_from_the_wait_and_adds_the_work_before_it():
-    monitor = Monitor()
-    limit = StepLimit(monitor)
-    now = time.perf_counter()
-    monitor.last_wait, monitor.waits_since = now - 25.0, now - 10.0  # worked for 15 s, has waited for 10 s
-    assert limit.late() == []
-    limit.seconds = 0.0
-    assert limit.late() == []
-    monitor.last_wait = monitor.waits_since
-    assert [str(rank) for rank in limit.late()] == ["no answer within 0 s"]
-    monitor.liveness = limit
-    monitor.last_wait = time.perf_counter()
-    with pytest.raises(CommTimeout, match="no answer within 0 s"):
-        monitor.watch(Never()).wait()

@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from .backend_work import SLACK, BackendCollective, BackendMessage, comm_error
-from .base import CommTimeout, Work
+from .base import SLACK, BackendCollective, BackendMessage, CommTimeout, Work, comm_error
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """tensors, each to or from the member at a place of the group"""

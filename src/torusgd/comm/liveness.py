@@ -2,15 +2,11 @@
 
 How long a message may take depends on what the other ranks are doing, which a message can't tell: its age is no
 measure. So waits ask a `Liveness`, which knows what each rank did last. `NoLiveness` knows nothing and leaves every
-wait to the timeout of its group; `StepLimit` knows this rank alone.
+wait to the timeout of its group.
 """
 
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from .monitor import Monitor
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -59,26 +55,3 @@ class NoLiveness:
     def late(self) -> list[LateRank]:
         """Nobody."""
         return []
-
-
-class StepLimit:
-    """Gives a wait `seconds`, and as long again as this rank worked before it: the others may work as long.
-
-    Who it is that is late this rank can't know.
-    """
-
-    def __init__(self, monitor: "Monitor") -> None:
-        self.seconds: float | None = None
-        """None: nobody is ever late"""
-        self._monitor = monitor
-
-    def progress(self, phase: str, step: int, unit: int) -> None:
-        """Does nothing: the monitor's waits say when this rank worked."""
-
-    def late(self) -> list[LateRank]:
-        """One nameless rank, once the wait under way has taken too long."""
-        if self.seconds is None:
-            return []
-        begin = self._monitor.waits_since
-        limit = self.seconds + begin - self._monitor.last_wait
-        return [LateRank(f"no answer within {limit:.0f} s")] if time.perf_counter() - begin > limit else []

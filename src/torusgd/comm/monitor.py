@@ -28,10 +28,6 @@ class Monitor:
         """seconds in all with at least one message on its way; nan where nobody can tell when it came (NCCL)"""
         self.waited = 0.0
         """seconds in all that `wait` took"""
-        self.last_wait = time.perf_counter()
-        """when a `wait` ended last"""
-        self.waits_since = self.last_wait
-        """when the `wait` under way, or the last one, began"""
         self._until = 0.0
 
     def watch(self, work: Work, left: float | None = None) -> Work:
@@ -67,10 +63,8 @@ class _Watched:
 
     def wait(self, limit: float | None = None) -> None:
         monitor, begin = self._monitor, time.perf_counter()
-        monitor.waits_since = begin
         self._wait(begin + (inf if limit is None else limit))
-        monitor.last_wait = time.perf_counter()
-        monitor.waited += monitor.last_wait - begin
+        monitor.waited += time.perf_counter() - begin
         if not self._noted:
             self._noted = True
             monitor.arrived(self._left, self._work.ended())
