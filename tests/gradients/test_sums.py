@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.comm.buckets import plan_buckets
+from torusgd.comm.allreduce import create
+from torusgd.comm.buckets import Slot, plan_buckets
 from torusgd.gradients.float_sum import FloatGradientSum
 from torusgd.gradients.integer_sum import HEADROOM, INT32_MAX, IntegerGradientSum, power_of_two_scale
+from torusgd.gradients.reducer import Channel, Reducer
 
 CPU = torch.device("cpu")
 SIZES = (5, 3000, 1, 700)
@@ -241,3 +243,27 @@ def test_shards_of_the_sums_with_the_trailers_say_what_whole_messages_say(
     assert found[0].nonfinite == whole.nonfinite
     assert bool(found[0].overflow) == bool(whole.overflow)
     torch.testing.assert_close(ranks[0].state(), ranks[1].state(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("by_rank", [[[0, 1]], [[0], [1]]])
+def test_a_gradient_that_is_not_finite_leaves_the_measured_maxima_of_the_others(by_rank: list[list[int]]) -> None:
+    """On any number of ranks alike; the reducers of several ranks take turns here."""
+    gradients_of = [torch.tensor([5.0, 1.0]), torch.tensor([math.nan, 2.0])]
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    found = []
+    for workers in by_rank:
+        seen: list[torch.Tensor] = []
+        channels = {1: Channel(create("native"))}
+        reducer = Reducer(
+            [Slot("w", "w", parameter)], "exact", 2, channels, lambda m: seen.append(m.clone()), rule=4.0, block=4096
+        )
+
+        def backward(reducer: Reducer = reducer, workers: list[int] = workers) -> None:
+            for worker in workers:
+                reducer.begin_worker(last=worker == workers[-1])
+                reducer.add(0, gradients_of[worker])
+                reducer.end_worker()
+
+        reducer.reduce(backward)
+        found.append(seen[0])
+    assert torch.stack(found).amax(dim=0).tolist() == [5.0]

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from torusgd.errors import RunError, UserError
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.train.build import Job
 from torusgd.train.checkpoint import (
     FILES,
     MANIFEST,
@@ -25,6 +28,8 @@ from torusgd.train.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
+from torusgd.train.run import finished
+from torusgd.train.run_dir import read_run_recipe
 from torusgd.weights import load_weights
 
 from .processes import RECIPE, STEPS, assert_told_once, results, run_alone
@@ -239,3 +244,34 @@ def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, recipe: 
     assert not Malicious.mark.exists()
     torch.load(tmp_path / "w.pth", weights_only=False)
     assert Malicious.mark.exists()  # it would have been
+
+
+@pytest.mark.parametrize("reduction", ["exact", "float32", "float16", "bfloat16"])
+def test_a_resumed_run_ends_as_the_undisturbed_one_with_every_reduction(
+    tmp_path: Path, recipe: Path, reduction: str
+) -> None:
+    flags = (f"reduction={reduction}", "polish=null")
+    whole = run_alone(tmp_path / "whole", recipe, *flags, max_steps=8)
+    run_alone(tmp_path / "cut", recipe, *flags, max_steps=4)
+    resumed = run_alone(tmp_path / "cut", recipe, *flags, max_steps=8)
+    assert resumed["resumed_from"] == 4
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_too_many_replaced_images_end_the_run_before_the_step_changes_anything(tmp_path: Path, recipe: Path) -> None:
+    torn = ("data.source=tests.train.sources:Torn", "data.classes=4", "data.max_replaced=0.001", "polish=null")
+    with pytest.raises(RunError, match="could not be decoded"):
+        run_alone(tmp_path, recipe, *torn)
+    newest = newest_checkpoint(tmp_path / "checkpoints", print)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    steps = [event["step"] for event in events if "event" not in event]
+    assert (newest.step if newest is not None else 0) == (steps[-1] if steps else 0)
+
+
+def test_a_finished_run_is_no_result_of_other_initial_weights(tmp_path: Path, recipe: Path, half_way: Path) -> None:
+    out = tmp_path / "out"
+    run_alone(out, recipe, max_steps=2)
+    job = Job(read_run_recipe(out / "recipe.yaml"), RuntimeOptions(), "cpu", out, max_steps=2)
+    assert finished(job)["steps"] == 2
+    with pytest.raises(UserError, match=r"other initial weights"):
+        finished(replace(job, init=half_way / "model.safetensors"))

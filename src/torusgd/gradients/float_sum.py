@@ -171,7 +171,8 @@ class FloatGradientSum:
 
     def _take_scales(self) -> None:
         self.needs_measure = False
-        self._scales = power_of_two_scale(self._bounds, FLOAT16_MAX).to(torch.float32)
+        if self._is_scaled:
+            self._scales = power_of_two_scale(self._bounds, FLOAT16_MAX).to(torch.float32)
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor:

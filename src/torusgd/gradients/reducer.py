@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.base import AllReduce, Work
 from ..comm.buckets import BucketRule, ParameterLayout, Slot, Span, lay_out_slots
-from ..comm.groups import Group
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import RunError
 from .float_sum import FloatGradientSum
@@ -55,7 +54,7 @@ class Reduced(Generic[T]):
     report: SumReport
     overflowed: list[str]
     """slots whose sum left the range, before the step was redone"""
-    attempts: int
+    redone: int
     """times that the step was redone"""
 
 
@@ -67,7 +66,7 @@ class Reducer:
         reduction: `exact`, `float32`, `float16` or `bfloat16`; with column blocks `exact` only.
         addends: The most virtual workers of a step over all ranks.
         channels: By `Slot.parallel`, the ranks that hold the same slots; 1 is all ranks. All have shards or none.
-        world: All ranks.
+        maximum_over_ranks: Takes the maximum of a float32 tensor over all ranks, in place.
         rule: Of the buckets' sizes, see `comm.buckets.lay_out`.
         block: Elements of a norm block (`optim.norms.BLOCK`), at which shards are cut.
     """
@@ -78,11 +77,12 @@ class Reducer:
         reduction: str,
         addends: int,
         channels: Mapping[int, Channel],
-        world: Group,
+        maximum_over_ranks: Callable[[Tensor], object],
         rule: BucketRule,
         block: int,
     ) -> None:
-        self._reduction, self._addends, self._channels, self._world = reduction, addends, channels, world
+        self._reduction, self._addends, self._channels = reduction, addends, channels
+        self._maximum_over_ranks = maximum_over_ranks
         self._device = slots[0].tensor.device
         self.names = [slot.name for slot in slots]
         """of all slots, for people"""
@@ -144,8 +144,8 @@ class Reducer:
         """
         overflowed: list[str] = []
         if self.sum.needs_measure:
-            self._measure(backward)
-        for attempt in range(MAX_ATTEMPTS):
+            self._measure(backward, check)
+        for redone in range(MAX_ATTEMPTS):
             if not self._is_begun:
                 self.begin()
             result = backward()
@@ -153,9 +153,9 @@ class Reducer:
             report = self._finish()
             check(result)
             if report.nonfinite or not report.overflow:
-                return Reduced(result, report, overflowed, attempt)
+                return Reduced(result, report, overflowed, redone)
             overflowed += [self.names[slot] for slot in report.overflow]
-            self._measure(backward)
+            self._measure(backward, check)
         raise RunError(
             f"{overflowed[0]}: the gradient's sum leaves the integer range even at a freshly measured scale; this is a "
             "defect of torusgd, please report it"
@@ -167,7 +167,10 @@ class Reducer:
         self._is_begun = True
 
     def begin_worker(self, last: bool) -> None:
-        """Begins a virtual worker, of each rank of a group where layers are shared; the last one's buckets leave."""
+        """Begins a virtual worker's passes; during the last one's, buckets leave as soon as they are full.
+
+        Where ranks share layers, those of a group begin a virtual worker each at the same time.
+        """
         self._is_last = last and not self._is_measuring
         self._missing = [
             (b.stop - b.first) * self.layout.parallel(index) for index, b in enumerate(self.layout.buckets)
@@ -177,7 +180,8 @@ class Reducer:
         """Takes the gradient (float32) of a held slot by one virtual worker."""
         if self._is_measuring:
             most = self._maxima[self.layout.places[slot]]
-            torch.maximum(most, gradient.abs().max(), out=most)
+            # A maximum over ranks treats nan otherwise than one within a rank; the step itself finds nan and inf.
+            torch.maximum(most, gradient.abs().max().nan_to_num(0.0, 0.0, 0.0), out=most)
             return
         bucket, self.ready[slot] = self.layout.bucket_of[slot], time.perf_counter()
         self.sum.add(bucket, slot, gradient)
@@ -214,14 +218,14 @@ class Reducer:
         for tensor in self.owned:
             tensor.grad = None  # the mean of the step before, to which autograd would add
 
-    def _measure(self, backward: Callable[[], object]) -> None:
+    def _measure(self, backward: Callable[[], T], check: Callable[[T], object]) -> None:
         """Runs the passes once for each gradient's largest element, and takes the scales from it, on all ranks."""
         self._is_begun = False
         self._begin(measuring=True)
-        backward()
-        self._world.all_reduce(self._maxima, maximum=True)
-        # A maximum that is not finite is found, and reported, by the step itself.
-        self.sum.set_maxima(self._maxima.nan_to_num(0.0, 0.0, 0.0))
+        result = backward()
+        self._maximum_over_ranks(self._maxima)
+        check(result)
+        self.sum.set_maxima(self._maxima)
 
     def _finish(self) -> SumReport:
         for work in self._works:

@@ -87,7 +87,13 @@ class ShardedUpdate:
         channels = {1: Channel(self._allreduce, ShardCollectives(self._allreduce))}
         slots = parameter_slots(model)
         self._reducer = Reducer(
-            slots, wire or "float32", self._world.size, channels, self._world, rule=bucket_mib, block=BLOCK
+            slots,
+            reduction=wire or "float32",
+            addends=self._world.size,
+            channels=channels,
+            maximum_over_ranks=lambda maxima: self._world.all_reduce(maxima, maximum=True),
+            rule=bucket_mib,
+            block=BLOCK,
         )
         self._parameters = [slot.tensor for slot in slots]
         self._shards: dict[Tensor, Tensor] = dict(zip(self._parameters, self._reducer.owned, strict=True))

@@ -17,10 +17,10 @@ from ..comm.liveness import Liveness
 from ..errors import RunError
 from ..runtime import resolve_workers
 from ..signals import StopFlag, Stopped, asking_to_stop
-from ..train.build import Job, steps_asked
+from ..train.build import Job
 from ..train.checkpoint import list_checkpoints
 from ..train.events import warn
-from ..train.run import RunResult, train
+from ..train.run import RunResult, finished, train
 from ..train.run_dir import RunDir
 from .heartbeat import Limits
 from .processes import RankFailed, Supervisor
@@ -41,7 +41,7 @@ def launch(job: Job, fresh: bool) -> RunResult:
     workers = resolve_workers(job.options, job.device, job.recipe)
     with folder.lock():
         folder.claim(job.recipe, fresh)
-        summary = folder.finished(steps_asked(job))
+        summary = finished(job)
         return RunResult(summary) if summary is not None else _supervise(job, workers, folder)
 
 

@@ -23,14 +23,15 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from ..comm.base import CommError
 from ..comm.groups import Group
 from ..comm.liveness import LateRank, Liveness
 from ..errors import RunError, UserError
 from ..runtime import check_world_size, ranks_are_given
 from ..signals import StopFlag, die_with_agent, end_on_stop
-from ..train.build import Job, steps_asked
+from ..train.build import Job
 from ..train.events import warn
-from ..train.run import RunResult, train
+from ..train.run import RunResult, finished, train
 from ..train.run_dir import RunDir
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .heartbeat import Heartbeat, Limits
@@ -158,6 +159,11 @@ class _Member:
         cause, lost = failure, list[int]()
         if failure.is_loss:
             cause, lost = _within(3 * SILENT_SECONDS, lambda: self._find_cause(failure)) or (failure, [])
+        else:
+            # Of ranks that end for the same reason, such as images that one of them can't read, one knows most of it.
+            time.sleep(2 * _POLL_SECONDS)
+            reported = _within(STORE_SECONDS, self._failures.reported) or {}
+            cause = cause_of(reported.values()) or failure
         if _within(STORE_SECONDS, lambda: self._failures.claim(self._rank)) is not False:
             print(cause.trace, end="", file=sys.stderr)
             _print(f"{cause.text}, says {self._name}{self._remedy()}" if cause.is_loss else cause.text)
@@ -205,11 +211,11 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
 def _meet(store: Store, rank: int, size: int, device: str, seconds: float, timeout: float) -> Group:
     try:
         return meet(store, rank, size, device, seconds=seconds, timeout=timeout)
-    except dist.DistError as error:
+    except (dist.DistError, CommError) as error:
         raise _did_not_meet(seconds, error) from None
 
 
-def _did_not_meet(seconds: float, error: dist.DistError) -> RunError:
+def _did_not_meet(seconds: float, error: Exception) -> RunError:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
     return RunError(
         f"rank {os.environ['RANK']} on {socket.gethostname()}: the ranks did not meet at {where} within "
@@ -227,14 +233,14 @@ def _train(job: Job, fresh: bool, world: Group, stop: StopFlag, restarts: int, l
                 held.enter_context(folder.lock())
                 # torchrun may have started the ranks again: `--fresh` must not delete what they had done.
                 folder.claim(job.recipe, fresh and restarts == 0)
-                answer = {"summary": folder.finished(steps_asked(job))}
+                answer = {"summary": finished(job)}
             except (UserError, RunError) as error:
                 answer = {"failure": Failure.of(error, 0).dump()}
         answer = json.loads(world.broadcast_text(json.dumps(answer)))
         if "failure" in answer:
             Failure.parse(answer["failure"]).throw()
-        finished = answer["summary"]
-        result = train(job, world, stop, restarts, liveness) if finished is None else RunResult(finished)
+        summary = answer["summary"]
+        result = train(job, world, stop, restarts, liveness) if summary is None else RunResult(summary)
     return result if world.rank == 0 else RunResult(signal=result.signal)
 
 

@@ -20,13 +20,13 @@ def measure_ceiling(hosts: int, ranks: int) -> Ceiling:
     """Of a lab of `hosts` hosts of `ranks` ranks each, all sending to the next host at once."""
     with Lab([Host(ranks=ranks, latency=0.0, rate=1e12)] * hosts) as lab:
         output = lab.run(["-m", __name__, str(ranks)], timeout=120)[0]
-    found = json.loads(told(output))
+    found = json.loads(result_line(output))
     return Ceiling(found["round"], found["rate"])
 
 
-def told(output: str) -> str:
+def result_line(output: str) -> str:
     """The line of JSON among what a rank wrote."""
-    return next(line.removeprefix("told: ") for line in output.splitlines() if line.startswith("told: "))
+    return next(line.removeprefix("result: ") for line in output.splitlines() if line.startswith("result: "))
 
 
 def _chain(connection: Connection, distance: int, size: int, rounds: int) -> float:
@@ -49,7 +49,7 @@ def _be_a_rank(distance: int) -> None:
     connection = connect()
     small, large = _chain(connection, distance, 8, rounds=50), _chain(connection, distance, _LARGE, rounds=16)
     if connection.rank == 0:
-        print("told:", json.dumps({"round": small, "rate": distance * _LARGE / large}), flush=True)
+        print("result:", json.dumps({"round": small, "rate": distance * _LARGE / large}), flush=True)
     connection.group.barrier()
     connection.close()
 

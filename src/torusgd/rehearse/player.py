@@ -151,7 +151,7 @@ def main(part: Path) -> None:
     player.end()
     if ranks.rank == 0:
         print(allreduce.explanation)
-    print("told:", json.dumps(ends), flush=True)
+    print("result:", json.dumps(ends), flush=True)
     ranks.barrier()
     for each in opened:
         each.close()

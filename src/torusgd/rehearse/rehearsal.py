@@ -167,6 +167,6 @@ def _played(part: str, hosts: list[Host], seconds: float) -> tuple[list[float], 
         file.write(part)
         file.flush()
         outputs = lab.run(["-m", f"{__package__}.player", file.name], timeout=120 + 5 * seconds)
-    ends = [json.loads(told(output)) for output in outputs]
+    ends = [json.loads(result_line(output)) for output in outputs]
     explanation = next((line for line in outputs[0].splitlines() if line.startswith("allreduce")), "allreduce native")
     return [max(step) for step in zip(*ends, strict=True)], explanation

@@ -24,7 +24,6 @@ class ParallelGroups:
         sizes: The M of the layers.
         world: All ranks.
         watch: Is shown every message that leaves; its answer is used in the message's place (`Monitor.watch`).
-        timeout: Seconds that a message may take; None: as long as in `world`.
     """
 
     def __init__(
@@ -32,7 +31,6 @@ class ParallelGroups:
         sizes: Sequence[int],
         world: Group,
         watch: Callable[[Work], Work] = lambda work: work,
-        timeout: float | None = None,
     ) -> None:
         self.world, self.watch = world, watch
         self._largest = max(sizes, default=1)
@@ -40,8 +38,8 @@ class ParallelGroups:
         self._data: dict[int, Group] = {}
         for parallel in sorted({size for size in sizes if size > 1}):
             grid = torch.arange(world.size).view(-1, parallel)
-            self._model[parallel] = world.partition(grid.tolist(), timeout)
-            self._data[parallel] = world.partition(grid.T.tolist(), timeout)
+            self._model[parallel] = world.partition(grid.tolist())
+            self._data[parallel] = world.partition(grid.T.tolist())
 
     def model_parallel(self, parallel: int) -> Group | None:
         """The `parallel` consecutive ranks around this one; None for this rank alone."""

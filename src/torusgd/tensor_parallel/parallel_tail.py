@@ -29,7 +29,6 @@ class ParallelTail:
         parallel: Model-parallel ranks of each layer, as from `choose_parallel`.
         world: All ranks.
         watch: Is shown every message (`Monitor.watch`).
-        timeout: Seconds that a message may take; None: as long as in `world`.
     """
 
     def __init__(
@@ -39,11 +38,10 @@ class ParallelTail:
         parallel: Sequence[int],
         world: Group,
         watch: Callable[[Work], Work] = lambda work: work,
-        timeout: float | None = None,
     ) -> None:
         self.tail, self.parallel = tail, list(parallel)
         self.layouts = [Layout(m, len(layer.blocks)) for m, layer in zip(parallel, tail.layers, strict=True)]
-        self.groups = ParallelGroups(parallel, world, watch, timeout)
+        self.groups = ParallelGroups(parallel, world, watch)
         self.slots = self._make_slots(world.rank)
         """in the order in which their gradients are ready: the last layer first, block by block"""
         parameters = dict(model.named_parameters())
@@ -78,7 +76,7 @@ class ParallelTail:
             group = self.groups.model_parallel(layout.parallel)
             if group is not None:
                 holder = block * layout.parallel // layout.blocks
-                works.append(group.start_broadcast(rows[number], holder))
+                works.append(self.groups.watch(group.start_broadcast(rows[number], holder)))
         for work in works:
             work.wait()
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.base import AllReduce, Work
@@ -63,7 +63,6 @@ class Job:
 class Trainer:
     """All that a run consists of on one rank."""
 
-    world: Group
     membership: Membership
     training: Pipeline
     held_out: Pipeline
@@ -78,13 +77,6 @@ class Trainer:
     def close(self) -> None:
         """Ends threads and groups; every rank calls it, with nothing under way."""
         self._close()
-
-
-def steps_asked(job: Job) -> int:
-    """Steps of the whole job. Opening the data also finds a wrong path before any rank is started; UserError."""
-    train, _ = open_sources(job.recipe.data, job.data, job.recipe.seed)
-    steps = len(Schedule(job.recipe, len(train)))
-    return min(steps, job.max_steps or steps)
 
 
 def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[], bool]) -> Trainer:
@@ -127,12 +119,17 @@ def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[
     tail = _shared_tail(model, recipe, options, world, monitor.watch)
     channels, groups_closed = _channels(options, allreduce, watched, monitor, tail)
     slots = [*(tail.slots if tail is not None else ()), *parameter_slots(model)]
+
+    def maximum_over_ranks(maxima: Tensor) -> None:
+        if world.size > 1:
+            monitor.watch(world.start_all_reduce(maxima, maximum=True)).wait()
+
     reducer = Reducer(
         slots,
         reduction=recipe.reduction,
         addends=recipe.virtual_workers,
         channels=channels,
-        world=world,
+        maximum_over_ranks=maximum_over_ranks,
         rule=options.buckets,
         block=BLOCK,
     )
@@ -160,7 +157,6 @@ def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[
         batch_norm=batch_norm,
         precision=precision,
         allreduce=watched,
-        monitor=monitor,
         control=ControlMessage(batch_norm.running.numel(), device),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         clock=StepClock(loader, monitor),
@@ -177,7 +173,6 @@ def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[
     lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
     lines += [tail.explanation] if tail is not None else []
     return Trainer(
-        world=world,
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers),
         training=training,
         held_out=Pipeline(held_out, recipe.data, recipe.seed),

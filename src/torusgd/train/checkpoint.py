@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,10 +121,19 @@ class CheckpointWriter:
         snapshot = Checkpoint(_copies(checkpoint.model), _copies(checkpoint.state), checkpoint.progress)
         self._pending = self._pool.submit(self._write, snapshot)
 
-    def wait(self) -> None:
-        """Returns when nothing is being written; RunError when the last write failed."""
+    def wait(self, progress: Callable[[int], object] = lambda written: None) -> None:
+        """Returns when nothing is being written; RunError when the last write failed.
+
+        `progress` is called about once a second, with the bytes that lie on the disk, as long as they grow.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
+            written = 0
+            while not wait_for([pending], timeout=1.0).done:
+                partial = sum(path.stat().st_size for path in self._folder.glob(".*.partial/*"))
+                if partial > written:
+                    written = partial
+                    progress(written)
             try:
                 pending.result()
             except Exception as error:

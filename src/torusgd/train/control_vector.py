@@ -64,7 +64,7 @@ class ControlMessage:
         """of this rank, to be added to"""
 
     def clear(self) -> None:
-        """Begins a step."""
+        """Begins the passes of a step, also when they are repeated."""
         self._values.zero_()
         self.counts = Counts()
 

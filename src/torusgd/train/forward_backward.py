@@ -18,6 +18,7 @@ from ..rng import DROPOUT, keyed_hash
 from ..tensor_parallel.column_pass import ColumnPass
 from ..tensor_parallel.parallel_tail import ParallelTail
 from .batchnorm import BatchNormStatistics
+from .membership import Membership
 
 
 class ForwardBackward(Protocol):
@@ -26,7 +27,7 @@ class ForwardBackward(Protocol):
     in_step: bool
     """the ranks of a group work in step: one that has no images goes on with blank ones"""
 
-    def forward(self, step: Step, worker: int, batch: Batch) -> Tensor:
+    def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """The loss, float32 []."""
 
     def backward(self) -> None:
@@ -58,7 +59,7 @@ class WholeNetwork:
         self._batch_norm, self._device = batch_norm, device
         self._loss: Tensor | None = None
 
-    def forward(self, step: Step, worker: int, batch: Batch) -> Tensor:
+    def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """See `ForwardBackward`."""
         self._batch_norm.begin_pass()
         # Dropout's draws belong to the virtual worker, whichever rank computes it.
@@ -125,7 +126,7 @@ class SharedTail:
             take,
         )
 
-    def forward(self, step: Step, worker: int, batch: Batch) -> Tensor:
+    def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """See `ForwardBackward`."""
         self._batch_norm.begin_pass()
         self._columns.begin(batch.targets.to(self._world.device, non_blocking=True))
@@ -135,9 +136,9 @@ class SharedTail:
         with self._precision.autocast():
             features = self._front(images)
         self._wait_weights()
-        # Ranks that share layers have as many virtual workers each, so that the others' numbers follow from this one's.
-        each = self._recipe.virtual_workers // self._world.size
-        return self._columns.forward(features, step.index, lambda rank: worker + (rank - self._world.rank) * each)
+        # Ranks that share layers work in step: each is at the same place of its own share.
+        turn = membership.mine.index(worker)
+        return self._columns.forward(features, step.index, lambda place: membership.shares[place][turn])
 
     def backward(self) -> None:
         """See `ForwardBackward`."""

@@ -1,7 +1,7 @@
 """Who takes part in a step, and which virtual workers each rank computes: a value, handed to each step.
 
-Nothing that computes, sums or loads keeps a number of ranks of its own. The virtual workers of a step may be shared out
-in any way, and in another way at the next step, without a bit of difference in the weights.
+What computes, sums and loads takes the shares from here. The virtual workers of a step may be shared out in any way,
+and in another way at the next step, without a bit of difference in the weights.
 """
 
 from collections.abc import Sequence

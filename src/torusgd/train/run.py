@@ -12,21 +12,21 @@ from torch import Tensor
 
 from ..comm.groups import Group
 from ..comm.liveness import Liveness, NoLiveness
+from ..data.sources import open_sources
 from ..errors import RunError, UserError
 from ..recipe.duration import Duration
-from ..recipe.schedule import Schedule
+from ..recipe.schedule import Schedule, Step
 from ..signals import EXIT_BASE, StopFlag
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
 from .build import Job, Trainer, build
 from .checkpoint import CheckpointWriter, newest_checkpoint
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, plan_table, warn
-from .fingerprint import check_ranks_agree
+from .fingerprint import Fingerprint, check_ranks_agree
 from .journal import synchronous
 from .polish import polish_by_recipe
 from .run_dir import RunDir
 from .state import RunState, as_checkpoint, resumed, share_tensors, tensors_of
-from .step_stats import StepStats
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,26 @@ class RunResult:
     def code(self) -> int:
         """Exit code of the command."""
         return EXIT_BASE + self.signal if self.signal else 0
+
+
+def finished(job: Job) -> dict[str, Any] | None:
+    """The summary of a job that its folder holds the result of; None where there is work left.
+
+    Opening the data also finds a wrong path before any rank is started.
+
+    Raises:
+        UserError: The result is of another data set or other initial weights, or the job can't be run as given.
+    """
+    source, _ = open_sources(job.recipe.data, job.data, job.recipe.seed)
+    steps = len(Schedule(job.recipe, len(source)))
+    summary = RunDir(job.out).finished(min(steps, job.max_steps or steps))
+    if summary is not None:
+        initial = load_weights(job.init)[0] if job.init else {}
+        now = Fingerprint(job.recipe.sha256(), len(source), weights_sha256(initial) if initial else "", {})
+        now.check_same_run(
+            Fingerprint.from_dict({**now.as_dict(), **summary, "conditions": {}}), f"the run in {job.out}"
+        )
+    return summary
 
 
 def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
@@ -72,6 +92,7 @@ class Run:
         self.liveness = liveness or NoLiveness()
         self.run_dir = RunDir(job.out)
         self.trainer: Trainer = build(job, world, self.liveness, stop)
+        self.trainer.step.check_replaced = self._check_replaced
         self.schedule: Schedule = self.trainer.step.schedule
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self.state = RunState(self.trainer.fingerprint)
@@ -121,21 +142,25 @@ class Run:
         is_stopping = False
         while True:
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
-                is_stopping = not self._evaluate_and_report()
+                try:
+                    is_stopping = not self._evaluate_and_report()
+                except RunError:
+                    save()
+                    self._wait_for(writer)
+                    raise
             state.seconds = earlier + time.perf_counter() - started
             if is_stopping or state.step in self._saves or state.step == self.steps:
                 self.liveness.progress("checkpoint", state.step, 0)
                 save()
             if is_stopping or state.step == self.steps:
-                writer.wait()
+                self._wait_for(writer)
                 return not is_stopping
             try:
                 entry = synchronous(state.step, self.job.recipe.virtual_workers)
                 stats = trainer.step.run(trainer.membership, entry)
-                self._check_replaced(stats)
             except RunError:
                 save()
-                writer.wait()
+                self._wait_for(writer)
                 raise
             state.count(stats)
             state.seconds = earlier + time.perf_counter() - started
@@ -201,6 +226,8 @@ class Run:
             "seconds_to_target": state.seconds_to_target,
             "weights_sha256": weights_sha256(tensors),
             "recipe_sha256": state.fingerprint.recipe_sha256,
+            "train_images": state.fingerprint.train_images,
+            "init_sha256": state.fingerprint.init_sha256,
             "conditions": state.fingerprint.conditions,
             "other_conditions": state.other_conditions,
         }
@@ -265,13 +292,17 @@ class Run:
                 "from an undisturbed run"
             )
 
-    def _check_replaced(self, stats: StepStats) -> None:
-        replaced, limit = self.state.totals.replaced + stats.replaced, self.job.recipe.data.max_replaced
+    def _wait_for(self, writer: CheckpointWriter) -> None:
+        """Until the checkpoint is written; a disk that takes its time, but takes the bytes, is progress."""
+        writer.wait(lambda written: self.liveness.progress("checkpoint", self.state.step, written))
+
+    def _check_replaced(self, step: Step, count: int) -> None:
+        replaced, limit = self.state.totals.replaced + count, self.job.recipe.data.max_replaced
         # Against at least one epoch, so that one bad image among the first few is no reason to stop.
-        seen = max(stats.step.start + stats.step.batch, len(self.trainer.training.source))
+        seen = max(step.start + step.batch, len(self.trainer.training.source))
         if replaced > limit * seen:
             raise RunError(
-                f"step {stats.step.index}: {replaced} training images could not be decoded, more than the "
+                f"step {step.index}: {replaced} training images could not be decoded, more than the "
                 f"share of {limit} that data.max_replaced allows; mend the images, or raise it"
             )
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ..comm.base import AllReduce
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
-from ..comm.monitor import Monitor
 from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
 from ..errors import RunError
@@ -58,7 +57,6 @@ class TrainStep:
     precision: Precision
     allreduce: AllReduce
     """over all ranks, watched by `monitor`"""
-    monitor: Monitor
     control: ControlMessage
     stragglers: Stragglers
     clock: StepClock
@@ -67,6 +65,8 @@ class TrainStep:
     """learns of this rank's progress"""
     stop_requested: Callable[[], bool]
     """asked once a step"""
+    check_replaced: Callable[[Step, int], object] = lambda step, replaced: None
+    """called with the step's count of replaced images before anything changes; what it raises ends the run"""
 
     def __post_init__(self) -> None:
         self._read_error = ""
@@ -79,14 +79,20 @@ class TrainStep:
             entry: Whose gradients enter the update.
 
         Raises:
-            RunError: A gradient is not finite (and the precision is not float16), or a rank can't read its images.
+            RunError: A gradient (unless the precision is float16) or a batch statistic is not finite, a sum leaves its
+                range again and again, images can't be read, or the ranks' programs differ. All ranks raise it, and
+                nothing has changed.
         """
         self.clock.start()
         step = self.schedule[entry.step]
-        workers = [worker for worker in membership.mine if worker in entry.workers()]
+        assert all(each.version == step.index for each in entry.contributions), "gradients are of the present weights"
+        taking = entry.workers()
+        workers = [worker for worker in membership.mine if worker in taking]
 
         # The passes and the sums. A sum that leaves its range is measured, and the passes are repeated.
-        reduced = self.reducer.reduce(lambda: self._passes(step, workers), check=lambda c: self._check_images(step, c))
+        reduced = self.reducer.reduce(
+            lambda: self._passes(step, workers, membership), check=lambda control: self._check_images(step, control)
+        )
         control, report = reduced.result, reduced.report
         self.stragglers.note(step.index, self.reducer, self.clock.data_seconds())
 
@@ -111,7 +117,7 @@ class TrainStep:
             loss=control.loss,
             replaced=control.counts.replaced,
             stop=control.counts.stop > 0,
-            redone=reduced.attempts,
+            redone=reduced.redone,
             overflowed=reduced.overflowed,
             skipped=skipped,
             underflow=report.underflow,
@@ -119,7 +125,7 @@ class TrainStep:
             slowest=slowest(control.timings),
         )
 
-    def _passes(self, step: Step, workers: list[int]) -> ControlVector:
+    def _passes(self, step: Step, workers: list[int], membership: Membership) -> ControlVector:
         """Forward and backward of this rank's virtual workers; buckets and control vector leave meanwhile."""
         self.control.clear()
         self.control.counts.stop = int(self.stop_requested())
@@ -129,7 +135,7 @@ class TrainStep:
             batch = self._read(step, worker, workers)
             self.reducer.begin_worker(last=worker == workers[-1])
             if batch is not None:
-                loss = self.forward_backward.forward(step, worker, batch)
+                loss = self.forward_backward.forward(step, worker, batch, membership)
                 self.control.add(self.batch_norm.batch, loss.detach())
                 self.control.counts.replaced += batch.replaced
             if worker == workers[-1]:
@@ -148,7 +154,7 @@ class TrainStep:
         """The images of a virtual worker; None, or blank ones, where they can't be read, as all ranks learn."""
         try:
             return self.loader.take(_share(step, worker), self._following(step, worker, workers))
-        except OSError as error:
+        except (OSError, RunError) as error:  # of this rank alone: the others must learn of it before any of them ends
             self._read_error = f" (rank {self.world.ranks[self.world.rank]}: {error})"
             self.control.counts.failed = 1
             return blank(self.recipe, step) if self.forward_backward.in_step else None
@@ -163,6 +169,7 @@ class TrainStep:
         if control.counts.failed:
             share = f"{control.counts.failed} of {control.counts.ranks} ranks"
             raise RunError(f"step {step.index}: {share} can't read training images{self._read_error}")
+        self.check_replaced(step, control.counts.replaced)
 
     def _check_batch_norm(self, step: Step, control: ControlVector) -> None:
         if not control.is_finite:

@@ -55,7 +55,7 @@ class Stragglers:
 
     def __init__(self, place: int, size: int, probe: "LinkProbe | None" = None) -> None:
         self._place, self._size, self._probe = place, size, probe
-        self._notes = [0.0] * _FIELDS
+        self._notes: list[float] = []
         self._last_end = time.perf_counter()
 
     def note(self, step: int, reducer: Reducer, data_seconds: float) -> None:
@@ -69,7 +69,8 @@ class Stragglers:
 
     def message(self, step: int) -> Tensor:
         """int64: this rank's notes of the step before, in its place among all; empty in most steps."""
-        if self._size == 1 or step == 0 or step % EVERY:
+        # After a resume there is no step before yet, on no rank.
+        if self._size == 1 or not self._notes or step % EVERY:
             return torch.zeros(0, dtype=torch.int64)
         places = torch.zeros(self._size, _FIELDS, dtype=torch.int64)
         places[self._place] = torch.tensor([int(note / _UNIT) for note in self._notes])
