@@ -248,22 +248,22 @@ def test_shards_of_the_sums_with_the_trailers_say_what_whole_messages_say(
 @pytest.mark.parametrize("by_rank", [[[0, 1]], [[0], [1]]])
 def test_a_gradient_that_is_not_finite_leaves_the_measured_maxima_of_the_others(by_rank: list[list[int]]) -> None:
     """On any number of ranks alike; the reducers of several ranks take turns here."""
+    assert torch.stack([measured_maxima(workers) for workers in by_rank]).amax(dim=0).tolist() == [5.0]
+
+
+def measured_maxima(workers: list[int]) -> torch.Tensor:
     gradients_of = [torch.tensor([5.0, 1.0]), torch.tensor([math.nan, 2.0])]
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    found = []
-    for workers in by_rank:
-        seen: list[torch.Tensor] = []
-        channels = {1: Channel(create("native"))}
-        reducer = Reducer(
-            [Slot("w", "w", parameter)], "exact", 2, channels, lambda m: seen.append(m.clone()), rule=4.0, block=4096
-        )
+    parameter, seen = torch.nn.Parameter(torch.zeros(2)), list[torch.Tensor]()
+    reducer = Reducer(
+        [Slot("w", "w", parameter)], "exact", 2, {1: Channel(create("native"))},
+        lambda maxima: seen.append(maxima.clone()), rule=4.0, block=4096,
+    )  # fmt: skip
 
-        def backward(reducer: Reducer = reducer, workers: list[int] = workers) -> None:
-            for worker in workers:
-                reducer.begin_worker(last=worker == workers[-1])
-                reducer.add(0, gradients_of[worker])
-                reducer.end_worker()
+    def backward() -> None:
+        for worker in workers:
+            reducer.begin_worker(last=worker == workers[-1])
+            reducer.add(0, gradients_of[worker])
+            reducer.end_worker()
 
-        reducer.reduce(backward)
-        found.append(seen[0])
-    assert torch.stack(found).amax(dim=0).tolist() == [5.0]
+    reducer.reduce(backward)
+    return seen[0]

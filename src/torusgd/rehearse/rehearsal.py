@@ -15,7 +15,7 @@ from ..plan.forecast import Workload
 from ..plan.network import grid_of
 from ..plan.step_script import Send, compose
 from ..plan.timeline import StepTime, compute_seconds, price_of, step_time, step_work, waited_seconds
-from .ceiling import measure_ceiling, told
+from .ceiling import measure_ceiling, result_line
 from .lab import Host, Lab
 from .player import DTYPES, dump
 from .scale import Ceiling, Scale, choose_scale
