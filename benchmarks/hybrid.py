@@ -14,20 +14,25 @@ best.
 
 import argparse
 import json
-import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
 
 from torusgd.rehearse.lab import Host, Lab, interface_bytes
 from torusgd.tensor_parallel.volume import Linear, best_groups, hybrid_volume
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 WIDTH, LAYERS = 1024, 2
 
 
-def volume(ranks: int, images: int, parts: int) -> float:
+def volume(ranks: int, images: int, parallel: int) -> float:
     """Bytes that a rank sends a step, after Das et al."""
     shape = Linear(WIDTH, WIDTH)
-    return LAYERS * sum(hybrid_volume(shape, ranks, images * ranks, ranks // parts))
+    return LAYERS * sum(hybrid_volume(shape, ranks, images * ranks, ranks // parallel))
 
 
 def best(ranks: int, images: int) -> int:
@@ -35,7 +40,7 @@ def best(ranks: int, images: int) -> int:
     return ranks // best_groups(Linear(WIDTH, WIDTH), ranks, images * ranks)
 
 
-def be_a_rank(images: list[int], parts: list[int], repetitions: int) -> None:
+def be_a_rank(images: list[int], parallel: list[int], repetitions: int) -> None:
     """Takes the steps of every case, in turn; the first rank tells the records."""
     import torch
     import torch.distributed as dist
@@ -43,7 +48,7 @@ def be_a_rank(images: list[int], parts: list[int], repetitions: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    cases = [(n, m, _stepper(n, m)) for n in images for m in parts]
+    cases = [(n, m, make_step(n, m)) for n in images for m in parallel]
     records: dict[tuple[int, int], list[tuple[float, float]]] = {(n, m): [] for n, m, _ in cases}
     for repetition in range(repetitions + 1):
         for n, m, take in cases:
@@ -54,66 +59,77 @@ def be_a_rank(images: list[int], parts: list[int], repetitions: int) -> None:
             dist.barrier()
             numbers[1] = interface_bytes()["tun0"].sent - sent
             dist.all_reduce(numbers)
-            if repetition:
+            if repetition:  # the first one also measures the gradients' scales
                 seconds, volume_sent = (numbers / dist.get_world_size()).tolist()
                 records[n, m].append((seconds, volume_sent))
     if dist.get_rank() == 0:
         found = [
-            {"images": n, "parts": m, "seconds": [s for s, _ in told], "bytes": statistics.median(b for _, b in told)}
-            for (n, m), told in records.items()
+            {"images": n, "model_parallel": m, "seconds": [s for s, _ in taken], "bytes": median(b for _, b in taken)}
+            for (n, m), taken in records.items()
         ]
         print("told:", json.dumps(found))
 
 
-def _stepper(images: int, parts: int):
-    """One step of the case, to be called again and again."""
+def make_step(images: int, parallel: int) -> Callable[[], None]:
+    """A step with so many images a rank and model-parallel ranks, to be called again and again."""
     import torch
-    import torch.distributed as dist
     from torch import nn
 
     from torusgd.comm.allreduce import create
     from torusgd.comm.groups import group_of
-    from torusgd.comm.monitor import Monitor
-    from torusgd.optim import build_optimizer
+    from torusgd.gradients.reducer import Channel, Reducer
+    from torusgd.gradients.update import Update
+    from torusgd.optim import BLOCK, build_optimizer
     from torusgd.precision import Precision
     from torusgd.recipe.load import load_recipe
-    from torusgd.recipe.runtime_options import RuntimeOptions
     from torusgd.tensor_parallel.column_pass import ColumnPass
-    from torusgd.tensor_parallel.parallel_tail import hybrid_tail
+    from torusgd.tensor_parallel.parallel_tail import ParallelTail
+    from torusgd.tensor_parallel.tail import column_tail
 
-    size = dist.get_world_size()
-    ranks = group_of()
+    world = group_of()
     sgd = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
-    given = [f"virtual_workers={size}", f"column_blocks={size}", sgd, "memory_format=contiguous"]
-    recipe = load_recipe("digits", given).recipe
+    recipe = load_recipe("digits", [sgd, "precision=float32", "memory_format=contiguous"]).recipe
     layers = [[nn.Linear(WIDTH, WIDTH), nn.Sigmoid()] for _ in range(LAYERS)]
     model = nn.Sequential(*[module for layer in layers for module in layer][:-1])
-    options = RuntimeOptions(model_parallel=parts, allreduce="ring")
-    hybrid = hybrid_tail(model, recipe, options, ranks, create("ring"))
-    assert hybrid is not None
-    optimizer = build_optimizer(recipe.optimizer, model, 1e-4, hybrid.held, hybrid.norms())
-    reducer = hybrid.reducer(recipe.virtual_workers, 4.0, Monitor())
-    precision = Precision(recipe, ranks.device)
-    passing = ColumnPass(hybrid.tail, hybrid.parts, ranks.rank, hybrid.groups, precision, 0.1, 0, reducer.add)
-    inputs, targets = torch.randn(images, WIDTH), torch.randint(WIDTH, (images,))
 
-    def run(measuring: bool) -> None:
-        reducer.begin(measuring)
-        reducer.begin_round(last=True)
-        passing.begin(targets)
-        passing.forward(inputs.requires_grad_(), 0, lambda rank: rank)
-        passing.backward()
+    tail = ParallelTail(model, column_tail(model, blocks=world.size), [parallel] * LAYERS, world)
+    reducer = Reducer(
+        tail.slots,
+        reduction="exact",
+        addends=world.size,
+        channels={m: Channel(create("ring", group=tail.groups.data_parallel(m))) for m in sorted({1, parallel})},
+        world=world,
+        rule="auto",
+        block=BLOCK,
+    )
+    optimizer = build_optimizer(recipe.optimizer, model, 1e-4, tail.held)
+    update = Update(model, optimizer, reducer, sum_over_ranks=world.all_reduce, columns=tail)
+    slots = tail.held_slots()
 
-    def take() -> None:
-        if reducer.needs_measure:
-            run(measuring=True)
-            reducer.finish_measuring()
-        run(measuring=False)
-        assert reducer.finish().accepted
-        reducer.apply_mean()
-        optimizer.step()
+    def take_gradients(layer: int, block: int, weight: "Tensor", bias: "Tensor | None") -> None:
+        assert bias is not None
+        reducer.add(slots[layer, block, True], bias)
+        reducer.add(slots[layer, block, False], weight)
 
-    return take
+    columns = ColumnPass(
+        tail.tail, tail.parallel, world.rank, tail.groups, Precision(recipe, world.device), 0.1, 0, take_gradients
+    )
+    inputs, targets = torch.randn(images, WIDTH, requires_grad=True), torch.randint(WIDTH, (images,))
+
+    def passes() -> None:
+        reducer.begin_worker(last=True)
+        columns.begin(targets)
+        columns.forward(inputs, 0, lambda rank: rank)
+        columns.backward()
+        reducer.end_worker()
+
+    def step() -> None:
+        report = reducer.reduce(passes).report
+        assert not report.nonfinite
+        reducer.apply_mean(world.size)
+        update.step()
+
+    return step
 
 
 def table(ranks: int, found: list[dict]) -> str:
@@ -123,17 +139,16 @@ def table(ranks: int, found: list[dict]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for record in found:
-        n, m = record["images"], record["parts"]
+        n, m = record["images"], record["model_parallel"]
         rivals = [r for r in found if r["images"] == n]
         notes = ["formula's best"] if best(ranks, n) == m else []
         notes += ["fewest bytes"] if record["bytes"] == min(r["bytes"] for r in rivals) else []
-        medians = [statistics.median(r["seconds"]) for r in rivals]
-        median = statistics.median(record["seconds"])
-        notes += ["fastest"] if median == min(medians) else []
+        typical = median(record["seconds"])
+        notes += ["fastest"] if typical == min(median(r["seconds"]) for r in rivals) else []
         want, sent = volume(ranks, n, m), record["bytes"]
         lines.append(
             f"| {n} | {m} | {sent / 1e6:.3f} | {want / 1e6:.3f} | {sent / want if want else float('nan'):.4f} "
-            f"| {median:.3f} | {min(record['seconds']):.3f} - {max(record['seconds']):.3f} | {', '.join(notes)} |"
+            f"| {typical:.3f} | {min(record['seconds']):.3f} - {max(record['seconds']):.3f} | {', '.join(notes)} |"
         )
     return "\n".join(lines)
 
@@ -143,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--images", default="16,64,256", help="of each rank's virtual worker")
-    parser.add_argument("--parts", default="1,2,4,8", help="model-parallel ranks")
+    parser.add_argument("--model-parallel", default="1,2,4,8", help="ranks that share the layers")
     parser.add_argument("--rate", type=float, default=1e8, help="bits a second of each link")
     parser.add_argument("--latency", type=float, default=1e-3, help="seconds, one way")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -151,10 +166,13 @@ def main() -> None:
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        images, parts = ([int(word) for word in text.split(",")] for text in (options.images, options.parts))
-        be_a_rank(images, parts, options.repetitions)
+        images, parallel = (
+            [int(word) for word in text.split(",")] for text in (options.images, options.model_parallel)
+        )
+        be_a_rank(images, parallel, options.repetitions)
         return
-    given = ["--images", options.images, "--parts", options.parts, "--repetitions", str(options.repetitions)]
+    given = ["--images", options.images, "--model-parallel", options.model_parallel]
+    given += ["--repetitions", str(options.repetitions)]
     with Lab([Host(latency=options.latency, rate=options.rate)] * options.hosts) as lab:
         output = lab.run([__file__, "--rank", *given], timeout=900)[0]
     found = json.loads(next(line for line in output.splitlines() if line.startswith("told: ")).removeprefix("told: "))

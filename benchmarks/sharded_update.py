@@ -104,7 +104,7 @@ def contestants(width: int, adam: bool) -> dict[str, Callable[[], Contestant]]:
             nn.functional.cross_entropy(model(images), labels).backward()
             update.step()
 
-        return Contestant(step, update.wait, lambda: state_bytes(update._sliced))
+        return Contestant(step, update.wait, lambda: state_bytes(update.sharded))
 
     return {
         "DDP": ddp,

@@ -10,24 +10,24 @@ float32 reduction, and our exact step against the bare loop. The images are read
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from torusgd.comm.allreduce import native
-from torusgd.comm.groups import group_of
-from torusgd.data.loader import Loader
+from torusgd.comm.groups import alone
+from torusgd.comm.liveness import NoLiveness
+from torusgd.data.loader import Share
 from torusgd.data.pipeline import Batch
 from torusgd.models import build_model
-from torusgd.optim import build_optimizer
 from torusgd.recipe.load import load_recipe
-from torusgd.recipe.schedule import Schedule
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
 from torusgd.runtime import resolve_auto
-from torusgd.train.step import TrainStep
+from torusgd.train.build import Job, build
+from torusgd.train.journal import synchronous
 
 CASES = {
     "resnet50": dict(model="resnet50", size=224, channels=3, classes=1000, images=16, precision="auto"),
@@ -36,16 +36,17 @@ CASES = {
 }
 
 
-class Ready(Loader):
-    """A loader whose images are ready: the same batch for every share."""
+class Ready:
+    """In place of a loader: its images are ready, the same batch for every share."""
+
+    wait_seconds = 0.0
 
     def __init__(self, batch: Batch) -> None:
-        self.wait_seconds = 0.0
         self._batch = batch
 
-    def run(self, shares: object) -> Iterator[Batch]:
-        while True:
-            yield self._batch
+    def take(self, share: Share, following: Iterable[Share] = ()) -> Batch:
+        """See `torusgd.data.loader.Loader.take`."""
+        return self._batch
 
 
 def make_recipe(case: dict[str, object], reduction: str, workers: int) -> Recipe:
@@ -66,38 +67,26 @@ def make_recipe(case: dict[str, object], reduction: str, workers: int) -> Recipe
     return resolve_auto(load_recipe("digits", overrides).recipe, "cpu")
 
 
-def build(recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build_model(
-        recipe.model,
-        classes=recipe.data.classes or 10,
-        channels=recipe.data.channels,
-        image_size=recipe.data.image_size,
-        seed=0,
-    )
-    return model, build_optimizer(recipe.optimizer, model, recipe.rate.lr)
-
-
-def our_step(case: dict[str, object], reduction: str, batch: Batch, workers: int) -> Callable[[int], None]:
-    recipe = make_recipe(case, reduction, workers)
-    model, optimizer = build(recipe)
-    schedule = Schedule(recipe, 4096)
-    ranks = group_of()
-    stepper = TrainStep(
-        recipe, schedule, model, optimizer, Ready(batch), ranks, native(), 4.0, False, 30.0, lambda: False
-    )
-    return lambda index: void(stepper.run(index))
-
-
-def void(_: object) -> None:
-    """Drops a result."""
+def our_step(case: dict[str, object], reduction: str, batch: Batch, workers: int) -> Callable[[int], object]:
+    """The trainer's own step, put together as `torusgd train` does, but for the loader."""
+    nowhere = Path()  # a step writes nothing
+    job = Job(make_recipe(case, reduction, workers), RuntimeOptions(), "cpu", nowhere)
+    trainer = build(job, alone(), NoLiveness(), lambda: False)
+    trainer.step.loader = Ready(batch)
+    return lambda index: trainer.step.run(trainer.membership, synchronous(index, workers))
 
 
 def bare_step(case: dict[str, object], batch: Batch, workers: int) -> Callable[[int], None]:
+    """What one writes by hand, without torusgd."""
     recipe = make_recipe(case, "float32", workers)
-    model, _ = build(recipe)
-    channels_last = recipe.memory_format == "channels_last"
-    form = torch.channels_last if channels_last else torch.contiguous_format
-    model = model.to(memory_format=form)
+    form = torch.channels_last if recipe.memory_format == "channels_last" else torch.contiguous_format
+    model = build_model(
+        recipe.model,
+        classes=case["classes"],
+        channels=case["channels"],
+        image_size=case["size"],
+        seed=0,
+    ).to(memory_format=form)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[recipe.precision]
 

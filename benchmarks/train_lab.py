@@ -12,27 +12,25 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from torusgd.gradients.bucket_rebuild import STEPS
 from torusgd.rehearse.lab import Host, Lab
 
 VARIANTS = {
-    "native, 4 MiB buckets": "{allreduce: native, buckets: 4.0}",
-    "auto, 4 MiB buckets": "{allreduce: auto, buckets: 4.0}",
-    "auto, buckets auto": "{allreduce: auto}",
+    "native, 4 MiB buckets": ("--allreduce", "native", "--buckets", "4.0"),
+    "auto, 4 MiB buckets": ("--allreduce", "auto", "--buckets", "4.0"),
+    "auto, buckets auto": ("--allreduce", "auto"),
 }
+WIDER = "model.options={dropout: 0.1, zero_gamma: true, width: 96}"
 ROOT = Path(__file__).parents[1]
 
 
-def train(hosts: list[Host], runtime: str, steps: int, folder: Path) -> tuple[list[float], float, str]:
+def train(hosts: list[Host], flags: Sequence[str], steps: int, folder: Path) -> tuple[list[float], float, str]:
     """Seconds of the steps, the share that was hidden, and the weights' hash of one run."""
-    recipe = folder / "recipe.yaml"
-    text = (ROOT / "src" / "torusgd" / "recipes" / "digits.yaml").read_text()
-    recipe.write_text(f"{text}\nruntime: {runtime}\n")
-    sets = [f"virtual_workers={len(hosts)}", "model.options={dropout: 0.1, zero_gamma: true, width: 96}"]
-    words = ["-m", "torusgd", "train", str(recipe), "--out", str(folder / "out"), "--max-steps", str(steps)]
-    words += [word for item in sets for word in ("--set", item)]
+    words = ["-m", "torusgd", "train", "digits", "--out", str(folder / "out"), "--max-steps", str(steps), *flags]
+    words += ["--set", WIDER, "--set", f"virtual_workers={len(hosts)}"]
     with Lab(hosts) as lab:
         output = lab.run(words, timeout=300, environment={"PYTHONPATH": str(ROOT / "src")})[0]
     print(*[line for line in output.splitlines() if line.startswith(("allreduce", "buckets"))], sep="\n")
@@ -55,10 +53,10 @@ def main() -> None:
     hidden: dict[str, list[float]] = {name: [] for name in VARIANTS}
     hashes = set()
     for _ in range(options.rounds):
-        for name, runtime in VARIANTS.items():
+        for name, flags in VARIANTS.items():
             with tempfile.TemporaryDirectory() as folder:
                 host = Host(latency=5e-3, rate=1e9)
-                seconds, share, weights = train([host] * options.hosts, runtime, options.steps, Path(folder))
+                seconds, share, weights = train([host] * options.hosts, flags, options.steps, Path(folder))
             found[name] += seconds
             hidden[name].append(share)
             hashes.add(weights)

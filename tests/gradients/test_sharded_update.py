@@ -85,7 +85,7 @@ def sharded(name: str, **how: object) -> tuple[list[torch.Tensor], dict, int]:
         assert update.step() == []
     update.wait()
     state = update.state_dict()
-    own = sum(t.numel() for s in update._sharded.state.values() for t in s.values() if torch.is_tensor(t))
+    own = sum(t.numel() for s in update.sharded.state.values() for t in s.values() if torch.is_tensor(t))
     update.close()
     return [p.detach() for p in network.parameters()], state, own
 

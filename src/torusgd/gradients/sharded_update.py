@@ -98,7 +98,8 @@ class ShardedUpdate:
         self._parameters = [slot.tensor for slot in slots]
         self._shards: dict[Tensor, Tensor] = dict(zip(self._parameters, self._reducer.owned, strict=True))
         norms = BlockNorms(self._reducer, lambda table: self._allreduce.start(table).wait())
-        self._sharded = over_tensors(optimizer, self._shards, norms)
+        self.sharded = over_tensors(optimizer, self._shards, norms)
+        """the optimizer that updates this rank's shards, with their state"""
         self._gather = WeightGather(model, self._reducer)
         self._keeps = wire is not None
         self._is_accumulating = False
@@ -125,9 +126,9 @@ class ShardedUpdate:
         self.underflow = report.underflow
         if not report.nonfinite:
             self._reducer.apply_mean(self._world.size)
-            for mine, theirs in zip(self._sharded.param_groups, self._optimizer.param_groups, strict=True):
+            for mine, theirs in zip(self.sharded.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({key: value for key, value in theirs.items() if key != "params"})
-            self._sharded.step()
+            self.sharded.step()
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules look for it, and warn
             self._gather.start()
         for parameter in self._parameters:
@@ -147,7 +148,7 @@ class ShardedUpdate:
         whole = copy.copy(self._optimizer)
         whole.state = defaultdict(dict)
         is_first = self._world.rank == 0
-        states = [self._sharded.state.get(shard, {}) for shard in self._reducer.owned]
+        states = [self.sharded.state.get(shard, {}) for shard in self._reducer.owned]
         for key in states[0]:
             values = [state[key] for state in states]
             if _are_shards(values, self._reducer.owned):
@@ -168,7 +169,7 @@ class ShardedUpdate:
         spans = self._reducer.spans
         assert spans is not None
         for (parameter, shard), (low, high) in zip(self._shards.items(), spans, strict=True):
-            self._sharded.state[shard] = {
+            self.sharded.state[shard] = {
                 key: value.reshape(-1)[low:high].clone() if _is_whole(value, parameter) else value
                 for key, value in whole.state.get(parameter, {}).items()
             }
