@@ -98,7 +98,7 @@ def make_step(images: int, parallel: int) -> Callable[[], None]:
         reduction="exact",
         addends=world.size,
         channels={m: Channel(create("ring", group=tail.groups.data_parallel(m))) for m in sorted({1, parallel})},
-        world=world,
+        maximum_over_ranks=lambda maxima: world.all_reduce(maxima, maximum=True),
         rule="auto",
         block=BLOCK,
     )

@@ -19,10 +19,11 @@ def test_bytes_are_those_of_the_formula():
     ranks, images, parts = 4, 48, "1,2,4"
     with Lab([Host(latency=0.0005, rate=4e9)] * ranks) as lab:
         told = lab.run(
-            [str(PROGRAM), "--rank", "--images", str(images), "--parts", parts, "--repetitions", "1"], timeout=100
+            [str(PROGRAM), "--rank", "--images", str(images), "--model-parallel", parts, "--repetitions", "1"],
+            timeout=100,
         )[0]
     line = next(line for line in told.splitlines() if line.startswith("told: "))
-    found = {record["parts"]: record["bytes"] for record in json.loads(line.removeprefix("told: "))}
+    found = {record["model_parallel"]: record["bytes"] for record in json.loads(line.removeprefix("told: "))}
     want = {m: program["volume"](ranks, images, m) for m in found}
     assert set(found) == {1, 2, 4}
     for m, sent in found.items():
