@@ -134,7 +134,7 @@ def test_held_out_images_that_cannot_be_read(tmp_path: Path, recipe: Path, monke
         run_alone(tmp_path / "out", recipe)
     monkeypatch.undo()
     told = run_alone(tmp_path / "out", recipe)
-    assert told["resumed_from"] == 8  # the last before the evaluation after step 10
+    assert told["resumed_from"] == 10  # the step whose evaluation failed
     assert results(told) == results(run_alone(tmp_path / "undisturbed", recipe))
 
 
