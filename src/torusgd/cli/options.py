@@ -42,11 +42,21 @@ DataPath = Annotated[
 JsonFile = Annotated[Path | None, Option("--json", help="Also write all of it here.", rich_help_panel=OUTPUT)]
 Device = Annotated[
     str | None,
-    Option("--device", help="cpu or cuda. Default: cuda where there is a GPU.", rich_help_panel=RUNTIME),
+    Option(
+        "--device",
+        help="cpu or cuda. Default: cuda where there is a GPU; plan and rehearse take their cluster's device.",
+        rich_help_panel=RUNTIME,
+    ),
 ]
 Workers = Annotated[
     int | None,
-    Option("--workers", help="Ranks to start here. Default: as many as GPUs, else as cores.", rich_help_panel=RUNTIME),
+    Option(
+        "--workers",
+        "--devices",
+        metavar="N",
+        help="Ranks. Default: as many as this machine's GPUs, else cores; plan and rehearse need it.",
+        rich_help_panel=RUNTIME,
+    ),
 ]
 Grid = Annotated[
     str | None,
@@ -64,24 +74,8 @@ Profile = Annotated[Path | None, Option("--profile", help="A file of torusgd tun
 class RuntimeFlags:
     """The flags that override a recipe's `runtime:` block, of train, plan and rehearse alike."""
 
-    workers: Annotated[
-        int | None,
-        Option(
-            "--workers",
-            "--devices",
-            metavar="N",
-            help="Ranks. Default: in train as many as this machine's GPUs, else cores; plan and rehearse need it.",
-            rich_help_panel=RUNTIME,
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        Option(
-            "--device",
-            help="cpu or cuda. Default: cuda where there is a GPU; plan and rehearse take their cluster's device.",
-            rich_help_panel=RUNTIME,
-        ),
-    ] = None
+    workers: Workers = None
+    device: Device = None
     update: Annotated[
         str | None,
         Option(

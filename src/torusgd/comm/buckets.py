@@ -7,7 +7,7 @@ travels as one message. Buckets change no bit of an exact sum, whose scales are 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Literal, NamedTuple
@@ -52,8 +52,7 @@ class Bucket:
         >>> Bucket(first=0, stop=2, offsets=(0, 5000), numels=(5000, 100)).cuts(block=4096)
         (0, 4096, 5000, 5100)
         """
-        inner = {offset + i for offset, n in zip(self.offsets, self.numels, strict=True) for i in range(0, n, block)}
-        return (*sorted(inner), self.length)
+        return _cuts(self, block)
 
     def spans(self, low: int, high: int) -> list[Span]:
         """Of each tensor the elements within [low, high) of the message; (0, 0) where there are none."""
@@ -62,6 +61,12 @@ class Bucket:
             begin, end = max(low - offset, 0), min(high - offset, numel)
             spans.append((begin, end) if begin < end else (0, 0))
         return spans
+
+
+@lru_cache(maxsize=4096)  # a step asks twice for each bucket, and a large tensor has thousands of blocks
+def _cuts(bucket: Bucket, block: int) -> tuple[int, ...]:
+    inner = {offset + i for offset, n in zip(bucket.offsets, bucket.numels, strict=True) for i in range(0, n, block)}
+    return (*sorted(inner), bucket.length)
 
 
 class Slot(NamedTuple):

@@ -61,7 +61,7 @@ class Update:
         self._is_whole = True
         self.optimizer = optimizer
         if self._gather is not None or columns is not None:
-            complete = sum_over_ranks if self._gather is not None or columns is None else columns.complete_norms
+            complete = columns.complete_norms if self._gather is None and columns is not None else sum_over_ranks
             owned = dict(zip((slot.tensor for slot in reducer.layout.held), reducer.owned, strict=True))
             self.optimizer = over_tensors(optimizer, owned, BlockNorms(reducer, complete))
 

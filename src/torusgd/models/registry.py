@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UserError, suggest
 from ..importing import import_factory
-from ..recipe.schema import Model, Sides, sides
+from ..recipe.schema import Model, Recipe, Sides, sides
 from ..rng import INIT, keyed_hash
 from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
 from .resnet import resnet18, resnet34, resnet50, resnet101
@@ -57,6 +57,17 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
         network = construct(model, classes=classes, channels=channels)
         _check(model.name, network, torch.randn(2, channels, *sides(image_size)), classes)
     return network
+
+
+def model_of(recipe: Recipe, classes: int) -> nn.Module:
+    """`build_model` by a recipe; `classes` is the data set's number, where the recipe gives none."""
+    return build_model(
+        recipe.model,
+        classes=recipe.data.classes or classes,
+        channels=recipe.data.channels,
+        image_size=recipe.data.image_size,
+        seed=recipe.seed,
+    )
 
 
 def construct(model: Model, *, classes: int, channels: int) -> nn.Module:

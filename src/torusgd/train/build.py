@@ -19,7 +19,7 @@ from ..data.sources import open_sources
 from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
-from ..models import build_model
+from ..models import model_of
 from ..optim import BLOCK, build_optimizer
 from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
@@ -79,7 +79,9 @@ class Trainer:
         self._close()
 
 
-def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[], bool]) -> Trainer:
+def build(
+    job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[], bool], generation: int = 0
+) -> Trainer:
     """A run's parts on this rank; every rank calls it, since groups are made.
 
     Args:
@@ -87,6 +89,7 @@ def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[
         world: All ranks.
         liveness: Learns of this rank's progress; waits for messages ask it for late ranks.
         stop_requested: Asked once a step.
+        generation: Of `world`: times that ranks have met anew.
 
     Raises:
         UserError: The job can't be run as given.
@@ -102,13 +105,7 @@ def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[
     threads = loader_threads(device)
     loader = Loader(training, StreamOrder(len(train), recipe.seed), threads=threads, ahead=threads + 3)
 
-    model = build_model(
-        recipe.model,
-        classes=recipe.data.classes or len(train.classes),
-        channels=recipe.data.channels,
-        image_size=recipe.data.image_size,
-        seed=recipe.seed,
-    ).to(device)
+    model = model_of(recipe, len(train.classes)).to(device)
     batch_norm = BatchNormStatistics(model)
     precision = Precision(recipe, device)
 
@@ -173,7 +170,7 @@ def build(job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[
     lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
     lines += [tail.explanation] if tail is not None else []
     return Trainer(
-        membership=even_shares(world.ranks, world.rank, recipe.virtual_workers),
+        membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
         training=training,
         held_out=Pipeline(held_out, recipe.data, recipe.seed),
         step=step,

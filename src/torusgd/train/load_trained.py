@@ -10,7 +10,7 @@ from torch import nn
 from ..data.sources import open_sources
 from ..data.types import Source
 from ..errors import UserError
-from ..models import build_model
+from ..models import model_of
 from ..recipe.load import apply_overrides, load_recipe, validate
 from ..recipe.schema import Recipe
 from ..weights import load_weights, match_weights
@@ -52,13 +52,7 @@ def open_trained(
     recipe = _recipe(file, metadata, model, [*listed, *overrides])
     train, held_out = open_sources(recipe.data, data, recipe.seed)
     _check_classes(file, metadata, train)
-    network = build_model(
-        recipe.model,
-        classes=recipe.data.classes or len(train.classes),
-        channels=recipe.data.channels,
-        image_size=recipe.data.image_size,
-        seed=recipe.seed,
-    )
+    network = model_of(recipe, len(train.classes))
     expected = network.state_dict()
     for name in expected.keys() - tensors.keys():
         if name.endswith("num_batches_tracked"):  # files of before torch 0.4.1 lack it, and nothing reads it

@@ -3,7 +3,8 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -91,7 +92,7 @@ class Run:
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
         self.liveness = liveness or NoLiveness()
         self.run_dir = RunDir(job.out)
-        self.trainer: Trainer = build(job, world, self.liveness, stop)
+        self.trainer: Trainer = build(job, world, self.liveness, stop, generation=restarts)
         self.trainer.step.check_replaced = self._check_replaced
         self.schedule: Schedule = self.trainer.step.schedule
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
@@ -139,15 +140,21 @@ class Run:
                     writer.save(as_checkpoint(state, tensors))
             saved = state.step
 
+        @contextmanager
+        def saved_on_error() -> Iterator[None]:
+            """What ends the run changes nothing: the last good step stands in a checkpoint before it does."""
+            try:
+                yield
+            except RunError:
+                save()
+                self._wait_for(writer)
+                raise
+
         is_stopping = False
         while True:
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
-                try:
+                with saved_on_error():
                     is_stopping = not self._evaluate_and_report()
-                except RunError:
-                    save()
-                    self._wait_for(writer)
-                    raise
             state.seconds = earlier + time.perf_counter() - started
             if is_stopping or state.step in self._saves or state.step == self.steps:
                 self.liveness.progress("checkpoint", state.step, 0)
@@ -155,13 +162,9 @@ class Run:
             if is_stopping or state.step == self.steps:
                 self._wait_for(writer)
                 return not is_stopping
-            try:
+            with saved_on_error():
                 entry = synchronous(state.step, self.job.recipe.virtual_workers)
                 stats = trainer.step.run(trainer.membership, entry)
-            except RunError:
-                save()
-                self._wait_for(writer)
-                raise
             state.count(stats)
             state.seconds = earlier + time.perf_counter() - started
             rebuilt = trainer.bucket_rebuild.after_step()
