@@ -12,8 +12,9 @@ help: ## list the targets
 demo: .venv/installed-demo ## train handwritten digits on 2 worker processes, to runs/digits
 	.venv/bin/torusgd train digits --workers 2 --out runs/digits $(ARGS)
 
+# Tests that start ranks wait as much as they compute, so two files of tests run at a time.
 test: .venv/installed-dev ## run the tests, such as: make test ARGS='-k lars'
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: .venv/installed-dev ## run the long campaigns, which `make test` leaves out
 	.venv/bin/python -m pytest -m slow $(ARGS)

@@ -18,11 +18,18 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_bench_writes_a_record_a_size_and_algorithm(tmp_path: Path) -> None:
-    file = tmp_path / "records.json"
+def test_tune_writes_a_profile_and_bench_measures_auto_by_it(tmp_path: Path) -> None:
+    profile, file = tmp_path / "profile.json", tmp_path / "records.json"
+    done = run("tune", "--workers", "2", "--seconds", "1", "--out", profile)
+    assert done.returncode == 0, done.stderr
+    measured = Profile.load(profile)
+    assert [crowd.ranks for crowd in measured.crowding] == [2]
+    assert [point.size for point in measured.in_steps] == [16 << 10, 256 << 10]
+    assert measured.hosts == (0, 0)
+
     done = run(
         "bench", "allreduce", "--workers", "2", "--sizes", "4KiB,64KiB", "--algorithms", "native,ring,auto", "-n", "2",
-        "--json", file,
+        "--profile", profile, "--json", file,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     records = json.loads(file.read_text())
@@ -34,20 +41,6 @@ def test_bench_writes_a_record_a_size_and_algorithm(tmp_path: Path) -> None:
         assert 0 < record["min_s"] <= record["median_s"] <= record["max_s"]
         assert (record["ranks"], record["n"]) == (2, 2)
     assert "64 KiB" in done.stdout
-
-
-def test_tune_writes_a_profile_that_auto_takes(tmp_path: Path) -> None:
-    file = tmp_path / "profile.json"
-    done = run("tune", "--workers", "2", "--seconds", "2", "--out", file)
-    assert done.returncode == 0, done.stderr
-    measured = Profile.load(file)
-    assert [crowd.ranks for crowd in measured.crowding] == [2]
-    assert [point.size for point in measured.in_steps] == [16 << 10, 256 << 10]
-    assert Profile.load(file).hosts == (0, 0)
-    again = run(
-        "bench", "allreduce", "--workers", "2", "--sizes", "4KiB", "--algorithms", "auto", "-n", "1", "--profile", file
-    )
-    assert again.returncode == 0, again.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ def addend(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 def every_case(allreduce: AlgorithmAllReduce | NativeAllReduce, ranks: list[int]) -> list[str]:
     """Scatters all tensors at once, then gathers them at once, an all-reduce between; what went wrong."""
     shards, wrong = ShardCollectives(allreduce), []
-    cases = [(length, stops, dtype) for length in LENGTHS for stops in STOPS for dtype in DTYPES]
+    pairs = [(length, stops) for length in LENGTHS for stops in STOPS]
+    # A dtype has no part in where a tensor is cut: each pair meets one of them.
+    cases = [(*pair, DTYPES[number % len(DTYPES)]) for number, pair in enumerate(pairs)]
     tensors = [addend(dist.get_rank(), length, dtype) for length, _, dtype in cases]
     sums = [sum(addend(rank, length, dtype) for rank in ranks) for length, _, dtype in cases]
     spans = [[shards.span(rank, length, stops) for rank in range(shards.size)] for length, stops, _ in cases]

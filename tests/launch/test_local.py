@@ -138,7 +138,7 @@ def test_kill_9_of_ranks_and_launchers_at_random_moments(
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
     draw, out = random.Random(20261121), tmp_path / "out"
-    moments = sorted(draw.sample(range(27), 11))
+    moments = sorted(draw.sample(range(27), 8))
     launchers = draw.sample(moments[:-1], 2)
 
     def start() -> Process:

@@ -1,4 +1,5 @@
 import itertools
+import sys
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torusgd.optim import BLOCK, Sgd
+from torusgd.optim import BLOCK, Lars, Sgd
 from torusgd.optim.sgd import momentum_step
 
 HYPER = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
@@ -67,3 +68,11 @@ def test_a_memory_format_changes_nothing(shape: tuple[int, ...], grad_format: to
         momentum_step(*([tensor] for tensor in tensors), **HYPER)
     assert torch.equal(other[0], plain[0])
     assert torch.equal(other[2], plain[2])
+
+
+@pytest.mark.parametrize("kind", [Sgd, Lars])
+def test_making_one_does_not_import_the_compiler(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch._dynamo takes two seconds, which every rank of every run would pay."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # an import then fails
+    optimizer = kind(torch.nn.Linear(3, 2).parameters(), lr=0.1)
+    assert len(optimizer.param_groups[0]["params"]) == 2

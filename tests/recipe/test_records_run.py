@@ -34,10 +34,12 @@ FURTHER = {
     "intel-cddnn-16": ("model.options.width=64",),
 }
 
+ALIKE = {"sony-224s", "fujitsu-74s", "you-resnet50-14min"}
+"""Each has a sister with its network and optimizer, which runs in every `make test`."""
 FLOAT32 = ("precision=float32", "loss_scale={}")
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in RECORDS])
 def test_three_steps(name: str, tmp_path: Path) -> None:
     three_steps(tmp_path, name, *FURTHER.get(name, PICTURES), *FLOAT32)
 

@@ -73,6 +73,7 @@ def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes():
         assert measured["torus"][1] == pytest.approx(4 * sent, rel=0.05)
 
 
+@pytest.mark.slow
 def test_one_slow_host_and_every_algorithm_still_agrees():
     hosts = [Host(latency=0.001, rate=1e9)] * 3 + [Host(latency=0.01, rate=500e6)]
     with Lab(hosts) as lab:

@@ -34,8 +34,13 @@ def train(recipe: Path, out: Path, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "hosts", "cause"),
     [
-        (["--set", "data.options={pause: 0.05, rank: 2}"], [NEAR] * 3, "data"),
-        (["--set", "model={name: 'tests.train.slow:Late', options: {pause: 0.2, rank: 2}}"], [NEAR] * 3, "compute"),
+        pytest.param(["--set", "data.options={pause: 0.05, rank: 2}"], [NEAR] * 3, "data", marks=pytest.mark.slow),
+        pytest.param(
+            ["--set", "model={name: 'tests.train.slow:Late', options: {pause: 0.2, rank: 2}}"],
+            [NEAR] * 3,
+            "compute",
+            marks=pytest.mark.slow,
+        ),
         ([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7)], "network"),
     ],
 )

@@ -2,8 +2,6 @@
 
 import gc
 
-import torch._dynamo  # noqa: F401 - the first Optimizer imports it, for 2 s
-
 from . import local  # noqa: F401
 
 gc.freeze()  # modules are no garbage: ranks share their pages, and the exit need not look through them (1 s)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..errors import UserError
 from .norms import layer_norms
-from .sgd import momentum_buffer, momentum_step
+from .sgd import add_param_group, momentum_buffer, momentum_step
 
 Norms = Callable[[Sequence[Tensor]], Tensor]
 
@@ -125,7 +125,7 @@ class Lars(Optimizer):
         _check(group)
         if group["peak_lr"] is None:
             group["peak_lr"] = group["lr"]
-        super().add_param_group(group)
+        add_param_group(self, group)
         # Noted by position, because a sharded update puts one-dimensional slices in the places of the parameters.
         scale_all = "trust" in param_group or self.trust_one_dimensional
         group["scaled"] = [scale_all or param.dim() > 1 for param in group["params"]]

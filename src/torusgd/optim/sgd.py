@@ -6,17 +6,22 @@ applied to the wrong elements; and it rounds the last elements (less than one ve
 `momentum_step` deals with both, so that the result is a function of the logical order alone.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.optim.sgd import sgd
 
 _VECTOR = 16
 """Elements of the kernel's widest vectors, 64 bytes: it rounds a rest of fewer elements otherwise."""
+
+
+add_param_group = inspect.unwrap(Optimizer.add_param_group)
+"""torch's own, without the wrapper that imports torch._dynamo only to keep it away: 2 s in every process."""
 
 
 class Sgd(SGD):
@@ -25,6 +30,8 @@ class Sgd(SGD):
     The momentum buffers start at zero instead of at the first gradient, which is the same for `dampening=0`: a run
     that is resumed after one step needs no special case.
     """
+
+    add_param_group = add_param_group
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
