@@ -95,9 +95,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_world(1, tmp_path_factory.mktemp("alone"), [*CASES, *NETWORKS])
 
 
-@pytest.mark.parametrize(
-    "size", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 7]
-)
+@pytest.mark.parametrize("size", [2, 3, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
 def test_same_bits_on_any_number_of_ranks(size: int, alone: dict[str, Any], tmp_path: Path) -> None:
     cases = [*CASES, *NETWORKS] if size == 3 else ["float32", "bfloat16"]
     assert run_world(size, tmp_path, cases) == {name: alone[name] for name in cases}
