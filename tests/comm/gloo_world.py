@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-TIMEOUT = timedelta(seconds=50)
+TIMEOUT = timedelta(seconds=120)
 """of the default group: shorter than a test may take, so that a lost rank is told by the ranks themselves"""
 _CONTEXT = multiprocessing.get_context("forkserver")
 # DistributedDataParallel imports torch._dynamo, which takes seconds.
@@ -36,7 +36,7 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, expected: int = 0, timeout: float = 100
+    size: int, function: Callable[..., Any], *arguments: Any, expected: int = 0, timeout: float = 250
 ) -> list[Any]:
     """What `function(*arguments)` returns on each rank of a world of `size`, in rank order; fails if a rank does.
 
