@@ -14,7 +14,7 @@ demo: .venv/installed-demo ## train handwritten digits on 2 worker processes, to
 
 # Tests that start ranks wait as much as they compute, so two files of tests run at a time.
 test: .venv/installed-dev ## run the tests, such as: make test ARGS='-k lars'
-	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: .venv/installed-dev ## run the long campaigns, which `make test` leaves out
 	.venv/bin/python -m pytest -m slow $(ARGS)

@@ -74,11 +74,9 @@ RUNS: dict[int, list[tuple[str, int | str, dict[str, Any]]]] = {
         ("all tail", 2, {"update": "sharded", "allreduce": "halving-doubling"}),
     ],
     8: [
-        ("sgd", 1, {}),
         ("sgd", 2, {}),
         ("sgd", 4, {"allreduce": "halving-doubling"}),
         ("bfloat16", "auto", {}),
-        ("lars", 4, {}),
         ("lars", "auto", {"update": "sharded"}),
     ],
 }
