@@ -222,7 +222,7 @@ def test_a_frozen_rank_is_found_and_a_second_run_is_kept_out(frozen: Frozen, und
     (line,) = frozen.process.err.splitlines()  # nobody was blamed for the time of the suspension
     assert re.fullmatch(
         r"torusgd: rank 1 on \S+ in \w+ of step \d+: no heartbeat for 5 s, frozen or lost; "
-        r"all ranks start again from the checkpoint of step \d+ \(restart 1 of 20\)",
+        r"all ranks start again from the checkpoint of step \d+ \(restart 1 of 10\)",
         line,
     )
     assert not is_alive(frozen.victim)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm.base import CommError
-from ..errors import RunError, UserError
+from ..errors import DiskError, RunError, UserError, is_transient
 
 
 class FailureKind(Enum):
@@ -27,6 +27,8 @@ class FailureKind(Enum):
     """the input is wrong; a new start would not help"""
     RUN_ERROR = "run error"
     """the run can't go on, though the input was right"""
+    DISK_ERROR = "disk error"
+    """a disk, or the network that leads to it, failed on a rank: a new start may help, if it is not the same again"""
     OUTPUT_CLOSED = "output closed"
     """nobody reads what the rank prints"""
     DEFECT = "defect"
@@ -80,6 +82,11 @@ class Failure:
         """The reason lies with another rank."""
         return self.kind is FailureKind.RANK_LOST
 
+    @property
+    def is_of_disk(self) -> bool:
+        """A disk failed where another attempt may help."""
+        return self.kind is FailureKind.DISK_ERROR
+
     def throw(self) -> NoReturn:
         """Raises the error that ends the command with this line and this exit code; a traceback is printed first."""
         print(self.trace, end="", file=sys.stderr)
@@ -131,6 +138,8 @@ def cause_of(failures: Iterable[Failure]) -> Failure | None:
 def _kind_of(error: BaseException) -> FailureKind:
     if isinstance(error, UserError):
         return FailureKind.USER_ERROR
+    if isinstance(error, DiskError) or (isinstance(error, OSError) and is_transient(error)):
+        return FailureKind.DISK_ERROR
     if isinstance(error, RunError):
         return FailureKind.RUN_ERROR
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # Rich makes it an exit

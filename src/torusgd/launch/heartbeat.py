@@ -13,7 +13,9 @@ Two rules say who is late:
   ranks to blame are those that do not wait for others; or all of them, if every rank waits for a message that nobody
   sends.
 
-So healthy ranks may differ by hours, as long as one of them makes progress. Watching costs each watcher one short
+So healthy ranks may differ by hours, as long as one of them makes progress. Until a first unit is done, a rank whose
+process computes has an hour for it. Ranks that wait for a disk are given `Limits.outside` seconds, since a new start
+would not mend it; meanwhile that wait is told. Watching costs each watcher one short
 message a second for all ranks together, and the store N^2 records a second where each of N ranks watches.
 """
 
@@ -38,6 +40,12 @@ QUIET_SECONDS = 2.0
 """without progress, after which a beat carries the rank's stack"""
 UNITS = 10
 """times the longest unit of work that may pass without progress"""
+FIRST_UNIT = 3600.0
+"""seconds that a first unit may take while the rank's process computes"""
+BUSY = 0.1
+"""of one core's time: what a process uses that computes"""
+TOLD = 60.0
+"""seconds after which a wait for something outside the run is told, and again whenever it has doubled"""
 GRACE_SECONDS = 5.0
 """that the main thread has to notice a late rank by itself, before `on_late` is called"""
 _STORE_KEY = "beats"
@@ -54,6 +62,8 @@ class Limits:
     """for all ranks to meet, and from there until a first unit of work is done"""
     stuck: float = 60.0
     """without progress of any rank, at least; math.inf where ranks do not report progress"""
+    outside: float = 600.0
+    """without progress, where ranks wait for a disk"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,11 @@ class Beat:
     """seconds of the longest unit that was finished; 0: none was"""
     waits: bool = False
     """for other ranks"""
+    busy: float = 0.0
+    """share of one core that the process has used since the last progress"""
+    what: str = ""
+    """for which it waits outside the run; empty: for nothing"""
+    where: str = ""
     stack: str = ""
     failed: str = ""
     """why it will not answer any more, in one line"""
@@ -89,6 +104,7 @@ class Heartbeat:
         watched: The ranks to watch: all, this one among them, or none where the launcher watches.
         on_late: Called once, from the thread, if the main thread does not ask `late` although ranks are late: it is
             blocked in a wait that asks nobody.
+        tell: Called from the thread with a line for people, such as what all ranks wait for.
     """
 
     def __init__(
@@ -98,13 +114,15 @@ class Heartbeat:
         limits: Limits,
         watched: Iterable[int] = (),
         on_late: Callable[[list[LateRank]], None] = lambda late: None,
+        tell: Callable[[str], object] = lambda line: None,
     ) -> None:
         own: Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=limits.beat))
         self._store, self._rank, self._limits, self._on_late = PrefixStore(_STORE_KEY, own), rank, limits, on_late
-        self.watch = Watch(own, watched, limits)
+        self.watch, self._tell = Watch(own, watched, limits), tell
         self._main, self._host = threading.get_ident(), socket.gethostname()
         self._place, self._failed, self._ended = ("start", 0, 0), "", False
+        self._outside = "", ""
         self._unit_began: float | None = None
         self._longest = 0.0
         self._units = self._asked = 0  # the thread compares them with those of its last beat
@@ -118,8 +136,12 @@ class Heartbeat:
     def progress(self, phase: str, step: int, unit: int) -> None:
         """See `Liveness`."""
         self._end_unit()
-        self._place, self._unit_began = (phase, step, unit), time.monotonic()
+        self._place, self._unit_began, self._outside = (phase, step, unit), time.monotonic(), ("", "")
         self._units += 1
+
+    def outside(self, what: str, where: str) -> None:
+        """See `Liveness`."""
+        self._unit_began, self._outside = None, (what, where)  # how long a disk takes says nothing of units of work
 
     def late(self) -> list[LateRank]:
         """See `Liveness`."""
@@ -150,15 +172,21 @@ class Heartbeat:
             self._unit_began = None
 
     def _run(self) -> None:
-        idle, lateness, asked = _Unchanged(), _Unchanged(), 0
+        idle, lateness, asked, worked = _Unchanged(), _Unchanged(), 0, time.process_time()
         try:
             for number in count(1):
                 is_last = self._stop.is_set()
-                self._beat(number, idle.seconds(self._units), waits=self._asked != asked)
+                quiet = idle.seconds(self._units)
+                if not quiet:
+                    worked = time.process_time()
+                busy = (time.process_time() - worked) / quiet if quiet else 0.0
+                self._beat(number, quiet, busy, waits=self._asked != asked)
                 if is_last:
                     return
                 asked = self._asked
                 self._late = self.watch.look()
+                if told := self.watch.outside_wait():
+                    self._tell(told)
                 self._rounds = number
                 if lateness.seconds(bool(self._late)) > GRACE_SECONDS and self._late:
                     self._call_on_late()
@@ -173,11 +201,14 @@ class Heartbeat:
             self._is_known = True
             self._on_late(self._late)
 
-    def _beat(self, number: int, idle: float, waits: bool) -> None:
+    def _beat(self, number: int, idle: float, busy: float, waits: bool) -> None:
         phase, step, unit = self._place
         stack = self._stack() if idle > QUIET_SECONDS and not waits else ""
         longest, failed, ended = self._longest, self._failed, self._ended
-        beat = Beat(number, self._host, phase, step, unit, idle, longest, waits, stack, failed, ended)
+        what, where = self._outside
+        beat = Beat(
+            number, self._host, phase, step, unit, idle, longest, waits, busy, what, where, stack, failed, ended
+        )
         self._store.set(str(self._rank), json.dumps(asdict(beat)))
 
     def _stack(self) -> str:
@@ -207,6 +238,7 @@ class Watch:
         """the last of each rank; None before the first"""
         self._silence = {rank: _Unchanged() for rank in self.beats}
         self._seconds = dict.fromkeys(self.beats, 0.0)
+        self._tell_after = TOLD
 
     def look(self) -> list[LateRank]:
         """Reads all beats.
@@ -248,19 +280,43 @@ class Watch:
                 late.append(_late(rank, beat, f"no heartbeat for {self._limits.beat:g} s, frozen or lost"))
         return late
 
+    def outside_wait(self) -> str:
+        """A line that says for what the ranks have waited outside the run since long; empty where there is no news."""
+        working = self._working()
+        idle = min((beat.idle for beat in working.values()), default=0.0)
+        blocked = {rank: beat for rank, beat in working.items() if not beat.waits}
+        if idle < TOLD or not blocked or not all(beat.what for beat in blocked.values()):
+            self._tell_after = TOLD
+            return ""
+        if idle < self._tell_after:
+            return ""
+        self._tell_after = 2 * idle
+        who = "all ranks have" if len(blocked) == len(working) else f"rank {', '.join(map(str, blocked))} has"
+        beat = next(iter(blocked.values()))
+        return f"{who} waited for {beat.what} for {idle:.0f} s: {beat.where}"
+
     def _stuck(self) -> list[LateRank]:
-        beats = {rank: beat for rank, beat in self.beats.items() if not _has_ended(beat)}
-        known = {rank: beat for rank, beat in beats.items() if beat is not None}
-        if not known or len(known) < len(beats):
+        known = self._working()
+        if not known:
             return []
+        blamed = {rank: beat for rank, beat in known.items() if not beat.waits}
         longest = max(beat.longest for beat in known.values())
         limit = max(self._limits.stuck, UNITS * longest if longest else self._limits.start)
+        if blamed and all(beat.what for beat in blamed.values()):
+            limit = max(limit, self._limits.outside)
+        elif not longest and any(beat.busy >= BUSY for beat in blamed.values()):
+            limit = max(limit, FIRST_UNIT)
         idle = min(beat.idle for beat in known.values())
         if idle <= limit:
             return []
-        if blamed := {rank: beat for rank, beat in known.items() if not beat.waits}:
-            return [_late(r, beat, f"no progress for {beat.idle:.0f} s, at {beat.stack}") for r, beat in blamed.items()]
+        if blamed:
+            return [_late(r, beat, f"{_no_progress(beat)}, at {beat.stack}") for r, beat in blamed.items()]
         return [_late(r, beat, f"waits for others since {beat.idle:.0f} s, as all do") for r, beat in known.items()]
+
+    def _working(self) -> dict[int, Beat]:
+        """The last beats of the ranks that have not ended; empty as long as one of them has not begun."""
+        beats = {rank: beat for rank, beat in self.beats.items() if not _has_ended(beat)}
+        return {} if None in beats.values() else {rank: beat for rank, beat in beats.items() if beat is not None}
 
 
 class _Unchanged:
@@ -285,6 +341,12 @@ class _Unchanged:
 
 def _late(rank: int, beat: Beat, why: str) -> LateRank:
     return LateRank(why, rank, beat.host, beat.phase, beat.step)
+
+
+def _no_progress(beat: Beat) -> str:
+    if beat.what:
+        return f"waits for {beat.what} since {beat.idle:.0f} s ({beat.where})"
+    return f"no progress for {beat.idle:.0f} s"
 
 
 def _has_ended(beat: Beat | None) -> bool:

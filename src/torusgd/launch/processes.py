@@ -80,10 +80,14 @@ class Supervisor:
         size: Number of ranks.
         device: `cpu` or `cuda` (rank i has the GPU of that number).
         limits: See `Limits`.
+        tell: Called with a line for people while ranks run, such as what all of them wait for.
     """
 
-    def __init__(self, size: int, device: str, limits: Limits) -> None:
+    def __init__(
+        self, size: int, device: str, limits: Limits, tell: Callable[[str], object] = lambda line: None
+    ) -> None:
         start_forkserver()
+        self._tell = tell
         self.size, self._device, self._limits = size, device, limits
         self._root = serve_store()
         self._processes: dict[int, BaseProcess] = {}
@@ -140,6 +144,8 @@ class Supervisor:
                 return [*ended]
             if late := self._watch.look():
                 return [*late]
+            if told := self._watch.outside_wait():
+                self._tell(told)
 
     def ask_to_stop(self) -> None:
         """Asks the ranks to stop after their step, those of later attempts too."""

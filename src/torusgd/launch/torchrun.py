@@ -134,7 +134,7 @@ class _Member:
         self._name = f"rank {rank} on {socket.gethostname()}"
         self._failures = FailureChannel(store, size)
         self._is_ending = threading.Lock()
-        self.heartbeat = Heartbeat(store, rank, limits, range(size), self._end_in_a_thread)
+        self.heartbeat = Heartbeat(store, rank, limits, range(size), self._end_in_a_thread, self._tell)
 
     def end(self, failure: Failure) -> NoReturn:
         """Ends this process by a failure, which one of the ranks prints.
@@ -190,6 +190,10 @@ class _Member:
         """Keeps this process, which holds the store, until the other ranks have agreed in it."""
         while set(self.heartbeat.watch.present(3 * SILENT_SECONDS)) - {self._rank, *lost}:
             time.sleep(_POLL_SECONDS)
+
+    def _tell(self, line: str) -> None:
+        if self._rank == 0:
+            _print(line)
 
     def _end_in_a_thread(self, late: list[LateRank]) -> None:
         failure = Failure(FailureKind.RANK_LOST, self._rank, socket.gethostname(), "; ".join(map(str, late)))
