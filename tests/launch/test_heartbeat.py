@@ -12,8 +12,9 @@ from torch.distributed import HashStore, Store
 
 from torusgd.comm.liveness import LateRank
 from torusgd.launch import heartbeat
-from torusgd.launch.heartbeat import Beat, Heartbeat, Limits, Watch
+from torusgd.launch.heartbeat import Heartbeat
 from torusgd.launch.processes import serve_store
+from torusgd.launch.roll_call import Beat, Limits, Watch
 
 LIMITS = Limits(beat=30, start=100, stuck=60)
 

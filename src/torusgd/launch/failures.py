@@ -19,6 +19,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ..comm.base import CommError
 from ..errors import DiskError, RunError, UserError, is_transient
 
+MOST_CAUSES = 16
+"""failures that a rank reads to say why all end"""
+
 
 class FailureKind(Enum):
     """Why a rank ended."""
@@ -114,12 +117,24 @@ class FailureChannel:
             torch.distributed.DistError: The store can't be reached.
         """
         self._store.set(str(failure.rank), failure.dump())
+        if not failure.is_loss:
+            self._store.set(f"cause/{self._store.add('causes', 1)}", failure.dump())
         return self._store.check([str(failure.rank)])
 
     def reported(self) -> dict[int, Failure]:
-        """The failures so far, by rank."""
+        """The failures so far, by rank: for the launcher, since it asks for each rank."""
         ranks = [rank for rank in range(self._size) if self._store.check([str(rank)])]
         return {rank: Failure.parse(self._store.get(str(rank)).decode()) for rank in ranks}
+
+    def causes(self) -> list[Failure]:
+        """The first failures that are no mere loss of others: a few, whatever the number of ranks."""
+        count = min(self._store.add("causes", 0), MOST_CAUSES)
+        keys = [f"cause/{number}" for number in range(1, count + 1)]
+        return [Failure.parse(self._store.get(key).decode()) for key in keys if self._store.check([key])]
+
+    def has_reported(self, rank: int) -> bool:
+        """Whether a rank has left a failure."""
+        return self._store.check([str(rank)])
 
     def claim(self, rank: int) -> bool:
         """Whether this rank is the one to print why the run ends: the first that asks, and no other."""

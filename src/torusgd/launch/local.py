@@ -24,8 +24,8 @@ from ..train.events import warn
 from ..train.run import RunResult, finished, train
 from ..train.run_dir import RunDir
 from .failures import Failure, FailureKind
-from .heartbeat import Limits
 from .processes import RankFailed, Supervisor
+from .roll_call import Limits
 
 MAX_RESTARTS = 10
 """without a new checkpoint, each after a longer pause; a new checkpoint makes it as many again"""

@@ -22,7 +22,7 @@ from ..comm.groups import Group
 from ..gradients.reducer import Reducer
 
 EVERY = 10
-"""steps from one comparison to the next"""
+"""steps from one comparison to the next; of more than 100 ranks a tenth of their number"""
 _FIELDS = 5
 _UNIT = 1e-6  # seconds; the notes travel as integers
 _BYTES = 1 << 16
@@ -56,6 +56,8 @@ class Stragglers:
 
     def __init__(self, place: int, size: int, probe: "LinkProbe | None" = None) -> None:
         self._place, self._size, self._probe = place, size, probe
+        # The notes grow with the number of ranks, and a step's share of them must not.
+        self._every = max(EVERY, size // 10)
         self._notes: list[float] = []
         self._last_end = time.perf_counter()
 
@@ -65,13 +67,13 @@ class Stragglers:
         marks = (reducer.first_ready - self._last_end, reducer.last_ready - self._last_end, data_seconds)
         self._notes = [*marks, end - self._last_end, self._probe.seconds if self._probe is not None else 0.0]
         self._last_end = end
-        if self._probe is not None and step % EVERY == EVERY // 2:
+        if self._probe is not None and step % self._every == self._every // 2:
             self._probe.measure()
 
     def message(self, step: int) -> Tensor:
         """int64: this rank's notes of the step before, in its place among all; empty in most steps."""
         # After a resume there is no step before yet, on no rank.
-        if self._size == 1 or not self._notes or step % EVERY:
+        if self._size == 1 or not self._notes or step % self._every:
             return torch.zeros(0, dtype=torch.int64)
         places = torch.zeros(self._size, _FIELDS, dtype=torch.int64)
         places[self._place] = torch.tensor([int(note / _UNIT) for note in self._notes])
