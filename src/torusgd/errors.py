@@ -1,5 +1,6 @@
 """The errors that a user can cause, each one line that says what is wrong, where, and how to mend it."""
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -12,6 +13,26 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A run can't go on though its input was right; the message alone is printed and the exit code is 1."""
+
+
+class DiskError(RunError):
+    """A disk, or the network that leads to it, failed where another attempt may help: worth a restart of the ranks."""
+
+
+_TRANSIENT = {
+    getattr(errno, name, 0)
+    for name in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN",
+                 "ENETUNREACH", "ECONNRESET", "ECONNREFUSED", "ENOTCONN", "ENXIO", "EAGAIN", "EBUSY")
+}  # fmt: skip
+
+
+def is_transient(error: OSError) -> bool:
+    """Whether the same call may well succeed later: errors of a device or of the network, not a missing file.
+
+    >>> is_transient(OSError(errno.EIO, "Input/output error")), is_transient(OSError(errno.ENOENT, "No such file"))
+    (True, False)
+    """
+    return error.errno in _TRANSIENT
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -10,6 +10,8 @@ from .errors import RunError
 from .recipe.schema import Recipe
 
 _DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_SCALE = 2.0**24
+"""to which the loss scale may grow, as in NVIDIA's Apex: where gradients are all zero nothing else would stop it"""
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
@@ -17,7 +19,7 @@ class Precision:
     """Autocast and dynamic loss scaling; the scale is a power of two and part of a checkpoint.
 
     With float16 the loss is scaled up, a step with a non-finite gradient is skipped and halves the scale, and
-    `growth_interval` accepted steps in a row double it.
+    `growth_interval` accepted steps in a row double it, up to 2^24 (as in Apex).
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
@@ -58,7 +60,7 @@ class Precision:
         torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
         self.accepted_in_a_row += 1
         if self.accepted_in_a_row == self._interval:
-            self.loss_scale *= 2.0
+            self.loss_scale = max(self.loss_scale, min(2.0 * self.loss_scale, MOST_SCALE))
             self.accepted_in_a_row = 0
 
     def skip(self, step: int, names: Sequence[str]) -> None:

@@ -36,6 +36,7 @@ PANELS = {
 NEUTRAL = {
     "device": "a plan is of its cluster's devices",
     "checkpoint_every": "a thread writes checkpoints beside the steps; a plan counts none",
+    "checkpoint_minutes": "as checkpoint_every",
     "keep_checkpoints": "of the disk",
     "tensorboard": "rank 0 writes a line a step, which a plan does not count",
     "timeout": "of a rank that is lost; a plan has none",
@@ -51,6 +52,7 @@ CHANGED: dict[str, Any] = {
     "update": "sharded",
     "model_parallel": 4,
     "checkpoint_every": "3st",
+    "checkpoint_minutes": 3.0,
     "keep_checkpoints": 5,
     "tensorboard": True,
     "timeout": 7.0,

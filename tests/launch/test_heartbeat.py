@@ -12,8 +12,9 @@ from torch.distributed import HashStore, Store
 
 from torusgd.comm.liveness import LateRank
 from torusgd.launch import heartbeat
-from torusgd.launch.heartbeat import Beat, Heartbeat, Limits, Watch
+from torusgd.launch.heartbeat import Heartbeat
 from torusgd.launch.processes import serve_store
+from torusgd.launch.roll_call import Beat, Limits, Watch
 
 LIMITS = Limits(beat=30, start=100, stuck=60)
 
@@ -98,6 +99,40 @@ def test_a_rank_that_has_ended_is_not_late_and_one_that_has_failed_is_at_once(cl
     assert clock.watch.present(30) == [0]
     (late,) = clock.look(replace(BEAT, failed="the disk is full"), None)
     assert late.why == "ended: the disk is full"
+
+
+def test_a_wait_for_a_disk_is_told_and_given_up_late(clock: Clock) -> None:
+    reading = replace(BEAT, longest=1.0, what="images", where="/data")
+    told = []
+    for seconds in range(601):
+        beat = replace(reading, idle=float(seconds))
+        assert clock.look(beat, replace(beat, waits=seconds > 300)) == []
+        told.append(clock.watch.outside_wait())
+    assert [line for line in told if line] == [
+        "all ranks have waited for images for 60 s: /data",
+        "all ranks have waited for images for 120 s: /data",
+        "all ranks have waited for images for 240 s: /data",
+        "rank 0 has waited for images for 480 s: /data",
+    ]
+    late = clock.look(replace(reading, idle=601.0), replace(BEAT, longest=1.0, waits=True, idle=601.0))
+    assert [str(each) for each in late] == ["rank 0 on a in train of step 7: waits for images since 601 s (/data), at "]
+    assert clock.look(replace(reading, idle=1.0), reading) == []
+    assert not clock.watch.outside_wait()
+
+
+def test_a_rank_that_computes_has_an_hour_for_its_first_unit_and_one_that_hangs_has_not(clock: Clock) -> None:
+    for seconds in range(3601):
+        busy = replace(BEAT, idle=float(seconds), busy=0.9)
+        assert clock.look(busy, replace(busy, waits=True)) == []
+    assert [
+        late.rank for late in clock.look(replace(BEAT, idle=101.0, busy=0.01), replace(BEAT, idle=101.0, waits=True))
+    ] == [0]
+
+
+def test_a_rank_alone_that_hangs_is_named(clock: Clock) -> None:
+    alone = Watch(clock.store, [0], LIMITS)
+    clock.look(replace(BEAT, longest=1.0, idle=61.0, stack="forward (slow.py:7)"))
+    assert [late.why for late in alone.look()] == ["no progress for 61 s, at forward (slow.py:7)"]
 
 
 @pytest.fixture

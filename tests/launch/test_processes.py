@@ -14,8 +14,8 @@ from torusgd.comm.groups import Group
 from torusgd.comm.liveness import Liveness
 from torusgd.errors import UserError
 from torusgd.launch.failures import Failure, FailureKind
-from torusgd.launch.heartbeat import Limits
 from torusgd.launch.processes import RankFailed, RankFunction, Supervisor
+from torusgd.launch.roll_call import Limits
 from torusgd.signals import StopFlag
 
 SIZE = 2

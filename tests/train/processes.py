@@ -133,14 +133,20 @@ def torusgd_words(out: Path, recipe: Path, *arguments: str | Path) -> list[str]:
     return command("train", recipe, "--out", out, *arguments)
 
 
-def run_alone(out: Path, recipe: Path, *overrides: str, **job: Any) -> dict[str, Any]:
+def run_alone(
+    out: Path, recipe: Path, *overrides: str, fresh: bool = False, options: RuntimeOptions | None = None, **job: Any
+) -> dict[str, Any]:
     """Trains in this process, on one rank and without a launcher; the summary. `job`: fields of `Job`."""
     loaded = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu")
     folder = RunDir(out)
     with folder.lock():
-        folder.claim(loaded, fresh=False)
-        options = RuntimeOptions(checkpoint_every=Duration(4, "st"))
-        run = Run(Job(loaded, options, "cpu", out, **job), group_of(), StopFlag(), restarts=0)
+        folder.claim(loaded, fresh)
+        run = Run(
+            Job(loaded, options or RuntimeOptions(checkpoint_every=Duration(4, "st")), "cpu", out, **job),
+            group_of(),
+            StopFlag(),
+            restarts=0,
+        )
         return run.run().summary
 
 

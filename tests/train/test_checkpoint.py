@@ -1,11 +1,13 @@
 """Checkpoints: whole or not there, checked when read, the newest few kept; a run goes on from the newest good one."""
 
+import errno
 import hashlib
 import json
 import os
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +18,15 @@ import torch
 from safetensors.torch import save_file
 
 from torusgd.errors import RunError, UserError
+from torusgd.recipe.duration import Duration
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.train import checkpoint as checkpoints
 from torusgd.train.build import Job
 from torusgd.train.checkpoint import (
     FILES,
     MANIFEST,
     Checkpoint,
+    CheckpointTimes,
     CheckpointWriter,
     list_checkpoints,
     newest_checkpoint,
@@ -82,32 +87,108 @@ def test_the_one_before_stands_in_for_a_damaged_one(tmp_path: Path, name: str, d
     assert found.step == 4
     assert len(told) == 1
     assert str(tmp_path / "step-00000008") in told[0]
-    assert told[0].endswith("; falling back to step-00000004")
+    assert told[0].endswith("; it is set aside as step-00000008.damaged")
     assert "\n" not in told[0]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000008.damaged"]
 
 
-def test_when_all_are_damaged_it_says_so(tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
     for step in (4, 8):
         write_checkpoint(tmp_path, checkpoint(step), {})
         flip_a_byte(tmp_path / f"step-{step:08d}" / FILES[1])
     told: list[str] = []
-    assert newest_checkpoint(tmp_path, told.append) is None
-    assert told[1].endswith("; none is left: starting from the beginning")
-    assert newest_checkpoint(tmp_path / "none", told.append) is None
+    for _ in range(2):  # the second time they have been set aside before
+        with pytest.raises(RunError, match=r"no good checkpoint is left, 2 damaged ones are set aside; .*--fresh"):
+            newest_checkpoint(tmp_path, told.append)
     assert len(told) == 2
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004.damaged", "step-00000008.damaged"]
+    assert newest_checkpoint(tmp_path / "none", told.append) is None
+    write_checkpoint(tmp_path, checkpoint(8), {})  # a copy of it, put back, is damaged as well
+    flip_a_byte(tmp_path / "step-00000008" / FILES[1])
+    with pytest.raises(RunError):
+        newest_checkpoint(tmp_path, told.append)
+    assert (tmp_path / "step-00000008.damaged-2").is_dir()
 
 
-def test_the_newest_are_kept_and_damaged_later_ones_make_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+def test_a_disk_that_cannot_be_read_now_is_asked_again_and_then_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    for step in (4, 8):
+        write_checkpoint(tmp_path, checkpoint(step), {})
+    monkeypatch.setattr(checkpoints, "READ_PAUSES", (0.0, 0.0))
+    read, errors = Path.read_bytes, [OSError(number, os.strerror(number))] * 2
+
+    def failing(call: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        def ask(path: Path) -> Any:
+            if errors:
+                raise errors.pop()
+            return call(path)
+
+        return ask
+
+    monkeypatch.setattr(Path, "read_bytes", failing(read))
+    found = newest_checkpoint(tmp_path, pytest.fail)
+    assert found is not None
+    assert found.step == 8
+    monkeypatch.setattr(os, "scandir", failing(os.scandir))
+    for _ in ("the list of checkpoints", "a file"):
+        errors[:] = [OSError(number, os.strerror(number))] * 3
+        with pytest.raises(RunError, match=r"can't be read: .*; 3 attempts in 0 s; nothing was changed"):
+            newest_checkpoint(tmp_path, pytest.fail)
+        monkeypatch.undo()
+        monkeypatch.setattr(checkpoints, "READ_PAUSES", (0.0, 0.0))
+        monkeypatch.setattr(Path, "read_bytes", failing(read))
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000008"]
+
+
+def test_the_newest_are_kept_and_nothing_newer_is_deleted(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, 2, {})
     for step in (4, 8, 12):
         writer.save(checkpoint(step))
     writer.wait()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000012", "step-00000008"]
-    flip_a_byte(tmp_path / "step-00000012" / FILES[0])
-    # The run goes on from step 8, and is asked to stop at 10: both good ones must stay.
     writer.save(checkpoint(10))
     writer.close()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000010", "step-00000008"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000012", "step-00000010", "step-00000008"]
+
+
+class SlowDisk:
+    """Takes as long to write as the test lets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release, self.write = threading.Event(), checkpoints.write_checkpoint
+        monkeypatch.setattr(checkpoints, "write_checkpoint", self._write_late)
+
+    def _write_late(self, *arguments: Any) -> Path:
+        assert self.release.wait(60)
+        return self.write(*arguments)
+
+
+def test_a_slow_disk_puts_checkpoints_off_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, writer = SlowDisk(monkeypatch), CheckpointWriter(tmp_path, 2, {})
+    times = CheckpointTimes({4, 8}, 1e9, writer)
+    assert [step for step in range(1, 5) if times.is_due(step)] == [4]
+    writer.save(checkpoint(4))
+    times.taken()
+    assert not times.is_due(7)
+    assert times.is_due(8)  # a write of a moment is waited for
+    monkeypatch.setattr(checkpoints, "WRITE_PATIENCE", 0.0)
+    assert not times.is_due(9)
+    told: list[float] = []
+
+    def progress(seconds: float) -> None:
+        told.append(seconds)
+        disk.release.set()
+
+    writer.wait(progress)
+    assert told
+    assert times.is_due(10)  # that of step 8, late
+    times.taken()
+    assert not times.is_due(11)
+    assert CheckpointTimes((), 0.0, writer).is_due(11)  # by the time alone
+    writer.close()
 
 
 def test_a_snapshot_is_taken_at_once_and_written_aside(tmp_path: Path) -> None:
@@ -164,7 +245,7 @@ def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return results(run_alone(tmp_path_factory.mktemp("whole") / "out", recipe))
 
 
-@pytest.mark.parametrize(("damaged", "resumed_from"), [((), 15), ((15,), 12), ((12, 15), 0)])
+@pytest.mark.parametrize(("damaged", "resumed_from"), [((), 15), ((15,), 12)])
 def test_more_steps_go_on_from_the_newest_good_checkpoint_to_the_same_weights(
     tmp_path: Path, recipe: Path, half_way: Path, undisturbed: dict[str, Any], damaged: tuple[int, ...],
     resumed_from: int, capsys: pytest.CaptureFixture[str],
@@ -180,7 +261,26 @@ def test_more_steps_go_on_from_the_newest_good_checkpoint_to_the_same_weights(
     assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step-00000030", "step-00000028"]
     heard = capsys.readouterr().err
     assert heard.count("model.safetensors is damaged (its SHA-256 is not the manifest's)") == len(damaged)
-    assert ("starting from the beginning" in heard) == (len(damaged) == 2)
+
+
+def test_a_run_without_a_good_checkpoint_begins_anew_only_when_told_to(
+    tmp_path: Path, recipe: Path, half_way: Path, undisturbed: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    for path in list_checkpoints(out / "checkpoints"):
+        flip_a_byte(path / FILES[0])
+    with pytest.raises(RunError, match=r"no good checkpoint is left"):
+        run_alone(out, recipe)
+    told = run_alone(out, recipe, fresh=True)
+    assert (results(told), told["resumed_from"]) == (undisturbed, 0)
+    assert not list((out / "checkpoints").glob("*.damaged"))
+
+
+def test_checkpoints_come_by_the_clock_too(tmp_path: Path, recipe: Path) -> None:
+    options = RuntimeOptions(checkpoint_every=Duration(20, "st"), checkpoint_minutes=1e-9, keep_checkpoints=9)
+    run_alone(tmp_path, recipe, options=options, max_steps=5)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path / "checkpoints")] == ["5", "4", "3", "2", "1"]
 
 
 def test_fewer_steps_than_done_are_refused(tmp_path: Path, recipe: Path, half_way: Path) -> None:

@@ -3,9 +3,13 @@
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from torusgd.train.stragglers import EVERY, Stragglers, slowest
+from torusgd.comm.groups import group_of
+from torusgd.train.stragglers import EVERY, LinkProbe, Stragglers, slowest
+
+from ..comm.gloo_world import run_ranks
 
 
 def compare(ranks: list[tuple[float, float, float]], links: list[float] | None = None):
@@ -49,3 +53,19 @@ def test_most_steps_carry_no_notes() -> None:
     assert [step for step in range(1, 3 * EVERY) if lateness.message(step).numel()] == [EVERY, 2 * EVERY]
     assert not Stragglers(0, 1).message(EVERY).numel()
     assert slowest(torch.zeros(0, dtype=torch.int64)) is None
+
+
+def _probe_and_close(pause: float) -> float:
+    world = group_of()
+    probe = LinkProbe(world)
+    for _ in range(2):
+        probe.measure()
+        time.sleep(pause * world.rank)
+    # A rank that closes while a neighbour has begun to measure must not leave it waiting for its part.
+    probe.close()
+    return probe.seconds
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_probe_that_is_closed_ends_on_all_ranks_with_what_it_was_asked_for(size: int) -> None:
+    assert min(run_ranks(size, _probe_and_close, 0.02)) > 0

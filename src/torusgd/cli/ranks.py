@@ -10,8 +10,8 @@ import torch
 
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
-from ..launch.heartbeat import Limits
 from ..launch.processes import RankFailed, Supervisor
+from ..launch.roll_call import Limits
 from ..launch.torchrun import run_joined
 from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions

@@ -36,6 +36,12 @@ def train(
         str | None,
         Option("--checkpoint-every", help="Such as 50st, 1ep, 1e6sa. Default: 1ep.", rich_help_panel=OUTPUT),
     ] = None,
+    checkpoint_minutes: Annotated[
+        float | None,
+        Option(
+            "--checkpoint-minutes", help="And after so many minutes at the latest. Default: 10.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
     tensorboard: Annotated[
         bool, Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUT)
     ] = False,
@@ -57,7 +63,12 @@ def train(
     from ..train.compare_plan import PlanComparison
 
     asked, block = load_recipe(recipe, overrides or [])
-    options = runtime.over(block, checkpoint_every=checkpoint_every, tensorboard=tensorboard or None)
+    options = runtime.over(
+        block,
+        checkpoint_every=checkpoint_every,
+        checkpoint_minutes=checkpoint_minutes,
+        tensorboard=tensorboard or None,
+    )
     device = resolve_device(options)
     if init is not None and not init.is_file():
         raise UserError(f"--init {init}: no such file")

@@ -1,8 +1,10 @@
 """Runs rounds over a Gloo group: point-to-point messages between CPU tensors, in the background.
 
-A Gloo send waits until the receiver has announced its buffer. So all receives of an all-reduce are posted when it
-starts, and every round but the first costs one latency instead of two. Several all-reduces, and the chunks of one, are
-on their way at the same time: both sides of a message derive its tag from the order of calls, the round and the chunk.
+A Gloo send waits until the receiver has announced its buffer. So receives are posted AHEAD turns before their messages
+are waited for, those of a short all-reduce all when it starts, and every round but the first costs one latency instead
+of two. A ring of thousands of ranks has tens of thousands of turns, so not all are posted at once. Several all-reduces,
+and the chunks of one, are on their way at the same time: both sides of a message derive its tag from the order of
+calls, the round and the chunk.
 
 CUDA tensors travel by way of pinned memory of the host (`StagedEngine`).
 """
@@ -10,6 +12,7 @@ CUDA tensors travel by way of pinned memory of the host (`StagedEngine`).
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +25,8 @@ from .rounds import Message, Round
 
 LANES = 2
 """threads that carry messages; an all-reduce stays in one lane, so that a short one need not wait for a long one"""
+AHEAD = 128
+"""turns of a sum whose receives are posted before their messages are waited for"""
 _SCHEDULES_KEPT = 256
 _SUMS_AT_ONCE = 1 << 12
 _TAGS = 1 << 18
@@ -29,6 +34,10 @@ _TAGS = 1 << 18
 
 Tagged = tuple[tuple[Message, int], ...]
 """messages, each with its tag within the sum"""
+
+
+_Received = list[tuple[Work, torch.Tensor | None, torch.Tensor]]
+"""of a turn: each receive, the scratch memory that it fills if it is to be added, and its elements"""
 
 
 class _Turn(NamedTuple):
@@ -87,7 +96,7 @@ def _weave(rounds: list[list[Round]]) -> list[_Turn]:
 
 
 class _Sum:
-    """The work of one tensor, with all its receives posted: `run` in a lane, `wait` on the caller's thread."""
+    """The work of one tensor, with its first receives posted: `run` in a lane, `wait` on the caller's thread."""
 
     def __init__(self, group: Group, tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
         self._group, self._tensor, self._turns, self._tag = group, tensor, turns, tag
@@ -95,22 +104,26 @@ class _Sum:
         self._error: Exception | None = None
         self._ended = 0.0
         elements = sum(m.high - m.low for turn in turns for m, _ in turn.adds)
-        scratch = torch.empty(elements, dtype=tensor.dtype)
-        free = 0
-        self._received: list[list[tuple[Work, torch.Tensor | None, torch.Tensor]]] = []
-        """for each turn: the receive, the scratch memory that it fills if it is to be added, and its elements"""
-        for turn in turns:
-            received: list[tuple[Work, torch.Tensor | None, torch.Tensor]] = []
-            for message, nth in turn.adds:
-                target = scratch[free : free + message.high - message.low]
-                free += target.numel()
-                received.append((group.receive(target, message.peer, tag + nth), target, self._elements(message)))
-            for message, nth in turn.copies:
-                # Straight into the tensor, before our own turn: a final sum of these elements can't come before what we
-                # sent of them has arrived.
-                elements_in_place = self._elements(message)
-                received.append((group.receive(elements_in_place, message.peer, tag + nth), None, elements_in_place))
-            self._received.append(received)
+        self._scratch, self._free = torch.empty(elements, dtype=tensor.dtype), 0
+        self._posted: deque[_Received] = deque()
+        """of the turns that come next"""
+        for turn in turns[:AHEAD]:
+            self._post(turn)
+
+    def _post(self, turn: _Turn) -> None:
+        received: _Received = []
+        for message, nth in turn.adds:
+            target = self._scratch[self._free : self._free + message.high - message.low]
+            self._free += target.numel()
+            work = self._group.receive(target, message.peer, self._tag + nth)
+            received.append((work, target, self._elements(message)))
+        for message, nth in turn.copies:
+            # Straight into the tensor, before our own turn: a final sum of these elements can't come before what we
+            # sent of them has arrived.
+            elements_in_place = self._elements(message)
+            work = self._group.receive(elements_in_place, message.peer, self._tag + nth)
+            received.append((work, None, elements_in_place))
+        self._posted.append(received)
 
     def _elements(self, message: Message) -> torch.Tensor:
         return self._tensor[message.low : message.high]
@@ -121,13 +134,16 @@ class _Sum:
             self._run_turns()
         except Exception as error:
             self._error = error
-        self._received = []
+        self._posted.clear()
         self._ended = time.perf_counter()
         self._finished.set()
 
     def _run_turns(self) -> None:
         sent: dict[int, list[Work]] = {turn.chunk: [] for turn in self._turns}
-        for turn, received in zip(self._turns, self._received, strict=True):
+        for number, turn in enumerate(self._turns):
+            if number + AHEAD < len(self._turns):
+                self._post(self._turns[number + AHEAD])
+            received = self._posted.popleft()
             if turn.rewrites:
                 while sent[turn.chunk]:
                     sent[turn.chunk].pop().wait()

@@ -42,6 +42,9 @@ class Liveness(Protocol):
     def progress(self, phase: str, step: int, unit: int) -> None:
         """This rank begins a unit (a virtual worker, a bucket) of a phase (such as `forward`) of a step."""
 
+    def outside(self, what: str, where: str) -> None:
+        """Until its next progress this rank waits for a disk, or what else is outside the run: (`images`, `/data`)."""
+
     def late(self) -> list[LateRank]:
         """The ranks for which nobody needs to wait any longer; a wait asks it every `monitor.SLICE` seconds."""
 
@@ -50,6 +53,9 @@ class NoLiveness:
     """Knows of no late rank, ever: waits end by the timeout of their group."""
 
     def progress(self, phase: str, step: int, unit: int) -> None:
+        """Does nothing."""
+
+    def outside(self, what: str, where: str) -> None:
         """Does nothing."""
 
     def late(self) -> list[LateRank]:

@@ -1,11 +1,15 @@
 """The order of training samples: an endless stream whose whole state is the number of samples consumed."""
 
-from functools import lru_cache
+import threading
+from concurrent.futures import Future
 
 import numpy as np
 
 from ..rng import ORDER, keyed_permutation
 from .types import Int64
+
+EARLY = 0.9
+"""share of an epoch after which the permutation of the next one is made, so that nobody waits for it at the edge"""
 
 
 class StreamOrder:
@@ -39,8 +43,8 @@ class StreamOrder:
             raise ValueError(f"length: a stream needs at least 1 sample an epoch, got {length}")
         self.length = length
         self.seed = seed
-        # A batch may span two epochs, so the last two permutations are kept.
-        self._permutation = lru_cache(maxsize=2)(self.permutation)
+        self._epochs: dict[int, Future[Int64]] = {}
+        self._lock = threading.Lock()
 
     def permutation(self, epoch: int) -> Int64:
         """The indices of one epoch, int64 [length]."""
@@ -59,5 +63,23 @@ class StreamOrder:
         indices = np.empty(count, dtype=np.int64)
         for epoch in range(start // self.length, -(-(start + count) // self.length)):
             here = epochs == epoch
-            indices[here] = self._permutation(epoch)[offsets[here]]
+            indices[here] = self._made(epoch).result()[offsets[here]]
+        if count and offsets[-1] >= EARLY * self.length:
+            self._made(int(epochs[-1]) + 1)
         return indices, epochs
+
+    def _made(self, epoch: int) -> "Future[Int64]":
+        """A permutation that is made, or being made by one thread, however many ask for it."""
+        with self._lock:
+            if epoch not in self._epochs:
+                # A batch may span two epochs, and the next one is made ahead: three are kept.
+                self._epochs = {kept: made for kept, made in self._epochs.items() if abs(kept - epoch) <= 1}
+                made = self._epochs[epoch] = Future[Int64]()
+                threading.Thread(target=self._make, args=(epoch, made), daemon=True).start()
+            return self._epochs[epoch]
+
+    def _make(self, epoch: int, made: "Future[Int64]") -> None:
+        try:
+            made.set_result(self.permutation(epoch))
+        except BaseException as error:
+            made.set_exception(error)

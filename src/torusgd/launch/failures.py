@@ -17,7 +17,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm.base import CommError
-from ..errors import RunError, UserError
+from ..errors import DiskError, RunError, UserError, is_transient
+
+MOST_CAUSES = 16
+"""failures that a rank reads to say why all end"""
 
 
 class FailureKind(Enum):
@@ -27,6 +30,8 @@ class FailureKind(Enum):
     """the input is wrong; a new start would not help"""
     RUN_ERROR = "run error"
     """the run can't go on, though the input was right"""
+    DISK_ERROR = "disk error"
+    """a disk, or the network that leads to it, failed on a rank: a new start may help, if it is not the same again"""
     OUTPUT_CLOSED = "output closed"
     """nobody reads what the rank prints"""
     DEFECT = "defect"
@@ -80,6 +85,11 @@ class Failure:
         """The reason lies with another rank."""
         return self.kind is FailureKind.RANK_LOST
 
+    @property
+    def is_of_disk(self) -> bool:
+        """A disk failed where another attempt may help."""
+        return self.kind is FailureKind.DISK_ERROR
+
     def throw(self) -> NoReturn:
         """Raises the error that ends the command with this line and this exit code; a traceback is printed first."""
         print(self.trace, end="", file=sys.stderr)
@@ -107,12 +117,24 @@ class FailureChannel:
             torch.distributed.DistError: The store can't be reached.
         """
         self._store.set(str(failure.rank), failure.dump())
+        if not failure.is_loss:
+            self._store.set(f"cause/{self._store.add('causes', 1)}", failure.dump())
         return self._store.check([str(failure.rank)])
 
     def reported(self) -> dict[int, Failure]:
-        """The failures so far, by rank."""
+        """The failures so far, by rank: for the launcher, since it asks for each rank."""
         ranks = [rank for rank in range(self._size) if self._store.check([str(rank)])]
         return {rank: Failure.parse(self._store.get(str(rank)).decode()) for rank in ranks}
+
+    def causes(self) -> list[Failure]:
+        """The first failures that are no mere loss of others: a few, whatever the number of ranks."""
+        count = min(self._store.add("causes", 0), MOST_CAUSES)
+        keys = [f"cause/{number}" for number in range(1, count + 1)]
+        return [Failure.parse(self._store.get(key).decode()) for key in keys if self._store.check([key])]
+
+    def has_reported(self, rank: int) -> bool:
+        """Whether a rank has left a failure."""
+        return self._store.check([str(rank)])
 
     def claim(self, rank: int) -> bool:
         """Whether this rank is the one to print why the run ends: the first that asks, and no other."""
@@ -131,6 +153,8 @@ def cause_of(failures: Iterable[Failure]) -> Failure | None:
 def _kind_of(error: BaseException) -> FailureKind:
     if isinstance(error, UserError):
         return FailureKind.USER_ERROR
+    if isinstance(error, DiskError) or (isinstance(error, OSError) and is_transient(error)):
+        return FailureKind.DISK_ERROR
     if isinstance(error, RunError):
         return FailureKind.RUN_ERROR
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # Rich makes it an exit

@@ -1,20 +1,7 @@
-"""Heartbeats: which ranks are alive, and which of them make progress.
+"""Heartbeats: each rank tells, about once a second, that it is alive and what it is doing.
 
-A rank beats about once a second from a thread of its own, whatever its main thread is doing. A beat is a short JSON
-record under the rank's key of the ranks' common store: a number that grows, what the rank did last, how long ago that
-was, whether it is waiting for others, and its stack if it has been quiet for a while. Whoever watches reads the records
-of all ranks and compares them with those it read before, by its own clock; the clocks of the hosts need not agree.
-
-Two rules say who is late:
-
-- A rank without a new beat for `Limits.beat` seconds is frozen or lost.
-- If no rank at all has made progress for ten times the longest unit of work that any has finished, and at least for
-  `Limits.stuck` seconds, the run is stuck. In synchronous training a hung rank stops all others within a step, so the
-  ranks to blame are those that do not wait for others; or all of them, if every rank waits for a message that nobody
-  sends.
-
-So healthy ranks may differ by hours, as long as one of them makes progress. Watching costs each watcher one short
-message a second for all ranks together, and the store N^2 records a second where each of N ranks watches.
+A rank beats from a thread of its own, whatever its main thread is doing. A beat is a short JSON record under the rank's
+key of the ranks' common store (`roll_call.Beat`); `roll_call` says who reads the beats and who is late.
 """
 
 import json
@@ -23,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -31,51 +18,13 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm.liveness import LateRank
+from .roll_call import BEAT_SECONDS, STORE_KEY, Beat, Follower, Limits, Unchanged, Watch
 
-BEAT_SECONDS = 1.0
-"""from one beat to the next, and from one look at the others' beats to the next"""
 QUIET_SECONDS = 2.0
 """without progress, after which a beat carries the rank's stack"""
-UNITS = 10
-"""times the longest unit of work that may pass without progress"""
 GRACE_SECONDS = 5.0
 """that the main thread has to notice a late rank by itself, before `on_late` is called"""
-_STORE_KEY = "beats"
 _FRAMES = 6
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds after which ranks are given up."""
-
-    beat: float = 30.0
-    """without a heartbeat"""
-    start: float = 120.0
-    """for all ranks to meet, and from there until a first unit of work is done"""
-    stuck: float = 60.0
-    """without progress of any rank, at least; math.inf where ranks do not report progress"""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """What a rank says about itself."""
-
-    number: int
-    host: str
-    phase: str = ""
-    step: int = 0
-    unit: int = 0
-    idle: float = 0.0
-    """seconds since the last progress"""
-    longest: float = 0.0
-    """seconds of the longest unit that was finished; 0: none was"""
-    waits: bool = False
-    """for other ranks"""
-    stack: str = ""
-    failed: str = ""
-    """why it will not answer any more, in one line"""
-    ended: bool = False
-    """nobody needs to wait for it"""
 
 
 class Heartbeat:
@@ -86,9 +35,11 @@ class Heartbeat:
             another thread would hold up the beats.
         rank: Of this process.
         limits: See `Limits`.
-        watched: The ranks to watch: all, this one among them, or none where the launcher watches.
+        watched: The ranks to watch: all, this one among them, where this rank calls the roll; else none.
         on_late: Called once, from the thread, if the main thread does not ask `late` although ranks are late: it is
             blocked in a wait that asks nobody.
+        tell: Called from the thread with a line for people, such as what all ranks wait for.
+        follows: The rank that calls the roll; None: this one, or the launcher.
     """
 
     def __init__(
@@ -98,19 +49,25 @@ class Heartbeat:
         limits: Limits,
         watched: Iterable[int] = (),
         on_late: Callable[[list[LateRank]], None] = lambda late: None,
+        tell: Callable[[str], object] = lambda line: None,
+        follows: int | None = None,
     ) -> None:
         own: Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=limits.beat))
-        self._store, self._rank, self._limits, self._on_late = PrefixStore(_STORE_KEY, own), rank, limits, on_late
-        self.watch = Watch(own, watched, limits)
+        self._store, self._rank, self._limits, self._on_late = PrefixStore(STORE_KEY, own), rank, limits, on_late
+        self.watch: Watch | Follower = (
+            Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)
+        )
+        self._tell = tell
         self._main, self._host = threading.get_ident(), socket.gethostname()
         self._place, self._failed, self._ended = ("start", 0, 0), "", False
+        self._outside = "", ""
         self._unit_began: float | None = None
         self._longest = 0.0
         self._units = self._asked = 0  # the thread compares them with those of its last beat
         self._late: list[LateRank] = []
         self._is_known = False  # to the main thread, that ranks are late
-        self._rounds, self._thread_silence = 0, _Unchanged()
+        self._rounds, self._thread_silence = 0, Unchanged()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="torusgd-heartbeat")
         self._thread.start()
@@ -118,8 +75,12 @@ class Heartbeat:
     def progress(self, phase: str, step: int, unit: int) -> None:
         """See `Liveness`."""
         self._end_unit()
-        self._place, self._unit_began = (phase, step, unit), time.monotonic()
+        self._place, self._unit_began, self._outside = (phase, step, unit), time.monotonic(), ("", "")
         self._units += 1
+
+    def outside(self, what: str, where: str) -> None:
+        """See `Liveness`."""
+        self._unit_began, self._outside = None, (what, where)  # how long a disk takes says nothing of units of work
 
     def late(self) -> list[LateRank]:
         """See `Liveness`."""
@@ -150,15 +111,23 @@ class Heartbeat:
             self._unit_began = None
 
     def _run(self) -> None:
-        idle, lateness, asked = _Unchanged(), _Unchanged(), 0
+        idle, lateness, asked, worked = Unchanged(), Unchanged(), 0, time.process_time()
         try:
             for number in count(1):
                 is_last = self._stop.is_set()
-                self._beat(number, idle.seconds(self._units), waits=self._asked != asked)
+                quiet = idle.seconds(self._units)
+                if not quiet:
+                    worked = time.process_time()
+                busy = (time.process_time() - worked) / quiet if quiet else 0.0
+                self._beat(number, quiet, busy, waits=self._asked != asked)
                 if is_last:
+                    self.watch.publish(is_last=True)
                     return
                 asked = self._asked
                 self._late = self.watch.look()
+                self.watch.publish()
+                if told := self.watch.outside_wait():
+                    self._tell(told)
                 self._rounds = number
                 if lateness.seconds(bool(self._late)) > GRACE_SECONDS and self._late:
                     self._call_on_late()
@@ -173,11 +142,14 @@ class Heartbeat:
             self._is_known = True
             self._on_late(self._late)
 
-    def _beat(self, number: int, idle: float, waits: bool) -> None:
+    def _beat(self, number: int, idle: float, busy: float, waits: bool) -> None:
         phase, step, unit = self._place
         stack = self._stack() if idle > QUIET_SECONDS and not waits else ""
         longest, failed, ended = self._longest, self._failed, self._ended
-        beat = Beat(number, self._host, phase, step, unit, idle, longest, waits, stack, failed, ended)
+        what, where = self._outside
+        beat = Beat(
+            number, self._host, phase, step, unit, idle, longest, waits, busy, what, where, stack, failed, ended
+        )
         self._store.set(str(self._rank), json.dumps(asdict(beat)))
 
     def _stack(self) -> str:
@@ -190,105 +162,6 @@ class Heartbeat:
                 shown.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
             frame = frame.f_back
         return " < ".join(shown)
-
-
-class Watch:
-    """Reads the beats of some ranks, about once a second, and says who is late.
-
-    Args:
-        store: As for `Heartbeat`; this thread's connection.
-        ranks: To watch.
-        limits: See `Limits`.
-    """
-
-    def __init__(self, store: Store, ranks: Iterable[int], limits: Limits) -> None:
-        self._store, self._limits = PrefixStore(_STORE_KEY, store), limits
-        self.beats: dict[int, Beat | None] = dict.fromkeys(ranks)
-        """the last of each rank; None before the first"""
-        self._silence = {rank: _Unchanged() for rank in self.beats}
-        self._seconds = dict.fromkeys(self.beats, 0.0)
-
-    def look(self) -> list[LateRank]:
-        """Reads all beats.
-
-        Returns:
-            The ranks that are late by now.
-
-        Raises:
-            torch.distributed.DistError: The store can't be reached.
-        """
-        present = [r for r, beat in self.beats.items() if beat is not None or self._store.check([str(r)])]
-        for rank, record in zip(present, self._store.multi_get([*map(str, present)]) if present else [], strict=True):
-            self.beats[rank] = Beat(**json.loads(record))
-        for rank, beat in self.beats.items():
-            self._seconds[rank] = self._silence[rank].seconds(beat)
-        return self._silent() or self._stuck()
-
-    def silent(self, seconds: float) -> list[int]:
-        """The ranks that have not beaten for so long, and have not ended in good order."""
-        return [r for r, quiet in self._seconds.items() if quiet > seconds and not self._is_over(r)]
-
-    def present(self, seconds: float) -> list[int]:
-        """The ranks that have beaten within so many seconds, and have not ended."""
-        return [r for r, quiet in self._seconds.items() if quiet <= seconds and not _has_ended(self.beats[r])]
-
-    def _is_over(self, rank: int) -> bool:
-        beat = self.beats[rank]
-        return beat is not None and (beat.ended or bool(beat.failed))
-
-    def _silent(self) -> list[LateRank]:
-        late = []
-        for rank, beat in self.beats.items():
-            quiet = self._seconds[rank]
-            if beat is None and quiet > self._limits.start:
-                late.append(LateRank(f"has not begun within {self._limits.start:g} s", rank))
-            elif beat is not None and beat.failed:
-                late.append(_late(rank, beat, f"ended: {beat.failed}"))
-            elif beat is not None and not beat.ended and quiet > self._limits.beat:
-                late.append(_late(rank, beat, f"no heartbeat for {self._limits.beat:g} s, frozen or lost"))
-        return late
-
-    def _stuck(self) -> list[LateRank]:
-        beats = {rank: beat for rank, beat in self.beats.items() if not _has_ended(beat)}
-        known = {rank: beat for rank, beat in beats.items() if beat is not None}
-        if not known or len(known) < len(beats):
-            return []
-        longest = max(beat.longest for beat in known.values())
-        limit = max(self._limits.stuck, UNITS * longest if longest else self._limits.start)
-        idle = min(beat.idle for beat in known.values())
-        if idle <= limit:
-            return []
-        if blamed := {rank: beat for rank, beat in known.items() if not beat.waits}:
-            return [_late(r, beat, f"no progress for {beat.idle:.0f} s, at {beat.stack}") for r, beat in blamed.items()]
-        return [_late(r, beat, f"waits for others since {beat.idle:.0f} s, as all do") for r, beat in known.items()]
-
-
-class _Unchanged:
-    """For how long a value has not changed, by this process' clock.
-
-    Not more than two beats are counted from one question to the next: a process that was suspended itself (Ctrl-Z, a
-    laptop's lid) blames nobody for the time that it did not look.
-    """
-
-    def __init__(self) -> None:
-        self._value: object = None
-        self._asked = time.monotonic()
-        self._seconds = 0.0
-
-    def seconds(self, value: object) -> float:
-        """Seconds since the value became what it is."""
-        now = time.monotonic()
-        self._seconds = self._seconds + min(now - self._asked, 2 * BEAT_SECONDS) if value == self._value else 0.0
-        self._value, self._asked = value, now
-        return self._seconds
-
-
-def _late(rank: int, beat: Beat, why: str) -> LateRank:
-    return LateRank(why, rank, beat.host, beat.phase, beat.step)
-
-
-def _has_ended(beat: Beat | None) -> bool:
-    return beat is not None and beat.ended
 
 
 def _unreachable(reason: str) -> LateRank:

@@ -1,11 +1,12 @@
 """A run on ranks of this machine, started again from the last checkpoint when a rank is lost.
 
-All ranks start again when one dies, freezes or hangs. A user's mistake, a defect, or a run that can't go on ends them
-all with one line.
+All ranks start again when one dies, freezes, hangs, or can't read a disk. A user's mistake, a defect, or a run that
+can't go on ends them all with one line.
 """
 
 import gc
 import signal
+import time
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -22,10 +23,13 @@ from ..train.checkpoint import list_checkpoints
 from ..train.events import warn
 from ..train.run import RunResult, finished, train
 from ..train.run_dir import RunDir
-from .heartbeat import Limits
+from .failures import Failure, FailureKind
 from .processes import RankFailed, Supervisor
+from .roll_call import Limits
 
-MAX_RESTARTS = 20
+MAX_RESTARTS = 10
+"""without a new checkpoint, each after a longer pause; a new checkpoint makes it as many again"""
+LONGEST_PAUSE = 60.0
 STOP_SECONDS = 120
 """for a step and a checkpoint after a signal; then the ranks are ended as they are"""
 
@@ -52,28 +56,67 @@ def limits_of(job: Job) -> Limits:
 
 def last_checkpoint(folder: RunDir) -> str:
     """From where the same command goes on."""
-    last = next(iter(list_checkpoints(folder.checkpoints)), None)
+    try:
+        last = next(iter(list_checkpoints(folder.checkpoints)), None)
+    except OSError:
+        return "the last checkpoint"
     return f"the checkpoint of step {int(last.name.removeprefix('step-'))}" if last else "the beginning"
+
+
+class Restarts:
+    """How often ranks are started again, and after what pause: as long as new checkpoints come, for ever."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.in_vain = 0
+        """since the last new checkpoint"""
+        self._reached = ""
+        self._last_kind: FailureKind | None = None
+
+    def pause(self, failure: Failure, reached: str) -> float | None:
+        """Seconds to wait before the next start; None: the run ends with this failure.
+
+        Args:
+            failure: Why the ranks ended.
+            reached: `last_checkpoint`; another one than before is progress.
+        """
+        has_progressed = reached != self._reached
+        is_same = failure.kind is self._last_kind and not has_progressed
+        self._reached, self._last_kind = reached, failure.kind
+        self.in_vain = 0 if has_progressed else self.in_vain
+        # What a disk could not read twice it will not read the third time; a lost rank is another one each time.
+        if self.in_vain == MAX_RESTARTS or not (failure.is_loss or (failure.is_of_disk and not is_same)):
+            return None
+        self.total, self.in_vain = self.total + 1, self.in_vain + 1
+        return 0.0 if self.in_vain == 1 else min(2.0 ** (self.in_vain - 2), LONGEST_PAUSE)
 
 
 def _supervise(job: Job, workers: int, folder: RunDir) -> RunResult:
     """Runs the ranks until they end well or for good."""
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
-    lost = ""
-    with Supervisor(workers, job.device, limits_of(job)) as supervisor:
-        for restarts in range(MAX_RESTARTS + 1):
-            if lost:
-                goes_on = f"all ranks start again from {last_checkpoint(folder)}"
-                warn(f"{lost}; {goes_on} (restart {restarts} of {MAX_RESTARTS})")
+    restarts, pause = Restarts(), 0.0
+    with Supervisor(workers, job.device, limits_of(job), warn) as supervisor:
+        while True:
             try:
+                time.sleep(pause)
                 with asking_to_stop(supervisor.ask_to_stop, STOP_SECONDS) as stop:
-                    results = [RunResult(**tree) for tree in supervisor.run(partial(_train_rank, job), restarts)]
+                    results = [RunResult(**tree) for tree in supervisor.run(partial(_train_rank, job), restarts.total)]
             except RankFailed as error:
-                if not error.failure.is_loss:
-                    error.failure.throw()
-                if stop():
+                failure, in_vain = error.failure, restarts.in_vain
+                if failure.is_loss and stop():
                     return _stopped(stop.signal, folder)
-                lost = error.failure.text
+                again = restarts.pause(failure, last_checkpoint(folder))
+                if again is None and failure.is_loss:
+                    raise RunError(
+                        f"{failure.text}, after {in_vain} restarts without a new checkpoint; {last_checkpoint(folder)} "
+                        "is good"
+                    ) from None
+                if again is None:
+                    failure.throw()
+                pause = again
+                after = f" in {pause:g} s" if pause else ""
+                goes_on = f"all ranks start again{after} from {last_checkpoint(folder)}"
+                warn(f"{failure.text}; {goes_on} (restart {restarts.in_vain} of {MAX_RESTARTS})")
             except Stopped as broken:
                 return _stopped(broken.number, folder)
             else:
@@ -81,7 +124,6 @@ def _supervise(job: Job, workers: int, folder: RunDir) -> RunResult:
                 return _stopped(stop.signal or number, folder) if number else results[0]
             finally:
                 _show_cursor()
-    raise RunError(f"{lost}, after {MAX_RESTARTS} restarts; {last_checkpoint(folder)} is good")
 
 
 def _train_rank(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any]:

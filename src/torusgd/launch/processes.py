@@ -31,7 +31,8 @@ from ..comm.liveness import LateRank, Liveness
 from ..signals import StopFlag, die_with_launcher, held_back
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import start_forkserver
-from .heartbeat import BEAT_SECONDS, Heartbeat, Limits, Watch
+from .heartbeat import Heartbeat
+from .roll_call import BEAT_SECONDS, Limits, Watch
 
 RankFunction = Callable[[Group, StopFlag, int, Liveness], Any]
 """what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value"""
@@ -80,10 +81,14 @@ class Supervisor:
         size: Number of ranks.
         device: `cpu` or `cuda` (rank i has the GPU of that number).
         limits: See `Limits`.
+        tell: Called with a line for people while ranks run, such as what all of them wait for.
     """
 
-    def __init__(self, size: int, device: str, limits: Limits) -> None:
+    def __init__(
+        self, size: int, device: str, limits: Limits, tell: Callable[[str], object] = lambda line: None
+    ) -> None:
         start_forkserver()
+        self._tell = tell
         self.size, self._device, self._limits = size, device, limits
         self._root = serve_store()
         self._processes: dict[int, BaseProcess] = {}
@@ -140,6 +145,8 @@ class Supervisor:
                 return [*ended]
             if late := self._watch.look():
                 return [*late]
+            if told := self._watch.outside_wait():
+                self._tell(told)
 
     def ask_to_stop(self) -> None:
         """Asks the ranks to stop after their step, those of later attempts too."""
@@ -228,8 +235,10 @@ def meet(store: Store, rank: int, size: int, device: str, *, seconds: float, tim
         target = torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(target)
     # Ranks meet here and not in the group's own rendezvous, whose timeout would be that of every message too.
-    store.set(f"here/{rank}", "")
-    store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=seconds))
+    # One counter and one key for all: a key for each rank would be asked for N^2 times.
+    if store.add("here", 1) == size:
+        store.set("all here", "")
+    store.wait(["all here"], timedelta(seconds=seconds))
     return groups.build(PrefixStore("world", store), range(size), rank, device=target, timeout=timeout)
 
 

@@ -34,12 +34,11 @@ from ..train.events import warn
 from ..train.run import RunResult, finished, train
 from ..train.run_dir import RunDir
 from .failures import Failure, FailureChannel, FailureKind, cause_of
-from .heartbeat import Heartbeat, Limits
+from .heartbeat import Heartbeat
 from .local import last_checkpoint, limits_of
 from .processes import GROUP_SECONDS, RankFunction, meet
+from .roll_call import SILENT_SECONDS, Limits, Watch
 
-SILENT_SECONDS = 5.0
-"""without a beat, after which a rank counts as lost once another has found that connections are closed"""
 STORE_SECONDS = 5.0
 """after which the store counts as out of reach"""
 _POLL_SECONDS = 0.2
@@ -134,7 +133,15 @@ class _Member:
         self._name = f"rank {rank} on {socket.gethostname()}"
         self._failures = FailureChannel(store, size)
         self._is_ending = threading.Lock()
-        self.heartbeat = Heartbeat(store, rank, limits, range(size), self._end_in_a_thread)
+        self.heartbeat = Heartbeat(
+            store,
+            rank,
+            limits,
+            range(size) if rank == 0 else (),
+            self._end_in_a_thread,
+            _print,
+            None if rank == 0 else 0,
+        )
 
     def end(self, failure: Failure) -> NoReturn:
         """Ends this process by a failure, which one of the ranks prints.
@@ -162,8 +169,7 @@ class _Member:
         else:
             # Of ranks that end for the same reason, such as images that one of them can't read, one knows most of it.
             time.sleep(2 * _POLL_SECONDS)
-            reported = _within(STORE_SECONDS, self._failures.reported) or {}
-            cause = cause_of(reported.values()) or failure
+            cause = cause_of(_within(STORE_SECONDS, self._failures.causes) or []) or failure
         if _within(STORE_SECONDS, lambda: self._failures.claim(self._rank)) is not False:
             print(cause.trace, end="", file=sys.stderr)
             _print(f"{cause.text}, says {self._name}{self._remedy()}" if cause.is_loss else cause.text)
@@ -176,10 +182,10 @@ class _Member:
         """Why this rank lost others: what another rank reported, or else which ranks are gone."""
         end = time.monotonic() + 2 * SILENT_SECONDS
         while time.monotonic() < end:
-            reported = self._failures.reported()
-            if cause := cause_of(reported.values()):
+            if cause := cause_of(self._failures.causes()):
                 return cause, []
-            if late := [each for each in self.heartbeat.late() if each.rank not in reported]:
+            late = self.heartbeat.late()
+            if late := [each for each in late if each.rank is None or not self._failures.has_reported(each.rank)]:
                 return replace(failure, text="; ".join(map(str, late))), [each.rank or 0 for each in late]
             if lost := self.heartbeat.watch.silent(SILENT_SECONDS):
                 return replace(failure, text=f"rank {', '.join(map(str, lost))} was lost"), lost
@@ -188,7 +194,9 @@ class _Member:
 
     def _outlast(self, lost: list[int]) -> None:
         """Keeps this process, which holds the store, until the other ranks have agreed in it."""
-        while set(self.heartbeat.watch.present(3 * SILENT_SECONDS)) - {self._rank, *lost}:
+        watch = self.heartbeat.watch
+        assert isinstance(watch, Watch), "rank 0 calls the roll"
+        while set(watch.present(3 * SILENT_SECONDS)) - {self._rank, *lost}:
             time.sleep(_POLL_SECONDS)
 
     def _end_in_a_thread(self, late: list[LateRank]) -> None:

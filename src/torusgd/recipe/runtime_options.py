@@ -43,6 +43,8 @@ class RuntimeOptions(Section):
     in a plan as many as make the shortest step"""
     checkpoint_every: Duration = Duration(1, "ep")
     """from one checkpoint to the next"""
+    checkpoint_minutes: Annotated[float, Field(gt=0)] = 10.0
+    """from one checkpoint to the next at most; a slow disk may delay it"""
     keep_checkpoints: Count = 2
     """the newest so many stay"""
     tensorboard: bool = False

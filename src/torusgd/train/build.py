@@ -88,7 +88,7 @@ def build(
         job: What to run.
         world: All ranks.
         liveness: Learns of this rank's progress; waits for messages ask it for late ranks.
-        stop_requested: Asked once a step.
+        stop_requested: Asked before each virtual worker.
         generation: Of `world`: times that ranks have met anew.
 
     Raises:
@@ -97,6 +97,7 @@ def build(
     recipe, options, device = job.recipe, job.options, world.device
     check_world_size(world.size, recipe)
     prepare_process(recipe, device)
+    liveness.outside("the list of images", str(job.data or recipe.data.source))
     train, held_out = open_sources(recipe.data, job.data, recipe.seed)
     schedule = Schedule(recipe, len(train))
     if job.plan is not None:
@@ -158,6 +159,7 @@ def build(
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         clock=StepClock(loader, monitor),
         world=world,
+        images_at=str(job.data or recipe.data.source),
         liveness=liveness,
         stop_requested=stop_requested,
     )

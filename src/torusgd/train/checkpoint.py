@@ -2,28 +2,46 @@
 
 A checkpoint is a folder `step-00000120` with the weights, the rest of the state, and a manifest of SHA-256 sums. It is
 written under another name, flushed, and renamed; a folder of the right name is whole unless the disk damaged it.
+
+Nothing good is ever deleted. A disk that can't be read at the moment says nothing about what is on it: reading is tried
+again, and then the run ends. What was read and is damaged is renamed, `step-00000120.damaged`. And a run that has
+left checkpoints never begins anew by itself, even if none of them is good.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import RunError, UserError
-from ..weights import Tensors, load_weights, save_weights, write_text
+from ..errors import DiskError, RunError, UserError, is_transient
+from ..weights import Tensors, save_weights, write_text
 
 FORMAT = 2
 """of what is in a checkpoint, written into its progress; another number is refused with a line"""
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
+DAMAGED = ".damaged"
+"""after the name of a checkpoint that was set aside"""
+READ_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""seconds before each further attempt to read from a disk that gave an error"""
+WRITE_PATIENCE = 10.0
+"""seconds that a checkpoint may take to be written before the next one is put off"""
+_NAME = re.compile(r"step-[0-9]{8}")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,12 +62,9 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, str]) -> Path:
-    """Writes one checkpoint under `folder`, whole or not at all; OSError as it comes.
-
-    A folder of its step can only stand there already if it was passed over as damaged: it is replaced.
-    """
+    """Writes one checkpoint under `folder`, whole or not at all; OSError as it comes."""
     final = folder / f"step-{checkpoint.step:08d}"
-    temporary = folder / f".{final.name}.partial"
+    temporary = _partial(final)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -59,7 +74,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
         write_text(temporary / MANIFEST, json.dumps({name: _file_sha256(temporary / name) for name in FILES}, indent=1))
         _flush_folder(temporary)
         if final.exists():
-            shutil.rmtree(final)
+            set_aside(final)
         os.replace(temporary, final)
         _flush_folder(folder)
     except BaseException:
@@ -69,34 +84,69 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads a checkpoint's folder; UserError naming the file that is missing or damaged."""
+    """Reads a checkpoint's folder.
+
+    Raises:
+        UserError: A file is missing or damaged; the line names it.
+        OSError: A file can't be read, as it comes: that says nothing about what it holds.
+    """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        damaged = [name for name in FILES if manifest[name] != _file_sha256(folder / name)]
-        progress = json.loads((folder / FILES[2]).read_text())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: not a whole checkpoint ({type(error).__name__}: {error})") from None
-    if damaged:
-        raise UserError(f"{folder}: {damaged[0]} is damaged (its SHA-256 is not the manifest's)")
-    return Checkpoint(load_weights(folder / FILES[0])[0], load_weights(folder / FILES[1])[0], progress)
+        files = {name: (folder / name).read_bytes() for name in (MANIFEST, *FILES)}
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise _not_whole(folder, error) from None
+    try:
+        sums = json.loads(files[MANIFEST])
+        for name in FILES:
+            if sums[name] != hashlib.sha256(files[name]).hexdigest():
+                raise UserError(f"{folder}: {name} is damaged (its SHA-256 is not the manifest's)")
+        model, state = (safetensors.torch.load(files[name]) for name in FILES[:2])
+        checkpoint = Checkpoint(model, state, json.loads(files[FILES[2]]))
+        assert checkpoint.step >= 0
+        return checkpoint
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _not_whole(folder, error) from None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints under a folder, newest first."""
-    return sorted((p for p in folder.glob("step-*") if p.is_dir()), reverse=True)
+    """The checkpoints under a folder, newest first; OSError as it comes, but where there is no such folder."""
+    return [folder / name for name in sorted(_names(folder), reverse=True) if _NAME.fullmatch(name)]
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest good checkpoint; `warn` gets a line for each damaged one that is passed over."""
-    paths = list_checkpoints(folder)
-    for number, path in enumerate(paths, 1):
+    """The newest good checkpoint, or None where there has never been one.
+
+    Args:
+        folder: Of the checkpoints; there may be none.
+        warn: Gets a line for each damaged one, which is set aside.
+
+    Raises:
+        RunError: The disk can't be read, or all checkpoints are damaged: nothing may begin anew.
+    """
+    for path in _patiently(list_checkpoints, folder):
         try:
-            return read_checkpoint(path)
+            return _patiently(read_checkpoint, path)
         except UserError as error:
-            is_last = number == len(paths)
-            then = "none is left: starting from the beginning" if is_last else f"falling back to {paths[number].name}"
-            warn(f"{error}; {then}")
+            aside = _patiently(set_aside, path)
+            warn(f"{error}; it is set aside as {aside.name}")
+    damaged = [name for name in _patiently(_names, folder) if DAMAGED in name]
+    if damaged:
+        raise RunError(
+            f"{folder}: no good checkpoint is left, {len(damaged)} damaged ones are set aside; put a good copy there, "
+            "or begin anew with --fresh, which deletes them"
+        )
     return None
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint, so that it is neither read again nor lost; its new path."""
+    for number in count(1):
+        aside = path.with_name(path.name + DAMAGED + (f"-{number}" if number > 1 else ""))
+        if not aside.exists():
+            path.rename(aside)
+            return aside
+    raise AssertionError("a number is free")
 
 
 class CheckpointWriter:
@@ -114,48 +164,118 @@ class CheckpointWriter:
         self._metadata = metadata
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
+        self._began = 0.0
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Takes a snapshot now and writes it later; first waits for the one before, and raises its failure."""
-        self.wait()
+    def save(self, checkpoint: Checkpoint, progress: Callable[[float], object] = lambda seconds: None) -> None:
+        """Takes a snapshot now and writes it later; first it waits for the one before, as `wait` does."""
+        self.wait(progress)
         snapshot = Checkpoint(_copies(checkpoint.model), _copies(checkpoint.state), checkpoint.progress)
+        self._began = time.monotonic()
         self._pending = self._pool.submit(self._write, snapshot)
 
-    def wait(self, progress: Callable[[int], object] = lambda written: None) -> None:
-        """Returns when nothing is being written; RunError when the last write failed.
+    @property
+    def is_slow(self) -> bool:
+        """Whether the last checkpoint has been written for so long that the next one had better come later."""
+        is_writing = self._pending is not None and not self._pending.done()
+        return is_writing and time.monotonic() - self._began > WRITE_PATIENCE
 
-        `progress` is called about once a second, with the bytes that lie on the disk, as long as they grow.
+    def wait(self, progress: Callable[[float], object] = lambda seconds: None) -> None:
+        """Returns when nothing is being written.
+
+        Args:
+            progress: Called about once a second with the seconds waited: a disk may take its time.
+
+        Raises:
+            RunError: The last write failed (`DiskError` where another attempt may help).
         """
         pending, self._pending = self._pending, None
-        if pending is not None:
-            written = 0
-            while not wait_for([pending], timeout=1.0).done:
-                partial = sum(path.stat().st_size for path in self._folder.glob(".*.partial/*"))
-                if partial > written:
-                    written = partial
-                    progress(written)
-            try:
-                pending.result()
-            except Exception as error:
-                reason = getattr(error, "strerror", None) or str(error)
-                last = next(iter(list_checkpoints(self._folder)), None)
-                good = f"the last good one is {last}" if last else "there is none yet"
-                raise RunError(
-                    f"{self._folder}: can't write a checkpoint: {reason}; {good}; free space or mend the "
-                    "folder, then give the same command again"
-                ) from None
+        if pending is None:
+            return
+        began = time.monotonic()
+        while not wait_for([pending], timeout=1.0).done:
+            progress(time.monotonic() - began)
+        try:
+            pending.result()
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            kind = DiskError if isinstance(error, OSError) and is_transient(error) else RunError
+            raise kind(
+                f"{self._folder}: can't write a checkpoint: {reason}; {self._last_good()}; free space or mend the "
+                "folder, then give the same command again"
+            ) from None
 
     def close(self) -> None:
         """Ends the background thread, after what it is writing."""
         self._pool.shutdown()
 
+    def _last_good(self) -> str:
+        try:
+            last = next(iter(list_checkpoints(self._folder)), None)
+        except OSError:
+            return "what stands there can't be listed"
+        return f"the last good one is {last}" if last else "there is none yet"
+
     def _write(self, checkpoint: Checkpoint) -> None:
         written = write_checkpoint(self._folder, checkpoint, self._metadata)
-        standing = list_checkpoints(self._folder)
-        # Those of later steps were passed over as damaged, or this run would have gone on from there.
-        later = [path for path in standing if path.name > written.name]
-        for old in later + standing[len(later) + self._keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+        for old in [path for path in list_checkpoints(self._folder) if path.name <= written.name][self._keep :]:
+            os.replace(old, _partial(old))  # so that a process that is killed meanwhile leaves no half of one
+            shutil.rmtree(_partial(old), ignore_errors=True)
+
+
+class CheckpointTimes:
+    """When a checkpoint is due: after certain steps, and when the last is so many seconds old. Rank 0's clock decides.
+
+    Args:
+        steps: After which one is due.
+        seconds: From one to the next at most.
+        writer: While it is slow, a checkpoint that is due is put off.
+    """
+
+    def __init__(self, steps: Collection[int], seconds: float, writer: CheckpointWriter) -> None:
+        self._steps, self._seconds, self._writer = steps, seconds, writer
+        self._last = time.monotonic()
+        self._is_due = False
+
+    def is_due(self, step: int) -> bool:
+        """Whether to take one after so many steps; asked before the last of them is done."""
+        self._is_due = self._is_due or step in self._steps or time.monotonic() - self._last >= self._seconds
+        return self._is_due and not self._writer.is_slow
+
+    def taken(self) -> None:
+        """One has been taken."""
+        self._last, self._is_due = time.monotonic(), False
+
+
+def _patiently(read: Callable[[Path], T], path: Path) -> T:
+    """What `read` gives for a path; after an error of the disk it is asked again, and then the run ends."""
+    for pause in READ_PAUSES:
+        try:
+            return read(path)
+        except OSError:
+            time.sleep(pause)
+    try:
+        return read(path)
+    except OSError as error:
+        raise RunError(
+            f"{path}: can't be read: {error.strerror}; {len(READ_PAUSES) + 1} attempts in {sum(READ_PAUSES):g} s; "
+            "nothing was changed: mend the disk, then give the same command again"
+        ) from None
+
+
+def _not_whole(folder: Path, error: Exception) -> UserError:
+    line = " ".join(str(error).split())
+    return UserError(f"{folder}: not a whole checkpoint ({type(error).__name__}: {line})")
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(folder)]
+    except FileNotFoundError:
+        return []
+
+
+def _partial(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f".{checkpoint.name}.partial")
 
 
 def _copies(tensors: dict[str, Tensor]) -> Tensors:

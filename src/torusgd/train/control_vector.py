@@ -13,7 +13,7 @@ from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode, encode
 from ..errors import RunError
 
-VERSION = 1
+VERSION = 2
 """of the record: ranks with programs that would read each other's fields otherwise find out at the first step"""
 
 
@@ -32,6 +32,8 @@ class Counts:
     """ranks that were asked to stop"""
     failed: int = 0
     """ranks that could not read their images"""
+    save: int = 0
+    """rank 0 wants a checkpoint after this step"""
 
 
 @dataclass(frozen=True)

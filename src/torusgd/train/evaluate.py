@@ -16,7 +16,7 @@ from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
 from ..data.pipeline import Batch, Pipeline
-from ..errors import RunError
+from ..errors import DiskError, RunError, is_transient
 from ..precision import Precision
 
 
@@ -78,7 +78,7 @@ def evaluate(
         np.arange(start, min(start + images_per_chunk, total))
         for start in range(world.rank * images_per_chunk, total, world.size * images_per_chunk)
     ]
-    reason = ""
+    reason, kind = "", RunError
     try:
         with precision.autocast():
             for batch, size in zip(read_ahead(pipeline, chunks, progress), map(len, chunks), strict=True):
@@ -93,12 +93,12 @@ def evaluate(
                 counts[3] += size - len(batch.targets)
     except OSError as error:
         counts[5] += 1
-        reason = f": {error}"
+        reason, kind = f": {error}", DiskError if is_transient(error) else RunError
     message = torch.cat([counts, loss])
     allreduce.start(message).wait()
     top1, top5, seen, excluded, stop, failed = message[:6].tolist()
     if failed:
-        raise RunError(f"evaluation: {failed} of {world.size} ranks can't read held-out images{reason}")
+        raise kind(f"evaluation: {failed} of {world.size} ranks can't read held-out images{reason}")
     if stop:
         return None
     assert seen + excluded == total, "every held-out image is counted once"

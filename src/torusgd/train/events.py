@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich import box
 from rich.console import Console
@@ -16,7 +16,6 @@ from rich.table import Table
 from ..errors import RunError, UserError
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
-from ..weights import write_text
 from .evaluate import Evaluation
 from .step_stats import StepStats
 
@@ -24,6 +23,9 @@ PLAIN_SECONDS = 5.0
 """between progress lines where the output is no terminal"""
 WIDE = 150
 """columns of a terminal in which the progress line fits; in others it is cut in two"""
+
+
+_BLOCK = 1 << 12
 
 
 class Telemetry:
@@ -192,19 +194,36 @@ def _clock(seconds: float) -> str:
 def _drop_later_events(path: Path, first_step: int) -> None:
     """Drops the events of steps that a resumed run takes again, and a last line that was cut off in writing.
 
-    The polish of `first_step` goes as well, since it is done again.
+    The polish of `first_step` goes as well, since it is done again. Events stand in the order of their steps, so the
+    file is read from its end, and only as far as there is something to drop.
     """
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            event = json.loads(line)
-            if event["step"] < first_step or (event["step"] == first_step and event.get("event") != "polished"):
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue
-    write_text(path, "".join(kept))
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end and not _stays(line := _line_before(file, end), first_step):
+            end -= len(line)
+        file.truncate(end)
+
+
+def _line_before(file: BinaryIO, end: int) -> bytes:
+    """The line that ends at `end`, with its line feed if it has one."""
+    begin, found = end, b""
+    while begin and b"\n" not in found[:-1]:
+        begin = max(0, begin - _BLOCK)
+        file.seek(begin)
+        found = file.read(end - begin)
+    return found[found.rfind(b"\n", 0, len(found) - 1) + 1 :]
+
+
+def _stays(line: bytes, first_step: int) -> bool:
+    try:
+        event = json.loads(line)
+        step = event["step"]
+        is_earlier = step < first_step or (step == first_step and event.get("event") != "polished")
+        return line.endswith(b"\n") and is_earlier
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _open_tensorboard(folder: Path, first_step: int) -> Any:

@@ -20,7 +20,7 @@ from ..recipe.schedule import Schedule, Step
 from ..signals import EXIT_BASE, StopFlag
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
 from .build import Job, Trainer, build
-from .checkpoint import CheckpointWriter, newest_checkpoint
+from .checkpoint import CheckpointTimes, CheckpointWriter, newest_checkpoint
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, plan_table, warn
 from .fingerprint import Fingerprint, check_ranks_agree
@@ -28,6 +28,9 @@ from .journal import synchronous
 from .polish import polish_by_recipe
 from .run_dir import RunDir
 from .state import RunState, as_checkpoint, resumed, share_tensors, tensors_of
+
+SLOW_DISK = 60
+"""seconds from one line to the next while rank 0 waits for its disk"""
 
 
 @dataclass(frozen=True)
@@ -131,14 +134,18 @@ class Run:
         state, trainer = self.state, self.trainer
         earlier, started = state.seconds, time.perf_counter()
         saved = state.step
+        times = CheckpointTimes(self._saves, 60.0 * self.job.options.checkpoint_minutes, writer)
+        trainer.step.checkpoint_due = lambda steps: self._is_first and times.is_due(steps)
 
         def save() -> None:
             nonlocal saved
             if saved < state.step:
+                self.liveness.progress("checkpoint", state.step, 0)
                 tensors = trainer.step.state_dict(state.step, keep=self._is_first)
                 if self._is_first:
-                    writer.save(as_checkpoint(state, tensors))
+                    writer.save(as_checkpoint(state, tensors), self._writing)
             saved = state.step
+            times.taken()
 
         @contextmanager
         def saved_on_error() -> Iterator[None]:
@@ -147,24 +154,26 @@ class Run:
                 yield
             except RunError:
                 save()
-                self._wait_for(writer)
+                writer.wait(self._writing)
                 raise
 
-        is_stopping = False
+        is_stopping = is_due = False
         while True:
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
                 with saved_on_error():
                     is_stopping = not self._evaluate_and_report()
             state.seconds = earlier + time.perf_counter() - started
-            if is_stopping or state.step in self._saves or state.step == self.steps:
-                self.liveness.progress("checkpoint", state.step, 0)
+            if is_stopping or is_due or state.step == self.steps:
                 save()
             if is_stopping or state.step == self.steps:
-                self._wait_for(writer)
+                writer.wait(self._writing)
                 return not is_stopping
             with saved_on_error():
                 entry = synchronous(state.step, self.job.recipe.virtual_workers)
                 stats = trainer.step.run(trainer.membership, entry)
+            if stats is None:
+                is_stopping = True
+                continue
             state.count(stats)
             state.seconds = earlier + time.perf_counter() - started
             rebuilt = trainer.bucket_rebuild.after_step()
@@ -172,7 +181,7 @@ class Run:
                 self.telemetry.step(stats, state.seconds)
                 if rebuilt:
                     self.telemetry.say(rebuilt)
-            is_stopping = stats.stop
+            is_stopping, is_due = stats.stop, stats.save
 
     def _evaluate_and_report(self) -> bool:
         """Evaluates the weights of this step; False when a rank was asked to stop meanwhile."""
@@ -215,6 +224,7 @@ class Run:
             assert evaluation is not None
             if self.telemetry is not None:
                 self.telemetry.evaluation(state.step, evaluation, state.seconds, polished=True)
+        self.liveness.outside("the disk that takes the result", str(self.run_dir.path))
         tensors = step.model.state_dict()
         summary = {
             "recipe": recipe.name,
@@ -251,6 +261,7 @@ class Run:
         """Takes the newest good checkpoint, or the weights of --init; rank 0 reads, all ranks get."""
         step, world, fingerprint = self.trainer.step, self.world, self.trainer.fingerprint
         check_ranks_agree(fingerprint, world)
+        self.liveness.outside("the checkpoint", str(self.run_dir.checkpoints))
         problem = ""
         tensors: Mapping[str, Tensor] = {}
         if self._is_first:
@@ -266,11 +277,11 @@ class Run:
                 elif initial:
                     match_weights(initial, step.model.state_dict(), str(self.job.init))
                     tensors = {f"model/{name}": tensor for name, tensor in initial.items()}
-            except UserError as error:
-                problem = str(error)
-        problem = world.broadcast_text(problem)
-        if problem:
-            raise UserError(problem)
+            except (UserError, RunError) as error:
+                problem = f"{'user' if isinstance(error, UserError) else 'disk'}:{error}"
+        kind, _, problem = world.broadcast_text(problem).partition(":")
+        if kind:
+            raise (UserError if kind == "user" else RunError)(problem)
         self.state = RunState.from_dict(json.loads(world.broadcast_text(json.dumps(self.state.as_dict()))))
         step.load_state_dict(share_tensors(tensors, world))
         if self.state.step > self.steps:
@@ -295,9 +306,11 @@ class Run:
                 "from an undisturbed run"
             )
 
-    def _wait_for(self, writer: CheckpointWriter) -> None:
-        """Until the checkpoint is written; a disk that takes its time, but takes the bytes, is progress."""
-        writer.wait(lambda written: self.liveness.progress("checkpoint", self.state.step, written))
+    def _writing(self, seconds: float) -> None:
+        """Called once a second while rank 0 waits for its disk: a slow one ends no run, and is told."""
+        self.liveness.progress("checkpoint", self.state.step, int(seconds))
+        if round(seconds) % SLOW_DISK == 0:
+            warn(f"a checkpoint has been written for {seconds:.0f} s: {self.run_dir.checkpoints}")
 
     def _check_replaced(self, step: Step, count: int) -> None:
         replaced, limit = self.state.totals.replaced + count, self.job.recipe.data.max_replaced

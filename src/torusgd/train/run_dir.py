@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,17 @@ from ..errors import RunError, UserError
 from ..recipe.load import validate
 from ..recipe.schema import Recipe
 from ..weights import write_text
+from .checkpoint import DAMAGED
+from .events import warn
 
 LOCK_SECONDS = 10.0
 FILES = ("events.jsonl", "summary.json", "model.safetensors")
 STEP = "step-" + 8 * "[0-9]"
-PARTS = {"checkpoints": (STEP, f".{STEP}.partial"), "tensorboard": ("events.out.tfevents.*",)}
+PARTS = {"checkpoints": (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial"), "tensorboard": ("events.out.tfevents.*",)}
 """sub-folders, and what a run writes into them"""
 OWN = ("recipe.yaml", *FILES, *PARTS)
+_LOCAL_LOCKS = {"nfs": {"nolock", "local_lock=all", "local_lock=flock"}, "lustre": {"localflock"}}
+"""by file system, options of its mount that keep locks on one host"""
 HEAD = "# The complete recipe of this run, defaults included."
 
 
@@ -60,6 +64,8 @@ class RunDir:
             except Timeout:
                 name = holder.read_text().strip() if holder.exists() else "another run"
                 raise UserError(f"--out {self.path}: in use by {name}; wait for it or choose another folder") from None
+        if why := local_locks(self.path.resolve(), _mounts()):
+            warn(f"--out {self.path}: {why}: start no second run on this folder from another host")
         try:
             with self._telling():
                 started = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -148,7 +154,7 @@ class RunDir:
         for name in OWN:
             for path in self.path.glob(f".{name}.*"):
                 path.unlink()
-        for path in self.checkpoints.glob(PARTS["checkpoints"][1]):
+        for path in self.checkpoints.glob(f".{STEP}.partial"):
             shutil.rmtree(path)
 
     @contextmanager
@@ -160,6 +166,37 @@ class RunDir:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise RunError(f"--out {self.path}: can't be written: {reason}; free space on that disk") from None
             raise UserError(f"--out {self.path}: can't be written: {reason}; choose another folder") from None
+
+
+def local_locks(path: Path, mounts: Iterable[str]) -> str:
+    """Why a lock under `path` does not bind other hosts; empty where it does.
+
+    Linux passes locks of NFS and Lustre to their server, unless the file system was mounted so that they stay local.
+    Where a file system knows no locks at all, `filelock` makes a lock of the file's existence, which binds all hosts.
+
+    Args:
+        path: Absolute.
+        mounts: Lines of /proc/mounts.
+
+    >>> local_locks(Path("/data/run"), ["server:/x /data nfs4 rw,local_lock=none 0 0", "y / ext4 rw 0 0"])
+    ''
+    >>> local_locks(Path("/data/run"), ["ost /data lustre rw,localflock 0 0", "y / ext4 rw 0 0"])
+    '/data (lustre) is mounted with localflock, so locks bind this host only'
+    """
+    fields = [line.split() for line in mounts]
+    above = [each for each in fields if len(each) > 3 and path.is_relative_to(each[1])]
+    if not above:
+        return ""
+    _, point, kind, options = max(above, key=lambda each: len(each[1]))[:4]
+    found = _LOCAL_LOCKS.get(kind.rstrip("4"), set()).intersection(options.split(","))
+    return f"{point} ({kind}) is mounted with {min(found)}, so locks bind this host only" if found else ""
+
+
+def _mounts() -> list[str]:
+    try:
+        return Path("/proc/mounts").read_text().splitlines()
+    except OSError:  # another system than Linux
+        return []
 
 
 def dump_recipe(recipe: Recipe) -> str:

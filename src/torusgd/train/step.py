@@ -23,7 +23,7 @@ from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
-from ..errors import RunError
+from ..errors import DiskError, RunError, is_transient
 from ..gradients.reducer import Reducer
 from ..gradients.update import Update
 from ..optim import set_hyperparameters
@@ -39,6 +39,10 @@ from .step_stats import StepClock, StepStats
 from .stragglers import Stragglers, slowest
 
 _MODEL, _MOMENTUM = "model/", "momentum/"
+
+
+class _Abandoned(Exception):
+    """A rank was asked to stop before it had begun all of its virtual workers."""
 
 
 @dataclass
@@ -61,18 +65,22 @@ class TrainStep:
     stragglers: Stragglers
     clock: StepClock
     world: Group
+    images_at: str
+    """where the training images are, for people"""
     liveness: Liveness
     """learns of this rank's progress"""
     stop_requested: Callable[[], bool]
-    """asked once a step"""
+    """asked before each virtual worker"""
+    checkpoint_due: Callable[[int], bool] = lambda steps: False
+    """asked once a step, with the steps that are then done; what one rank says holds for all"""
     check_replaced: Callable[[Step, int], object] = lambda step, replaced: None
     """called with the step's count of replaced images before anything changes; what it raises ends the run"""
 
     def __post_init__(self) -> None:
-        self._read_error = ""
+        self._read_error, self._may_pass = "", False
 
-    def run(self, membership: Membership, entry: JournalEntry) -> StepStats:
-        """Takes the step of a journal entry.
+    def run(self, membership: Membership, entry: JournalEntry) -> StepStats | None:
+        """Takes the step of a journal entry; None, on all ranks, if one was asked to stop: then nothing has changed.
 
         Args:
             membership: Who computes which virtual workers.
@@ -90,9 +98,13 @@ class TrainStep:
         workers = [worker for worker in membership.mine if worker in taking]
 
         # The passes and the sums. A sum that leaves its range is measured, and the passes are repeated.
-        reduced = self.reducer.reduce(
-            lambda: self._passes(step, workers, membership), check=lambda control: self._check_images(step, control)
-        )
+        try:
+            reduced = self.reducer.reduce(
+                lambda: self._passes(step, workers, membership),
+                check=lambda control: self._check_passes(step, control, len(taking)),
+            )
+        except _Abandoned:
+            return None
         control, report = reduced.result, reduced.report
         self.stragglers.note(step.index, self.reducer, self.clock.data_seconds())
 
@@ -117,6 +129,7 @@ class TrainStep:
             loss=control.loss,
             replaced=control.counts.replaced,
             stop=control.counts.stop > 0,
+            save=control.counts.save > 0,
             redone=reduced.redone,
             overflowed=reduced.overflowed,
             skipped=skipped,
@@ -126,25 +139,35 @@ class TrainStep:
         )
 
     def _passes(self, step: Step, workers: list[int], membership: Membership) -> ControlVector:
-        """Forward and backward of this rank's virtual workers; buckets and control vector leave meanwhile."""
+        """Forward and backward of this rank's virtual workers; buckets and control vector leave meanwhile.
+
+        A rank that is asked to stop leaves out the virtual workers that it has not begun, and sends its messages all
+        the same: by the missing contributions all ranks know that the step is abandoned. Where ranks compute a layer
+        together none can leave out its part; they stop after the step.
+        """
         self.control.clear()
-        self.control.counts.stop = int(self.stop_requested())
+        self.control.counts.save = int(self.checkpoint_due(step.index + 1))
         sent = None
         for worker in workers:
+            self.control.counts.stop = int(self.stop_requested())
+            is_leaving = self.control.counts.stop > 0 and not self.forward_backward.in_step
+            is_last = is_leaving or worker == workers[-1]
+            batch = None if is_leaving else self._read(step, worker, workers)
             self.liveness.progress("train", step.index, worker)
-            batch = self._read(step, worker, workers)
-            self.reducer.begin_worker(last=worker == workers[-1])
+            self.reducer.begin_worker(last=is_last)
             if batch is not None:
                 loss = self.forward_backward.forward(step, worker, batch, membership)
                 self.control.add(self.batch_norm.batch, loss.detach())
                 self.control.counts.replaced += batch.replaced
-            if worker == workers[-1]:
+            if is_last:
                 sent = self.control.send(self.allreduce, self.stragglers.message(step.index))
             # A backward pass fills the memory in which the last step's weights may still be under way.
             self.update.wait_weights()
             if batch is not None:
                 self.forward_backward.backward()
             self.reducer.end_worker()
+            if is_last:
+                break
         assert sent is not None, "each rank has a virtual worker in every step"
         self.clock.passes_done()
         sent.wait()
@@ -152,10 +175,13 @@ class TrainStep:
 
     def _read(self, step: Step, worker: int, workers: list[int]) -> Batch | None:
         """The images of a virtual worker; None, or blank ones, where they can't be read, as all ranks learn."""
+        self.liveness.progress("images", step.index, worker)
+        self.liveness.outside("images", self.images_at)
         try:
             return self.loader.take(_share(step, worker), self._following(step, worker, workers))
         except (OSError, RunError) as error:  # of this rank alone: the others must learn of it before any of them ends
             self._read_error = f" (rank {self.world.ranks[self.world.rank]}: {error})"
+            self._may_pass = isinstance(error, OSError) and is_transient(error)
             self.control.counts.failed = 1
             return blank(self.recipe, step) if self.forward_backward.in_step else None
 
@@ -165,10 +191,14 @@ class TrainStep:
         for index in range(step.index + 1, len(self.schedule)):
             yield from (_share(self.schedule[index], each) for each in workers)
 
-    def _check_images(self, step: Step, control: ControlVector) -> None:
+    def _check_passes(self, step: Step, control: ControlVector, workers: int) -> None:
+        """Ends the step, on all ranks alike, unless all of its virtual workers were computed."""
         if control.counts.failed:
             share = f"{control.counts.failed} of {control.counts.ranks} ranks"
-            raise RunError(f"step {step.index}: {share} can't read training images{self._read_error}")
+            kind = DiskError if self._may_pass else RunError
+            raise kind(f"step {step.index}: {share} can't read training images{self._read_error}")
+        if control.counts.contributions < workers:
+            raise _Abandoned
         self.check_replaced(step, control.counts.replaced)
 
     def _check_batch_norm(self, step: Step, control: ControlVector) -> None:

@@ -37,6 +37,8 @@ class StepStats:
     """training images that could not be decoded and were replaced"""
     stop: bool
     """a rank was asked to stop: end the run after this step"""
+    save: bool
+    """a checkpoint is due after this step"""
     redone: int
     """times that the step was measured and redone after an overflow"""
     overflowed: list[str]

@@ -8,6 +8,7 @@ next rank and back are timed now and then, off the step's path: a rank with a sl
 belongs to; its neighbours are so in one.
 """
 
+import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from ..comm.groups import Group
 from ..gradients.reducer import Reducer
 
 EVERY = 10
-"""steps from one comparison to the next"""
+"""steps from one comparison to the next; of more than 100 ranks a tenth of their number"""
 _FIELDS = 5
 _UNIT = 1e-6  # seconds; the notes travel as integers
 _BYTES = 1 << 16
@@ -55,6 +56,8 @@ class Stragglers:
 
     def __init__(self, place: int, size: int, probe: "LinkProbe | None" = None) -> None:
         self._place, self._size, self._probe = place, size, probe
+        # The notes grow with the number of ranks, and a step's share of them must not.
+        self._every = max(EVERY, size // 10)
         self._notes: list[float] = []
         self._last_end = time.perf_counter()
 
@@ -64,13 +67,13 @@ class Stragglers:
         marks = (reducer.first_ready - self._last_end, reducer.last_ready - self._last_end, data_seconds)
         self._notes = [*marks, end - self._last_end, self._probe.seconds if self._probe is not None else 0.0]
         self._last_end = end
-        if self._probe is not None and step % EVERY == EVERY // 2:
+        if self._probe is not None and step % self._every == self._every // 2:
             self._probe.measure()
 
     def message(self, step: int) -> Tensor:
         """int64: this rank's notes of the step before, in its place among all; empty in most steps."""
         # After a resume there is no step before yet, on no rank.
-        if self._size == 1 or not self._notes or step % EVERY:
+        if self._size == 1 or not self._notes or step % self._every:
             return torch.zeros(0, dtype=torch.int64)
         places = torch.zeros(self._size, _FIELDS, dtype=torch.int64)
         places[self._place] = torch.tensor([int(note / _UNIT) for note in self._notes])
@@ -102,68 +105,76 @@ def slowest(message: Tensor) -> Straggler | None:
 
 
 class LinkProbe:
-    """Times this rank's round trips in a thread and a group of its own; every rank makes one, at the same time.
+    """Times this rank's round trips in a thread and connections of its own; every rank makes one, at the same time.
+
+    Each rank is connected with the next and the one before only: a probe of N ranks opens N connections in all.
 
     Args:
         world: All ranks.
     """
 
     def __init__(self, world: Group) -> None:
-        self._group = world.duplicate(timeout=_PATIENCE)
         self._rank, self._size = world.rank, world.size
+        # Each rank is in one pair a turn, so that what is measured is that pair alone.
+        pairs = [[rank, (rank + 1) % self._size] for rank in range(self._size)]
+        turns = [[pair for pair in pairs if self._turn(pair[0]) == turn] for turn in range(3)]
+        self._groups = [world.partition(turn, timeout=_PATIENCE) for turn in turns if turn]
         self.seconds = 0.0
         """there and back, of the last measurement that ended; 0: none has"""
-        self._asked = threading.Semaphore(0)
-        self._is_closing = False
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="torusgd-link-probe")
         self._thread.start()
 
     def measure(self) -> None:
         """Begins a measurement; every rank calls it after the same step."""
-        self._asked.release()
+        self._asked.put(True)
 
     def close(self) -> None:
-        """Ends the thread, with what it has begun; every rank calls it."""
-        self._is_closing = True
-        self._asked.release()
+        """Ends the thread; every rank calls it.
+
+        First it measures what it was asked for: a neighbour that has begun waits for this rank's part.
+        """
+        self._asked.put(False)
         self._thread.join()
-        self._group.close()
+        for group in self._groups:
+            group.close()
 
     def _serve(self) -> None:
         with suppress(RuntimeError):  # a neighbour is lost: the step's own messages find it
-            while self._asked.acquire() and not self._is_closing:
+            while self._asked.get():
                 self.seconds = self._measure()
 
     def _measure(self) -> float:
-        """Pairs take turns, so that a rank is in one at a time: what it measures is that pair alone."""
-        before, seconds = (self._rank - 1) % self._size, 0.0
-        for turn in range(3):
+        seconds = 0.0
+        for turn, group in enumerate(self._groups):
+            if group.size == 1:
+                continue
             if self._turn(self._rank) == turn:
-                seconds = self._ask((self._rank + 1) % self._size)
-            elif self._turn(before) == turn:
-                self._answer(before)
+                seconds = self._ask(group)
+            else:
+                self._answer(group)
         return seconds
 
     def _turn(self, rank: int) -> int:
         """Of the pair of a rank and the next one."""
         return 2 if self._size % 2 and rank == self._size - 1 else rank % 2
 
-    def _ask(self, peer: int) -> float:
-        load, replies = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(_TRIPS)
-        received = [self._group.receive(reply, peer) for reply in replies.split(1)]
+    def _ask(self, group: Group) -> float:
+        load, replies, peer = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(_TRIPS), 1 - group.rank
+        received = [group.receive(reply, peer) for reply in replies.split(1)]
         times = []
         for reply in received:
             begin = time.perf_counter()
-            self._group.send(load, peer).wait()
+            group.send(load, peer).wait()
             reply.wait()
             times.append(time.perf_counter() - begin)
         return min(times)
 
-    def _answer(self, peer: int) -> None:
-        loads = torch.zeros(_TRIPS, _BYTES, dtype=torch.uint8)
-        for load in [self._group.receive(load, peer) for load in loads.unbind()]:
+    def _answer(self, group: Group) -> None:
+        loads, peer = torch.zeros(_TRIPS, _BYTES, dtype=torch.uint8), 1 - group.rank
+        for load in [group.receive(load, peer) for load in loads.unbind()]:
             load.wait()
-            self._group.send(torch.zeros(1), peer).wait()
+            group.send(torch.zeros(1), peer).wait()
 
 
 def slow_link(seconds: Sequence[float]) -> int | None:

@@ -1,0 +1,270 @@
+"""The roll call: who reads the ranks' heartbeats, and who is late by them.
+
+Whoever watches reads the beats of all ranks and compares them with those it read before, by its own clock; the clocks
+of the hosts need not agree. The launcher watches its own ranks. Of ranks that have joined, rank 0 alone reads all beats
+and publishes what it found as one record, which the others read (`Follower`): of N ranks N beats, and N records of a
+few bytes, pass through the store each second.
+
+Two rules say who is late:
+
+- A rank without a new beat for `Limits.beat` seconds is frozen or lost.
+- If no rank at all has made progress for ten times the longest unit of work that any has finished, and at least for
+  `Limits.stuck` seconds, the run is stuck. In synchronous training a hung rank stops all others within a step, so the
+  ranks to blame are those that do not wait for others; or all of them, if every rank waits for a message that nobody
+  sends.
+
+So healthy ranks may differ by hours, as long as one of them makes progress. Until a first unit is done, a rank whose
+process computes has an hour for it. Ranks that wait for a disk are given `Limits.outside` seconds, since a new start
+would not mend it; meanwhile that wait is told.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ..comm.liveness import LateRank
+
+BEAT_SECONDS = 1.0
+"""from one beat to the next, and from one look at the others' beats to the next"""
+SILENT_SECONDS = 5.0
+"""without a beat, after which a rank counts as lost once another has found that connections are closed"""
+UNITS = 10
+"""times the longest unit of work that may pass without progress"""
+FIRST_UNIT = 3600.0
+"""seconds that a first unit may take while the rank's process computes"""
+BUSY = 0.1
+"""of one core's time: what a process uses that computes"""
+TOLD = 60.0
+"""seconds after which a wait for something outside the run is told, and again whenever it has doubled"""
+MOST_NAMED = 16
+"""of late ranks, so that a line, and the record that all ranks read, stay short"""
+STORE_KEY = "beats"
+_ROLL = "roll"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds after which ranks are given up."""
+
+    beat: float = 30.0
+    """without a heartbeat"""
+    start: float = 120.0
+    """for all ranks to meet, and from there until a first unit of work is done"""
+    stuck: float = 60.0
+    """without progress of any rank, at least; math.inf where ranks do not report progress"""
+    outside: float = 600.0
+    """without progress, where ranks wait for a disk"""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says about itself."""
+
+    number: int
+    host: str
+    phase: str = ""
+    step: int = 0
+    unit: int = 0
+    idle: float = 0.0
+    """seconds since the last progress"""
+    longest: float = 0.0
+    """seconds of the longest unit that was finished; 0: none was"""
+    waits: bool = False
+    """for other ranks"""
+    busy: float = 0.0
+    """share of one core that the process has used since the last progress"""
+    what: str = ""
+    """for which it waits outside the run; empty: for nothing"""
+    where: str = ""
+    stack: str = ""
+    failed: str = ""
+    """why it will not answer any more, in one line"""
+    ended: bool = False
+    """nobody needs to wait for it"""
+
+
+class Watch:
+    """Reads the beats of some ranks, about once a second, and says who is late.
+
+    Args:
+        store: As for `Heartbeat`; this thread's connection.
+        ranks: To watch.
+        limits: See `Limits`.
+    """
+
+    def __init__(self, store: Store, ranks: Iterable[int], limits: Limits) -> None:
+        self._store, self._limits = PrefixStore(STORE_KEY, store), limits
+        self.beats: dict[int, Beat | None] = dict.fromkeys(ranks)
+        """the last of each rank; None before the first"""
+        self._silence = {rank: Unchanged() for rank in self.beats}
+        self._seconds = dict.fromkeys(self.beats, 0.0)
+        self._tell_after = TOLD
+        self._last: list[LateRank] = []
+        self._number = 0
+
+    def look(self) -> list[LateRank]:
+        """Reads all beats.
+
+        Returns:
+            The ranks that are late by now.
+
+        Raises:
+            torch.distributed.DistError: The store can't be reached.
+        """
+        present = [r for r, beat in self.beats.items() if beat is not None or self._store.check([str(r)])]
+        for rank, record in zip(present, self._store.multi_get([*map(str, present)]) if present else [], strict=True):
+            self.beats[rank] = Beat(**json.loads(record))
+        for rank, beat in self.beats.items():
+            self._seconds[rank] = self._silence[rank].seconds(beat)
+        self._last = (self._silent() or self._stuck())[:MOST_NAMED]
+        return self._last
+
+    def publish(self, is_last: bool = False) -> None:
+        """Leaves for the followers what the last look found; nothing where this watches nobody."""
+        if self.beats:
+            self._number += 1
+            late = [asdict(each) for each in self._last]
+            silent = list(islice(self.silent(SILENT_SECONDS), MOST_NAMED))
+            self._store.set(_ROLL, json.dumps([self._number, late, silent, is_last]))
+
+    def silent(self, seconds: float) -> list[int]:
+        """The ranks that have not beaten for so long, and have not ended in good order."""
+        return [r for r, quiet in self._seconds.items() if quiet > seconds and not self._is_over(r)]
+
+    def present(self, seconds: float) -> list[int]:
+        """The ranks that have beaten within so many seconds, and have not ended."""
+        return [r for r, quiet in self._seconds.items() if quiet <= seconds and not _has_ended(self.beats[r])]
+
+    def _is_over(self, rank: int) -> bool:
+        beat = self.beats[rank]
+        return beat is not None and (beat.ended or bool(beat.failed))
+
+    def _silent(self) -> list[LateRank]:
+        late = []
+        for rank, beat in self.beats.items():
+            quiet = self._seconds[rank]
+            if beat is None and quiet > self._limits.start:
+                late.append(LateRank(f"has not begun within {self._limits.start:g} s", rank))
+            elif beat is not None and beat.failed:
+                late.append(_late(rank, beat, f"ended: {beat.failed}"))
+            elif beat is not None and not beat.ended and quiet > self._limits.beat:
+                late.append(_late(rank, beat, f"no heartbeat for {self._limits.beat:g} s, frozen or lost"))
+        return late
+
+    def outside_wait(self) -> str:
+        """A line that says for what the ranks have waited outside the run since long; empty where there is no news."""
+        working = self._working()
+        idle = min((beat.idle for beat in working.values()), default=0.0)
+        blocked = {rank: beat for rank, beat in working.items() if not beat.waits}
+        if idle < TOLD or not blocked or not all(beat.what for beat in blocked.values()):
+            self._tell_after = TOLD
+            return ""
+        if idle < self._tell_after:
+            return ""
+        self._tell_after = 2 * idle
+        who = "all ranks have" if len(blocked) == len(working) else f"rank {', '.join(map(str, blocked))} has"
+        beat = next(iter(blocked.values()))
+        return f"{who} waited for {beat.what} for {idle:.0f} s: {beat.where}"
+
+    def _stuck(self) -> list[LateRank]:
+        known = self._working()
+        if not known:
+            return []
+        blamed = {rank: beat for rank, beat in known.items() if not beat.waits}
+        longest = max(beat.longest for beat in known.values())
+        limit = max(self._limits.stuck, UNITS * longest if longest else self._limits.start)
+        if blamed and all(beat.what for beat in blamed.values()):
+            limit = max(limit, self._limits.outside)
+        elif not longest and any(beat.busy >= BUSY for beat in blamed.values()):
+            limit = max(limit, FIRST_UNIT)
+        idle = min(beat.idle for beat in known.values())
+        if idle <= limit:
+            return []
+        if blamed:
+            return [_late(r, beat, f"{_no_progress(beat)}, at {beat.stack}") for r, beat in blamed.items()]
+        return [_late(r, beat, f"waits for others since {beat.idle:.0f} s, as all do") for r, beat in known.items()]
+
+    def _working(self) -> dict[int, Beat]:
+        """The last beats of the ranks that have not ended; empty as long as one of them has not begun."""
+        beats = {rank: beat for rank, beat in self.beats.items() if not _has_ended(beat)}
+        return {} if None in beats.values() else {rank: beat for rank, beat in beats.items() if beat is not None}
+
+
+class Follower:
+    """Reads what the rank that calls the roll has found, and watches that rank alone.
+
+    Args:
+        store: As for `Heartbeat`; this thread's connection.
+        caller: The rank that calls the roll.
+        limits: See `Limits`.
+    """
+
+    def __init__(self, store: Store, caller: int, limits: Limits) -> None:
+        self._store, self._caller, self._limits = PrefixStore(STORE_KEY, store), caller, limits
+        self._unchanged, self._seconds = Unchanged(), 0.0
+        self._number, self._late, self._lost, self._is_over = 0, list[LateRank](), list[int](), False
+
+    def look(self) -> list[LateRank]:
+        """As `Watch.look`."""
+        if self._number or self._store.check([_ROLL]):
+            self._number, late, self._lost, self._is_over = json.loads(self._store.get(_ROLL))
+            self._late = [LateRank(**each) for each in late]
+        self._seconds = self._unchanged.seconds(self._number)
+        if self._is_over:
+            return []
+        if not self._number and self._seconds > self._limits.start:
+            return [LateRank(f"has not begun within {self._limits.start:g} s", self._caller)]
+        if self._number and self._seconds > self._limits.beat:
+            return [LateRank(f"no heartbeat for {self._limits.beat:g} s, frozen or lost", self._caller)]
+        return self._late
+
+    def silent(self, seconds: float) -> list[int]:
+        """As `Watch.silent`; of the others the roll call tells after SILENT_SECONDS."""
+        if self._is_over:
+            return []
+        return [self._caller] if self._seconds > seconds else self._lost
+
+    def outside_wait(self) -> str:
+        """Nothing: the rank that calls the roll tells it."""
+        return ""
+
+    def publish(self, is_last: bool = False) -> None:
+        """Does nothing."""
+
+
+class Unchanged:
+    """For how long a value has not changed, by this process' clock.
+
+    Not more than two beats are counted from one question to the next: a process that was suspended itself (Ctrl-Z, a
+    laptop's lid) blames nobody for the time that it did not look.
+    """
+
+    def __init__(self) -> None:
+        self._value: object = None
+        self._asked = time.monotonic()
+        self._seconds = 0.0
+
+    def seconds(self, value: object) -> float:
+        """Seconds since the value became what it is."""
+        now = time.monotonic()
+        self._seconds = self._seconds + min(now - self._asked, 2 * BEAT_SECONDS) if value == self._value else 0.0
+        self._value, self._asked = value, now
+        return self._seconds
+
+
+def _late(rank: int, beat: Beat, why: str) -> LateRank:
+    return LateRank(why, rank, beat.host, beat.phase, beat.step)
+
+
+def _no_progress(beat: Beat) -> str:
+    if beat.what:
+        return f"waits for {beat.what} since {beat.idle:.0f} s ({beat.where})"
+    return f"no progress for {beat.idle:.0f} s"
+
+
+def _has_ended(beat: Beat | None) -> bool:
+    return beat is not None and beat.ended
