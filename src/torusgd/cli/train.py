@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from ..errors import UserError
-from .options import DATA, OUTPUT, RECIPE, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
+from .options import DATA, OUTPUT, RECIPE, RUNTIME, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
 from .output import console
 
 
@@ -39,6 +39,12 @@ def train(
     tensorboard: Annotated[
         bool, Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUT)
     ] = False,
+    mixed: Annotated[
+        bool,
+        Option(
+            "--mixed", help="Ranks may differ in processor or libraries: bits don't repeat.", rich_help_panel=RUNTIME
+        ),
+    ] = False,
     plan: Annotated[
         Path | None,
         Option("--plan", help="A plan of it (torusgd plan --json) to compare with.", rich_help_panel=OUTPUT),
@@ -57,7 +63,9 @@ def train(
     from ..train.compare_plan import PlanComparison
 
     asked, block = load_recipe(recipe, overrides or [])
-    options = runtime.over(block, checkpoint_every=checkpoint_every, tensorboard=tensorboard or None)
+    options = runtime.over(
+        block, checkpoint_every=checkpoint_every, tensorboard=tensorboard or None, mixed=mixed or None
+    )
     device = resolve_device(options)
     if init is not None and not init.is_file():
         raise UserError(f"--init {init}: no such file")

@@ -47,6 +47,8 @@ class RuntimeOptions(Section):
     """the newest so many stay"""
     tensorboard: bool = False
     """also write TensorBoard files into the run's folder"""
+    mixed: bool = False
+    """ranks may differ in processor, libraries and other conditions; the weights can't be had again bit for bit"""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """seconds without a heartbeat after which a rank counts as frozen or lost"""
     start_timeout: Annotated[float, Field(gt=0)] = 120.0

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,17 +13,18 @@ from torch import Tensor
 
 from ..comm.groups import Group
 from ..comm.liveness import Liveness, NoLiveness
+from ..data.identity import data_sha256
 from ..data.sources import open_sources
 from ..errors import RunError, UserError
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule, Step
 from ..signals import EXIT_BASE, StopFlag
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
-from .build import Job, Trainer, build
+from .build import Job, Trainer, build, init_sha256
 from .checkpoint import CheckpointWriter, newest_checkpoint
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, plan_table, warn
-from .fingerprint import Fingerprint, check_ranks_agree
+from .fingerprint import Fingerprint, changes
 from .journal import synchronous
 from .polish import polish_by_recipe
 from .run_dir import RunDir
@@ -51,12 +52,12 @@ def finished(job: Job) -> dict[str, Any] | None:
     Raises:
         UserError: The result is of another data set or other initial weights, or the job can't be run as given.
     """
-    source, _ = open_sources(job.recipe.data, job.data, job.recipe.seed)
+    source, held_out = open_sources(job.recipe.data, job.data, job.recipe.seed)
     steps = len(Schedule(job.recipe, len(source)))
     summary = RunDir(job.out).finished(min(steps, job.max_steps or steps))
     if summary is not None:
-        initial = load_weights(job.init)[0] if job.init else {}
-        now = Fingerprint(job.recipe.sha256(), len(source), weights_sha256(initial) if initial else "", {})
+        data = data_sha256(source, held_out)
+        now = Fingerprint(job.recipe.sha256(), len(source), data, init_sha256(job), "", {})
         now.check_same_run(
             Fingerprint.from_dict({**now.as_dict(), **summary, "conditions": {}}), f"the run in {job.out}"
         )
@@ -230,9 +231,11 @@ class Run:
             "weights_sha256": weights_sha256(tensors),
             "recipe_sha256": state.fingerprint.recipe_sha256,
             "train_images": state.fingerprint.train_images,
+            "data_sha256": state.fingerprint.data_sha256,
             "init_sha256": state.fingerprint.init_sha256,
             "conditions": state.fingerprint.conditions,
             "other_conditions": state.other_conditions,
+            "mixed_conditions": state.mixed_conditions,
         }
         if self.job.plan is not None and self._is_first:
             summary["predicted"] = self.job.plan.beside(self.run_dir.events)
@@ -250,17 +253,14 @@ class Run:
     def _restore(self) -> None:
         """Takes the newest good checkpoint, or the weights of --init; rank 0 reads, all ranks get."""
         step, world, fingerprint = self.trainer.step, self.world, self.trainer.fingerprint
-        check_ranks_agree(fingerprint, world)
         problem = ""
         tensors: Mapping[str, Tensor] = {}
         if self._is_first:
             try:
                 initial = load_weights(self.job.init)[0] if self.job.init else {}
-                if initial:
-                    self.state.fingerprint = replace(fingerprint, init_sha256=weights_sha256(initial))
                 checkpoint = newest_checkpoint(self.run_dir.checkpoints, warn)
                 if checkpoint is not None:
-                    self.state = resumed(checkpoint.progress, self.state.fingerprint)
+                    self.state = resumed(checkpoint.progress, fingerprint)
                     match_weights(checkpoint.model, step.model.state_dict(), f"checkpoint of step {checkpoint.step}")
                     tensors = tensors_of(checkpoint)
                 elif initial:
@@ -272,6 +272,8 @@ class Run:
         if problem:
             raise UserError(problem)
         self.state = RunState.from_dict(json.loads(world.broadcast_text(json.dumps(self.state.as_dict()))))
+        known = self.state.mixed_conditions
+        known += [each for each in self.trainer.mixed_conditions if each not in known]
         step.load_state_dict(share_tensors(tensors, world))
         if self.state.step > self.steps:
             raise UserError(
@@ -288,12 +290,12 @@ class Run:
             telemetry.say(f"resumed from the checkpoint of step {state.step}")
         now = state.fingerprint.conditions
         if state.other_conditions and state.other_conditions[-1] != now:
-            then = state.other_conditions[-1]
-            changed = [f"{k} was {then.get(k)!r}, is {v!r}" for k, v in now.items() if then.get(k) != v]
             warn(
-                f"conditions changed since the checkpoint ({'; '.join(changed)}): the weights may differ in their bits "
-                "from an undisturbed run"
+                f"conditions changed since the checkpoint ({changes(state.other_conditions[-1], now)}): the weights "
+                "may differ in their bits from an undisturbed run"
             )
+        if state.mixed_conditions:
+            warn(f"ranks compute under mixed conditions ({changes(now, state.mixed_conditions[0])}): bits don't repeat")
 
     def _wait_for(self, writer: CheckpointWriter) -> None:
         """Until the checkpoint is written; a disk that takes its time, but takes the bytes, is progress."""
