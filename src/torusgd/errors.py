@@ -14,6 +14,10 @@ class RunError(RuntimeError):
     """A run can't go on though its input was right; the message alone is printed and the exit code is 1."""
 
 
+class CorruptionError(RunError):
+    """A machine computes wrongly, so that what its ranks hold can't be trusted: nothing of it is saved."""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: the known word nearest to it, or what there is.
 

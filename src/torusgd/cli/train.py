@@ -39,6 +39,10 @@ def train(
     tensorboard: Annotated[
         bool, Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUT)
     ] = False,
+    audit: Annotated[
+        float | None,
+        Option("--audit", metavar="SHARE", help="Compute this share of the work twice.", rich_help_panel=RUNTIME),
+    ] = None,
     mixed: Annotated[
         bool,
         Option(
@@ -64,7 +68,11 @@ def train(
 
     asked, block = load_recipe(recipe, overrides or [])
     options = runtime.over(
-        block, checkpoint_every=checkpoint_every, tensorboard=tensorboard or None, mixed=mixed or None
+        block,
+        checkpoint_every=checkpoint_every,
+        tensorboard=tensorboard or None,
+        audit=audit,
+        mixed=mixed or None,
     )
     device = resolve_device(options)
     if init is not None and not init.is_file():

@@ -31,6 +31,7 @@ from ..tensor_parallel.layout import check_parallel, choose_parallel
 from ..tensor_parallel.parallel_tail import ParallelTail
 from ..tensor_parallel.tail import column_tail
 from ..weights import load_weights, weights_sha256
+from .audit import Audit, check_audit
 from .batchnorm import BatchNormStatistics
 from .compare_plan import PlanComparison
 from .conditions import Conditions, conditions
@@ -100,6 +101,7 @@ def build(
     """
     recipe, options, device = job.recipe, job.options, world.device
     check_world_size(world.size, recipe)
+    check_audit(options, recipe, world.size)
     prepare_process(recipe, device)
     train, held_out = open_sources(recipe.data, job.data, recipe.seed)
     schedule = Schedule(recipe, len(train))
@@ -169,6 +171,7 @@ def build(
         precision=precision,
         allreduce=watched,
         control=ControlMessage(batch_norm.running.numel(), device),
+        audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         clock=StepClock(loader, monitor),
         world=world,

@@ -15,7 +15,7 @@ from ..comm.groups import Group
 from ..comm.liveness import Liveness, NoLiveness
 from ..data.identity import data_sha256
 from ..data.sources import open_sources
-from ..errors import RunError, UserError
+from ..errors import CorruptionError, RunError, UserError
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule, Step
 from ..signals import EXIT_BASE, StopFlag
@@ -146,6 +146,9 @@ class Run:
             """What ends the run changes nothing: the last good step stands in a checkpoint before it does."""
             try:
                 yield
+            except CorruptionError:  # these weights may be the wrong ones: no checkpoint is made of them
+                self._wait_for(writer)
+                raise
             except RunError:
                 save()
                 self._wait_for(writer)
