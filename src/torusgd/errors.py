@@ -35,6 +35,10 @@ def is_transient(error: OSError) -> bool:
     return error.errno in _TRANSIENT
 
 
+class CorruptionError(RunError):
+    """A machine computes wrongly, so that what its ranks hold can't be trusted: nothing of it is saved."""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: the known word nearest to it, or what there is.
 

@@ -1,11 +1,10 @@
-"""The runtime: how a recipe is computed. Nothing here may change the trained weights.
+"""The runtime: how a recipe is computed, on which device, by how many ranks and threads.
 
-Ranks, devices, process groups and the conditions (device model, torch build, threads) under which bits repeat.
+Nothing here may change the trained weights.
 """
 
 import ctypes
 import os
-import platform
 from pathlib import Path
 
 import torch
@@ -94,19 +93,13 @@ def resolve_auto(recipe: Recipe, device: str) -> Recipe:
     if device == "cuda":
         fast = torch.cuda.is_bf16_supported()
         return recipe.resolve(precision="bfloat16" if fast else "float16", memory_format="channels_last")
-    flags = _cpu_flags()
+    flags = cpu_flags()
     fast = bool({"avx512_bf16", "amx_bf16"} & flags)
     return recipe.resolve(precision="bfloat16" if fast else "float32", memory_format="channels_last")
 
 
-def conditions(recipe: Recipe, device: torch.device) -> dict[str, str | int]:
-    """What must be equal for bits to repeat; recorded with the run and compared when it is resumed."""
-    cpu = {"cpu": _cpu_model(), "isa": torch.backends.cpu.get_cpu_capability()}
-    gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)} if device.type == "cuda" else {}
-    return {"device": device.type, **cpu, **gpu, "torch": torch.__version__, "threads": recipe.threads}
-
-
-def _cpu_info(key: str) -> str:
+def cpu_info(key: str) -> str:
+    """The first line of /proc/cpuinfo whose name begins so, without the name; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -114,9 +107,6 @@ def _cpu_info(key: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
 
 
-def _cpu_model() -> str:
-    return _cpu_info("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_flags() -> set[str]:
-    return set(_cpu_info("flags").split())
+def cpu_flags() -> set[str]:
+    """The instruction sets of this machine's processor, as Linux names them."""
+    return set((cpu_info("flags") or cpu_info("Features")).split())

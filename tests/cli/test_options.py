@@ -1,6 +1,7 @@
 """The options of all commands: what their help says, and that the runtime's mean the same to all."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -39,6 +40,8 @@ NEUTRAL = {
     "checkpoint_minutes": "as checkpoint_every",
     "keep_checkpoints": "of the disk",
     "tensorboard": "rank 0 writes a line a step, which a plan does not count",
+    "audit": "a share of the computation on top, which the user has chosen; a plan is of the run without it",
+    "mixed": "whether ranks are let in; a plan has none",
     "timeout": "of a rank that is lost; a plan has none",
     "start_timeout": "of a rank that is lost; a plan has none",
 }
@@ -56,6 +59,8 @@ CHANGED: dict[str, Any] = {
     "keep_checkpoints": 5,
     "tensorboard": True,
     "timeout": 7.0,
+    "audit": 0.5,
+    "mixed": True,
     "start_timeout": 8.0,
 }
 
@@ -174,3 +179,13 @@ def test_a_group_becomes_options_of_its_own() -> None:
     assert seen == [RuntimeFlags(workers=3), "y"]
     command(update="sharded")
     assert seen[2:] == [RuntimeFlags(update="sharded"), "x"]
+
+
+@pytest.mark.parametrize("name", ["DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE"])
+def test_an_environment_that_lowers_the_precision_is_left_aside(
+    run_cli: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "BF16")
+    code, _, err = run_cli("recipes")
+    assert (code, err) == (0, f"torusgd: {name} is left aside: the recipe decides the precision\n")
+    assert name not in os.environ

@@ -17,6 +17,9 @@ from . import bench, data, eval, plan, recipes, rehearse, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
 
+OTHER_PRECISION = ("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE")
+"""with these oneDNN, which reads them when torch is imported, computes float32 in fewer bits than a recipe asks for"""
+
 app = typer.Typer(help=ABOUT, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(train.train)
 app.command("eval")(eval.evaluate)
@@ -32,6 +35,9 @@ app.add_typer(data.app, name="data")
 def main() -> None:
     """Runs the command line. No traceback but a defect's: a mistake is one line and exit code 2, another end is 1."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what goes wrong there comes back as an exception
+    for name in OTHER_PRECISION:
+        if os.environ.pop(name, None) is not None and os.environ.get("RANK", "0") == "0":
+            print(f"torusgd: {name} is left aside: the recipe decides the precision", file=sys.stderr)
     raise_on_stop()
     try:
         app()

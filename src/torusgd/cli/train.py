@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from ..errors import UserError
-from .options import DATA, OUTPUT, RECIPE, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
+from .options import DATA, OUTPUT, RECIPE, RUNTIME, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
 from .output import console
 
 
@@ -45,6 +45,16 @@ def train(
     tensorboard: Annotated[
         bool, Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUT)
     ] = False,
+    audit: Annotated[
+        float | None,
+        Option("--audit", metavar="SHARE", help="Compute this share of the work twice.", rich_help_panel=RUNTIME),
+    ] = None,
+    mixed: Annotated[
+        bool,
+        Option(
+            "--mixed", help="Ranks may differ in processor or libraries: bits don't repeat.", rich_help_panel=RUNTIME
+        ),
+    ] = False,
     plan: Annotated[
         Path | None,
         Option("--plan", help="A plan of it (torusgd plan --json) to compare with.", rich_help_panel=OUTPUT),
@@ -68,6 +78,8 @@ def train(
         checkpoint_every=checkpoint_every,
         checkpoint_minutes=checkpoint_minutes,
         tensorboard=tensorboard or None,
+        audit=audit,
+        mixed=mixed or None,
     )
     device = resolve_device(options)
     if init is not None and not init.is_file():

@@ -1,6 +1,7 @@
 """Measures a network with the ranks at hand: links as alpha-beta terms, and the algorithms against each other.
 
-Every rank takes part and ends with the same profile: times are the slowest rank's, agreed by a MAX all-reduce.
+Every rank takes part: times are the slowest rank's, agreed by a MAX all-reduce. What is computed from them is rank
+0's, so that all ranks end with the same profile to the last bit, whatever processors they have.
 """
 
 import statistics
@@ -67,10 +68,11 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
         between=between,
         timings=(),
     )
+    profile = _of_rank_0(connection, profile)
     timings: list[Timing] = []
     until = seconds if short else _SIZES_SHARE * seconds
     last, last_size = 0.0, 0
-    per_byte = max(link.per_byte for link in (inside, between) if link is not None)
+    per_byte = max(link.per_byte for link in (profile.inside, profile.between) if link is not None)
     for size in _SHORT_SIZES if short else _SIZES:
         before = time.perf_counter()
         # It takes what the last size took, and the further bytes, which every run moves about twice.
@@ -83,10 +85,15 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     sizes, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_SHARE * seconds)
     points = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in sizes)
     profile = profile.model_copy(update={"in_steps": points})
-    if short:
-        return profile
-    turns = max(3, min(9, round(seconds)))
-    return profile.model_copy(update={"crowding": crowding(connection, turns)})
+    if not short:
+        turns = max(3, min(9, round(seconds)))
+        profile = profile.model_copy(update={"crowding": crowding(connection, turns)})
+    return _of_rank_0(connection, profile)
+
+
+def _of_rank_0(connection: Connection, profile: Profile) -> Profile:
+    """Rank 0's profile, on every rank."""
+    return Profile.model_validate_json(connection.group.broadcast_text(profile.model_dump_json()))
 
 
 def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:

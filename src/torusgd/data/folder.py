@@ -30,15 +30,15 @@ class Folder:
         self.channels = channels
         self._folders = folders
         listed = [_pictures(root / folder) for folder in folders]
-        self._names = [name for names in listed for name in names]
+        self.names = [name for names in listed for name in names]
         self.labels: Int64 = np.repeat(np.arange(len(folders), dtype=np.int64), [len(names) for names in listed])
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def file(self, index: int) -> str:
         """Where an image lies."""
-        return os.path.join(self.root, self._folders[self.labels[index]], self._names[index])
+        return os.path.join(self.root, self._folders[self.labels[index]], self.names[index])
 
     def size(self, index: int) -> tuple[int, int]:
         """Height and width by the file's header; raises Undecodable."""

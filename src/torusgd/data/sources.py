@@ -12,7 +12,7 @@ from .folder import open_folder
 from .frames import open_frames
 from .idx import open_idx
 from .synthetic import open_synthetic
-from .types import ArraySource, RegionSource, Source
+from .types import ArraySource, FileSource, RegionSource, Source
 
 
 class First:
@@ -27,6 +27,8 @@ class First:
             self.read_many = source.read_many
         if isinstance(source, RegionSource):
             self.read_region = source.read_region
+        if isinstance(source, FileSource):
+            self.names, self.file = source.names[:count], source.file
 
     def __len__(self) -> int:
         return len(self.labels)

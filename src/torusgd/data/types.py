@@ -1,6 +1,6 @@
 """What the files of this folder hand to each other: arrays, regions of an image, and the interface of a source."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -84,3 +84,15 @@ class RegionSource(Source, Protocol):
 
     def read_region(self, index: int, choose: Choose) -> Pixels:
         """The region that `choose(height, width)` names, uint8 [channels, rows, columns]; raises as `read` does."""
+
+
+@runtime_checkable
+class FileSource(Source, Protocol):
+    """A source of one file an image."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The name of each image's file, within the folder of its class."""
+
+    def file(self, index: int) -> str:
+        """Where an image lies."""

@@ -1,12 +1,15 @@
 """Buckets rebuilt after a run's first steps, as DistributedDataParallel does, here by measured times.
 
 DDP lays its buckets out anew in the order in which gradients arrived. This one knows from a network profile what each
-message costs, and chooses sizes so that the last gradient is summed earliest. It is decided once, by all ranks alike.
+message costs, and chooses sizes so that the last gradient is summed earliest. Rank 0 decides, once, and tells the
+others: ranks that each computed it could differ in the last bit of a time, and then in the messages that they expect.
 """
+
+import json
 
 import torch
 
-from ..comm.buckets import Bucket, ParameterLayout, best_buckets, finish
+from ..comm.buckets import Bucket, ParameterLayout, best_buckets, finish, group
 from ..comm.groups import Group
 from ..comm.profile import Profile
 from .reducer import Reducer
@@ -18,9 +21,9 @@ STEPS = (1, 2, 3)
 class BucketRebuild:
     """Watches a reducer's first steps and then rebuilds its buckets; those of column blocks stay.
 
-    A gradient's time is the quickest of a rank's steps, and of the ranks the slowest: the same numbers everywhere, and
-    so are the buckets. On CPUs only, since on a GPU the host does not know when a gradient is there; and not with
-    shards, which follow the buckets as momentum follows the shards.
+    A gradient's time is the quickest of a rank's steps, and of the ranks the slowest. On CPUs only, since on a GPU the
+    host does not know when a gradient is there; and not with shards, which follow the buckets as momentum follows the
+    shards.
 
     Args:
         reducer: Every rank's alike.
@@ -54,11 +57,17 @@ class BucketRebuild:
         kept = [b for b in layout.buckets if layout.held[b.first].layer is not None]
         offset = len(layout.held) - len(self._places)
         before = [_moved(b, -offset) for b in layout.buckets[len(kept) :]]
-        buckets = best_buckets(profile, [layout.held[place].tensor.numel() for place in self._places], times)
+        numels = [layout.held[place].tensor.numel() for place in self._places]
+        decided = ""
+        if self._world.rank == 0:
+            best = best_buckets(profile, numels, times)
+            late, early = (1e3 * finish(profile, cut, times) for cut in (before, best))
+            decided = json.dumps([[b.stop - b.first for b in best], late, early])
+        counts, late, early = json.loads(self._world.broadcast_text(decided))
+        buckets = group(counts, numels)
         self._reducer.use_layout(
             ParameterLayout(layout.slots, (*kept, *(_moved(b, offset) for b in buckets)), layout.block)
         )
-        late, early = (1e3 * finish(profile, cut, times) for cut in (before, buckets))
         return (
             f"buckets auto: {_sizes(buckets)}, by the profile and the times of the first gradients: expected to be "
             f"summed {early:.0f} ms after backward, where {_sizes(before)} take {late:.0f} ms"

@@ -185,6 +185,10 @@ class IntegerGradientSum:
                 integers = self._integers[: run.numel()].copy_(rounded)
                 total[begin : begin + self._chunk].add_(integers)
 
+    def scale(self, slot: int) -> Tensor:
+        """The power of two by which a slot's gradients are multiplied before they are rounded: float32 []."""
+        return self._scale_items[slot]
+
     def end_worker(self, bucket: int) -> None:
         """Adds the bounds and the non-finite counts of one virtual worker to the bucket's trailer."""
         b = self.buckets[bucket]

@@ -16,7 +16,8 @@ A step's life:
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -29,6 +30,7 @@ from ..comm.buckets import BucketRule, ParameterLayout, Slot, Span, lay_out_slot
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import RunError
 from .float_sum import FloatGradientSum
+from .integer_hash import IntegerHash
 from .integer_sum import GradientSum, IntegerGradientSum, SumReport, runs_of
 
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -91,7 +93,8 @@ class Reducer:
         self._maxima = torch.zeros(len(slots), device=self._device)
         self._works: list[Work] = []
         self._trailers: Tensor | None = None
-        self._is_measuring = self._is_last = self._is_begun = False
+        self._is_measuring = self._is_last = self._is_begun = self._is_hashing_only = False
+        self._hash: IntegerHash | None = None
         self.use_layout(lay_out_slots(slots, rule, block))
 
     @property
@@ -166,11 +169,13 @@ class Reducer:
         self._begin(measuring=False)
         self._is_begun = True
 
-    def begin_worker(self, last: bool) -> None:
+    def begin_worker(self, last: bool, hash_into: IntegerHash | None = None) -> None:
         """Begins a virtual worker's passes; during the last one's, buckets leave as soon as they are full.
 
-        Where ranks share layers, those of a group begin a virtual worker each at the same time.
+        Where ranks share layers, those of a group begin a virtual worker each at the same time. `hash_into` takes the
+        integers of this virtual worker too (exact sums only).
         """
+        self._hash = hash_into
         self._is_last = last and not self._is_measuring
         self._missing = [
             (b.stop - b.first) * self.layout.parallel(index) for index, b in enumerate(self.layout.buckets)
@@ -182,6 +187,11 @@ class Reducer:
             most = self._maxima[self.layout.places[slot]]
             # A maximum over ranks treats nan otherwise than one within a rank; the step itself finds nan and inf.
             torch.maximum(most, gradient.abs().max().nan_to_num(0.0, 0.0, 0.0), out=most)
+            return
+        if self._hash is not None:
+            assert isinstance(self.sum, IntegerGradientSum), "only integers are hashed"
+            self._hash.add(self.layout.places[slot], gradient, self.sum.scale(slot))
+        if self._is_hashing_only:
             return
         bucket, self.ready[slot] = self.layout.bucket_of[slot], time.perf_counter()
         self.sum.add(bucket, slot, gradient)
@@ -203,6 +213,15 @@ class Reducer:
                 self._missing[index] = 0
         if self._is_last:
             self._send_full()
+
+    @contextmanager
+    def only_hashing(self, into: IntegerHash) -> Iterator[None]:
+        """Between `reduce` and `apply_mean`: gradients of the passes made meanwhile are hashed, and enter no sum."""
+        self._hash, self._is_hashing_only = into, True
+        try:
+            yield
+        finally:
+            self._hash, self._is_hashing_only = None, False
 
     def apply_mean(self, addends: int) -> None:
         """Puts the mean over `addends` virtual workers into the `grad` of each tensor of `owned`."""

@@ -49,6 +49,10 @@ class RuntimeOptions(Section):
     """the newest so many stay"""
     tensorboard: bool = False
     """also write TensorBoard files into the run's folder"""
+    audit: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """share of the virtual workers that a second rank computes too, by which machines that compute wrongly are found"""
+    mixed: bool = False
+    """ranks may differ in processor, libraries and other conditions; the weights can't be had again bit for bit"""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """seconds without a heartbeat after which a rank counts as frozen or lost"""
     start_timeout: Annotated[float, Field(gt=0)] = 120.0

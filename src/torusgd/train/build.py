@@ -12,6 +12,7 @@ from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
 from ..comm.reduce_scatter import ShardCollectives
+from ..data.identity import data_sha256
 from ..data.loader import Loader
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline
@@ -25,14 +26,17 @@ from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
-from ..runtime import check_world_size, conditions, loader_threads, prepare_process
+from ..runtime import check_world_size, loader_threads, prepare_process
 from ..tensor_parallel.layout import check_parallel, choose_parallel
 from ..tensor_parallel.parallel_tail import ParallelTail
 from ..tensor_parallel.tail import column_tail
+from ..weights import load_weights, weights_sha256
+from .audit import Audit, check_audit
 from .batchnorm import BatchNormStatistics
 from .compare_plan import PlanComparison
+from .conditions import Conditions, conditions
 from .control_vector import ControlMessage
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .membership import Membership, even_shares
 from .step import TrainStep
@@ -69,7 +73,8 @@ class Trainer:
     step: TrainStep
     bucket_rebuild: BucketRebuild
     fingerprint: Fingerprint
-    """without the initial weights' hash, which rank 0 alone knows"""
+    mixed_conditions: list[Conditions]
+    """of ranks that have others than rank 0; empty unless the options allow them"""
     explanation: str
     """lines that say how gradients travel; empty where there is nothing to choose"""
     _close: Callable[[], None]
@@ -96,6 +101,7 @@ def build(
     """
     recipe, options, device = job.recipe, job.options, world.device
     check_world_size(world.size, recipe)
+    check_audit(options, recipe, world.size)
     prepare_process(recipe, device)
     liveness.outside("the list of images", str(job.data or recipe.data.source))
     train, held_out = open_sources(recipe.data, job.data, recipe.seed)
@@ -107,6 +113,16 @@ def build(
     loader = Loader(training, StreamOrder(len(train), recipe.seed), threads=threads, ahead=threads + 3)
 
     model = model_of(recipe, len(train.classes)).to(device)
+    fingerprint = Fingerprint(
+        recipe_sha256=recipe.sha256(),
+        train_images=len(train),
+        data_sha256=data_sha256(train, held_out),
+        init_sha256=init_sha256(job),
+        drawn_sha256=weights_sha256(model.state_dict()),
+        conditions=conditions(recipe, device),
+    )
+    runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
+    mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
     batch_norm = BatchNormStatistics(model)
     precision = Precision(recipe, device)
 
@@ -156,6 +172,7 @@ def build(
         precision=precision,
         allreduce=watched,
         control=ControlMessage(batch_norm.running.numel(), device),
+        audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         clock=StepClock(loader, monitor),
         world=world,
@@ -177,10 +194,16 @@ def build(
         held_out=Pipeline(held_out, recipe.data, recipe.seed),
         step=step,
         bucket_rebuild=BucketRebuild(reducer, allreduce.profile if options.buckets == "auto" else None, world),
-        fingerprint=Fingerprint(recipe.sha256(), len(train), "", conditions(recipe, device)),
+        fingerprint=fingerprint,
+        mixed_conditions=mixed_conditions,
         explanation="\n".join(lines),
         _close=close,
     )
+
+
+def init_sha256(job: Job) -> str:
+    """The hash of the weights that a job starts from; empty where they are drawn from the seed."""
+    return weights_sha256(load_weights(job.init)[0]) if job.init is not None else ""
 
 
 def _all_reduce(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..errors import DiskError, RunError, UserError, is_transient
 from ..weights import Tensors, save_weights, write_text
 
-FORMAT = 2
+FORMAT = 3
 """of what is in a checkpoint, written into its progress; another number is refused with a line"""
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
@@ -159,7 +159,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, keep: int, metadata: dict[str, str]) -> None:
-        self._folder = folder
+        self.folder = folder
         self._keep = keep
         self._metadata = metadata
         self._pool = ThreadPoolExecutor(1, "checkpoint")
@@ -200,7 +200,7 @@ class CheckpointWriter:
             reason = getattr(error, "strerror", None) or str(error)
             kind = DiskError if isinstance(error, OSError) and is_transient(error) else RunError
             raise kind(
-                f"{self._folder}: can't write a checkpoint: {reason}; {self._last_good()}; free space or mend the "
+                f"{self.folder}: can't write a checkpoint: {reason}; {self._last_good()}; free space or mend the "
                 "folder, then give the same command again"
             ) from None
 
@@ -210,14 +210,14 @@ class CheckpointWriter:
 
     def _last_good(self) -> str:
         try:
-            last = next(iter(list_checkpoints(self._folder)), None)
+            last = next(iter(list_checkpoints(self.folder)), None)
         except OSError:
             return "what stands there can't be listed"
         return f"the last good one is {last}" if last else "there is none yet"
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        written = write_checkpoint(self._folder, checkpoint, self._metadata)
-        for old in [path for path in list_checkpoints(self._folder) if path.name <= written.name][self._keep :]:
+        written = write_checkpoint(self.folder, checkpoint, self._metadata)
+        for old in [path for path in list_checkpoints(self.folder) if path.name <= written.name][self._keep :]:
             os.replace(old, _partial(old))  # so that a process that is killed meanwhile leaves no half of one
             shutil.rmtree(_partial(old), ignore_errors=True)
 

@@ -3,9 +3,8 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,24 +12,23 @@ from torch import Tensor
 
 from ..comm.groups import Group
 from ..comm.liveness import Liveness, NoLiveness
+from ..data.identity import data_sha256
 from ..data.sources import open_sources
 from ..errors import RunError, UserError
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule, Step
 from ..signals import EXIT_BASE, StopFlag
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
-from .build import Job, Trainer, build
+from .build import Job, Trainer, build, init_sha256
 from .checkpoint import CheckpointTimes, CheckpointWriter, newest_checkpoint
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, plan_table, warn
-from .fingerprint import Fingerprint, check_ranks_agree
+from .fingerprint import Fingerprint, changes
 from .journal import synchronous
 from .polish import polish_by_recipe
 from .run_dir import RunDir
-from .state import RunState, as_checkpoint, resumed, share_tensors, tensors_of
-
-SLOW_DISK = 60
-"""seconds from one line to the next while rank 0 waits for its disk"""
+from .saving import Saver
+from .state import RunState, resumed, share_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,12 @@ def finished(job: Job) -> dict[str, Any] | None:
     Raises:
         UserError: The result is of another data set or other initial weights, or the job can't be run as given.
     """
-    source, _ = open_sources(job.recipe.data, job.data, job.recipe.seed)
+    source, held_out = open_sources(job.recipe.data, job.data, job.recipe.seed)
     steps = len(Schedule(job.recipe, len(source)))
     summary = RunDir(job.out).finished(min(steps, job.max_steps or steps))
     if summary is not None:
-        initial = load_weights(job.init)[0] if job.init else {}
-        now = Fingerprint(job.recipe.sha256(), len(source), weights_sha256(initial) if initial else "", {})
+        data = data_sha256(source, held_out)
+        now = Fingerprint(job.recipe.sha256(), len(source), data, init_sha256(job), "", {})
         now.check_same_run(
             Fingerprint.from_dict({**now.as_dict(), **summary, "conditions": {}}), f"the run in {job.out}"
         )
@@ -133,42 +131,21 @@ class Run:
         """Steps, evaluations and checkpoints; False when asked to stop (a checkpoint is then written)."""
         state, trainer = self.state, self.trainer
         earlier, started = state.seconds, time.perf_counter()
-        saved = state.step
         times = CheckpointTimes(self._saves, 60.0 * self.job.options.checkpoint_minutes, writer)
         trainer.step.checkpoint_due = lambda steps: self._is_first and times.is_due(steps)
-
-        def save() -> None:
-            nonlocal saved
-            if saved < state.step:
-                self.liveness.progress("checkpoint", state.step, 0)
-                tensors = trainer.step.state_dict(state.step, keep=self._is_first)
-                if self._is_first:
-                    writer.save(as_checkpoint(state, tensors), self._writing)
-            saved = state.step
-            times.taken()
-
-        @contextmanager
-        def saved_on_error() -> Iterator[None]:
-            """What ends the run changes nothing: the last good step stands in a checkpoint before it does."""
-            try:
-                yield
-            except RunError:
-                save()
-                writer.wait(self._writing)
-                raise
-
+        saver = Saver(state, trainer.step, writer, times, self.liveness, self._is_first)
         is_stopping = is_due = False
         while True:
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
-                with saved_on_error():
+                with saver.before_errors():
                     is_stopping = not self._evaluate_and_report()
             state.seconds = earlier + time.perf_counter() - started
             if is_stopping or is_due or state.step == self.steps:
-                save()
+                saver.save()
             if is_stopping or state.step == self.steps:
-                writer.wait(self._writing)
+                saver.wait()
                 return not is_stopping
-            with saved_on_error():
+            with saver.before_errors():
                 entry = synchronous(state.step, self.job.recipe.virtual_workers)
                 stats = trainer.step.run(trainer.membership, entry)
             if stats is None:
@@ -240,9 +217,11 @@ class Run:
             "weights_sha256": weights_sha256(tensors),
             "recipe_sha256": state.fingerprint.recipe_sha256,
             "train_images": state.fingerprint.train_images,
+            "data_sha256": state.fingerprint.data_sha256,
             "init_sha256": state.fingerprint.init_sha256,
             "conditions": state.fingerprint.conditions,
             "other_conditions": state.other_conditions,
+            "mixed_conditions": state.mixed_conditions,
         }
         if self.job.plan is not None and self._is_first:
             summary["predicted"] = self.job.plan.beside(self.run_dir.events)
@@ -260,18 +239,15 @@ class Run:
     def _restore(self) -> None:
         """Takes the newest good checkpoint, or the weights of --init; rank 0 reads, all ranks get."""
         step, world, fingerprint = self.trainer.step, self.world, self.trainer.fingerprint
-        check_ranks_agree(fingerprint, world)
         self.liveness.outside("the checkpoint", str(self.run_dir.checkpoints))
         problem = ""
         tensors: Mapping[str, Tensor] = {}
         if self._is_first:
             try:
                 initial = load_weights(self.job.init)[0] if self.job.init else {}
-                if initial:
-                    self.state.fingerprint = replace(fingerprint, init_sha256=weights_sha256(initial))
                 checkpoint = newest_checkpoint(self.run_dir.checkpoints, warn)
                 if checkpoint is not None:
-                    self.state = resumed(checkpoint.progress, self.state.fingerprint)
+                    self.state = resumed(checkpoint.progress, fingerprint)
                     match_weights(checkpoint.model, step.model.state_dict(), f"checkpoint of step {checkpoint.step}")
                     tensors = tensors_of(checkpoint)
                 elif initial:
@@ -283,6 +259,8 @@ class Run:
         if kind:
             raise (UserError if kind == "user" else RunError)(problem)
         self.state = RunState.from_dict(json.loads(world.broadcast_text(json.dumps(self.state.as_dict()))))
+        known = self.state.mixed_conditions
+        known += [each for each in self.trainer.mixed_conditions if each not in known]
         step.load_state_dict(share_tensors(tensors, world))
         if self.state.step > self.steps:
             raise UserError(
@@ -299,18 +277,12 @@ class Run:
             telemetry.say(f"resumed from the checkpoint of step {state.step}")
         now = state.fingerprint.conditions
         if state.other_conditions and state.other_conditions[-1] != now:
-            then = state.other_conditions[-1]
-            changed = [f"{k} was {then.get(k)!r}, is {v!r}" for k, v in now.items() if then.get(k) != v]
             warn(
-                f"conditions changed since the checkpoint ({'; '.join(changed)}): the weights may differ in their bits "
-                "from an undisturbed run"
+                f"conditions changed since the checkpoint ({changes(state.other_conditions[-1], now)}): the weights "
+                "may differ in their bits from an undisturbed run"
             )
-
-    def _writing(self, seconds: float) -> None:
-        """Called once a second while rank 0 waits for its disk: a slow one ends no run, and is told."""
-        self.liveness.progress("checkpoint", self.state.step, int(seconds))
-        if round(seconds) % SLOW_DISK == 0:
-            warn(f"a checkpoint has been written for {seconds:.0f} s: {self.run_dir.checkpoints}")
+        if state.mixed_conditions:
+            warn(f"ranks compute under mixed conditions ({changes(now, state.mixed_conditions[0])}): bits don't repeat")
 
     def _check_replaced(self, step: Step, count: int) -> None:
         replaced, limit = self.state.totals.replaced + count, self.job.recipe.data.max_replaced

@@ -12,7 +12,8 @@ from ..comm.groups import Group
 from ..errors import UserError
 from ..weights import Tensors
 from .checkpoint import FORMAT, Checkpoint
-from .fingerprint import Conditions, Fingerprint
+from .conditions import Conditions
+from .fingerprint import Fingerprint
 from .step_stats import StepStats, StepTotals
 
 _MODEL = "model/"
@@ -35,6 +36,8 @@ class RunState:
     seconds_to_target: float | None = None
     other_conditions: list[Conditions] = field(default_factory=list)
     """conditions of earlier parts of the run, where they were not today's"""
+    mixed_conditions: list[Conditions] = field(default_factory=list)
+    """of ranks, in any part of the run, whose conditions were not rank 0's"""
 
     def count(self, stats: StepStats) -> None:
         """Adds a step that was taken."""

@@ -24,12 +24,14 @@ from ..comm.liveness import Liveness
 from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
 from ..errors import DiskError, RunError, is_transient
+from ..gradients.integer_hash import IntegerHash
 from ..gradients.reducer import Reducer
 from ..gradients.update import Update
 from ..optim import set_hyperparameters
 from ..precision import Precision
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
+from .audit import Audit
 from .batchnorm import BatchNormStatistics
 from .control_vector import ControlMessage, ControlVector
 from .forward_backward import ForwardBackward, blank
@@ -39,6 +41,8 @@ from .step_stats import StepClock, StepStats
 from .stragglers import Stragglers, slowest
 
 _MODEL, _MOMENTUM = "model/", "momentum/"
+_LOSS, _STATISTICS = -1, -2
+"""in a virtual worker's hash, beside the numbers of its slots"""
 
 
 class _Abandoned(Exception):
@@ -62,6 +66,8 @@ class TrainStep:
     allreduce: AllReduce
     """over all ranks, watched by `monitor`"""
     control: ControlMessage
+    audit: Audit
+    """computes some virtual workers a second time, on another rank, before a step is accepted"""
     stragglers: Stragglers
     clock: StepClock
     world: Group
@@ -111,10 +117,12 @@ class TrainStep:
         # The same decision on every rank, for the status is the same.
         loss_scale = self.precision.loss_scale
         skipped = [self.reducer.names[slot] for slot in report.nonfinite]
+        audited = 0
         if skipped:
             self.precision.skip(step.index, skipped)
         else:
             self._check_batch_norm(step, control)
+            audited = self.audit.compare(step.index, membership, lambda worker: self._again(step, worker, membership))
             self.reducer.apply_mean(control.counts.contributions)
             self.precision.accept(self.reducer.owned)
             set_hyperparameters(
@@ -133,6 +141,7 @@ class TrainStep:
             redone=reduced.redone,
             overflowed=reduced.overflowed,
             skipped=skipped,
+            audited=audited,
             underflow=report.underflow,
             loss_scale=loss_scale,
             slowest=slowest(control.timings),
@@ -152,12 +161,14 @@ class TrainStep:
             self.control.counts.stop = int(self.stop_requested())
             is_leaving = self.control.counts.stop > 0 and not self.forward_backward.in_step
             is_last = is_leaving or worker == workers[-1]
-            batch = None if is_leaving else self._read(step, worker, workers)
+            batch = None if is_leaving else self._read(step, worker, membership)
             self.liveness.progress("train", step.index, worker)
-            self.reducer.begin_worker(last=is_last)
+            hash_into = None if is_leaving else self.audit.hash_of(step.index, worker, membership)
+            self.reducer.begin_worker(last=is_last, hash_into=hash_into)
             if batch is not None:
                 loss = self.forward_backward.forward(step, worker, batch, membership)
                 self.control.add(self.batch_norm.batch, loss.detach())
+                self._hash_beside(hash_into, loss)
                 self.control.counts.replaced += batch.replaced
             if is_last:
                 sent = self.control.send(self.allreduce, self.stragglers.message(step.index))
@@ -173,23 +184,49 @@ class TrainStep:
         sent.wait()
         return self.control.read()
 
-    def _read(self, step: Step, worker: int, workers: list[int]) -> Batch | None:
+    def _again(self, step: Step, worker: int, membership: Membership) -> IntegerHash:
+        """Computes a virtual worker once more, for its hash alone: nothing but the reducer's hash takes anything."""
+        self.liveness.progress("audit", step.index, worker)
+        batch, found = self._take(step, worker, membership), IntegerHash(self.world.device)
+        with self.reducer.only_hashing(found):
+            self._hash_beside(found, self.forward_backward.forward(step, worker, batch, membership))
+            self.forward_backward.backward()
+        return found
+
+    def _hash_beside(self, found: IntegerHash | None, loss: Tensor) -> None:
+        """Adds to a virtual worker's hash what travels beside its gradients."""
+        if found is not None:
+            found.add_bits(_LOSS, loss)
+            found.add_bits(_STATISTICS, self.batch_norm.batch)
+
+    def _read(self, step: Step, worker: int, membership: Membership) -> Batch | None:
         """The images of a virtual worker; None, or blank ones, where they can't be read, as all ranks learn."""
         self.liveness.progress("images", step.index, worker)
         self.liveness.outside("images", self.images_at)
         try:
-            return self.loader.take(_share(step, worker), self._following(step, worker, workers))
+            return self._take(step, worker, membership)
         except (OSError, RunError) as error:  # of this rank alone: the others must learn of it before any of them ends
             self._read_error = f" (rank {self.world.ranks[self.world.rank]}: {error})"
             self._may_pass = isinstance(error, OSError) and is_transient(error)
             self.control.counts.failed = 1
             return blank(self.recipe, step) if self.forward_backward.in_step else None
 
-    def _following(self, step: Step, worker: int, workers: list[int]) -> Iterator[Share]:
-        """What this rank reads next, if its share of the virtual workers stays as it is."""
-        yield from (_share(step, after) for after in workers[workers.index(worker) + 1 :])
-        for index in range(step.index + 1, len(self.schedule)):
-            yield from (_share(self.schedule[index], each) for each in workers)
+    def _take(self, step: Step, worker: int, membership: Membership) -> Batch:
+        share = _share(step, worker)
+        return self.loader.take(share, self._following(share, membership))
+
+    def _following(self, share: Share, membership: Membership) -> Iterator[Share]:
+        """What this rank reads after a share, if the virtual workers of each rank stay as they are."""
+        now = self._reads(share.step, membership)
+        yield from now[now.index(share) + 1 :] if share in now else ()
+        for index in range(share.step + 1, len(self.schedule)):
+            yield from self._reads(index, membership)
+
+    def _reads(self, index: int, membership: Membership) -> list[Share]:
+        """What this rank reads for a step: its own virtual workers, then those that it audits."""
+        checks = self.audit.checks(index, membership)
+        workers = [*membership.mine, *(check.worker for check in checks if check.auditor == membership.me)]
+        return [_share(self.schedule[index], worker) for worker in workers]
 
     def _check_passes(self, step: Step, control: ControlVector, workers: int) -> None:
         """Ends the step, on all ranks alike, unless all of its virtual workers were computed."""

@@ -45,6 +45,8 @@ class StepStats:
     """tensors whose sum left the integer range, before the step was redone"""
     skipped: list[str]
     """tensors with a non-finite gradient; not empty: the update was skipped (float16)"""
+    audited: int
+    """virtual workers that were computed twice, on two ranks"""
     underflow: float
     """share of the elements that a 16-bit wire rounded to zero"""
     loss_scale: float
@@ -84,7 +86,7 @@ class StepStats:
             event["hidden_share"] = round(self.hidden_share, 4)
         if self.loss_scale != 1.0:
             event["loss_scale"] = self.loss_scale
-        rare = ("replaced", "redone", "overflowed", "skipped", "underflow")
+        rare = ("replaced", "redone", "overflowed", "skipped", "audited", "underflow")
         event |= {name: value for name in rare if (value := getattr(self, name))}
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
@@ -99,6 +101,7 @@ class StepTotals:
     replaced: int = 0
     redone: int = 0
     skipped: int = 0
+    audited: int = 0
     step_seconds: float = 0.0
     data_seconds: float = 0.0
     sync_seconds: float = 0.0
@@ -112,6 +115,7 @@ class StepTotals:
         self.replaced += stats.replaced
         self.redone += stats.redone
         self.skipped += bool(stats.skipped)
+        self.audited += stats.audited
         self.step_seconds += stats.times.seconds
         for name in ("data_seconds", "sync_seconds", "on_way_seconds"):
             setattr(self, name, getattr(self, name) + getattr(stats.times, name))
@@ -126,6 +130,7 @@ class StepTotals:
             "replaced_images": self.replaced,
             "redone_steps": self.redone,
             "skipped_steps": self.skipped,
+            "audited_workers": self.audited,
             "images_per_second": round(self.samples / seconds, 2),
             "data_wait_share": round(self.data_seconds / seconds, 5),
             "sync_wait_share": round(self.sync_seconds / seconds, 5),

@@ -1,0 +1,49 @@
+"""Which data a run reads, as one hash: names, sizes and labels of all images, and a look at some of them.
+
+Reading a data set whole takes as long as an epoch. So a hash covers what is known without opening an image, and of a
+keyed sample what is in it: other files, another order, other labels or another version of the pictures are found, one
+image that was changed in its place may not be.
+"""
+
+import hashlib
+import os
+
+import numpy as np
+
+from ..errors import UserError
+from ..rng import DATA_SAMPLE, keyed_integer
+from .types import ArraySource, FileSource, Int64, Source
+
+SAMPLE = 32
+"""images of each split that are looked at"""
+
+
+def data_sha256(train: Source, held_out: Source) -> str:
+    """One hash of the training and the held-out images.
+
+    Of files it covers all names, and the sizes of a sample; of arrays the shape, and the pixels of a sample; of any
+    source the classes and all labels. A source of one's own that has neither files nor arrays is known by these alone.
+
+    Raises:
+        UserError: A file of the sample is not there.
+    """
+    digest = hashlib.sha256()
+    for split, source in enumerate((train, held_out)):
+        digest.update("\0".join([str(len(source)), *source.classes]).encode())
+        digest.update(np.ascontiguousarray(source.labels, dtype="<i8").data)
+        sample: Int64 = np.unique(keyed_integer(len(source), DATA_SAMPLE, split, np.arange(SAMPLE)))
+        if isinstance(source, FileSource):
+            digest.update("\0".join(source.names).encode(errors="surrogateescape"))
+            digest.update(repr([_size(source.file(int(index))) for index in sample]).encode())
+        elif isinstance(source, ArraySource):
+            digest.update(repr(source.shape).encode())
+            digest.update(np.ascontiguousarray(source.read_many(sample)).data)
+    return digest.hexdigest()
+
+
+def _size(path: str) -> int:
+    """Bytes of a file."""
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}, though its folder lists it") from error

@@ -1,0 +1,165 @@
+"""Silent data corruption, found before it enters the weights: a share of the work is computed twice, on two ranks.
+
+Any rank can compute any virtual worker, and must get the same integers. So some virtual workers of a step are computed
+again on another rank, and 64-bit hashes of the integers (`gradients.integer_hash`) are compared before the step is
+accepted. Where they differ a third rank computes too, and the one that stands alone is named. Ours; that processors
+compute wrongly in silence is told by Hochschild et al., "Cores that don't count" (HotOS 2021).
+
+Which ones: a *turn* is the n-th virtual worker of every rank. A keyed draw takes a share of a step's turns, and the
+virtual workers of such a turn are computed again by the ranks that are a keyed distance further. So all ranks audit at
+the same time, none waits for another, and each audits and is audited as often as any other.
+"""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..comm.base import AllReduce
+from ..comm.groups import Group
+from ..errors import CorruptionError, RunError, UserError
+from ..gradients.integer_hash import IntegerHash
+from ..recipe.runtime_options import RuntimeOptions
+from ..recipe.schema import Recipe
+from ..rng import AUDIT, keyed_integer, keyed_uniform
+from .membership import Membership
+
+Again = Callable[[int], IntegerHash]
+"""Computes a virtual worker of this step again: images, forward and backward; OSError or RunError without images."""
+
+_SHIFT, _TURN = range(2)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A virtual worker that is computed twice."""
+
+    worker: int
+    owner: int
+    """the place whose gradients enter the sum"""
+    auditor: int
+    """the place that computes them again"""
+
+
+class Audit:
+    """Decides what is audited, and compares.
+
+    Args:
+        share: Of the virtual workers that is computed twice, from 0 (none) to 1.
+        seed: The recipe's.
+        world: All ranks.
+        allreduce: Over all ranks.
+    """
+
+    def __init__(self, share: float, seed: int, world: Group, allreduce: AllReduce) -> None:
+        self._share, self._seed, self._world, self._allreduce = share, seed, world, allreduce
+        self._hashes: dict[int, IntegerHash] = {}
+
+    def checks(self, step: int, membership: Membership) -> list[Check]:
+        """The virtual workers of a step that are computed twice, the same on every rank."""
+        if not self._share:
+            return []
+        size, shares = len(membership.ranks), membership.shares
+        turns = np.arange(max(map(len, shares)))
+        taken = turns[keyed_uniform(AUDIT, self._seed, step, _TURN, turns) < self._share]
+        shift = 1 + int(keyed_integer(size - 1, AUDIT, self._seed, step, _SHIFT))
+        return [
+            Check(workers[turn], owner, (owner + shift) % size)
+            for turn in taken.tolist()
+            for owner, workers in enumerate(shares)
+            if turn < len(workers)
+        ]
+
+    def hash_of(self, step: int, worker: int, membership: Membership) -> IntegerHash | None:
+        """What takes the integers of one of this rank's own virtual workers; None: it is not audited in this step."""
+        if all(check.worker != worker for check in self.checks(step, membership)):
+            return None
+        self._hashes[worker] = IntegerHash(self._world.device)
+        return self._hashes[worker]
+
+    def compare(self, step: int, membership: Membership, again: Again) -> int:
+        """Computes this rank's part of the checks again and compares all of them; every rank calls it.
+
+        Returns:
+            The number of virtual workers that were computed twice.
+
+        Raises:
+            CorruptionError: Two ranks found other integers. Every rank raises it, naming rank and host.
+            RunError: The images can't be read a second time.
+        """
+        checks = self.checks(step, membership)
+        if not checks:
+            return 0
+        hashes = torch.zeros(3, len(checks), dtype=torch.int64)
+        for number, check in enumerate(checks):
+            if check.owner == self._world.rank:
+                hashes[0, number] = self._hashes.pop(check.worker).value()
+            if check.auditor == self._world.rank:
+                hashes[1, number], hashes[2, number] = _value(again, check.worker)
+        first, second, unread = self._sum(hashes)
+        if unread.any():
+            raise RunError(f"step {step}: {int(unread.sum())} audited virtual workers' images can't be read again")
+        wrong = (first != second).nonzero().flatten().tolist()
+        if wrong:
+            self._settle(step, checks[wrong[0]], int(first[wrong[0]]), int(second[wrong[0]]), again)
+        return len(checks)
+
+    def _settle(self, step: int, check: Check, first: int, second: int, again: Again) -> None:
+        """Asks a third rank, and raises what it finds."""
+        pair, size = [check.owner, check.auditor], self._world.size
+        what = f"step {step}: {{}} other integers than {{}} for the same virtual worker ({check.worker})"
+        remedy = "; take the machine out and give the same command again: the last checkpoint is good"
+        third = next((place for place in range(size) if place not in pair), None)
+        if third is None:
+            one, two = map(self._name, pair)
+            raise CorruptionError(
+                f"{what.format(f'{one} found', two)}: one of them computes wrongly, and it takes a third rank to say "
+                f"which{remedy}"
+            )
+        answer = torch.zeros(1, 2, dtype=torch.int64)
+        if third == self._world.rank:
+            answer[0] = torch.tensor(_value(again, check.worker))
+        value, unread = self._sum(answer)[0].tolist()
+        alone = [place for place, found in zip(pair, (first, second), strict=True) if found != value or unread]
+        names = [self._name(place) for place in [*alone, *(place for place in (*pair, third) if place not in alone)]]
+        if len(alone) > 1:
+            raise CorruptionError(f"{what.format(', '.join(names) + ' each found', 'the others')}{remedy}")
+        raise CorruptionError(
+            f"{what.format(f'{names[0]} computes wrongly: it found', f'{names[1]} and {names[2]}')}{remedy}"
+        )
+
+    def _sum(self, table: Tensor) -> Tensor:
+        """Of values that one rank each knows, and that are zero on the others."""
+        flat = table.reshape(-1).to(self._world.device)
+        self._allreduce.start(flat).wait()
+        return flat.cpu().view_as(table)
+
+    def _name(self, place: int) -> str:
+        host = self._world.broadcast_text(socket.gethostname(), place)
+        return f"rank {self._world.ranks[place]} on {host}"
+
+
+def check_audit(options: RuntimeOptions, recipe: Recipe, ranks: int) -> None:
+    """UserError where virtual workers can't be computed twice with the same integers."""
+    if not options.audit:
+        return
+    asked = f"audit = {options.audit:g}"
+    if ranks == 1:
+        raise UserError(f"{asked}: one rank has no other to check it; use at least 2 workers, better 3")
+    if recipe.reduction != "exact":
+        raise UserError(f"{asked}: only integers can be compared, the recipe has reduction: {recipe.reduction}")
+    if recipe.column_blocks > 1:
+        raise UserError(f"{asked}: layers in column blocks can't be audited; set column_blocks: 1")
+    if options.mixed:
+        raise UserError(f"{asked}: ranks under mixed conditions round differently; leave out audit or mixed")
+
+
+def _value(again: Again, worker: int) -> tuple[int, int]:
+    """The hash of a virtual worker that this rank computes again, and 0; or 0 and 1 where it can't read the images."""
+    try:
+        return again(worker).value(), 0
+    except (OSError, RunError):  # of this rank alone: the others must learn of it before any of them ends
+        return 0, 1

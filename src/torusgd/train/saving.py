@@ -1,0 +1,74 @@
+"""A run's state on its way into a checkpoint: at most once a step, and before an error ends the run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..comm.liveness import Liveness
+from ..errors import CorruptionError, RunError
+from .checkpoint import CheckpointTimes, CheckpointWriter
+from .events import warn
+from .state import RunState, as_checkpoint
+from .step import TrainStep
+
+SLOW_DISK = 60
+"""seconds after which a checkpoint that is still being written is told, again and again"""
+
+
+class Saver:
+    """Saves the state of a run; every rank has one and calls it at the same steps, rank 0 alone writes.
+
+    Args:
+        state: Of the run; read when it is saved.
+        step: Gathers the tensors.
+        writer: Writes beside the training.
+        times: Learns that a checkpoint has been taken.
+        liveness: Learns that the disk takes its time, which ends no run.
+        is_first: Whether this is rank 0.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        step: TrainStep,
+        writer: CheckpointWriter,
+        times: CheckpointTimes,
+        liveness: Liveness,
+        is_first: bool,
+    ) -> None:
+        self._state, self._step, self._writer, self._times = state, step, writer, times
+        self._liveness, self._is_first = liveness, is_first
+        self._saved = state.step
+
+    def save(self) -> None:
+        """Has the state of this step written, unless it is already."""
+        state = self._state
+        if self._saved < state.step:
+            self._liveness.progress("checkpoint", state.step, 0)
+            tensors = self._step.state_dict(state.step, keep=self._is_first)
+            if self._is_first:
+                self._writer.save(as_checkpoint(state, tensors), self._writing)
+        self._saved = state.step
+        self._times.taken()
+
+    def wait(self) -> None:
+        """Returns when all that was saved is written."""
+        self._writer.wait(self._writing)
+
+    @contextmanager
+    def before_errors(self) -> Iterator[None]:
+        """What ends the run has changed nothing: the last good step stands in a checkpoint before it does."""
+        try:
+            yield
+        except CorruptionError:  # these weights may be the wrong ones: no checkpoint is made of them
+            self.wait()
+            raise
+        except RunError:
+            self.save()
+            self.wait()
+            raise
+
+    def _writing(self, seconds: float) -> None:
+        """Called once a second while rank 0 waits for its disk."""
+        self._liveness.progress("checkpoint", self._state.step, int(seconds))
+        if round(seconds) % SLOW_DISK == 0:
+            warn(f"a checkpoint has been written for {seconds:.0f} s: {self._writer.folder}")
