@@ -5,7 +5,7 @@ Every rank takes part and ends with the same profile: times are the slowest rank
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -91,9 +91,11 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
 
 def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
     """Times native and the most promising plans in turn, plans twice as often; the first run of each warms up."""
-    plans = [plan for plan, _ in rank_candidates(size, connection.size, profile.topology)[:rivals]]
+    effective = connection.engine.effective
+    plans = _different(effective(plan) for plan, _ in rank_candidates(size, connection.size, profile.topology))[:rivals]
     # What chunks gain (links that are never idle) is not in the formulas: it is tried.
-    plans += [replace(plan, chunks=4) for plan in plans[:2] if size >= _CHUNKED and plan.chunks == 1]
+    chunked = [replace(plan, chunks=4) for plan in plans[:2] if size >= _CHUNKED and plan.chunks == 1]
+    plans = _different([*plans, *map(effective, chunked)])
     natives: list[float] = []
     rows: list[list[float]] = []
     for _ in range(repetitions):
@@ -107,6 +109,11 @@ def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, re
         Timing(size=size, algorithm=name, grid=grid, chunks=chunks, median=median)
         for (name, grid, chunks), median in zip(described, medians, strict=True)
     ]
+
+
+def _different(plans: Iterable[Algorithm]) -> list[Algorithm]:
+    """Each once: several may come to the same with an engine (`Engine.effective`)."""
+    return list(dict.fromkeys(plans))
 
 
 def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) -> float:
