@@ -60,7 +60,7 @@ def _supervise(job: Job, workers: int, folder: RunDir) -> RunResult:
     """Runs the ranks until they end well or for good."""
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
     lost = ""
-    with Supervisor(workers, job.device, limits_of(job)) as supervisor:
+    with Supervisor(workers, job.device, limits_of(job), job.options.ranks_per_gpu) as supervisor:
         for restarts in range(MAX_RESTARTS + 1):
             if lost:
                 goes_on = f"all ranks start again from {last_checkpoint(folder)}"
