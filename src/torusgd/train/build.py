@@ -20,6 +20,7 @@ from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
 from ..models import model_of
+from ..models.repeatable import check_repeatable
 from ..optim import BLOCK, build_optimizer
 from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
@@ -106,6 +107,8 @@ def build(
     loader = Loader(training, StreamOrder(len(train), recipe.seed), threads=threads, ahead=threads + 3)
 
     model = model_of(recipe, len(train.classes)).to(device)
+    if device.type == "cuda" and recipe.reduction == "exact":
+        check_repeatable(model, recipe)
     batch_norm = BatchNormStatistics(model)
     precision = Precision(recipe, device)
 
@@ -129,6 +132,7 @@ def build(
         maximum_over_ranks=maximum_over_ranks,
         rule=options.buckets,
         block=BLOCK,
+        to_host=monitor.to_host,
     )
     hook_parameters(reducer)
     update = Update(
@@ -154,7 +158,7 @@ def build(
         batch_norm=batch_norm,
         precision=precision,
         allreduce=watched,
-        control=ControlMessage(batch_norm.running.numel(), device),
+        control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         clock=StepClock(loader, monitor),
         world=world,
