@@ -1,5 +1,6 @@
 """Each rank takes a GPU of its own, whoever has started it, and ranks that share one find out."""
 
+import os
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from torch.distributed import HashStore
 from torusgd.comm import groups
 from torusgd.errors import UserError
 from torusgd.launch.gpus import LOCAL_RANK, check_own_gpus, local_rank, own_gpu
-from torusgd.launch.processes import meet
+from torusgd.launch.processes import WATCHDOG, meet
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_workers
@@ -18,8 +19,9 @@ from torusgd.runtime import resolve_workers
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in LOCAL_RANK:
-        monkeypatch.delenv(name, raising=False)
+    for name in (*LOCAL_RANK, *WATCHDOG):
+        monkeypatch.setenv(name, "")  # so that it is put back, be it set by what is tested
+        monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=f"GPU-{d.index}"))
@@ -71,6 +73,7 @@ def test_ranks_meet_with_their_gpus_over_nccl_or_where_they_share_them_over_gloo
     meet(store, 1, 2, "cuda", seconds=5, ranks_per_gpu=ranks_per_gpu)
     assert asked["device"] == torch.device("cuda", 1 // ranks_per_gpu)
     assert asked["nccl"] == nccl
+    assert [os.environ[name] for name in WATCHDOG] == ["0", "0"]
 
 
 def test_two_ranks_without_a_number_are_refused_when_they_meet(four_gpus: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ GROUP_SECONDS = 7 * 24 * 3600.0
 EXPLAIN_SECONDS = 5.0
 """for the other ranks to say why they end as well, before they are killed"""
 _LOOPBACK = "127.0.0.1"
-_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 """of torch: whether its watchdog ends the process after an error of NCCL, and another thread a watchdog that hangs"""
 
 
@@ -247,7 +247,7 @@ def meet(
         torch.cuda.set_device(target)
         gpu = str(torch.cuda.get_device_properties(target).uuid)
         # A late rank is found by its heartbeats and named. NCCL's watchdog would end the healthy ones without a word.
-        os.environ.update({name: "0" for name in _WATCHDOG if name not in os.environ})
+        os.environ.update({name: "0" for name in WATCHDOG if name not in os.environ})
     # Ranks meet here and not in the group's own rendezvous, whose timeout would be that of every message too.
     store.set(f"here/{rank}", gpu)
     everyone = [f"here/{other}" for other in range(size)]
