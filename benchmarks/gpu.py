@@ -8,8 +8,8 @@ In this order, so that a run that is cut short has what matters most:
     machine     versions and ceilings: a copy, a matrix product, launches one by one and as a graph: the ceilings
     hashes      `digits` and the model at 20 steps, twice on 1 rank, then on 2 and 4: is it one hash?
     speed       images/s of a step with one pass, in turn: the plain loop that people write (torchvision's network where
-                it is installed, autocast, channels-last, torch's SGD), the same compiled, and torusgd with float32 sums,
-                with exact sums, and with exact sums and deterministic algorithms, which is what a run uses
+                it is installed, autocast, channels-last, torch's SGD), the same compiled, and torusgd with float32
+                sums, with exact sums, and with exact sums and deterministic algorithms, as in a run
     precision   torusgd in float16 against bfloat16: a row for the table of `auto` in runtime.py
     step        what a step asks of the GPU, by torch's profiler: kernels, launches, synchronisations
 

@@ -47,7 +47,8 @@ def resolve_workers(options: RuntimeOptions, device: str, recipe: Recipe) -> int
     check_world_size(options.workers, recipe)
     if device == "cuda" and options.workers > available:
         raise UserError(
-            f"workers = {options.workers}: this machine has {gpus} GPUs; use at most {available}, or more ranks_per_gpu"
+            f"workers = {options.workers}: this machine has {gpus} GPUs; use at most {available}, "
+            f"or --set runtime.ranks_per_gpu={-(-options.workers // gpus)}"
         )
     return options.workers
 

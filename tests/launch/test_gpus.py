@@ -57,7 +57,7 @@ def test_more_ranks_than_gpus_are_refused(four_gpus: pytest.MonkeyPatch) -> None
 def test_ranks_on_one_gpu_are_named() -> None:
     check_own_gpus(["a", "b", "", ""], ranks_per_gpu=1)
     check_own_gpus(["a", "b", "a", "b"], ranks_per_gpu=2)
-    with pytest.raises(UserError, match=r"ranks 1, 3 have the same GPU \(b\): .* ranks_per_gpu = 2"):
+    with pytest.raises(UserError, match=r"ranks 1, 3 have the same GPU \(b\): .*--set runtime.ranks_per_gpu=2"):
         check_own_gpus(["a", "b", "c", "b"], ranks_per_gpu=1)
 
 
@@ -89,5 +89,8 @@ def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
     assert resolve_workers(RuntimeOptions(), "cuda", recipe) == 4
     assert resolve_workers(RuntimeOptions(ranks_per_gpu=2), "cuda", recipe) == 8
     assert resolve_workers(RuntimeOptions(ranks_per_gpu=2, workers=7), "cuda", recipe) == 7
-    with pytest.raises(UserError, match="workers = 5: this machine has 4 GPUs; use at most 4, or more ranks_per_gpu"):
+    message = "workers = 5: this machine has 4 GPUs; use at most 4, or --set runtime.ranks_per_gpu=2"
+    with pytest.raises(UserError, match=message):
+        UserError, match="workers = 5: this machine has 4 GPUs; use at most 4, or --set runtime.ranks_per_gpu=2"
+    ):
         resolve_workers(RuntimeOptions(workers=5), "cuda", recipe)

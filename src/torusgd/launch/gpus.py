@@ -55,7 +55,7 @@ def own_gpu(ranks_per_gpu: int) -> torch.device:
     if index >= count:
         raise UserError(
             f"rank {local} of this machine: it has {count} GPUs; start at most {count * ranks_per_gpu} ranks here, "
-            "or give more ranks_per_gpu"
+            "or give more --set runtime.ranks_per_gpu"
         )
     return torch.device("cuda", index)
 
@@ -78,5 +78,5 @@ def check_own_gpus(gpus: Sequence[str], ranks_per_gpu: int) -> None:
         if len(ranks) > ranks_per_gpu:
             raise UserError(
                 f"ranks {', '.join(map(str, ranks))} have the same GPU ({gpu}): let the launcher set LOCAL_RANK or "
-                f"show each rank its own GPU, or share it with the runtime option ranks_per_gpu = {len(ranks)}"
+                f"show each rank its own GPU, or let them share it by --set runtime.ranks_per_gpu={len(ranks)}"
             )
