@@ -89,8 +89,6 @@ def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
     assert resolve_workers(RuntimeOptions(), "cuda", recipe) == 4
     assert resolve_workers(RuntimeOptions(ranks_per_gpu=2), "cuda", recipe) == 8
     assert resolve_workers(RuntimeOptions(ranks_per_gpu=2, workers=7), "cuda", recipe) == 7
-    message = "workers = 5: this machine has 4 GPUs; use at most 4, or --set runtime.ranks_per_gpu=2"
+    message = r"workers = 5: this machine has 4 GPUs; use at most 4, or --set runtime\.ranks_per_gpu=2"
     with pytest.raises(UserError, match=message):
-        UserError, match="workers = 5: this machine has 4 GPUs; use at most 4, or --set runtime.ranks_per_gpu=2"
-    ):
         resolve_workers(RuntimeOptions(workers=5), "cuda", recipe)
