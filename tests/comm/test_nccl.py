@@ -1,16 +1,20 @@
 """The NCCL engine's collectives and batches, over Gloo on CPU tensors; and with a GPU, the engines themselves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.fake_cuda import fake_cuda
 from tests.comm.gloo_world import run_ranks
 
+from torusgd.comm import tune
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
 from torusgd.comm.groups import group_of
 from torusgd.comm.launch_order import launch_order
 from torusgd.comm.nccl import NcclEngine, grid_axes, run_in_batches, torus_by_collectives
+from torusgd.comm.profile import Link, Profile
 
 
 def sum_of_ranks(length: int, ranks: int) -> torch.Tensor:
@@ -126,6 +130,24 @@ def over_gloo_with_cuda_tensors() -> list[str]:
         wrong += [name for t in tensors if not (t * 1).cpu().equal(sum_of_ranks(t.numel(), ranks))]
         allreduce.close()
     return wrong
+
+
+def test_auto_probes_over_nccl_what_differs_there(monkeypatch):
+    """Of each grid one torus, and nothing in chunks; the backend's own beside them."""
+    probed = []
+    monkeypatch.setattr(tune, "_time_sum", lambda connection, size, plan: probed.append(plan) or 1e-3)
+    connection = SimpleNamespace(engine=object.__new__(NcclEngine), size=8, slowest=list)
+    link = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)
+    profile = Profile(
+        backend="nccl", hosts=(0, 0, 0, 0, 1, 1, 1, 1), message=0.0, inside=link, between=link, timings=()
+    )
+    timings = tune._rivals(connection, profile, 1 << 24, rivals=20, repetitions=2)
+    names = [(timing.algorithm, timing.grid) for timing in timings]
+    assert len(names) == len(set(names))
+    assert ("native", None) in names
+    assert {timing.chunks for timing in timings} == {1}
+    assert {name for name, _ in names if name.startswith("torus")} == {"torus"}
+    assert set(probed) == {timing.as_algorithm(8) for timing in timings}
 
 
 @pytest.mark.gpu
