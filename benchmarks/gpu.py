@@ -132,17 +132,17 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def hashes(args: argparse.Namespace) -> dict[str, Any]:
-    """weights_sha256 after 20 steps, of each recipe by [ranks, run]."""
+    """weights_sha256 after 20 steps, of each recipe by run and number of ranks."""
     found: dict[str, Any] = {}
     steps = 20 if args.device == "cuda" else 2
     network = make_recipe(args, args.images[0], workers=4)
     for name, recipe in (("digits", resolve_auto(load_recipe("digits").recipe, args.device)), (args.model, network)):
         found[name] = {}
-        for run, ranks in enumerate((1, 1, 2, 4)):
+        for run, ranks in enumerate((1, 1, 2, 4), 1):
             with tempfile.TemporaryDirectory() as folder:
                 options = RuntimeOptions(workers=ranks, ranks_per_gpu=ranks, checkpoint_every="1000st")
                 job = Job(recipe, options, args.device, Path(folder) / "run", max_steps=steps)
-                found[name][f"{ranks} ranks, run {run}"] = launch(job, fresh=True).summary["weights_sha256"]
+                found[name][f"run {run} on {ranks}"] = launch(job, fresh=True).summary["weights_sha256"]
     return found
 
 
@@ -275,7 +275,7 @@ def section(result: dict[str, Any]) -> str:
     for name, runs in result["hashes"].items():
         if isinstance(runs, dict):
             one = len(set(runs.values())) == 1
-            lines.append(f"- `{name}`, {', '.join(runs)}: {'one hash' if one else 'DIFFERENT HASHES'}")
+            lines.append(f"- `{name}`, {', '.join(runs)} ranks: {'one hash' if one else 'DIFFERENT HASHES'}")
     if "seconds" in result["speed"]:
         about = result["speed"]
         lines += [
@@ -337,6 +337,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             result[name] = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
         finally:
             torch.use_deterministic_algorithms(False)
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
         print(json.dumps({name: result[name], "took": round(time.perf_counter() - started, 1)}), flush=True)
     return result
 

@@ -90,7 +90,7 @@ def test_the_section_that_the_gpu_benchmark_writes(tmp_path: Path) -> None:
         "date": "2026-11-22",
         "command": "python benchmarks/gpu.py",
         "machine": {"gpu": "NVIDIA H200", "torch": "2.15.0", "copy_gb_per_s": [4000.0, 4300.0, 4200.0]},
-        "hashes": {"digits": {"1 ranks, run 0": "a", "2 ranks, run 1": "a"}, "resnet50": {"1": "a", "2": "b"}},
+        "hashes": {"digits": {"run 1 on 1": "a", "run 2 on 2": "a"}, "resnet50": {"1": "a", "2": "b"}},
         "speed": {
             "precision": "bfloat16", "network": "resnet50", "pixels": 224,
             "seconds": {"64": {
@@ -103,8 +103,8 @@ def test_the_section_that_the_gpu_benchmark_writes(tmp_path: Path) -> None:
     }  # fmt: skip
     text = script["section"](result)
     assert "- 4200 GB/s copied" in text
-    assert "- `digits`, 1 ranks, run 0, 2 ranks, run 1: one hash" in text
-    assert "- `resnet50`, 1, 2: DIFFERENT HASHES" in text
+    assert "- `digits`, run 1 on 1, run 2 on 2 ranks: one hash" in text
+    assert "- `resnet50`, 1, 2 ranks: DIFFERENT HASHES" in text
     assert "| 64 | torusgd, exact sums | 6,274.5 | 6,213.6 - 6,274.5 | 1.961 |" in text
     assert "- 64 images: exact sums cost +2.0% of a step, deterministic algorithms +100.0%" in text
     assert "- precision failed: OutOfMemoryError: no" in text
