@@ -3,6 +3,8 @@
 import os
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import NoReturn
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,11 +12,15 @@ from torch.distributed import HashStore
 
 from torusgd.comm import groups
 from torusgd.errors import UserError
+from torusgd.launch import torchrun
 from torusgd.launch.gpus import LOCAL_RANK, check_own_gpus, local_rank, own_gpu
+from torusgd.launch.heartbeat import Limits
 from torusgd.launch.processes import WATCHDOG, meet
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_workers
+
+from ..comm.gloo_world import run_ranks
 
 
 @pytest.fixture
@@ -92,3 +98,35 @@ def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
     message = r"workers = 5: this machine has 4 GPUs; use at most 4, or --set runtime\.ranks_per_gpu=2"
     with pytest.raises(UserError, match=message):
         resolve_workers(RuntimeOptions(workers=5), "cuda", recipe)
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+def join_on_the_same_gpu() -> tuple[int, list[str]]:
+    """The exit code of a rank to which a launcher has said no number, and what it prints."""
+    said: list[str] = []
+
+    def end(code: int) -> NoReturn:
+        raise Ended(code)
+
+    os.environ.pop("LOCAL_RANK", None)
+    fakes = {
+        "device_count": lambda: 4,
+        "set_device": lambda device: None,
+        "get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),
+    }
+    with patch.multiple(torch.cuda, **fakes), patch.object(torchrun, "_print", said.append), patch("os._exit", end):
+        try:
+            torchrun.run_joined(lambda *_: None, "cuda", Limits(beat=30, start=30))
+        except Ended as ended:
+            return ended.args[0], said
+    raise AssertionError("the ranks have met")
+
+
+def test_of_ranks_that_somebody_elses_launcher_put_on_one_gpu_one_says_so() -> None:
+    ends = run_ranks(2, join_on_the_same_gpu)
+    assert [code for code, _ in ends] == [2, 2]
+    (line,) = [line for _, said in ends for line in said]
+    assert line.startswith("ranks 0, 1 have the same GPU (GPU-0): let the launcher set LOCAL_RANK")
