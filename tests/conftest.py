@@ -17,8 +17,15 @@ _LONG = ("launch", "train", "tensor_parallel", "rehearse")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the folders with the longest files first: of two files at a time, the last ones are then short."""
+    """Puts the folders with the longest files first, and skips tests that need a GPU where there is none.
+
+    Of two files at a time, the last ones are then short.
+    """
     items.sort(key=lambda item: item.path.parent.name not in _LONG)
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture

@@ -81,3 +81,48 @@ def test_the_step_of_hybrid() -> None:
     step = run_path(str(ROOT / "benchmarks" / "hybrid.py"))["make_step"](images=2, parallel=1)
     step()
     step()
+
+
+def test_the_section_that_the_gpu_benchmark_writes(tmp_path: Path) -> None:
+    """From raw figures: what a part measured, and what failed."""
+    script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    result = {
+        "date": "2026-11-22",
+        "command": "python benchmarks/gpu.py",
+        "machine": {"gpu": "NVIDIA H200", "torch": "2.15.0", "copy_gb_per_s": [4000.0, 4300.0, 4200.0]},
+        "hashes": {"digits": {"run 1 on 1": "a", "run 2 on 2": "a"}, "resnet50": {"1": "a", "2": "b"}},
+        "speed": {
+            "precision": "bfloat16", "network": "resnet50", "pixels": 224,
+            "seconds": {"64": {
+                script["PEER"]: [0.02, 0.02, 0.025], script["FLOAT"]: [0.01, 0.01, 0.01],
+                script["EXACT"]: [0.0102, 0.0102, 0.0103], script["RUN"]: [0.0204, 0.0204, 0.0204],
+            }},
+        },
+        "precision": {"error": "OutOfMemoryError: no"},
+        "step": {"error": "the time is up"},
+    }  # fmt: skip
+    text = script["section"](result)
+    assert "- 4200 GB/s copied" in text
+    assert "- `digits`, run 1 on 1, run 2 on 2 ranks: one hash" in text
+    assert "- `resnet50`, 1, 2 ranks: DIFFERENT HASHES" in text
+    assert "| 64 | torusgd, exact sums | 6,274.5 | 6,213.6 - 6,274.5 | 1.961 |" in text
+    assert "- 64 images: exact sums cost +2.0% of a step, deterministic algorithms +100.0%" in text
+    assert "- precision failed: OutOfMemoryError: no" in text
+    once = script["put_section"]("# Benchmarks\n", text)
+    again = script["put_section"](once + "\n## More\n", text.replace("4200", "4100"))
+    assert again.startswith("# Benchmarks\n")
+    assert again.endswith("## More\n")
+    assert "4100 GB/s" in again
+    assert "4200 GB/s" not in again
+
+
+def test_the_gpu_benchmark_on_the_cpu() -> None:
+    """Each part that starts no ranks, at a tiny size."""
+    script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    words = "--device cpu --model resnet18 --pixels 16 --images 2 --rounds 1 --steps 1 --no-compile"
+    args = script["parse"](words.split())
+    assert args.docs is None
+    speed = script["speed"](args)["seconds"]["2"]
+    assert set(speed) == {script["PEER"], script["FLOAT"], script["EXACT"], script["RUN"]}
+    assert all(len(times) == 1 for times in speed.values())
+    assert script["counts"](args)["operators"] > 100

@@ -4,6 +4,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from torusgd import runtime
+from torusgd.recipe.load import load_recipe
+
 PAGES = """
 import resource
 import numpy
@@ -33,3 +39,54 @@ def test_freed_memory_is_kept_for_the_next_step():
 
 def test_an_environment_that_tunes_the_allocator_is_left_alone():
     assert pages_taken_again(MALLOC_TOP_PAD_="131072") > 4 * (64 << 20) // (2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "precision"),
+    [
+        ("Tesla V100-SXM2-16GB", (7, 0), "float16"),
+        ("Tesla T4", (7, 5), "float16"),
+        ("NVIDIA GeForce RTX 2080 Ti", (7, 5), "float16"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "bfloat16"),
+        ("NVIDIA H200", (9, 0), "bfloat16"),
+        ("NVIDIA B200", (10, 0), "bfloat16"),
+    ],
+)
+def test_auto_takes_the_16_bit_type_of_the_tensor_cores(monkeypatch, name, capability, precision):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # so says torch of emulation too
+    recipe = load_recipe("digits", ["precision=auto", "memory_format=auto"]).recipe
+    resolved = runtime.resolve_auto(recipe, "cuda")
+    assert (resolved.precision, resolved.memory_format) == (precision, "channels_last")
+
+
+def test_what_was_measured_on_a_gpu_with_this_torch_goes_before_its_capability(monkeypatch):
+    monkeypatch.setattr(runtime, "_FASTEST_ON_GPU", {("NVIDIA H200", "2.15.0"): "float16"})
+    assert runtime.precision_of_gpu("NVIDIA H200", (9, 0), "2.15.0+cu132") == "float16"
+    assert runtime.precision_of_gpu("NVIDIA H200", (9, 0), "2.16.0") == "bfloat16"
+    assert runtime.precision_of_gpu("NVIDIA H100", (9, 0), "2.15.0") == "bfloat16"
+
+
+@pytest.mark.gpu
+def test_auto_on_the_gpu_at_hand():
+    recipe = load_recipe("digits", ["precision=auto"]).recipe
+    fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert runtime.resolve_auto(recipe, "cuda").precision == ("bfloat16" if fast else "float16")
+
+
+@pytest.mark.parametrize("reduction", ["exact", "float32"])
+def test_no_algorithm_is_chosen_by_timing(monkeypatch, reduction):
+    """What CUDA is set to needs no GPU."""
+    recipe = load_recipe("digits", [f"reduction={reduction}"]).recipe
+    before = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        torch.backends.cudnn.benchmark = True
+        runtime.prepare_process(recipe, torch.device("cuda"))
+        assert not torch.backends.cudnn.benchmark
+        assert torch.are_deterministic_algorithms_enabled() == (reduction == "exact")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = before

@@ -5,6 +5,7 @@ Nothing here may change the trained weights.
 
 import ctypes
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +16,10 @@ from .recipe.schema import Recipe
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """numbers of glibc's malloc.h"""
+_FASTEST_ON_GPU: Mapping[tuple[str, str], str] = {}
+"""precision by (GPU's name, torch's version without its build), where benchmarks/gpu.py has found the faster one"""
+_BFLOAT16_FROM = (8, 0)
+"""compute capability of Ampere: before it there are no bfloat16 tensor cores, and torch only emulates the type"""
 _LARGEST = 1 << 30
 """bytes of a block that is kept"""
 _NEVER = -1
@@ -34,12 +39,16 @@ def resolve_device(options: RuntimeOptions) -> str:
 
 def resolve_workers(options: RuntimeOptions, device: str, recipe: Recipe) -> int:
     """Ranks to start on this machine, at most one a virtual worker; UserError when more are asked for."""
-    available = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    available = gpus * options.ranks_per_gpu if device == "cuda" else len(os.sched_getaffinity(0))
     if options.workers is None:
         return max(1, min(available, recipe.virtual_workers))
     check_world_size(options.workers, recipe)
     if device == "cuda" and options.workers > available:
-        raise UserError(f"workers = {options.workers}: this machine has {available} GPUs; use at most as many")
+        raise UserError(
+            f"workers = {options.workers}: this machine has {gpus} GPUs; use at most {available}, "
+            f"or --set runtime.ranks_per_gpu={-(-options.workers // gpus)}"
+        )
     return options.workers
 
 
@@ -59,9 +68,8 @@ def prepare_process(recipe: Recipe, device: torch.device) -> None:
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
-        exact = recipe.reduction == "exact"
-        torch.backends.cudnn.benchmark = not exact
-        if exact:
+        torch.backends.cudnn.benchmark = False  # it times algorithms, and the fastest of the day decides the bits
+        if recipe.reduction == "exact":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -89,13 +97,35 @@ def loader_threads(device: torch.device) -> int:
 
 
 def resolve_auto(recipe: Recipe, device: str) -> Recipe:
-    """Replaces `auto` by what the device computes fastest; the answer becomes part of the run's recipe."""
+    """Replaces `auto` by what the device computes fastest; the answer becomes part of the run's recipe.
+
+    By what the device is, never by timing it: the same machine always gets the same recipe.
+    """
     if device == "cuda":
-        fast = torch.cuda.is_bf16_supported()
-        return recipe.resolve(precision="bfloat16" if fast else "float16", memory_format="channels_last")
+        precision = precision_of_gpu(
+            torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.__version__
+        )
+        return recipe.resolve(precision=precision, memory_format="channels_last")
     flags = cpu_flags()
     fast = bool({"avx512_bf16", "amx_bf16"} & flags)
     return recipe.resolve(precision="bfloat16" if fast else "float32", memory_format="channels_last")
+
+
+def precision_of_gpu(name: str, capability: tuple[int, int], torch_version: str) -> str:
+    """`float16` or `bfloat16`: what was measured on this model with this torch, else what its tensor cores have.
+
+    Args:
+        name: As `torch.cuda.get_device_name` gives it.
+        capability: Compute capability, as (8, 0).
+        torch_version: With or without a build, as 2.13.0+cu130.
+
+    >>> precision_of_gpu("Tesla V100-SXM2-16GB", (7, 0), "2.13.0")
+    'float16'
+    >>> precision_of_gpu("NVIDIA A100-SXM4-80GB", (8, 0), "2.13.0")
+    'bfloat16'
+    """
+    by_capability = "bfloat16" if capability >= _BFLOAT16_FROM else "float16"
+    return _FASTEST_ON_GPU.get((name, torch_version.partition("+")[0]), by_capability)
 
 
 def cpu_info(key: str) -> str:

@@ -36,6 +36,7 @@ PANELS = {
 }
 NEUTRAL = {
     "device": "a plan is of its cluster's devices",
+    "ranks_per_gpu": "a plan prices devices, each with one rank",
     "checkpoint_every": "a thread writes checkpoints beside the steps; a plan counts none",
     "checkpoint_minutes": "as checkpoint_every",
     "keep_checkpoints": "of the disk",
@@ -49,6 +50,7 @@ NEUTRAL = {
 CHANGED: dict[str, Any] = {
     "device": "cuda",
     "workers": 8,
+    "ranks_per_gpu": 2,
     "allreduce": "torus:halving/ring",
     "grid": "2x8",
     "buckets": [3, 4],

@@ -1,6 +1,9 @@
 """Messages that are watched: what of their way was hidden, and that nobody waits for ever."""
 
 import time
+from collections.abc import Callable
+from math import inf
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,3 +113,58 @@ class Never:
 def test_a_limit_of_the_caller_ends_a_wait_without_late_ranks():
     with pytest.raises(CommTimeout, match="no answer"):
         Monitor().watch(Never()).wait(limit=0.01)
+
+
+class Event:
+    """Of a GPU that waits for a message of a lost rank: it never comes there, or after so many questions."""
+
+    def __init__(self, questions: float) -> None:
+        self._left = questions
+
+    def query(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], SimpleNamespace]:
+    """Makes a tensor of a GPU that comes to its copy after so many questions."""
+    empty = torch.empty
+
+    def tensor(questions: float) -> SimpleNamespace:
+        stream = SimpleNamespace(record_event=lambda: Event(questions))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: Host(empty(shape, dtype=dtype)))
+        return SimpleNamespace(device=torch.device("cuda", 0), shape=(2,), dtype=torch.float32)
+
+    class Host:
+        def __init__(self, values: torch.Tensor) -> None:
+            self.values = values
+
+        def copy_(self, source: object, non_blocking: bool) -> None:
+            assert non_blocking
+            self.values.fill_(7)
+
+    return tensor
+
+
+def test_what_a_gpu_has_computed_comes_to_the_host_when_it_is_there(gpu: Callable[[float], SimpleNamespace]) -> None:
+    assert Monitor().to_host(gpu(3)).values.tolist() == [7, 7]
+
+
+def test_a_host_that_waits_for_a_gpu_learns_which_rank_is_lost(
+    gpu: Callable[[float], SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL has no answer for it: the GPU would wait for ever."""
+    monkeypatch.setattr("torusgd.comm.monitor.SLICE", 0.01)
+    monitor, lost = Monitor(), LateRank("no heartbeat for 30 s", rank=3, host="b2")
+    answers = iter([[], [], [lost]])
+    monitor.liveness = SimpleNamespace(late=lambda: next(answers))
+    with pytest.raises(CommTimeout, match="rank 3 on b2: no heartbeat for 30 s") as error:
+        monitor.to_host(gpu(inf))
+    assert error.value.late == (lost,)
+
+
+def test_a_tensor_of_the_host_is_there_already() -> None:
+    tensor = torch.ones(2)
+    assert Monitor().to_host(tensor) is tensor

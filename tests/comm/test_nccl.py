@@ -1,16 +1,20 @@
 """The NCCL engine's collectives and batches, over Gloo on CPU tensors; and with a GPU, the engines themselves."""
 
-from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comm.fake_cuda import fake_cuda
 from tests.comm.gloo_world import run_ranks
 
+from torusgd.comm import tune
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
 from torusgd.comm.groups import group_of
+from torusgd.comm.launch_order import launch_order
 from torusgd.comm.nccl import NcclEngine, grid_axes, run_in_batches, torus_by_collectives
+from torusgd.comm.profile import Link, Profile
 
 
 def sum_of_ranks(length: int, ranks: int) -> torch.Tensor:
@@ -29,15 +33,40 @@ def collectives_on_every_grid() -> list[str]:
         for grid in grids if world.rank in places else ():
             row, column = grid_axes(group, grid)
             for length in (0, 1, 5, 12, 101):
-                for chunks in (1, 2, 5):
-                    tensor = torch.arange(length) + group.rank
-                    torus_by_collectives(tensor, row, column, chunks, [nullcontext, nullcontext])
-                    if not tensor.equal(sum_of_ranks(length, group.size)):
-                        wrong.append(f"{grid}, {length}, {chunks}")
+                tensor = torch.arange(length) + group.rank
+                torus_by_collectives(tensor, row, column)
+                if not tensor.equal(sum_of_ranks(length, group.size)):
+                    wrong.append(f"{grid}, {length}")
             row.close()
             column.close()
             group.barrier()
     world.barrier()
+    return wrong
+
+
+def engines_of_every_size_and_grid() -> list[str]:
+    """An engine closes what it has made, and neither its group nor the world, whatever grids it has run."""
+    wrong, world = [], group_of()
+    for size in (1, 2, 3, 5, 7):
+        group = world.subgroup(range(size))
+        for rows in range(1, size + 1):
+            if size % rows or world.rank >= size:
+                continue
+            with fake_cuda():
+                launch_order.cache_clear()
+                engine, grid = NcclEngine(group), (rows, size // rows)
+                for name in ("torus:halving/ring", "ring"):
+                    tensor = addend(101)
+                    algorithm = parse_algorithm(name, size, grid if name != "ring" else None, chunks=4)
+                    engine.run(tensor, algorithm).wait()
+                    if not tensor.equal(sum_of_ranks(101, size)):
+                        wrong.append(f"{name} {grid}")
+                engine.close()
+            group.barrier()
+        group.close()
+        world.barrier()
+    world.close()
+    dist.barrier()  # the default group is not ours to close
     return wrong
 
 
@@ -62,7 +91,15 @@ def test_batches_sum_whatever_the_algorithm(ranks):
     assert run_ranks(ranks, batches_of_every_algorithm) == [[]] * ranks
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_closing_an_engine_leaves_its_group_and_the_world():
+    assert run_ranks(7, engines_of_every_size_and_grid) == [[]] * 7
+
+
+def test_all_methods_of_a_torus_are_one_over_nccl():
+    engine = object.__new__(NcclEngine)
+    asked = [parse_algorithm(f"torus:{a}/{b}", 8, (2, 4), 4) for a in ("ring", "halving") for b in ("ring", "direct")]
+    assert {str(engine.effective(algorithm)) for algorithm in asked} == {"torus 2x4"}
+    assert str(engine.effective(parse_algorithm("doubling", 8, chunks=2))) == "doubling"
 
 
 def over_nccl_on_one_rank() -> list[str]:
@@ -95,11 +132,29 @@ def over_gloo_with_cuda_tensors() -> list[str]:
     return wrong
 
 
-@needs_gpu
+def test_auto_probes_over_nccl_what_differs_there(monkeypatch):
+    """Of each grid one torus, and nothing in chunks; the backend's own beside them."""
+    probed = []
+    monkeypatch.setattr(tune, "_time_sum", lambda connection, size, plan: probed.append(plan) or 1e-3)
+    connection = SimpleNamespace(engine=object.__new__(NcclEngine), size=8, slowest=list)
+    link = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)
+    profile = Profile(
+        backend="nccl", hosts=(0, 0, 0, 0, 1, 1, 1, 1), message=0.0, inside=link, between=link, timings=()
+    )
+    timings = tune._rivals(connection, profile, 1 << 24, rivals=20, repetitions=2)
+    names = [(timing.algorithm, timing.grid) for timing in timings]
+    assert len(names) == len(set(names))
+    assert ("native", None) in names
+    assert {timing.chunks for timing in timings} == {1}
+    assert {name for name, _ in names if name.startswith("torus")} == {"torus"}
+    assert set(probed) == {timing.as_algorithm(8) for timing in timings}
+
+
+@pytest.mark.gpu
 def test_one_rank_over_nccl():
     assert run_ranks(1, over_nccl_on_one_rank) == [[]]
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_several_ranks_over_gloo_with_cuda_tensors():
     assert run_ranks(3, over_gloo_with_cuda_tensors) == [[]] * 3

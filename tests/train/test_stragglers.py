@@ -6,10 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torusgd.comm.device_clock import DeviceClock
 from torusgd.comm.groups import group_of
 from torusgd.train.stragglers import EVERY, LinkProbe, Stragglers, slowest
 
 from ..comm.gloo_world import run_ranks
+
+
+def reducer(ready: float) -> SimpleNamespace:
+    return SimpleNamespace(first_ready=lambda: ready, last_ready=lambda: ready, clock=DeviceClock(torch.device("cpu")))
 
 
 def compare(ranks: list[tuple[float, float, float]], links: list[float] | None = None):
@@ -19,7 +24,7 @@ def compare(ranks: list[tuple[float, float, float]], links: list[float] | None =
         lateness = Stragglers(rank, len(ranks), SimpleNamespace(seconds=links[rank]) if links else None)
         lateness._last_end = time.perf_counter() - data - compute - network
         ready = lateness._last_end + data + compute
-        lateness.note(0, SimpleNamespace(first_ready=ready, last_ready=ready), data)
+        lateness.note(0, reducer(ready), data)
         total += lateness.message(EVERY)
     return slowest(total)
 
@@ -49,7 +54,7 @@ def test_the_rank_with_the_slow_link_is_named() -> None:
 def test_most_steps_carry_no_notes() -> None:
     lateness = Stragglers(0, 4)
     assert not lateness.message(EVERY).numel()  # a run that goes on at this step has noted nothing yet
-    lateness.note(0, SimpleNamespace(first_ready=0.0, last_ready=0.0), 0.0)
+    lateness.note(0, reducer(0.0), 0.0)
     assert [step for step in range(1, 3 * EVERY) if lateness.message(step).numel()] == [EVERY, 2 * EVERY]
     assert not Stragglers(0, 1).message(EVERY).numel()
     assert slowest(torch.zeros(0, dtype=torch.int64)) is None

@@ -56,7 +56,13 @@ class AlgorithmAllReduce:
         """one line: what runs, and why"""
         self.profile = profile
         """what `auto` chooses by"""
-        self.connection, self._choose = connection, lru_cache(1024)(choose)
+        self.connection = connection
+
+        def effective(size: int) -> Algorithm | None:
+            chosen = choose(size)
+            return None if chosen is None else connection.engine.effective(chosen)
+
+        self._choose = lru_cache(1024)(effective)
 
     @property
     def group(self) -> Group:
@@ -140,7 +146,9 @@ def over(
         )
     if grid is None and name.partition(":")[0] in GRIDS:
         grid = _natural_grid(hosts_of(connection.group))
-    why = f"allreduce {parse_algorithm(name, size, grid)}: as asked for"
+    asked = parse_algorithm(name, size, grid)
+    runs = connection.engine.effective(asked)
+    why = f"allreduce {asked}: as asked for" if runs == asked else f"allreduce {asked}: runs as {runs} on this backend"
     return AlgorithmAllReduce(name, connection, lambda n: parse_algorithm(name, size, grid, usual_chunks(n)), why)
 
 

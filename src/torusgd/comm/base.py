@@ -96,6 +96,9 @@ class Engine(Protocol):
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         """Sums a 1-D contiguous tensor in place by an algorithm, the same on every rank; None: the backend's own."""
 
+    def effective(self, algorithm: Algorithm) -> Algorithm:
+        """What runs where this algorithm is asked for; several may come to the same."""
+
     def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
         """Runs the rounds of each chunk, those of no named algorithm, as shards and measurements do."""
 
@@ -157,21 +160,20 @@ class BackendMessage:
 
 
 class BackendCollective:
-    """A collective on its way."""
+    """A collective of Gloo on its way; those of NCCL are enqueued (`launch_order`)."""
 
-    def __init__(self, work: dist.Work, device: torch.device, timeout: float) -> None:
-        self._work, self._on_host, self._timeout = work, device.type == "cpu", timeout
+    def __init__(self, work: dist.Work, timeout: float) -> None:
+        self._work, self._timeout = work, timeout
         self._begin = time.perf_counter()
         self._ended: float | None = None
-        if self._on_host:
-            with suppress(RuntimeError):  # Gloo's reduce-scatter has no future: it ended when it was waited for
-                work.get_future().add_done_callback(self._note_end)
+        with suppress(RuntimeError):  # Gloo's reduce-scatter has no future: it ended when it was waited for
+            work.get_future().add_done_callback(self._note_end)
 
     def wait(self, limit: float | None = None) -> None:
         """See `Work`."""
         begin = time.perf_counter()
         try:
-            if limit is None or not self._on_host:
+            if limit is None:
                 self._work.wait()
             else:
                 self._work.wait(_duration(limit))
@@ -191,7 +193,7 @@ class BackendCollective:
         return self._ended
 
     def _note_end(self, _: object = None) -> None:
-        if self._on_host and self._ended is None:
+        if self._ended is None:
             self._ended = time.perf_counter()
 
 

@@ -199,6 +199,10 @@ class GlooEngine:
             self._schedules[key] = _weave(algorithm.rounds(self._group.rank, tensor.numel()))
         return self._start(tensor, self._schedules[key])
 
+    def effective(self, algorithm: Algorithm) -> Algorithm:
+        """See `Engine`: that very one."""
+        return algorithm
+
     def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
         """See `Engine`."""
         return self._start(tensor, _weave(rounds))
@@ -277,6 +281,10 @@ class StagedEngine:
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         """See `Engine`."""
         return self._stage(tensor, lambda host: self._engine.run(host, algorithm))
+
+    def effective(self, algorithm: Algorithm) -> Algorithm:
+        """See `Engine`: that very one."""
+        return algorithm
 
     def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
         """See `Engine`."""

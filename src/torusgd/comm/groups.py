@@ -10,15 +10,18 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from .backends import NcclSplit, connected
 from .base import SLACK, BackendCollective, BackendMessage, CommTimeout, Work, comm_error
+from .launch_order import launch_order
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """tensors, each to or from the member at a place of the group"""
@@ -42,6 +45,7 @@ class Group:
         store: Where subgroups meet; a group without one can't be split.
         timeout: Seconds after which a collective without an answer fails.
         nccl: CUDA tensors travel by NCCL.
+        owned: Nobody else holds torch's group: `close` ends it, and NCCL splits its communicator for subgroups.
         splits: Counts the subgroups; shared by all that wrap one group of torch's, since they share its store.
 
     Whatever waits raises CommTimeout or ConnectionLost.
@@ -56,11 +60,12 @@ class Group:
         store: Store | None,
         timeout: float,
         nccl: bool = False,
+        owned: bool = False,
         splits: Iterator[int] | None = None,
     ) -> None:
         self.process_group, self.ranks, self.rank, self.device = process_group, tuple(ranks), rank, device
         self.timeout, self.has_nccl = timeout, nccl
-        self._store = store
+        self._store, self._owned = store, owned
         self._splits = itertools.count() if splits is None else splits
 
     @property
@@ -77,7 +82,7 @@ class Group:
         """Begins `all_reduce` in a group of several members; the sum is there once the work has been waited for."""
         options = dist.AllreduceOptions()
         options.reduceOp = _c10d.ReduceOp(_c10d.ReduceOp.MAX if maximum else _c10d.ReduceOp.SUM)
-        return self._begin(tensor.device, lambda: self._torch.allreduce([tensor], options))
+        return self._begin([tensor], lambda: self._torch.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Gives every member the tensor of the member at place `source`, in place."""
@@ -88,7 +93,7 @@ class Group:
         """Begins `broadcast` in a group of several members."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        return self._begin(tensor.device, lambda: self._torch.broadcast([tensor], options))
+        return self._begin([tensor], lambda: self._torch.broadcast([tensor], options))
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """The text of the member at place `source`, on every member."""
@@ -110,7 +115,8 @@ class Group:
             return [tensor.clone()]
         gathered = [torch.empty_like(tensor) for _ in self.ranks]
         begin = self._torch.allgather
-        self._begin(tensor.device, lambda: begin([gathered], [tensor], _c10d.AllgatherOptions())).wait()
+        options = _c10d.AllgatherOptions()
+        self._begin([tensor, *gathered], lambda: begin([gathered], [tensor], options)).wait()
         return gathered
 
     def all_gather_single(self, gathered: torch.Tensor, shard: torch.Tensor) -> None:
@@ -123,7 +129,7 @@ class Group:
     def start_all_gather_single(self, gathered: torch.Tensor, shard: torch.Tensor) -> Work:
         """Begins `all_gather_single` in a group of several members."""
         begin = self._torch._allgather_base
-        return self._begin(shard.device, lambda: begin(gathered, shard, _c10d.AllgatherOptions()))
+        return self._begin([gathered, shard], lambda: begin(gathered, shard, _c10d.AllgatherOptions()))
 
     def reduce_scatter_single(self, shard: torch.Tensor, addends: torch.Tensor) -> None:
         """Puts this member's shard of the sum of all `addends` (1-D, cut evenly) into `shard`."""
@@ -135,14 +141,14 @@ class Group:
     def start_reduce_scatter_single(self, shard: torch.Tensor, addends: torch.Tensor) -> Work:
         """Begins `reduce_scatter_single` in a group of several members."""
         begin = self._torch._reduce_scatter_base
-        return self._begin(shard.device, lambda: begin(shard, addends, _c10d.ReduceScatterOptions()))
+        return self._begin([shard, addends], lambda: begin(shard, addends, _c10d.ReduceScatterOptions()))
 
     def start_all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_splits: list[int], sent_splits: list[int]
     ) -> Work:
         """Begins to send each member its run of `sent` (1-D) and to receive from each its run of `received`."""
         begin, options = self._torch.alltoall_base, _c10d.AllToAllOptions()
-        return self._begin(sent.device, lambda: begin(received, sent, received_splits, sent_splits, options))
+        return self._begin([received, sent], lambda: begin(received, sent, received_splits, sent_splits, options))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
         """Begins to send to the member at place `peer`."""
@@ -161,7 +167,8 @@ class Group:
         """
         if not sends and not receives:
             return []
-        device = (sends or receives)[0][0].device
+        tensors = [tensor for tensor, _ in (*sends, *receives)]
+        device = tensors[0].device
         if device.type == "cpu" or not self.has_nccl:
             works = [self.receive(tensor, peer, tag + nth) for nth, tensor, peer in _numbered(receives)]
             return works + [self.send(tensor, peer, tag + nth) for nth, tensor, peer in _numbered(sends)]
@@ -174,7 +181,7 @@ class Group:
                 self._torch.recv([tensor], peer, tag)
             return self._torch._end_coalescing(device)
 
-        return [self._begin(device, batch)]
+        return [self._begin(tensors, batch)]
 
     def barrier(self) -> None:
         """Returns when every member has called it."""
@@ -183,33 +190,49 @@ class Group:
         self.all_reduce(flag)
         flag.tolist()
 
-    def partition(self, sets: Sequence[Sequence[int]], timeout: float | None = None) -> "Group":
+    def partition(
+        self, sets: Sequence[Sequence[int]], timeout: float | None = None, device: torch.device | None = None
+    ) -> "Group":
         """The group of that set of places which holds this member, with connections of its own.
 
-        Every member of this group calls it with the same disjoint sets. A member that is in none of them, or in one
-        alone, gets a group of itself.
+        Every member of this group calls it with the same disjoint sets, and with nothing on its way. A member that is
+        in none of them, or in one alone, gets a group of itself.
+
+        Args:
+            sets: Places of this group; the order in a set is that of the new group.
+            timeout: Of the new group, seconds; None: as here.
+            device: Of the new group, such as the CPU for one that needs no NCCL; None: as here.
         """
-        prefix = f"sub{next(self._splits)}"
-        places = next((places for places in sets if self.rank in places), [self.rank])
-        if len(places) == 1:
-            return alone(self.device, self.ranks[self.rank])
+        prefix, device = f"sub{next(self._splits)}", self.device if device is None else device
+        nccl = self.has_nccl and device.type == "cuda"
+        color = next((color for color, places in enumerate(sets) if self.rank in places and len(places) > 1), None)
+        parent = self._nccl if nccl and self._owned and any(len(places) > 1 for places in sets) else None
+        if parent is not None:
+            torch.cuda.synchronize(device)  # ncclCommSplit takes a communicator that has nothing under way
+            if color is None:  # every member of the parent takes part in a split
+                parent.perform_nocolor_split(device)
+        if color is None:
+            return alone(device, self.ranks[self.rank])
         assert self._store is not None, "a group without a store can't be split"
-        return build(
-            PrefixStore(f"{prefix}/{'-'.join(map(str, places))}", self._store),
-            [self.ranks[place] for place in places],
+        return _build(
+            PrefixStore(f"{prefix}/{'-'.join(map(str, sets[color]))}", self._store),
+            [self.ranks[place] for place in sets[color]],
             self.ranks[self.rank],
-            device=self.device,
-            timeout=self.timeout if timeout is None else timeout,
-            nccl=self.has_nccl and self.device.type == "cuda",
+            device,
+            self.timeout if timeout is None else timeout,
+            nccl,
+            None if parent is None else NcclSplit(parent, color),
         )
 
-    def subgroup(self, places: Sequence[int], timeout: float | None = None) -> "Group":
+    def subgroup(
+        self, places: Sequence[int], timeout: float | None = None, device: torch.device | None = None
+    ) -> "Group":
         """The group of the members at these places; every member calls it, and those not among them are alone in it."""
-        return self.partition([places], timeout)
+        return self.partition([places], timeout, device)
 
-    def duplicate(self, timeout: float | None = None) -> "Group":
+    def duplicate(self, timeout: float | None = None, device: torch.device | None = None) -> "Group":
         """A group of the same members with connections of its own."""
-        return self.subgroup(range(self.size), timeout)
+        return self.subgroup(range(self.size), timeout, device)
 
     def abort(self) -> None:
         """Fails, on this rank, all that is under way in this group, within milliseconds; the group is of no more use.
@@ -220,7 +243,7 @@ class Group:
         if self.process_group is None or self.size == 1:
             return
         if self.has_nccl:
-            self.process_group._get_backend(torch.device("cuda")).abort()
+            self._nccl.abort()
         # A connection that is closed already refuses a receive at once; one that is left closes them all.
         for peer in range(self.size):
             if peer != self.rank:
@@ -231,7 +254,12 @@ class Group:
                     continue
 
     def close(self) -> None:
-        """Drops the connections; to be called by every member with nothing on its way."""
+        """Drops the connections; to be called by every member with nothing on its way.
+
+        A group that was wrapped stays open for those who made it.
+        """
+        if self.process_group is not None and self._owned and self.has_nccl:
+            self._nccl.shutdown()  # Gloo's connections end with the last reference to its group
         self.process_group, self._store = None, None
 
     @property
@@ -240,18 +268,26 @@ class Group:
         return self.process_group
 
     @property
+    def _nccl(self) -> Any:
+        """NCCL's part of torch's group; torch's stubs lack some of its methods."""
+        return self._torch._get_backend(torch.device("cuda"))
+
+    @property
     def small_device(self) -> torch.device:
         """Where a few numbers for all members live: the CPU, but in a group of torch's that has NCCL alone."""
         types = {"cpu"} if self.process_group is None else {each.type for each in self.process_group._device_types}
         return torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
 
-    def _begin(self, device: torch.device, operation: Callable[[], dist.Work]) -> Work:
-        begin = time.perf_counter()
+    def _begin(self, tensors: Sequence[torch.Tensor], operation: Callable[[], dist.Work]) -> Work:
+        """Begins a collective that reads and writes tensors of one device."""
+        device, begin = tensors[0].device, time.perf_counter()
         try:
+            if self.has_nccl and device.type == "cuda":
+                return launch_order(device).enqueue(tensors, lambda: operation().wait())
             work = operation()
         except RuntimeError as error:
             raise comm_error(error, "the group", begin, self.timeout) from error
-        return BackendCollective(work, device, self.timeout)
+        return BackendCollective(work, self.timeout)
 
     def _begin_message(self, peer: int, operation: Callable[[], dist.Work]) -> Work:
         where, begin = f"rank {self.ranks[peer]}", time.perf_counter()
@@ -287,33 +323,28 @@ def build(
         CommTimeout: The members did not meet in time.
         ConnectionLost: The store is out of reach, or a member has left.
     """
+    return _build(store, ranks, rank, device, timeout, device.type == "cuda" if nccl is None else nccl, None)
+
+
+def _build(
+    store: Store,
+    ranks: Sequence[int],
+    rank: int,
+    device: torch.device,
+    timeout: float,
+    nccl: bool,
+    split: NcclSplit | None,
+) -> Group:
     if len(ranks) == 1:
         return alone(device, rank)
-    has_nccl, begin = device.type == "cuda" if nccl is None else nccl, time.perf_counter()
-    place = list(ranks).index(rank)
+    place, begin = list(ranks).index(rank), time.perf_counter()
     try:
-        group = _connected(store, place, len(ranks), timedelta(seconds=timeout), has_nccl)
+        group = connected(store, ranks, place, device, timedelta(seconds=timeout), nccl, split)
     except RuntimeError as error:
         if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= timeout - SLACK:
             raise CommTimeout(f"the {len(ranks)} ranks of a group did not meet within {timeout:g} s") from error
         raise comm_error(error, "the store or a rank", begin, timeout) from error
-    return Group(group, ranks, place, device, PrefixStore("groups", store), timeout, has_nccl)
-
-
-def _connected(store: Store, place: int, size: int, limit: timedelta, has_nccl: bool) -> ProcessGroup:
-    """A group of torch's that its registry doesn't know: Gloo for CPU tensors and, if asked for, NCCL for CUDA's."""
-    group = ProcessGroup(store, place, size)
-    gloo = ProcessGroupGloo(PrefixStore("gloo", store), place, size, limit)
-    gloo._set_sequence_number_for_group()
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    if has_nccl:
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        by_nccl = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), place, size, options)
-        by_nccl._set_sequence_number_for_group()
-        group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, by_nccl)
-    return group
+    return Group(group, ranks, place, device, PrefixStore("groups", store), timeout, nccl, owned=True)
 
 
 def group_of(group: Group | ProcessGroup | None = None, device: torch.device | str = "cpu") -> Group:
@@ -342,7 +373,7 @@ def group_of(group: Group | ProcessGroup | None = None, device: torch.device | s
         PrefixStore("torusgd", store),
         limit.total_seconds(),
         nccl,
-        splits,
+        splits=splits,
     )
 
 

@@ -34,6 +34,20 @@ class Monitor:
         """A message that left at `left` (time.perf_counter; None: just now); use the answer in its place."""
         return work if isinstance(work, Done) else _Watched(self, work, time.perf_counter() if left is None else left)
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor's values on the host, where they are there already itself.
+
+        From a GPU it waits for all that the current stream has been given, messages of NCCL among it, for which nobody
+        else waits on the host: so this is where a lost rank is found.
+        """
+        if tensor.device.type == "cpu":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        copied = _Copied(torch.cuda.current_stream(tensor.device).record_event())
+        _wait_in_slices(copied, self.liveness, inf)
+        return host
+
     def over(self, allreduce: AllReduce) -> AllReduce:
         """The same all-reduce, all of whose messages are watched."""
         return _WatchedAllReduce(self, allreduce)
@@ -63,33 +77,54 @@ class _Watched:
 
     def wait(self, limit: float | None = None) -> None:
         monitor, begin = self._monitor, time.perf_counter()
-        self._wait(begin + (inf if limit is None else limit))
+        _wait_in_slices(self._work, monitor.liveness, begin + (inf if limit is None else limit))
         monitor.waited += time.perf_counter() - begin
         if not self._noted:
             self._noted = True
             monitor.arrived(self._left, self._work.ended())
-
-    def _wait(self, deadline: float) -> None:
-        """Waits in slices until the message is there, a rank is late, or it is too late."""
-        while True:
-            try:
-                self._work.wait(max(0.0, min(SLICE, deadline - time.perf_counter())))
-                return
-            except CommTimeout:
-                if self._work.done():  # it came meanwhile, or it is the group that gave it up
-                    self._work.wait()
-                    return
-                if time.perf_counter() >= deadline:
-                    raise
-            late = self._monitor.liveness.late()
-            if late:
-                raise CommTimeout("; ".join(map(str, late)), late)
 
     def done(self) -> bool:
         return self._work.done()
 
     def ended(self) -> float | None:
         return self._work.ended()
+
+
+class _Copied:
+    """A copy from a GPU to the host under way, as a `Work` that the host waits for."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self, limit: float | None = None) -> None:
+        deadline = time.perf_counter() + (inf if limit is None else limit)
+        while not self._event.query():
+            if time.perf_counter() >= deadline:
+                raise CommTimeout("the GPU has not come so far")
+            time.sleep(0)  # other threads, the heartbeat's among them, take turns
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def ended(self) -> float | None:
+        return None
+
+
+def _wait_in_slices(work: Work, liveness: Liveness, deadline: float) -> None:
+    """Waits until the work is done, a rank is late, or it is too late (time.perf_counter)."""
+    while True:
+        try:
+            work.wait(max(0.0, min(SLICE, deadline - time.perf_counter())))
+            return
+        except CommTimeout:
+            if work.done():  # it came meanwhile, or it is the group that gave it up
+                work.wait()
+                return
+            if time.perf_counter() >= deadline:
+                raise
+        late = liveness.late()
+        if late:
+            raise CommTimeout("; ".join(map(str, late)), late)
 
 
 class _WatchedAllReduce:

@@ -16,7 +16,6 @@ import torch
 from .algorithms import Algorithm, parse_algorithm
 from .allreduce import AlgorithmAllReduce, NativeAllReduce
 from .base import Done, Work, check_tensor
-from .nccl import NcclEngine
 from .rounds import Round, cut, mirror
 
 Stops = tuple[int, ...] | None
@@ -89,8 +88,7 @@ class ShardCollectives:
             return None
         algorithm = self._algorithm_for(_ELEMENT * max(length, 1))
         if algorithm is None:
-            is_nccl = isinstance(self._connection.engine, NcclEngine)
-            return None if is_nccl else parse_algorithm("ring", self.size)
+            return None if self._group.has_nccl else parse_algorithm("ring", self.size)
         return replace(algorithm, chunks=1)
 
     def _make(self, length: int, stops: Stops) -> "_Schedule":
@@ -110,41 +108,21 @@ class ShardCollectives:
             return group.start_all_reduce(tensor)
         low, high = edges[self.rank], edges[self.rank + 1]
 
-        def begin() -> tuple[Work, Callable[[], object]]:
-            padded, longest = _padded(tensor, edges, range(self.size))
-            own = tensor.new_empty(longest)
-            work = group.start_reduce_scatter_single(own, padded)
-            return work, lambda: tensor[low:high].copy_(own[: high - low])
-
-        return self._run_native(tensor, begin)
+        padded, longest = _padded(tensor, edges, range(self.size))
+        own = tensor.new_empty(longest)
+        work = group.start_reduce_scatter_single(own, padded)
+        return _Unfinished(work, lambda: tensor[low:high].copy_(own[: high - low]))
 
     def _native_gather(self, tensor: torch.Tensor, edges: list[int]) -> Work:
-        def begin() -> tuple[Work, Callable[[], object]]:
-            # One length for all shards: Gloo takes no others.
-            own, longest = _padded(tensor, edges, range(self.rank, self.rank + 1))
-            gathered = tensor.new_empty(longest * self.size)
-            work = self._group.start_all_gather_single(gathered, own)
+        # One length for all shards: Gloo takes no others.
+        own, longest = _padded(tensor, edges, range(self.rank, self.rank + 1))
+        gathered = tensor.new_empty(longest * self.size)
 
-            def unpack() -> None:
-                for place, (low, high) in enumerate(pairwise(edges)):
-                    tensor[low:high].copy_(gathered[place * longest : place * longest + high - low])
+        def unpack() -> None:
+            for place, (low, high) in enumerate(pairwise(edges)):
+                tensor[low:high].copy_(gathered[place * longest : place * longest + high - low])
 
-            return work, unpack
-
-        return self._run_native(tensor, begin)
-
-    def _run_native(self, tensor: torch.Tensor, begin: Callable[[], tuple[Work, Callable[[], object]]]) -> Work:
-        """Begins a collective and, when it is there, finishes it; beside an NCCL engine in the engine's own order."""
-        engine = None if self._connection is None else self._connection.engine
-        if not isinstance(engine, NcclEngine):
-            return _Unfinished(*begin())
-
-        def run() -> None:
-            work, finish = begin()
-            work.wait()
-            finish()
-
-        return engine.enqueue(tensor, run)
+        return _Unfinished(self._group.start_all_gather_single(gathered, own), unpack)
 
 
 class _Schedule(NamedTuple):

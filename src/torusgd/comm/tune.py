@@ -6,7 +6,7 @@ Every rank takes part: times are the slowest rank's, agreed by a MAX all-reduce.
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -98,9 +98,11 @@ def _of_rank_0(connection: Connection, profile: Profile) -> Profile:
 
 def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
     """Times native and the most promising plans in turn, plans twice as often; the first run of each warms up."""
-    plans = [plan for plan, _ in rank_candidates(size, connection.size, profile.topology)[:rivals]]
+    effective = connection.engine.effective
+    plans = _different(effective(plan) for plan, _ in rank_candidates(size, connection.size, profile.topology))[:rivals]
     # What chunks gain (links that are never idle) is not in the formulas: it is tried.
-    plans += [replace(plan, chunks=4) for plan in plans[:2] if size >= _CHUNKED and plan.chunks == 1]
+    chunked = [replace(plan, chunks=4) for plan in plans[:2] if size >= _CHUNKED and plan.chunks == 1]
+    plans = _different([*plans, *map(effective, chunked)])
     natives: list[float] = []
     rows: list[list[float]] = []
     for _ in range(repetitions):
@@ -114,6 +116,11 @@ def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, re
         Timing(size=size, algorithm=name, grid=grid, chunks=chunks, median=median)
         for (name, grid, chunks), median in zip(described, medians, strict=True)
     ]
+
+
+def _different(plans: Iterable[Algorithm]) -> list[Algorithm]:
+    """Each once: several may come to the same with an engine (`Engine.effective`)."""
+    return list(dict.fromkeys(plans))
 
 
 def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) -> float:

@@ -123,7 +123,7 @@ class FloatGradientSum:
         self._pending = ends[:, 0].to(torch.float64) / self._scales
         # A sum that is not finite where no addend was bad has overflowed; the bucket's first slot stands for it.
         was_bad = ends[:, 1] > 0
-        is_bad = torch.zeros_like(was_bad).index_put_((self._bucket_of[bad],), torch.tensor(True, device=bad.device))
+        is_bad = torch.stack([bad[b.first : b.stop].any() for b in self.buckets])
         overflow = torch.zeros_like(bad)
         overflow[self._firsts] = (is_bad & ~was_bad) | ~ends[:, 0].isfinite()
         return SumStatus(torch.stack([overflow, bad & was_bad[self._bucket_of]]), ends[:, 2].float().mean())

@@ -14,7 +14,7 @@ so that the same sum informs every rank of overflow, of inf and nan, and of the 
 back only a shard of a sum, or not all slots, the trailers travel in a message of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,11 +56,13 @@ class SumStatus:
     underflow: Tensor | None = None
     """float32 []"""
 
-    def read(self) -> SumReport:
-        """Transfers the status to the host: the one place of a step where the host waits for the gradients' sum."""
-        overflow, nonfinite = self.flags.cpu()
-        lost = 0.0 if self.underflow is None else float(self.underflow)
-        return SumReport(overflow.nonzero().flatten().tolist(), nonfinite.nonzero().flatten().tolist(), lost)
+    def read(self, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> SumReport:
+        """Transfers the status to the host, at once: the one place of a step where it waits for the gradients' sum."""
+        underflow = torch.zeros(1, device=self.flags.device) if self.underflow is None else self.underflow.reshape(1)
+        *flags, lost = to_host(torch.cat([self.flags.view(-1).float(), underflow])).tolist()
+        slots = range(len(flags) // 2)
+        overflow, nonfinite = ([i for i in slots if flags[offset + i]] for offset in (0, len(slots)))
+        return SumReport(overflow, nonfinite, lost)
 
 
 class GradientSum(Protocol):

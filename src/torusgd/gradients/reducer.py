@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.base import AllReduce, Work
 from ..comm.buckets import BucketRule, ParameterLayout, Slot, Span, lay_out_slots
+from ..comm.device_clock import DeviceClock
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import RunError
 from .float_sum import FloatGradientSum
@@ -71,6 +72,7 @@ class Reducer:
         maximum_over_ranks: Takes the maximum of a float32 tensor over all ranks, in place.
         rule: Of the buckets' sizes, see `comm.buckets.lay_out`.
         block: Elements of a norm block (`optim.norms.BLOCK`), at which shards are cut.
+        to_host: Gives a tensor's values on the host (`comm.monitor.Monitor.to_host`); called once for a step's status.
     """
 
     def __init__(
@@ -82,14 +84,18 @@ class Reducer:
         maximum_over_ranks: Callable[[Tensor], object],
         rule: BucketRule,
         block: int,
+        to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
     ) -> None:
+        self._to_host = to_host
         self._reduction, self._addends, self._channels = reduction, addends, channels
         self._maximum_over_ranks = maximum_over_ranks
         self._device = slots[0].tensor.device
         self.names = [slot.name for slot in slots]
         """of all slots, for people"""
-        self.first_ready = self.last_ready = 0.0
-        """when this rank's first and last bucket of the step were ready to leave (time.perf_counter)"""
+        self.clock = DeviceClock(self._device)
+        """of the two marks; to be set between two steps"""
+        self.first_ready = self.last_ready = self.clock.mark()
+        """when this rank's first and last bucket of the step were ready to leave"""
         self._maxima = torch.zeros(len(slots), device=self._device)
         self._works: list[Work] = []
         self._trailers: Tensor | None = None
@@ -107,7 +113,7 @@ class Reducer:
         state = self.sum.state() if hasattr(self, "sum") and not self.sum.needs_measure else None
         self.layout = layout
         self.ready = [0.0] * len(layout.held)
-        """when each gradient of the last virtual worker was there (time.perf_counter)"""
+        """when each gradient of the last virtual worker was there (time.perf_counter), or on a GPU was asked for"""
         self.sum: GradientSum = (
             IntegerGradientSum(layout.buckets, self._addends, self._device, layout.places, layout.sections)
             if self._reduction == "exact"
@@ -249,13 +255,13 @@ class Reducer:
     def _finish(self) -> SumReport:
         for work in self._works:
             work.wait()
-        return self.sum.finish(self._trailers).read()
+        return self.sum.finish(self._trailers).read(self._to_host)
 
     def _send_full(self) -> None:
         """Sends what is full, in the buckets' order, which is the same on all ranks whatever order autograd takes."""
         count = len(self.layout.buckets)
         while len(self._works) < count and not self._missing[len(self._works)]:
-            self.last_ready = time.perf_counter()
+            self.last_ready = self.clock.mark()
             if not self._works:
                 self.first_ready = self.last_ready
             self._works.append(self._send(len(self._works)))

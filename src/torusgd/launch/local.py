@@ -95,7 +95,7 @@ def _supervise(job: Job, workers: int, folder: RunDir) -> RunResult:
     """Runs the ranks until they end well or for good."""
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
     restarts, pause = Restarts(), 0.0
-    with Supervisor(workers, job.device, limits_of(job), warn) as supervisor:
+    with Supervisor(workers, job.device, limits_of(job), job.options.ranks_per_gpu, warn) as supervisor:
         while True:
             try:
                 time.sleep(pause)

@@ -31,6 +31,7 @@ from ..comm.liveness import LateRank, Liveness
 from ..signals import StopFlag, die_with_launcher, held_back
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import start_forkserver
+from .gpus import check_own_gpus, own_gpu
 from .heartbeat import Heartbeat
 from .roll_call import BEAT_SECONDS, Limits, Watch
 
@@ -42,6 +43,8 @@ GROUP_SECONDS = 7 * 24 * 3600.0
 EXPLAIN_SECONDS = 5.0
 """for the other ranks to say why they end as well, before they are killed"""
 _LOOPBACK = "127.0.0.1"
+WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+"""of torch: whether its watchdog ends the process after an error of NCCL, and another thread a watchdog that hangs"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class RankSpec:
     port: int
     attempt: int
     device: str
+    ranks_per_gpu: int
     limits: Limits
     function: RankFunction
 
@@ -79,17 +83,23 @@ class Supervisor:
 
     Args:
         size: Number of ranks.
-        device: `cpu` or `cuda` (rank i has the GPU of that number).
+        device: `cpu` or `cuda` (rank i has GPU i, or i // ranks_per_gpu).
         limits: See `Limits`.
+        ranks_per_gpu: Consecutive ranks that share a GPU.
         tell: Called with a line for people while ranks run, such as what all of them wait for.
     """
 
     def __init__(
-        self, size: int, device: str, limits: Limits, tell: Callable[[str], object] = lambda line: None
+        self,
+        size: int,
+        device: str,
+        limits: Limits,
+        ranks_per_gpu: int = 1,
+        tell: Callable[[str], object] = lambda line: None,
     ) -> None:
         start_forkserver()
         self._tell = tell
-        self.size, self._device, self._limits = size, device, limits
+        self.size, self._device, self._limits, self._ranks_per_gpu = size, device, limits, ranks_per_gpu
         self._root = serve_store()
         self._processes: dict[int, BaseProcess] = {}
         self._open_attempt(0)
@@ -132,7 +142,9 @@ class Supervisor:
 
     def start(self, rank: int, function: RankFunction) -> None:
         """Starts the process of a rank in the attempt that is open."""
-        spec = RankSpec(rank, self.size, self._root.port, self._attempt, self._device, self._limits, function)
+        spec = RankSpec(
+            rank, self.size, self._root.port, self._attempt, self._device, self._ranks_per_gpu, self._limits, function
+        )
         process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(spec,))
         with held_back():  # else a signal could come between the two
             process.start()
@@ -216,30 +228,52 @@ def serve_store() -> TCPStore:
     return TCPStore(_LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def meet(store: Store, rank: int, size: int, device: str, *, seconds: float, timeout: float = GROUP_SECONDS) -> Group:
+def meet(
+    store: Store,
+    rank: int,
+    size: int,
+    device: str,
+    *,
+    seconds: float,
+    timeout: float = GROUP_SECONDS,
+    ranks_per_gpu: int = 1,
+) -> Group:
     """The group of all ranks of an attempt; each of them calls it once, with the attempt's store.
 
     Args:
         store: See above.
         rank: Of this process.
         size: Ranks in all.
-        device: `cpu`, or `cuda` (of number LOCAL_RANK).
+        device: `cpu`, or `cuda` (see `gpus.own_gpu`).
         seconds: For all ranks to come.
         timeout: Of the group's messages.
+        ranks_per_gpu: Consecutive ranks that share a GPU; above 1 nothing goes by NCCL.
 
     Raises:
+        UserError: Ranks share a GPU, or there are too few.
         torch.distributed.DistError: They did not meet in time.
     """
-    target = torch.device(device)
+    target, gpu = torch.device(device), ""
     if device == "cuda":
-        target = torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        target = own_gpu(ranks_per_gpu)
         torch.cuda.set_device(target)
+        gpu = str(torch.cuda.get_device_properties(target).uuid)
+        # A late rank is found by its heartbeats and named. NCCL's watchdog would end the healthy ones without a word.
+        os.environ.update({name: "0" for name in WATCHDOG if name not in os.environ})
     # Ranks meet here and not in the group's own rendezvous, whose timeout would be that of every message too.
+    if gpu:
+        store.set(f"gpu/{rank}", gpu)
+        if store.add(f"ranks of {gpu}", 1) > ranks_per_gpu:
+            store.set("a shared gpu", "")
     # One counter and one key for all: a key for each rank would be asked for N^2 times.
     if store.add("here", 1) == size:
         store.set("all here", "")
     store.wait(["all here"], timedelta(seconds=seconds))
-    return groups.build(PrefixStore("world", store), range(size), rank, device=target, timeout=timeout)
+    if gpu and store.check(["a shared gpu"]):
+        gpus = store.multi_get([f"gpu/{other}" for other in range(size)])
+        check_own_gpus([value.decode() for value in gpus], ranks_per_gpu)
+    nccl = device == "cuda" and ranks_per_gpu == 1
+    return groups.build(PrefixStore("world", store), range(size), rank, device=target, timeout=timeout, nccl=nccl)
 
 
 def _be_rank(spec: RankSpec) -> None:
@@ -255,7 +289,9 @@ def _be_rank(spec: RankSpec) -> None:
     stop.install()
     heartbeat = Heartbeat(store, spec.rank, spec.limits)
     try:
-        world = meet(store, spec.rank, spec.size, spec.device, seconds=spec.limits.start)
+        world = meet(
+            store, spec.rank, spec.size, spec.device, seconds=spec.limits.start, ranks_per_gpu=spec.ranks_per_gpu
+        )
         result = spec.function(world, stop, spec.attempt, heartbeat)
         world.barrier()
         store.set(f"result/{spec.rank}", json.dumps(result))

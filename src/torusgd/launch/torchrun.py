@@ -61,17 +61,25 @@ def join_and_train(job: Job, fresh: bool) -> RunResult:
         job.device,
         limits_of(job),
         remedy=lambda: f"; the same command goes on from {last_checkpoint(RunDir(job.out))}",
+        ranks_per_gpu=job.options.ranks_per_gpu,
     )
 
 
-def run_joined(function: RankFunction, device: str, limits: Limits, remedy: Callable[[], str] = lambda: "") -> Any:
+def run_joined(
+    function: RankFunction,
+    device: str,
+    limits: Limits,
+    remedy: Callable[[], str] = lambda: "",
+    ranks_per_gpu: int = 1,
+) -> Any:
     """Joins the other ranks and runs `function`, as every rank does; if it fails, this process ends.
 
     Args:
         function: See `RankFunction`.
-        device: `cpu` or `cuda` (of number LOCAL_RANK).
+        device: `cpu` or `cuda` (see `gpus.own_gpu`).
         limits: See `Limits`.
         remedy: Added to the line that tells of a lost rank.
+        ranks_per_gpu: Consecutive ranks that share a GPU.
 
     Returns:
         What it returned on this rank.
@@ -86,10 +94,12 @@ def run_joined(function: RankFunction, device: str, limits: Limits, remedy: Call
     store, rank, size = _rendezvous(limits.start)
     member = _Member(store, rank, size, limits, remedy)
     try:
-        world = _meet(store, rank, size, device, limits.start, GROUP_SECONDS)
+        world = _meet(store, rank, size, device, limits.start, GROUP_SECONDS, ranks_per_gpu)
     except RunError:
         member.heartbeat.close()
         raise
+    except UserError as error:
+        member.end(Failure.of(error, rank))
     stop = StopFlag()
     stop.install()
     try:
@@ -106,7 +116,7 @@ def join(device: str, timeout: float) -> Group:
     """The ranks that the environment describes, for a short collective job without heartbeats; else this rank alone.
 
     Args:
-        device: `cpu` or `cuda` (of number LOCAL_RANK).
+        device: `cpu` or `cuda` (see `gpus.own_gpu`).
         timeout: Seconds to meet, and for each message.
 
     Raises:
@@ -216,9 +226,11 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
     return PrefixStore(f"attempt-{_restarts()}", store), rank, size
 
 
-def _meet(store: Store, rank: int, size: int, device: str, seconds: float, timeout: float) -> Group:
+def _meet(
+    store: Store, rank: int, size: int, device: str, seconds: float, timeout: float, ranks_per_gpu: int = 1
+) -> Group:
     try:
-        return meet(store, rank, size, device, seconds=seconds, timeout=timeout)
+        return meet(store, rank, size, device, seconds=seconds, timeout=timeout, ranks_per_gpu=ranks_per_gpu)
     except (dist.DistError, CommError) as error:
         raise _did_not_meet(seconds, error) from None
 

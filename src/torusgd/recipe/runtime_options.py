@@ -27,6 +27,8 @@ class RuntimeOptions(Section):
     """null: cuda where there is a GPU; a plan takes the device of its cluster"""
     workers: Count | None = None
     """ranks; null: on this machine as many as GPUs, else as cores, while a plan must be given their number"""
+    ranks_per_gpu: Count = 1
+    """consecutive ranks that share a GPU; above 1 their messages go by Gloo, since NCCL wants a GPU a rank"""
     allreduce: str = "native"
     """an algorithm of `torusgd train --help`, native for the backend's own, or auto, which measures and picks"""
     grid: Annotated[str, Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$")] | None = None

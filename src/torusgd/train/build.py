@@ -21,6 +21,7 @@ from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
 from ..models import model_of
+from ..models.repeatable import check_repeatable
 from ..optim import BLOCK, build_optimizer
 from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
@@ -123,6 +124,8 @@ def build(
     )
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
+    if device.type == "cuda" and recipe.reduction == "exact":
+        check_repeatable(model, recipe)
     batch_norm = BatchNormStatistics(model)
     precision = Precision(recipe, device)
 
@@ -146,6 +149,7 @@ def build(
         maximum_over_ranks=maximum_over_ranks,
         rule=options.buckets,
         block=BLOCK,
+        to_host=monitor.to_host,
     )
     hook_parameters(reducer)
     update = Update(
@@ -171,7 +175,7 @@ def build(
         batch_norm=batch_norm,
         precision=precision,
         allreduce=watched,
-        control=ControlMessage(batch_norm.running.numel(), device),
+        control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         clock=StepClock(loader, monitor),

@@ -4,6 +4,7 @@ It leaves when the last forward pass of a rank is done, so it travels while back
 batch-norm statistics and losses are added over virtual workers as exact sums, whose bits depend on no order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -57,9 +58,11 @@ class ControlMessage:
     Args:
         width: Values of the batch-norm statistics of a virtual worker.
         device: Where the values live.
+        to_host: Gives a tensor's values on the host (`comm.monitor.Monitor.to_host`); called once a step.
     """
 
-    def __init__(self, width: int, device: torch.device) -> None:
+    def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> None:
+        self._to_host = to_host
         self._values = torch.zeros(NARROW.rows, width + 1, dtype=torch.int64, device=device)
         self._message = torch.zeros(0)
         self.counts = Counts()
@@ -78,8 +81,10 @@ class ControlMessage:
     def send(self, allreduce: AllReduce, timings: Tensor) -> Work:
         """Begins the sum over ranks; `timings` (int64, of one length on all ranks) are summed along."""
         device = self._values.device
-        counts = torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)], device=device)
-        self._message = torch.cat([self._values.reshape(-1), counts, timings.to(device)])
+        small = torch.cat([torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)]), timings])
+        if device.type == "cuda":
+            small = small.pin_memory()  # else the host waits until the GPU has taken it, and all before it
+        self._message = torch.cat([self._values.reshape(-1), small.to(device, non_blocking=True)])
         return allreduce.start(self._message)
 
     def read(self) -> ControlVector:
@@ -91,7 +96,7 @@ class ControlMessage:
         length = self._values.numel()
         sums = decode(self._message[:length].view_as(self._values), NARROW)
         small = torch.cat([sums[-1:], sums[:-1].isfinite().all().double().reshape(1), self._message[length:].double()])
-        loss, is_finite, *numbers = small.tolist()
+        loss, is_finite, *numbers = self._to_host(small).tolist()
         many = len(fields(Counts))
         counts = Counts(*(int(number) for number in numbers[:many]))
         if counts.version != VERSION * counts.ranks:

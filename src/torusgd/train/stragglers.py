@@ -11,7 +11,7 @@ belongs to; its neighbours are so in one.
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -58,25 +58,28 @@ class Stragglers:
         self._place, self._size, self._probe = place, size, probe
         # The notes grow with the number of ranks, and a step's share of them must not.
         self._every = max(EVERY, size // 10)
-        self._notes: list[float] = []
+        self._noted: Callable[[], list[float]] | None = None
         self._last_end = time.perf_counter()
 
     def note(self, step: int, reducer: Reducer, data_seconds: float) -> None:
         """Notes a step whose all-reduce has just ended."""
-        end = time.perf_counter()
-        marks = (reducer.first_ready - self._last_end, reducer.last_ready - self._last_end, data_seconds)
-        self._notes = [*marks, end - self._last_end, self._probe.seconds if self._probe is not None else 0.0]
+        begin, end = self._last_end, time.perf_counter()
+        first, last = reducer.first_ready, reducer.last_ready
+        link = self._probe.seconds if self._probe is not None else 0.0
+        # Asked for a step later, when a GPU has surely come there.
+        self._noted = lambda: [first() - begin, last() - begin, data_seconds, end - begin, link]
         self._last_end = end
+        reducer.clock.set()
         if self._probe is not None and step % self._every == self._every // 2:
             self._probe.measure()
 
     def message(self, step: int) -> Tensor:
         """int64: this rank's notes of the step before, in its place among all; empty in most steps."""
         # After a resume there is no step before yet, on no rank.
-        if self._size == 1 or not self._notes or step % self._every:
+        if self._size == 1 or self._noted is None or step % self._every:
             return torch.zeros(0, dtype=torch.int64)
         places = torch.zeros(self._size, _FIELDS, dtype=torch.int64)
-        places[self._place] = torch.tensor([int(note / _UNIT) for note in self._notes])
+        places[self._place] = torch.tensor([int(note / _UNIT) for note in self._noted()])
         return places.reshape(-1)
 
     def close(self) -> None:
@@ -118,7 +121,7 @@ class LinkProbe:
         # Each rank is in one pair a turn, so that what is measured is that pair alone.
         pairs = [[rank, (rank + 1) % self._size] for rank in range(self._size)]
         turns = [[pair for pair in pairs if self._turn(pair[0]) == turn] for turn in range(3)]
-        self._groups = [world.partition(turn, timeout=_PATIENCE) for turn in turns if turn]
+        self._groups = [world.partition(turn, timeout=_PATIENCE, device=torch.device("cpu")) for turn in turns if turn]
         self.seconds = 0.0
         """there and back, of the last measurement that ended; 0: none has"""
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()

@@ -1,0 +1,383 @@
+"""All that is to be known of one GPU, in one run of under ten minutes; raw figures as JSON, and a section of the docs.
+
+    python benchmarks/gpu.py                                       on a GPU
+    python benchmarks/gpu.py --device cpu --model resnet18 --pixels 32 --images 2 4 --rounds 1 --steps 1 --no-compile
+
+In this order, so that a run that is cut short has what matters most:
+
+    machine     versions and ceilings: a copy, a matrix product, launches one by one and as a graph: the ceilings
+    hashes      `digits` and the model at 20 steps, twice on 1 rank, then on 2 and 4: is it one hash?
+    speed       images/s of a step with one pass, in turn: the plain loop that people write (torchvision's network where
+                it is installed, autocast, channels-last, torch's SGD), the same compiled, and torusgd with float32
+                sums, with exact sums, and with exact sums and deterministic algorithms, as in a run
+    precision   torusgd in float16 against bfloat16: a row for the table of `auto` in runtime.py
+    step        what a step asks of the GPU, by torch's profiler: kernels, launches, synchronisations
+
+A part that fails is noted with its error, and the next one runs.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from torusgd.comm.groups import alone
+from torusgd.comm.liveness import NoLiveness
+from torusgd.data.loader import Share
+from torusgd.data.pipeline import Batch
+from torusgd.launch.local import launch
+from torusgd.models import model_of
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schema import Recipe
+from torusgd.runtime import conditions, resolve_auto
+from torusgd.train.build import Job, build
+from torusgd.train.journal import synchronous
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- benchmarks/gpu.py: begin -->", "<!-- benchmarks/gpu.py: end -->"
+SECONDS = 560.0
+CLASSES = 1000
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+EXACT, FLOAT = "torusgd, exact sums", "torusgd, float32 sums"
+RUN = "torusgd, exact sums, deterministic"
+PEER, COMPILED = "plain loop", "plain loop, compiled"
+
+
+class Ready:
+    """In place of a loader: its images are ready, the same batch for every share."""
+
+    wait_seconds = 0.0
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def take(self, share: Share, following: Iterable[Share] = ()) -> Batch:
+        """See `torusgd.data.loader.Loader.take`."""
+        return self._batch
+
+
+def make_recipe(args: argparse.Namespace, images: int, *changes: str, workers: int = 1) -> Recipe:
+    """The model on synthetic images, `images` a pass."""
+    overrides = [
+        f"data={{source: synthetic, train_images: {max(256, images)}, eval_images: 8, image_size: {args.pixels}, "
+        f"channels: 3, classes: {CLASSES}, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25]}}",
+        f"model={{name: {args.model}}}",
+        f"virtual_workers={workers}",
+        f"stages=[{{until: 1000st, images_per_worker: {images}}}]",
+        "rate={lr: 0.01}",
+        "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
+        "evaluate={every: null, images_per_chunk: 8}",
+        "polish=null",
+        "target_top1=null",
+        *changes,
+    ]
+    return resolve_auto(load_recipe("digits", overrides).recipe, args.device)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, count: int = 1) -> float:
+    """Of one call, after one that warms up; the mean of `count`."""
+    work()
+    wait(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        work()
+    wait(device)
+    return (time.perf_counter() - begin) / count
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """Versions and ceilings."""
+    device, is_gpu = args.target, args.target.type == "cuda"
+    found: dict[str, Any] = {"torch": torch.__version__, **conditions(make_recipe(args, 1), device)}
+    if is_gpu:
+        found |= {
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+            "memory_gb": torch.cuda.get_device_properties(device).total_memory / 1e9,
+        }
+    size, side = (1 << 32, 8192) if is_gpu else (1 << 24, 256)
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    matrix = torch.randn(side, side, device=device).bfloat16()
+    tiny = torch.zeros(1, device=device)
+    found["copy_gb_per_s"] = [2e-9 * size / seconds_of(lambda: target.copy_(source), device, 5) for _ in range(3)]
+    found["bfloat16_tflops"] = [2e-12 * side**3 / seconds_of(lambda: matrix @ matrix, device, 5) for _ in range(3)]
+    found["launch_us"] = [1e6 * seconds_of(lambda: tiny.add_(1), device, 2000) for _ in range(3)]
+    if is_gpu:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(2000):
+                tiny.add_(1)
+        found["launch_in_graph_us"] = [1e6 / 2000 * seconds_of(graph.replay, device) for _ in range(3)]
+    return found
+
+
+def hashes(args: argparse.Namespace) -> dict[str, Any]:
+    """weights_sha256 after 20 steps, of each recipe by run and number of ranks."""
+    found: dict[str, Any] = {}
+    steps = 20 if args.device == "cuda" else 2
+    network = make_recipe(args, args.images[0], workers=4)
+    for name, recipe in (("digits", resolve_auto(load_recipe("digits").recipe, args.device)), (args.model, network)):
+        found[name] = {}
+        for run, ranks in enumerate((1, 1, 2, 4), 1):
+            with tempfile.TemporaryDirectory() as folder:
+                options = RuntimeOptions(workers=ranks, ranks_per_gpu=ranks, checkpoint_every="1000st")
+                job = Job(recipe, options, args.device, Path(folder) / "run", max_steps=steps)
+                found[name][f"run {run} on {ranks}"] = launch(job, fresh=True).summary["weights_sha256"]
+    return found
+
+
+def images_of(args: argparse.Namespace, images: int) -> Batch:
+    """Images of noise."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(images, 3, args.pixels, args.pixels, generator=generator)
+    targets = torch.randint(0, CLASSES, (images,), generator=generator)
+    if args.device == "cuda":
+        pixels, targets = pixels.pin_memory(), targets.pin_memory()
+    return Batch(pixels, targets, np.arange(images), 0)
+
+
+def our_step(args: argparse.Namespace, images: int, *changes: str) -> Callable[[int], object]:
+    """The trainer's own step, put together as `torusgd train` does, but for the loader."""
+    job = Job(make_recipe(args, images, *changes), RuntimeOptions(), args.device, Path())
+    trainer = build(job, alone(args.target), NoLiveness(), lambda: False)
+    trainer.step.loader = Ready(images_of(args, images))
+    return lambda index: trainer.step.run(trainer.membership, synchronous(index, 1))
+
+
+def peer_step(args: argparse.Namespace, images: int, compiled: bool) -> Callable[[int], object]:
+    """What people write by hand."""
+    recipe, device = make_recipe(args, images), args.target
+    try:
+        from torchvision.models import get_model
+
+        model = get_model(args.model, weights=None, num_classes=CLASSES)
+    except (ImportError, OSError, RuntimeError):
+        model = model_of(recipe, CLASSES)
+    model = model.to(device, memory_format=torch.channels_last).train()
+    network = torch.compile(model) if compiled else model
+    dtype = DTYPES.get(recipe.precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
+    scaler = torch.amp.GradScaler(args.device, enabled=dtype is torch.float16)
+    batch = images_of(args, images)
+
+    def step(index: int) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        pixels = batch.images.to(device, non_blocking=True).contiguous(memory_format=torch.channels_last)
+        targets = batch.targets.to(device, non_blocking=True)
+        with torch.autocast(args.device, dtype=dtype, enabled=dtype is not None):
+            loss = F.cross_entropy(network(pixels).float(), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        loss.item()
+
+    return step
+
+
+def in_turn(args: argparse.Namespace, steps: dict[str, tuple[Callable[[int], object], bool]]) -> dict[str, list[float]]:
+    """Seconds of a step of each program, by round; the second of a pair says whether algorithms are deterministic."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(args.rounds + 1):
+        for name, (step, deterministic) in steps.items():
+            torch.use_deterministic_algorithms(deterministic)
+            wait(args.target)
+            begin = time.perf_counter()
+            for i in range(args.steps):
+                step(turn * args.steps + i)
+            wait(args.target)
+            if turn:  # the first round warms up, and compiles
+                times[name].append((time.perf_counter() - begin) / args.steps)
+    torch.use_deterministic_algorithms(False)
+    return times
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step with one pass, by images and program."""
+    found: dict[str, Any] = {"precision": make_recipe(args, 1).precision, "network": args.model, "pixels": args.pixels}
+    found["seconds"] = {}
+    for images in args.images:
+        steps = {PEER: (peer_step(args, images, compiled=False), False)}
+        if args.compile:
+            steps[COMPILED] = (peer_step(args, images, compiled=True), False)
+        exact = our_step(args, images, "reduction=exact")
+        steps[FLOAT] = (our_step(args, images, "reduction=float32"), False)
+        steps[EXACT], steps[RUN] = (exact, False), (exact, True)
+        found["seconds"][str(images)] = in_turn(args, steps)
+    return found
+
+
+def precision(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step, by precision; the winner by the median."""
+    images = args.images[len(args.images) // 2]
+    steps = {name: (our_step(args, images, f"precision={name}"), True) for name in DTYPES}
+    times = in_turn(args, steps)
+    return {"images": images, "seconds": times, "faster": min(times, key=lambda name: statistics.median(times[name]))}
+
+
+def counts(args: argparse.Namespace) -> dict[str, Any]:
+    """What one step asks of the device; by the profiler, which counts the CPU's operators where there is no GPU."""
+    step = our_step(args, args.images[0])
+    for index in range(2):
+        step(index)
+    wait(args.target)
+    with torch.profiler.profile() as profile:
+        begin = time.perf_counter()
+        step(2)
+        host = time.perf_counter() - begin
+        wait(args.target)
+    names = [event.name for event in profile.events()]
+    on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return {
+        "host_seconds": host,
+        "operators": sum(name.startswith("aten::") for name in names),
+        "kernels": len(on_gpu),
+        "launches": sum("LaunchKernel" in name for name in names),
+        "synchronisations": sum("Synchronize" in name for name in names),
+        "copies": sum("Memcpy" in name for name in names),
+    }
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "machine": machine, "hashes": hashes, "speed": speed, "precision": precision, "step": counts,
+}  # fmt: skip
+
+
+def section(result: dict[str, Any]) -> str:
+    """The section of docs/benchmarks.md, from the raw figures alone."""
+    about, lines = result["machine"], ["## One GPU", ""]
+    where = about.get("gpu") or about.get("cpu") or "unknown"
+    versions = ", ".join(f"{key} {about[key]}" for key in ("torch", "cuda", "cudnn", "nccl") if about.get(key))
+    lines += [f"{where}, {versions}; {result['date']}: `{result['command']}`. Medians, with the range.", ""]
+    for key, unit in (("copy_gb_per_s", "GB/s copied"), ("bfloat16_tflops", "TFLOP/s in bfloat16"),
+                      ("launch_us", "us a launch"), ("launch_in_graph_us", "us a launch in a graph")):  # fmt: skip
+        if key in about:
+            lines.append(f"- {statistics.median(about[key]):.4g} {unit}")
+    for name, runs in result["hashes"].items():
+        if isinstance(runs, dict):
+            one = len(set(runs.values())) == 1
+            lines.append(f"- `{name}`, {', '.join(runs)} ranks: {'one hash' if one else 'DIFFERENT HASHES'}")
+    if "seconds" in result["speed"]:
+        about = result["speed"]
+        lines += [
+            "",
+            f"Images/s of {about['network']}, {about['pixels']} px, {about['precision']}, one pass a step:",
+            "",
+        ]
+        lines += ["| images | program | images/s | range | to the plain loop |", "| --- | --- | --- | --- | --- |"]
+        for images, programs in about["seconds"].items():
+            for name, times in programs.items():
+                rates = sorted(int(images) / each for each in times)
+                ratio = statistics.median(b / t for b, t in zip(programs[PEER], times, strict=True))
+                lines.append(
+                    f"| {images} | {name} | {statistics.median(rates):,.1f} | {rates[0]:,.1f} - {rates[-1]:,.1f} "
+                    f"| {ratio:.3f} |"
+                )
+        lines.append("")
+        for images, programs in about["seconds"].items():
+            exact, repeatable = (
+                statistics.median(a / b for a, b in zip(programs[one], programs[other], strict=True)) - 1
+                for one, other in ((EXACT, FLOAT), (RUN, EXACT))
+            )
+            lines.append(
+                f"- {images} images: exact sums cost {exact:+.1%} of a step, deterministic algorithms {repeatable:+.1%}"
+            )
+    if "faster" in result["precision"]:
+        lines.append(
+            f"- {result['precision']['faster']} is the faster precision at {result['precision']['images']} images"
+        )
+    if "kernels" in result["step"]:
+        asked = result["step"]
+        names = ("operators", "kernels", "launches", "synchronisations", "copies")
+        lines.append(f"- a step: {', '.join(f'{asked[name]} {name}' for name in names)}")
+    lines += [f"- {part} failed: {result[part]['error']}" for part in PARTS if "error" in result[part]]
+    return "\n".join(lines) + "\n"
+
+
+def put_section(document: str, text: str) -> str:
+    """The document with the section in place of the one before, or at its end."""
+    block = f"{BEGIN}\n\n{text}\n{END}\n"
+    if BEGIN not in document:
+        return document.rstrip("\n") + f"\n\n{block}"
+    head, _, rest = document.partition(BEGIN)
+    return head + block + rest.partition(END)[2].removeprefix("\n")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All parts; what fails, or comes too late, leaves its error."""
+    begin, result = time.perf_counter(), dict[str, Any]()
+    for name, part in PARTS.items():
+        started = time.perf_counter()
+        if started - begin > SECONDS:
+            result[name] = {"error": "the time is up"}
+            continue
+        try:
+            result[name] = part(args)
+        except Exception as error:
+            traceback.print_exc()
+            result[name] = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+        finally:
+            torch.use_deterministic_algorithms(False)
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+        print(json.dumps({name: result[name], "took": round(time.perf_counter() - started, 1)}), flush=True)
+    return result
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--pixels", type=int, default=224)
+    parser.add_argument("--images", type=int, nargs="+", default=[32, 64, 256], help="of one pass")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each program, in turn")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a round")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--docs", type=Path, help="document for the section; default: docs/benchmarks.md for a GPU")
+    args = parser.parse_args(words)
+    args.target = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    args.docs = args.docs or (ROOT / "docs" / "benchmarks.md" if args.device == "cuda" else None)
+    args.command = " ".join(["python benchmarks/gpu.py", *(words or [])])
+    return args
+
+
+def main(words: list[str] | None = None) -> None:
+    args = parse(words)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    result = {"date": str(date.today()), "command": args.command, **run(args)}
+    about = result["machine"]
+    name = "-".join([*str(about.get("gpu") or "cpu").lower().split(), str(about.get("torch", "")), result["date"]])
+    args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / f"gpu-{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = section(result)
+    print(text)
+    if args.docs is not None:
+        args.docs.write_text(put_section(args.docs.read_text(), text))
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

@@ -1,0 +1,64 @@
+"""Torch's process groups outside its own registry: Gloo for CPU tensors, and NCCL for those of a GPU.
+
+What `torch.distributed.init_process_group` and `split_group` do between the rendezvous and the registry, so that a
+group can be made of any ranks, at any time, in a process that lives on.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+
+class NcclSplit(NamedTuple):
+    """A communicator that ncclCommSplit makes, which is quicker than a rendezvous and takes fewer connections."""
+
+    parent: Any
+    """torch's ProcessGroupNCCL, whose members all take part"""
+    color: int
+    """the same for the members of one new communicator, and different for the others'"""
+
+
+def connected(
+    store: Store,
+    ranks: Sequence[int],
+    place: int,
+    device: torch.device,
+    limit: timedelta,
+    nccl: bool,
+    split: NcclSplit | None = None,
+) -> ProcessGroup:
+    """A group of torch's that its registry doesn't know; every member calls it, and returns when all have.
+
+    Args:
+        store: Or a prefix of one, that no group has used before.
+        ranks: The members, in group order.
+        place: Of this process among them.
+        device: Where the members' tensors live, beside CPU tensors.
+        limit: To meet, and for each collective.
+        nccl: CUDA tensors travel by NCCL; else by Gloo, which copies them to the host and back.
+        split: From which communicator NCCL's is made; None: anew.
+    """
+    size, gpu = len(ranks), torch.device("cuda")
+    group = ProcessGroup(store, place, size)
+    gloo = ProcessGroupGloo(PrefixStore("gloo", store), place, size, limit)
+    gloo._set_sequence_number_for_group()
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    if nccl:
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout, options.global_ranks_in_group = limit, list(ranks)
+        if split is not None:
+            options.split_from, options.split_color = split
+        backend = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), place, size, options)
+        backend._set_sequence_number_for_group()
+        group._register_backend(gpu, ProcessGroup.BackendType.NCCL, backend)
+        # At once, for a split needs all members of the parent, and a first batch of messages has not all of them.
+        backend.eager_connect_single_device(device)
+    elif device.type == "cuda":
+        group._register_backend(gpu, ProcessGroup.BackendType.GLOO, gloo)
+    return group

@@ -1,0 +1,82 @@
+"""Which GPU of its machine a rank takes, and whether every rank has one of its own.
+
+A launcher tells a rank its number on its machine in a variable of its own making; or it shows each rank one GPU only
+(`srun --gpus-per-task=1`). Whatever it did, the ranks compare in the end: two processes that compute on one GPU without
+knowing take turns there, and NCCL refuses them or stands still.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..errors import UserError
+
+LOCAL_RANK = (
+    "LOCAL_RANK",  # torchrun, and our own launcher
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
+    "MPI_LOCALRANKID",  # Intel MPI, and MPICH's hydra
+    "MV2_COMM_WORLD_LOCAL_RANK",  # MVAPICH
+    "PALS_LOCAL_RANKID",  # HPE's launcher
+    "FLUX_TASK_LOCAL_ID",
+    "JSM_NAMESPACE_LOCAL_RANK",  # IBM's jsrun
+)
+"""variables that hold a rank's number on its machine, the first that is set counts"""
+
+
+def local_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """This rank's number among those of its machine; 0 where no launcher has said.
+
+    >>> local_rank({"SLURM_LOCALID": "3"})
+    3
+    """
+    for name in LOCAL_RANK:
+        if name in environment:
+            try:
+                return int(environment[name])
+            except ValueError:
+                raise UserError(f"{name} = {environment[name]}: must be a rank's number on its machine") from None
+    return 0
+
+
+def own_gpu(ranks_per_gpu: int) -> torch.device:
+    """The GPU that this rank computes on: of a single one that it sees that one, else by its number on the machine.
+
+    Args:
+        ranks_per_gpu: Consecutive ranks that share a GPU.
+
+    Raises:
+        UserError: The machine has fewer GPUs than its ranks need.
+    """
+    count, local = torch.cuda.device_count(), local_rank()
+    index = local // ranks_per_gpu if count > 1 else 0
+    if index >= count:
+        raise UserError(
+            f"rank {local} of this machine: it has {count} GPUs; start at most {count * ranks_per_gpu} ranks here, "
+            "or give more --set runtime.ranks_per_gpu"
+        )
+    return torch.device("cuda", index)
+
+
+def check_own_gpus(gpus: Sequence[str], ranks_per_gpu: int) -> None:
+    """Compares what all ranks have taken.
+
+    Args:
+        gpus: Of each rank its GPU's UUID, which no two GPUs share; empty for a rank on a CPU.
+        ranks_per_gpu: How many may share one.
+
+    Raises:
+        UserError: More ranks than that have the same GPU; the line is the same on every rank.
+    """
+    ranks_of = defaultdict(list)
+    for rank, gpu in enumerate(gpus):
+        if gpu:
+            ranks_of[gpu].append(rank)
+    for gpu, ranks in ranks_of.items():
+        if len(ranks) > ranks_per_gpu:
+            raise UserError(
+                f"ranks {', '.join(map(str, ranks))} have the same GPU ({gpu}): let the launcher set LOCAL_RANK or "
+                f"show each rank its own GPU, or let them share it by --set runtime.ranks_per_gpu={len(ranks)}"
+            )

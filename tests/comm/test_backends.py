@@ -1,0 +1,103 @@
+"""How NCCL's communicators are made, split and ended: by a backend that is Gloo and notes what NCCL would be asked."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.comm.fake_cuda import fake_cuda
+from tests.comm.gloo_world import run_ranks
+from torch.distributed import PrefixStore, ProcessGroupGloo
+
+from torusgd.comm import backends, groups
+
+GPU = torch.device("cuda", 0)
+NOTES: list[str] = []
+MADE: list[ProcessGroupGloo] = []
+
+
+class FakeNccl(ProcessGroupGloo):
+    """Takes the arguments of torch's ProcessGroupNCCL."""
+
+    Options = SimpleNamespace
+
+    def __init__(self, store: PrefixStore, place: int, size: int, options: SimpleNamespace) -> None:
+        super().__init__(store, place, size, options._timeout)
+        ranks, parent = options.global_ranks_in_group, getattr(options, "split_from", None)
+        came = "anew" if parent is None else f"from {MADE.index(parent)} by color {options.split_color}"
+        NOTES.append(f"{len(MADE)}: {ranks} {came}, {options._timeout.total_seconds():g} s")
+        MADE.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        NOTES.append(f"connects on {device}")
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        NOTES.append(f"looks on while {MADE.index(self)} is split")
+
+    def shutdown(self) -> None:
+        NOTES.append(f"{MADE.index(self)} ends")
+
+
+def make_split_and_close() -> list[str]:
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    with patch.object(backends.c10d, "ProcessGroupNCCL", FakeNccl, create=True), fake_cuda():
+        world = groups.build(PrefixStore("run", store), range(3), rank, device=GPU, timeout=600.0)
+        pair = world.partition([[0, 1], [2]])
+        everyone = world.duplicate(timeout=7.0)
+        on_host = world.duplicate(device=torch.device("cpu"))
+        for group in (world, pair, everyone, on_host):
+            count = torch.ones(1)
+            group.all_reduce(count)
+            assert count.item() == group.size
+        everyone.close()
+        world.barrier()
+    return NOTES
+
+
+def test_communicators_are_made_at_once_split_and_ended() -> None:
+    first, second, third = run_ranks(3, make_split_and_close)
+    assert first == second
+    connects = "connects on cuda:0"
+    assert first == [
+        *("0: [0, 1, 2] anew, 600 s", connects),
+        *("1: [0, 1] from 0 by color 0, 600 s", connects),
+        *("2: [0, 1, 2] from 0 by color 0, 7 s", connects),
+        "2 ends",
+    ]
+    assert third == [
+        *("0: [0, 1, 2] anew, 600 s", connects),
+        "looks on while 0 is split",
+        *("1: [0, 1, 2] from 0 by color 0, 7 s", connects),
+        "1 ends",
+    ]
+
+
+def sum_on_the_gpu_by_gloo() -> float:
+    """Two ranks on one GPU, which NCCL refuses: tensors of the GPU go by Gloo."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    world = groups.build(PrefixStore("run", store), range(2), rank, device=GPU, timeout=60.0, nccl=False)
+    value = torch.full((1000,), rank + 1, device=GPU, dtype=torch.int32)
+    world.all_reduce(value)
+    return value.float().mean().item()
+
+
+def sum_by_nccl() -> float:
+    store = dist.distributed_c10d._get_default_store()
+    world = groups.build(PrefixStore("run", store), [0], 0, device=GPU, timeout=60.0)
+    group = backends.connected(PrefixStore("alone", store), [0], 0, GPU, timedelta(seconds=60), nccl=True)
+    value = torch.ones(1000, device=GPU, dtype=torch.int32)
+    groups.Group(group, (0,), 0, GPU, None, 60.0, nccl=True, owned=True).start_all_reduce(value).wait()
+    world.close()
+    return value.float().mean().item()
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_one_gpu() -> None:
+    assert run_ranks(2, sum_on_the_gpu_by_gloo) == [3.0, 3.0]
+
+
+@pytest.mark.gpu
+def test_a_communicator_of_nccl() -> None:
+    assert run_ranks(1, sum_by_nccl) == [1.0]

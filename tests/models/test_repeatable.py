@@ -1,0 +1,88 @@
+"""A layer that torch refuses under deterministic algorithms is named before a run begins."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torusgd.errors import UserError
+from torusgd.models.repeatable import check_repeatable
+from torusgd.recipe.load import load_recipe
+
+RECIPE = load_recipe("digits", []).recipe
+"""8 x 8 images with one channel"""
+
+
+def network(*pooling: nn.Module) -> nn.Module:
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), *pooling]
+    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(10)).train()
+
+
+def ready(*pooling: nn.Module) -> nn.Module:
+    made = network(*pooling)
+    made(torch.zeros(2, 1, 8, 8))
+    return made
+
+
+class RefusesAsCuda(TorchDispatchMode):
+    """Torch's refusal of an operation on a GPU, on the CPU."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name == "_adaptive_avg_pool2d_backward":
+            raise RuntimeError(f"{name}_cuda does not have a deterministic implementation, but you set ...")
+        return function(*arguments, **(keywords or {}))
+
+
+def test_the_layer_is_named_in_one_line() -> None:
+    made = ready(nn.AdaptiveAvgPool2d(2), nn.Tanh())
+    with pytest.raises(UserError) as refused, RefusesAsCuda():
+        check_repeatable(made, RECIPE)
+    assert str(refused.value) == (
+        "model.name: digits-net, layer 3 (AdaptiveAvgPool2d): no gradient with the same bits on every run "
+        "(_adaptive_avg_pool2d_backward_cuda) on cpu; take another layer, or reduction: float32, whose bits are not "
+        "promised"
+    )
+
+
+def test_what_torch_itself_refuses_on_the_cpu_is_found() -> None:
+    class Scatter(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.clone().put_(torch.tensor([0]), torch.tensor([0.0]))
+
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scatter.apply(x)
+
+    with pytest.raises(UserError, match=r"layer 3 \(Layer\): no gradient with the same bits .* on cpu"):
+        check_repeatable(ready(Layer()), RECIPE)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_network_that_repeats_is_left_as_it_is() -> None:
+    made = ready(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Dropout(0.5))
+    before, state = {k: v.clone() for k, v in made.state_dict().items()}, torch.random.get_rng_state()
+    with RefusesAsCuda():
+        check_repeatable(made, RECIPE)
+    assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in made.parameters())
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        check_repeatable(nn.Sequential(nn.Flatten(), nn.Linear(3, 3)), RECIPE)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    with pytest.raises(UserError, match=r"layer 3 \(AdaptiveAvgPool2d\).*adaptive_avg_pool2d_backward_cuda"):
+        check_repeatable(ready(nn.AdaptiveAvgPool2d(2)).cuda(), RECIPE)
+    check_repeatable(ready(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)).cuda(), RECIPE)
