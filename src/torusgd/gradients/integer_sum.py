@@ -6,7 +6,7 @@ same mean. All of it is ours; the shared power-of-two scale follows the usual pr
 
 What a message carries:
 
-    payload    the sums, int32
+    payload    the sums: int32, or int64 from 8,192 virtual workers on (`comm.exact_sum.gradient_integers`)
     trailer    for every slot a bound of sum |q| in units of 2**shift, rounded up and saturated,
                and a count of virtual workers whose gradient was not finite
 
@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from ..comm.buckets import Bucket, Span
+from ..comm.exact_sum import gradient_integers
 
 HEADROOM = 8.0
 """growth of a gradient's maximum, from one step to the next, that the scale leaves room for"""
-INT32_MAX = 2**31 - 1
+LIMITS = {torch.int32: 2**31 - 1, torch.int64: 2**62}
+"""largest magnitude of a sum; of int64 half of its range, since the bound is compared as float64"""
 _CHUNK = 1 << 17
 """elements rounded at a time, so that the passes over a large tensor stay in the cache"""
 
@@ -110,14 +112,15 @@ class GradientSum(Protocol):
 
 
 class IntegerGradientSum:
-    """Gradients as int32, scaled by a power of two a slot and rounded: any order of addition gives the same bits.
+    """Gradients as integers, scaled by a power of two a slot and rounded: any order of addition gives the same bits.
 
     The scale leaves HEADROOM over the last accepted step. Intermediate wrap-around is harmless: only the final range
-    counts. With V virtual workers the largest element of a gradient keeps about 28 - log2(V) bits.
+    counts. With V virtual workers the largest element of a gradient keeps about 28 - log2(V) bits of an int32, and all
+    the bits that a float32 has of an int64.
 
     Args:
         buckets: Of the slots that this rank sums.
-        addends: V, the most addends of a step over all ranks, at most 2**20.
+        addends: V, the most addends of a step over all ranks, at most 2**20; it decides the width of the integers.
         device: Where gradients live.
         places: Of each slot here its number among the slots of all ranks; None: this rank sums them all.
         sections: Lengths of the runs of all slots within which a slot without a bound takes the largest; None: one.
@@ -131,16 +134,17 @@ class IntegerGradientSum:
         places: Sequence[int] | None = None,
         sections: Sequence[int] | None = None,
     ) -> None:
-        assert addends <= 2**20, "the bound of a sum has no bits left"
         self.buckets = buckets
         self._addends = addends
+        self._dtype = gradient_integers(addends)
+        self._limit = LIMITS[self._dtype]
         here = buckets[-1].stop if buckets else 0
         self._places = torch.tensor(range(here) if places is None else places, dtype=torch.int64, device=device)
         self._sections = list(sections) if sections is not None else [here]
         everywhere = sum(self._sections)
         self._shift = 2.0 ** (addends.bit_length() + 1)
         # A power of two, exact in float32: V of them stay in range, and one alone says overflow.
-        self._cap = 2.0 ** (30 - addends.bit_length())
+        self._cap = 2.0 ** (torch.iinfo(self._dtype).bits - 2 - addends.bit_length())
         self.needs_measure = True
         self._bounds = torch.zeros(everywhere, dtype=torch.float64, device=device)
         self._pending = self._bounds
@@ -151,14 +155,14 @@ class IntegerGradientSum:
         self._high = torch.zeros(here, device=device)
         self._low_items, self._high_items = self._low.unbind(), self._high.unbind()
         self._messages = [
-            torch.zeros(b.length + 2 * (b.stop - b.first), dtype=torch.int32, device=device) for b in buckets
+            torch.zeros(b.length + 2 * (b.stop - b.first), dtype=self._dtype, device=device) for b in buckets
         ]
         self._views = [view for b, message in zip(buckets, self._messages, strict=True) for view in b.views(message)]
         # On a GPU the passes are limited by launches, not by the cache.
         longest = max((n for b in buckets for n in b.numels), default=1)
         self._chunk = min(_CHUNK, longest) if device.type == "cpu" else longest
         self._rounded = torch.empty(self._chunk, device=device)
-        self._integers = torch.empty(self._chunk, dtype=torch.int32, device=device)
+        self._integers = torch.empty(self._chunk, dtype=self._dtype, device=device)
         self._filled = [False] * here
 
     def clear(self) -> None:
@@ -192,13 +196,13 @@ class IntegerGradientSum:
         finite = maxima.isfinite()
         bound = (maxima * (self._scales[b.first : b.stop] / self._shift)).ceil_().clamp_(max=self._cap)
         bounds, bad = self._trailer(bucket)
-        bounds += torch.where(finite, bound, 0.0).to(torch.int32)
-        bad += (~finite).to(torch.int32)
+        bounds += torch.where(finite, bound, 0.0).to(self._dtype)
+        bad += (~finite).to(self._dtype)
         self._low[b.first : b.stop].zero_()
         self._high[b.first : b.stop].zero_()
 
     def message(self, bucket: int) -> Tensor:
-        """int32 [length + 2 * slots of the bucket]: the sums, the bounds, the non-finite counts."""
+        """Integers [length + 2 * slots of the bucket]: the sums, the bounds, the non-finite counts."""
         b = self.buckets[bucket]
         for slot in range(b.first, b.stop):
             if not self._filled[slot]:
@@ -206,12 +210,12 @@ class IntegerGradientSum:
         return self._messages[bucket]
 
     def payload(self, bucket: int) -> Tensor:
-        """int32 [length]: the sums."""
+        """Integers [length]: the sums."""
         return self.message(bucket)[: self.buckets[bucket].length]
 
     def trailers(self) -> Tensor:
-        """int32 [2 * all slots]: bounds, then non-finite counts; zero for slots that are summed on other ranks."""
-        rows = torch.zeros(2, len(self._bounds), dtype=torch.int32, device=self._bounds.device)
+        """Integers [2 * all slots]: bounds, then non-finite counts; zero for slots that are summed on other ranks."""
+        rows = torch.zeros(2, len(self._bounds), dtype=self._dtype, device=self._bounds.device)
         if self.buckets:
             found = [self._trailer(bucket) for bucket in range(len(self.buckets))]
             rows[:, self._places] = torch.stack([torch.cat(row) for row in zip(*found, strict=True)])
@@ -222,7 +226,7 @@ class IntegerGradientSum:
         units, counts = (self.trailers() if trailers is None else trailers).view(2, -1)
         bounds, bad = units.to(torch.float64) * self._shift, counts > 0
         self._pending = bounds / self._all_scales
-        return SumStatus(torch.stack([(bounds > INT32_MAX) & ~bad, bad]))
+        return SumStatus(torch.stack([(bounds > self._limit) & ~bad, bad]))
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
         """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
@@ -236,8 +240,9 @@ class IntegerGradientSum:
         self._take_scales()
 
     def scratch(self, bucket: int) -> Tensor:
-        """The int32 of the sums, as float32."""
-        return self._messages[bucket][: self.buckets[bucket].length].view(torch.float32)
+        """The memory of the sums as float32, or of int64 the first half of it."""
+        length = self.buckets[bucket].length
+        return self._messages[bucket][:length].view(torch.float32)[:length]
 
     def set_maxima(self, maxima: Tensor) -> None:
         """Takes the scales from the measured maximum of each of all slots over all virtual workers: float32 [slots]."""
@@ -262,7 +267,7 @@ class IntegerGradientSum:
     def _take_scales(self) -> None:
         self.needs_measure = False
         runs = self._bounds.split(self._sections)
-        self._all_scales = torch.cat([power_of_two_scale(run, float(INT32_MAX)) for run in runs])
+        self._all_scales = torch.cat([power_of_two_scale(run, float(self._limit)) for run in runs])
         self._scales = self._all_scales[self._places].to(torch.float32)
         self._scale_items = self._scales.unbind()
 
