@@ -12,6 +12,7 @@ from torusgd.comm.buckets import Slot, plan_buckets
 from torusgd.gradients.float_sum import FloatGradientSum
 from torusgd.gradients.integer_sum import HEADROOM, LIMITS, IntegerGradientSum, power_of_two_scale
 from torusgd.gradients.reducer import Channel, Reducer
+
 INT32_MAX = LIMITS[torch.int32]
 CPU = torch.device("cpu")
 SIZES = (5, 3000, 1, 700)

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.base import AllReduce, Work
+from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
@@ -169,6 +171,8 @@ def build(
 
     lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
     lines += [tail.explanation] if tail is not None else []
+    if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
+        lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
     return Trainer(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
         training=training,
