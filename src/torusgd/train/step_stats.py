@@ -44,7 +44,7 @@ class StepStats:
     skipped: list[str]
     """tensors with a non-finite gradient; not empty: the update was skipped (float16)"""
     underflow: float
-    """share of the elements that a 16-bit wire rounded to zero"""
+    """share of the elements of all virtual workers' gradients that were rounded to zero when they were summed"""
     loss_scale: float
     """of this step; 1 unless the precision is float16"""
     slowest: Straggler | None
@@ -103,6 +103,8 @@ class StepTotals:
     on_way_seconds: float = 0.0
     train_loss: float | None = None
     """of the last step"""
+    underflow: float = 0.0
+    """of each step, times its images"""
 
     def add(self, stats: StepStats) -> None:
         """Adds a step."""
@@ -110,6 +112,7 @@ class StepTotals:
         self.replaced += stats.replaced
         self.redone += stats.redone
         self.skipped += bool(stats.skipped)
+        self.underflow += stats.underflow * stats.step.batch
         self.step_seconds += stats.times.seconds
         for name in ("data_seconds", "sync_seconds", "on_way_seconds"):
             setattr(self, name, getattr(self, name) + getattr(stats.times, name))
@@ -124,6 +127,7 @@ class StepTotals:
             "replaced_images": self.replaced,
             "redone_steps": self.redone,
             "skipped_steps": self.skipped,
+            "underflow": self.underflow / max(self.samples, 1),
             "images_per_second": round(self.samples / seconds, 2),
             "data_wait_share": round(self.data_seconds / seconds, 5),
             "sync_wait_share": round(self.sync_seconds / seconds, 5),
