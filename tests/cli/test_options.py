@@ -38,6 +38,7 @@ NEUTRAL = {
     "checkpoint_every": "a thread writes checkpoints beside the steps; a plan counts none",
     "keep_checkpoints": "of the disk",
     "tensorboard": "rank 0 writes a line a step, which a plan does not count",
+    "drift_every": "less than a thousandth of a step by default",
     "timeout": "of a rank that is lost; a plan has none",
     "start_timeout": "of a rank that is lost; a plan has none",
 }
@@ -53,6 +54,7 @@ CHANGED: dict[str, Any] = {
     "checkpoint_every": "3st",
     "keep_checkpoints": 5,
     "tensorboard": True,
+    "drift_every": 3,
     "timeout": 7.0,
     "start_timeout": 8.0,
 }

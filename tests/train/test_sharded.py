@@ -56,7 +56,7 @@ def train(
         RunDir(out).claim(recipe, fresh=False)
     if size > 1:
         dist.barrier()
-    job = Job(recipe, RuntimeOptions(**options), "cpu", out, max_steps=max_steps)
+    job = Job(recipe, RuntimeOptions(**{"drift_every": 1, **options}), "cpu", out, max_steps=max_steps)
     summary = Run(job, ranks, StopFlag(), restarts=0).run().summary
     if size > 1:
         dist.barrier()

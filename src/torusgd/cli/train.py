@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from ..errors import UserError
-from .options import DATA, OUTPUT, RECIPE, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
+from .options import DATA, OUTPUT, RECIPE, RUNTIME, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
 from .output import console
 
 
@@ -36,6 +36,15 @@ def train(
         str | None,
         Option("--checkpoint-every", help="Such as 50st, 1ep, 1e6sa. Default: 1ep.", rich_help_panel=OUTPUT),
     ] = None,
+    drift_every: Annotated[
+        int | None,
+        Option(
+            "--drift-every",
+            metavar="STEPS",
+            help="Compare the ranks' weights so often; 0: never. Default: 20.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     tensorboard: Annotated[
         bool, Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUT)
     ] = False,
@@ -57,7 +66,9 @@ def train(
     from ..train.compare_plan import PlanComparison
 
     asked, block = load_recipe(recipe, overrides or [])
-    options = runtime.over(block, checkpoint_every=checkpoint_every, tensorboard=tensorboard or None)
+    options = runtime.over(
+        block, checkpoint_every=checkpoint_every, drift_every=drift_every, tensorboard=tensorboard or None
+    )
     device = resolve_device(options)
     if init is not None and not init.is_file():
         raise UserError(f"--init {init}: no such file")

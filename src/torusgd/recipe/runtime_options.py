@@ -47,6 +47,9 @@ class RuntimeOptions(Section):
     """the newest so many stay"""
     tensorboard: bool = False
     """also write TensorBoard files into the run's folder"""
+    drift_every: Annotated[int, Field(ge=0)] = 20
+    """steps from one comparison of the ranks' weights to the next, each of which names a rank whose weights have
+    drifted; before a checkpoint they are compared too; 0: never"""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """seconds without a heartbeat after which a rank counts as frozen or lost"""
     start_timeout: Annotated[float, Field(gt=0)] = 120.0

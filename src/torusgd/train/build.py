@@ -34,6 +34,7 @@ from ..tensor_parallel.tail import column_tail
 from .batchnorm import BatchNormStatistics
 from .compare_plan import PlanComparison
 from .control_vector import ControlMessage
+from .drift import DriftWatch
 from .fingerprint import Fingerprint
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .membership import Membership, even_shares
@@ -158,6 +159,7 @@ def build(
         allreduce=watched,
         control=ControlMessage(batch_norm.running.numel(), device),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
+        drift=DriftWatch(slots, [batch_norm.running], world, options.drift_every),
         clock=StepClock(loader, monitor),
         world=world,
         liveness=liveness,

@@ -21,6 +21,7 @@ from ..signals import EXIT_BASE, StopFlag
 from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
 from .build import Job, Trainer, build
 from .checkpoint import CheckpointWriter, newest_checkpoint
+from .drift import WeightsDiffer
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, plan_table, warn
 from .fingerprint import Fingerprint, check_ranks_agree
@@ -135,6 +136,7 @@ class Run:
         def save() -> None:
             nonlocal saved
             if saved < state.step:
+                trainer.step.check_weights(state.step)
                 tensors = trainer.step.state_dict(state.step, keep=self._is_first)
                 if self._is_first:
                     writer.save(as_checkpoint(state, tensors))
@@ -145,6 +147,9 @@ class Run:
             """What ends the run changes nothing: the last good step stands in a checkpoint before it does."""
             try:
                 yield
+            except WeightsDiffer:
+                self._wait_for(writer)
+                raise
             except RunError:
                 save()
                 self._wait_for(writer)

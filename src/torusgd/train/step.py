@@ -32,6 +32,7 @@ from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from .batchnorm import BatchNormStatistics
 from .control_vector import ControlMessage, ControlVector
+from .drift import DriftWatch
 from .forward_backward import ForwardBackward, blank
 from .journal import JournalEntry
 from .membership import Membership
@@ -59,6 +60,7 @@ class TrainStep:
     """over all ranks, watched by `monitor`"""
     control: ControlMessage
     stragglers: Stragglers
+    drift: DriftWatch
     clock: StepClock
     world: Group
     liveness: Liveness
@@ -79,6 +81,7 @@ class TrainStep:
             entry: Whose gradients enter the update.
 
         Raises:
+            WeightsDiffer: Ranks do not hold the same weights.
             RunError: A gradient (unless the precision is float16) or a batch statistic is not finite, a sum leaves its
                 range again and again, images can't be read, or the ranks' programs differ. All ranks raise it, and
                 nothing has changed.
@@ -91,7 +94,7 @@ class TrainStep:
 
         # The passes and the sums. A sum that leaves its range is measured, and the passes are repeated.
         reduced = self.reducer.reduce(
-            lambda: self._passes(step, workers, membership), check=lambda control: self._check_images(step, control)
+            lambda: self._passes(step, workers, membership), check=lambda control: self._check(step, control)
         )
         control, report = reduced.result, reduced.report
         self.stragglers.note(step.index, self.reducer, self.clock.data_seconds())
@@ -139,7 +142,11 @@ class TrainStep:
                 self.control.add(self.batch_norm.batch, loss.detach())
                 self.control.counts.replaced += batch.replaced
             if worker == workers[-1]:
-                sent = self.control.send(self.allreduce, self.stragglers.message(step.index))
+                if self.drift.is_due(step.index):
+                    self.update.wait_weights()
+                sent = self.control.send(
+                    self.allreduce, self.stragglers.message(step.index), self.drift.message(step.index)
+                )
             # A backward pass fills the memory in which the last step's weights may still be under way.
             self.update.wait_weights()
             if batch is not None:
@@ -165,7 +172,9 @@ class TrainStep:
         for index in range(step.index + 1, len(self.schedule)):
             yield from (_share(self.schedule[index], each) for each in workers)
 
-    def _check_images(self, step: Step, control: ControlVector) -> None:
+    def _check(self, step: Step, control: ControlVector) -> None:
+        """What ends the run by what the ranks said together, before anything has changed."""
+        self.drift.check(control.fingerprints, step.index)
         if control.counts.failed:
             share = f"{control.counts.failed} of {control.counts.ranks} ranks"
             raise RunError(f"step {step.index}: {share} can't read training images{self._read_error}")
@@ -178,6 +187,15 @@ class TrainStep:
                 f"step {step.index}: {layer}: a batch statistic is not finite, or beyond 2**57; the run has diverged: "
                 "lower rate.lr or lengthen rate.warmup.length"
             )
+
+    def check_weights(self, steps: int) -> None:
+        """Compares what the ranks hold after so many steps, before it is saved; every rank calls it.
+
+        Raises:
+            WeightsDiffer: They do not hold the same.
+        """
+        self.update.wait_weights()
+        self.drift.compare(steps, self.allreduce)
 
     def write_to_model(self, steps: int) -> None:
         """Puts all updated weights and running statistics into the model, to be read; every rank calls it."""
