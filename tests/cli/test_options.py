@@ -43,6 +43,7 @@ NEUTRAL = {
     "tensorboard": "rank 0 writes a line a step, which a plan does not count",
     "audit": "a share of the computation on top, which the user has chosen; a plan is of the run without it",
     "mixed": "whether ranks are let in; a plan has none",
+    "drift_every": "less than a thousandth of a step by default",
     "timeout": "of a rank that is lost; a plan has none",
     "start_timeout": "of a rank that is lost; a plan has none",
 }
@@ -60,6 +61,7 @@ CHANGED: dict[str, Any] = {
     "checkpoint_minutes": 3.0,
     "keep_checkpoints": 5,
     "tensorboard": True,
+    "drift_every": 3,
     "timeout": 7.0,
     "audit": 0.5,
     "mixed": True,

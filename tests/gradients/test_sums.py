@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torusgd.comm.allreduce import create
 from torusgd.comm.buckets import Slot, plan_buckets
 from torusgd.gradients.float_sum import FloatGradientSum
-from torusgd.gradients.integer_sum import HEADROOM, INT32_MAX, IntegerGradientSum, power_of_two_scale
+from torusgd.gradients.integer_sum import HEADROOM, LIMITS, IntegerGradientSum, power_of_two_scale
 from torusgd.gradients.reducer import Channel, Reducer
 
+INT32_MAX = LIMITS[torch.int32]
 CPU = torch.device("cpu")
 SIZES = (5, 3000, 1, 700)
 
@@ -184,6 +185,38 @@ def test_float16_wire_tells_overflow_nonfinite_and_underflow() -> None:
     grads[1][1][5] = math.nan
     status = run(fresh(), [grads[:1], grads[1:]])[0]
     assert status.nonfinite == [1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_elements_that_become_zero_are_counted_exactly_on_any_ranks(ranks: int) -> None:
+    """Also beyond 65,536, where the count needs its second value."""
+    numel, workers = 90_000, 3
+    total = IntegerGradientSum(plan_buckets([numel, 7], 10**6), workers, CPU)
+    total.set_maxima(torch.tensor([1.0, 0.5]))
+    draw = torch.Generator().manual_seed(11)
+    grads = [
+        [torch.randn(numel, generator=draw).div(30).pow(11), torch.full((7,), 0.5 * number)]
+        for number in range(workers)
+    ]
+    grads[1][0][::7] = 0.0
+    grads[2][0][::5] = -0.0
+    scales = total._scales.double()
+    lost = sum(
+        int(((g != 0) & ((g.double() * scale).abs() <= 0.5)).sum())
+        for worker in grads
+        for g, scale in zip(worker, scales, strict=True)
+    )
+    messages = []
+    for rank in range(ranks):
+        total.clear()
+        for worker in grads[rank::ranks]:
+            for slot in range(2):
+                total.add(0, slot, worker[slot])
+            total.end_worker(0)
+        messages.append(total.message(0).clone())
+    total.message(0).copy_(torch.stack(messages).sum(dim=0, dtype=torch.int32))
+    assert lost > 2 * 65_536
+    assert total.finish().read().underflow == lost / ((numel + 7) * workers)
 
 
 def test_buckets_cover_all_tensors_in_order() -> None:

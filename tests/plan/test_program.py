@@ -7,6 +7,8 @@ from torusgd.plan import as_torusgd, load_cluster, load_software, program_for, s
 from torusgd.plan.cluster import Buckets, Software
 from torusgd.plan.forecast import Workload, workload_of
 from torusgd.plan.program import resolve_model_parallel
+from torusgd.plan.step_script import CONTENTS, Send, compose
+from torusgd.plan.timeline import step_work
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 
@@ -45,6 +47,26 @@ def test_options_mean_what_they_mean_in_a_run() -> None:
     assert (how.algorithm, how.grids) == ("torus:halving/ring", ((4, 4),))
     assert how.buckets == Buckets(rule="torusgd", option=2.0)
     assert (ours.sharded_update, how.gather_ahead, how.linear_groups) == (True, True, 4)
+
+
+def test_exact_sums_of_many_virtual_workers_have_twice_the_bytes(workload: Workload) -> None:
+    runtime, software = RuntimeOptions(workers=64, update="sharded"), load_software("torusgd")
+    few, many = (
+        program_for(VGG.model_copy(update={"virtual_workers": workers, "reduction": "exact"}), runtime, ABCI, software)
+        for workers in (8191, 8192)
+    )
+    assert (few.communication.wire_bits, many.communication.wire_bits) == (32, 64)
+    cost, work = workload.cost, step_work(workload.cost, ABCI, few, 64, 1)
+    sent = [
+        {send.content: 0.0 for send in script if isinstance(send, Send)}
+        | {
+            content: sum(s.bytes for s in script if isinstance(s, Send) and s.content == content)
+            for content in CONTENTS
+        }
+        for script in (compose(cost, ABCI, program, 64, 1, 1, work) for program in (few, many))
+    ]
+    assert sent[1]["gradients"] == 2 * sent[0]["gradients"] > 0
+    assert sent[1]["weights"] == sent[0]["weights"] > 0
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from torusgd.recipe.schema import Model, Optimizer, Recipe
         ("name.x=3", ["name.x", "plain value"]),
         ("seed=-1", ["seed", "-1"]),
         ("virtual_workers=[", ["virtual_workers", "YAML"]),
+        ("virtual_workers=1048577", ["virtual_workers = 1048577", "at most 1,048,576", "images_per_worker"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_key_value_and_remedy(override: str, words: list[str]) -> None:

@@ -101,7 +101,7 @@ def train(out: Path, case: str, world: Group, steps: int | None = None, **option
         out.mkdir()
         RunDir(out).claim(recipe, fresh=False)
     world.barrier()
-    job = Job(recipe, RuntimeOptions(**options), "cpu", out, max_steps=steps)
+    job = Job(recipe, RuntimeOptions(drift_every=1, **options), "cpu", out, max_steps=steps)
     return Run(job, world, StopFlag(), restarts=0).run().summary
 
 

@@ -73,7 +73,9 @@ def train_cases(out: str, cases: list[str]) -> None:
             path.mkdir()
             RunDir(path).claim(recipe, fresh=False)
         dist.barrier()
-        Run(Job(recipe, RUNTIME.get(name, RuntimeOptions()), "cpu", path), ranks, StopFlag(), restarts=0).run()
+        Run(
+            Job(recipe, RUNTIME.get(name, RuntimeOptions(drift_every=1)), "cpu", path), ranks, StopFlag(), restarts=0
+        ).run()
         dist.barrier()
 
 

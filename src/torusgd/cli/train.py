@@ -42,6 +42,15 @@ def train(
             "--checkpoint-minutes", help="And after so many minutes at the latest. Default: 10.", rich_help_panel=OUTPUT
         ),
     ] = None,
+    drift_every: Annotated[
+        int | None,
+        Option(
+            "--drift-every",
+            metavar="STEPS",
+            help="Compare the ranks' weights so often; 0: never. Default: 20.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     tensorboard: Annotated[
         bool, Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUT)
     ] = False,
@@ -78,6 +87,7 @@ def train(
         checkpoint_every=checkpoint_every,
         checkpoint_minutes=checkpoint_minutes,
         tensorboard=tensorboard or None,
+        drift_every=drift_every,
         audit=audit,
         mixed=mixed or None,
     )

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 LIMB_BITS = 40
+MOST_ADDENDS = 2**20
+"""that any of these sums has room for: virtual workers of a step, images of an evaluation"""
+_MOST_NARROW = 2**13 - 1
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,19 @@ FULL = Window(top=85, limbs=7)
 """every finite float32, and float64 from 2**-155 to 2**128, without loss"""
 NARROW = Window(top=14, limbs=3)
 """magnitudes up to 2**57 with a resolution of 2**-66: batch-norm statistics and losses of a step"""
+
+
+def gradient_integers(addends: int) -> torch.dtype:
+    """The integers in which exact sums of gradients travel: int32 up to 8,191 addends of a step, int64 beyond.
+
+    An addend has about 28 - log2(addends) bits of an int32, so that the mean's relative error grows with the root of
+    their number; from 8,192 on it would be above 1e-5 where the noise of a gradient is 10 times its mean.
+
+    >>> gradient_integers(8191), gradient_integers(8192)
+    (torch.int32, torch.int64)
+    """
+    assert addends <= MOST_ADDENDS, "the bound of a sum has no bits left"
+    return torch.int32 if addends <= _MOST_NARROW else torch.int64
 
 
 def encode(values: Tensor, window: Window = FULL) -> Tensor:

@@ -87,7 +87,7 @@ class Hook:
         self.explanation: str = self._allreduce.explanation
         """one line: what runs, and why"""
         self.underflow = 0.0
-        """share of the last bucket's elements that a 16-bit wire rounded to zero"""
+        """share of the last bucket's elements that the wire rounded to zero"""
         # What only some steps need is summed by a group of its own, so that its calls mix with no others.
         self._repairs = group_of(group.process_group).duplicate() if wire is not None else None
         self._sums: dict[tuple[int, ...], GradientSum] = {}

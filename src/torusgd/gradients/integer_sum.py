@@ -6,9 +6,10 @@ same mean. All of it is ours; the shared power-of-two scale follows the usual pr
 
 What a message carries:
 
-    payload    the sums, int32
+    payload    the sums: int32, or int64 from 8,192 virtual workers on (`comm.exact_sum.gradient_integers`)
     trailer    for every slot a bound of sum |q| in units of 2**shift, rounded up and saturated,
-               and a count of virtual workers whose gradient was not finite
+               and a count of virtual workers whose gradient was not finite;
+               then two values that count the elements that were rounded to zero (see `_COUNT_BITS`)
 
 so that the same sum informs every rank of overflow, of inf and nan, and of the next step's scale. Where a rank gets
 back only a shard of a sum, or not all slots, the trailers travel in a message of their own.
@@ -18,14 +19,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..comm.buckets import Bucket, Span
+from ..comm.exact_sum import gradient_integers
 
 HEADROOM = 8.0
 """growth of a gradient's maximum, from one step to the next, that the scale leaves room for"""
-INT32_MAX = 2**31 - 1
+LIMITS = {torch.int32: 2**31 - 1, torch.int64: 2**62}
+"""largest magnitude of a sum; of int64 half of its range, since the bound is compared as float64"""
+_COUNT_BITS = 16
+"""of the lower value of a count, which may be beyond int32: 8,191 addends of it are not"""
 _CHUNK = 1 << 17
 """elements rounded at a time, so that the passes over a large tensor stay in the cache"""
 
@@ -39,7 +45,7 @@ class SumReport:
     nonfinite: list[int]
     """slots that held inf or nan"""
     underflow: float = 0.0
-    """share of the elements that a 16-bit wire rounded to zero"""
+    """share of the elements of all gradients that were rounded to zero, on a wire of integers or of 16 bits"""
 
     @property
     def accepted(self) -> bool:
@@ -54,7 +60,7 @@ class SumStatus:
     flags: Tensor
     """bool [2, slots]: out of range, not finite"""
     underflow: Tensor | None = None
-    """float32 []"""
+    """float []"""
 
     def read(self, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> SumReport:
         """Transfers the status to the host, at once: the one place of a step where it waits for the gradients' sum."""
@@ -112,17 +118,19 @@ class GradientSum(Protocol):
 
 
 class IntegerGradientSum:
-    """Gradients as int32, scaled by a power of two a slot and rounded: any order of addition gives the same bits.
+    """Gradients as integers, scaled by a power of two a slot and rounded: any order of addition gives the same bits.
 
     The scale leaves HEADROOM over the last accepted step. Intermediate wrap-around is harmless: only the final range
-    counts. With V virtual workers the largest element of a gradient keeps about 28 - log2(V) bits.
+    counts. With V virtual workers the largest element of a gradient keeps about 28 - log2(V) bits of an int32, and all
+    the bits that a float32 has of an int64.
 
     Args:
         buckets: Of the slots that this rank sums.
-        addends: V, the most addends of a step over all ranks, at most 2**20.
+        addends: V, the most addends of a step over all ranks, at most 2**20; it decides the width of the integers.
         device: Where gradients live.
         places: Of each slot here its number among the slots of all ranks; None: this rank sums them all.
         sections: Lengths of the runs of all slots within which a slot without a bound takes the largest; None: one.
+        elements: Of all slots; None: of those here.
     """
 
     def __init__(
@@ -132,17 +140,20 @@ class IntegerGradientSum:
         device: torch.device,
         places: Sequence[int] | None = None,
         sections: Sequence[int] | None = None,
+        elements: int | None = None,
     ) -> None:
-        assert addends <= 2**20, "the bound of a sum has no bits left"
         self.buckets = buckets
+        self._elements = sum(b.length for b in buckets) if elements is None else elements
         self._addends = addends
+        self._dtype = gradient_integers(addends)
+        self._limit = LIMITS[self._dtype]
         here = buckets[-1].stop if buckets else 0
         self._places = torch.tensor(range(here) if places is None else places, dtype=torch.int64, device=device)
         self._sections = list(sections) if sections is not None else [here]
         everywhere = sum(self._sections)
         self._shift = 2.0 ** (addends.bit_length() + 1)
         # A power of two, exact in float32: V of them stay in range, and one alone says overflow.
-        self._cap = 2.0 ** (30 - addends.bit_length())
+        self._cap = 2.0 ** (torch.iinfo(self._dtype).bits - 2 - addends.bit_length())
         self.needs_measure = True
         self._bounds = torch.zeros(everywhere, dtype=torch.float64, device=device)
         self._pending = self._bounds
@@ -153,21 +164,24 @@ class IntegerGradientSum:
         self._high = torch.zeros(here, device=device)
         self._low_items, self._high_items = self._low.unbind(), self._high.unbind()
         self._messages = [
-            torch.zeros(b.length + 2 * (b.stop - b.first), dtype=torch.int32, device=device) for b in buckets
+            torch.zeros(b.length + 2 * (b.stop - b.first) + 2, dtype=self._dtype, device=device) for b in buckets
         ]
         self._views = [view for b, message in zip(buckets, self._messages, strict=True) for view in b.views(message)]
         # On a GPU the passes are limited by launches, not by the cache.
         longest = max((n for b in buckets for n in b.numels), default=1)
         self._chunk = min(_CHUNK, longest) if device.type == "cpu" else longest
         self._rounded = torch.empty(self._chunk, device=device)
-        self._integers = torch.empty(self._chunk, dtype=torch.int32, device=device)
+        self._integers = torch.empty(self._chunk, dtype=self._dtype, device=device)
         self._filled = [False] * here
+        self._lost: list[int | Tensor] = [0] * len(buckets)
+        """elements of the present virtual worker's gradients in each bucket that were rounded to zero"""
 
     def clear(self) -> None:
         """Begins a step: all sums are zero."""
         self._filled = [False] * len(self._filled)
         self._low.zero_()
         self._high.zero_()
+        self._lost = [0] * len(self.buckets)
         for bucket, message in zip(self.buckets, self._messages, strict=True):
             message[bucket.length :].zero_()
 
@@ -182,29 +196,33 @@ class IntegerGradientSum:
             run = flat[begin : begin + self._chunk]
             rounded = torch.mul(run, scale, out=self._rounded[: run.numel()]).round_()
             if is_first:
-                total[begin : begin + self._chunk].copy_(rounded)
+                integers = total[begin : begin + self._chunk].copy_(rounded)
             else:
                 integers = self._integers[: run.numel()].copy_(rounded)
                 total[begin : begin + self._chunk].add_(integers)
+            self._lost[bucket] += _count_nonzero(run) - _count_nonzero(integers)
 
     def scale(self, slot: int) -> Tensor:
         """The power of two by which a slot's gradients are multiplied before they are rounded: float32 []."""
         return self._scale_items[slot]
 
     def end_worker(self, bucket: int) -> None:
-        """Adds the bounds and the non-finite counts of one virtual worker to the bucket's trailer."""
+        """Adds the bounds and the counts of one virtual worker to the bucket's trailer."""
         b = self.buckets[bucket]
         maxima = torch.maximum(-self._low[b.first : b.stop], self._high[b.first : b.stop])
         finite = maxima.isfinite()
         bound = (maxima * (self._scales[b.first : b.stop] / self._shift)).ceil_().clamp_(max=self._cap)
-        bounds, bad = self._trailer(bucket)
-        bounds += torch.where(finite, bound, 0.0).to(torch.int32)
-        bad += (~finite).to(torch.int32)
+        bounds, bad, lost = self._trailer(bucket)
+        bounds += torch.where(finite, bound, 0.0).to(self._dtype)
+        bad += (~finite).to(self._dtype)
+        lost[0] += self._lost[bucket] & ((1 << _COUNT_BITS) - 1)
+        lost[1] += self._lost[bucket] >> _COUNT_BITS
+        self._lost[bucket] = 0
         self._low[b.first : b.stop].zero_()
         self._high[b.first : b.stop].zero_()
 
     def message(self, bucket: int) -> Tensor:
-        """int32 [length + 2 * slots of the bucket]: the sums, the bounds, the non-finite counts."""
+        """Integers [length + 2 * slots of the bucket + 2]: the sums, the bounds, the counts."""
         b = self.buckets[bucket]
         for slot in range(b.first, b.stop):
             if not self._filled[slot]:
@@ -212,23 +230,27 @@ class IntegerGradientSum:
         return self._messages[bucket]
 
     def payload(self, bucket: int) -> Tensor:
-        """int32 [length]: the sums."""
+        """Integers [length]: the sums."""
         return self.message(bucket)[: self.buckets[bucket].length]
 
     def trailers(self) -> Tensor:
-        """int32 [2 * all slots]: bounds, then non-finite counts; zero for slots that are summed on other ranks."""
-        rows = torch.zeros(2, len(self._bounds), dtype=torch.int32, device=self._bounds.device)
+        """Integers [2 * all slots + 2]: bounds and counts; zero for slots that are summed on other ranks."""
+        rows = torch.zeros(2, len(self._bounds), dtype=self._dtype, device=self._bounds.device)
+        lost = rows.new_zeros(2)
         if self.buckets:
-            found = [self._trailer(bucket) for bucket in range(len(self.buckets))]
-            rows[:, self._places] = torch.stack([torch.cat(row) for row in zip(*found, strict=True)])
-        return rows.view(-1)
+            bounds, bad, lost_here = zip(*map(self._trailer, range(len(self.buckets))), strict=True)
+            rows[:, self._places] = torch.stack([torch.cat(bounds), torch.cat(bad)])
+            lost = torch.stack(lost_here).sum(dim=0, dtype=self._dtype)
+        return torch.cat([rows.view(-1), lost])
 
     def finish(self, trailers: Tensor | None = None) -> SumStatus:
         """Finds what has left the range or was not finite, and the bounds from which `mean` takes the next scales."""
-        units, counts = (self.trailers() if trailers is None else trailers).view(2, -1)
+        found = self.trailers() if trailers is None else trailers
+        (units, counts), (low, high) = found[:-2].view(2, -1), found[-2:]
         bounds, bad = units.to(torch.float64) * self._shift, counts > 0
         self._pending = bounds / self._all_scales
-        return SumStatus(torch.stack([(bounds > INT32_MAX) & ~bad, bad]))
+        lost = low.to(torch.float64) + high.to(torch.float64) * 2**_COUNT_BITS
+        return SumStatus(torch.stack([(bounds > self._limit) & ~bad, bad]), lost / (self._elements * self._addends))
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
         """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
@@ -242,8 +264,9 @@ class IntegerGradientSum:
         self._take_scales()
 
     def scratch(self, bucket: int) -> Tensor:
-        """The int32 of the sums, as float32."""
-        return self._messages[bucket][: self.buckets[bucket].length].view(torch.float32)
+        """The memory of the sums as float32, or of int64 the first half of it."""
+        length = self.buckets[bucket].length
+        return self._messages[bucket][:length].view(torch.float32)[:length]
 
     def set_maxima(self, maxima: Tensor) -> None:
         """Takes the scales from the measured maximum of each of all slots over all virtual workers: float32 [slots]."""
@@ -259,18 +282,27 @@ class IntegerGradientSum:
         self._bounds = state.to(self._bounds)
         self._take_scales()
 
-    def _trailer(self, bucket: int) -> tuple[Tensor, Tensor]:
-        """The bounds and the non-finite counts of a bucket's message, views of it."""
+    def _trailer(self, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The bounds, the non-finite counts and the count of elements lost of a bucket's message, views of it."""
         b = self.buckets[bucket]
-        bounds, bad = self._messages[bucket][b.length :].view(2, -1)
-        return bounds, bad
+        bounds, bad, lost = self._messages[bucket][b.length :].split([b.stop - b.first, b.stop - b.first, 2])
+        return bounds, bad, lost
 
     def _take_scales(self) -> None:
         self.needs_measure = False
         runs = self._bounds.split(self._sections)
-        self._all_scales = torch.cat([power_of_two_scale(run, float(INT32_MAX)) for run in runs])
+        self._all_scales = torch.cat([power_of_two_scale(run, float(self._limit)) for run in runs])
         self._scales = self._all_scales[self._places].to(torch.float32)
         self._scale_items = self._scales.unbind()
+
+
+def _count_nonzero(values: Tensor) -> int | Tensor:
+    """Elements that are not zero; on a GPU as a tensor, for which the host need not wait."""
+    if values.device.type != "cpu":
+        return torch.count_nonzero(values)
+    # Four times as fast as torch's own, which for a small tensor would be a third of the time of a sum.
+    numbers = values.detach().numpy()
+    return int(np.count_nonzero(numbers != 0.0 if values.is_floating_point() else numbers))
 
 
 def power_of_two_scale(bounds: Tensor, limit: float) -> Tensor:

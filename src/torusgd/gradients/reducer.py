@@ -115,7 +115,14 @@ class Reducer:
         self.ready = [0.0] * len(layout.held)
         """when each gradient of the last virtual worker was there (time.perf_counter), or on a GPU was asked for"""
         self.sum: GradientSum = (
-            IntegerGradientSum(layout.buckets, self._addends, self._device, layout.places, layout.sections)
+            IntegerGradientSum(
+                layout.buckets,
+                self._addends,
+                self._device,
+                layout.places,
+                layout.sections,
+                elements=sum(slot.tensor.numel() for slot in layout.slots),
+            )
             if self._reduction == "exact"
             else FloatGradientSum(layout.buckets, self._addends, self._device, WIRES[self._reduction])
         )

@@ -80,7 +80,7 @@ class ShardedUpdate:
         self.explanation: str = self._allreduce.explanation
         """one line: what runs, and why"""
         self.underflow = 0.0
-        """share of the last step's elements that a 16-bit wire rounded to zero"""
+        """share of the last step's elements that the wire rounded to zero"""
         self._world = group_of(device=device)
         for tensor in (*model.parameters(), *model.buffers()):
             self._world.broadcast(tensor.detach())

@@ -116,7 +116,8 @@ class Communication(Section):
     """of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows"""
     grids: tuple[Grid, ...] = ()
     """Y x X grids that go before `grid` where their product is the number of devices"""
-    wire_bits: Literal[16, 32] = 32
+    wire_bits: Literal[16, 32, 64] = 32
+    """of a gradient's element; 64: torusgd's exact sums of 8,192 virtual workers or more"""
     buckets: Buckets = Buckets()
     overlap: bool = False
     """buckets leave while backward runs"""

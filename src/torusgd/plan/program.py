@@ -14,7 +14,10 @@ with the same recipe file and the same flags. A rehearsal always plays torusgd's
 import math
 from typing import Any
 
+import torch
+
 from ..comm.algorithms import GRIDS, NAMES, OTHER_PROGRAMS, parse_algorithm, squarest
+from ..comm.exact_sum import gradient_integers
 from ..errors import UserError, suggest
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
@@ -45,7 +48,7 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     """
     assert runtime.workers is not None, "a plan is of so many devices"
     given = runtime.model_fields_set
-    changes: dict[str, Any] = {"wire_bits": 16 if recipe.reduction in ("float16", "bfloat16") else 32}
+    changes: dict[str, Any] = {"wire_bits": 8 * _wire_dtype(recipe).itemsize}
     changes |= _all_reduce(runtime, runtime.workers, cluster, software)
     if "buckets" in given:
         changes["buckets"] = Buckets(rule="torusgd", option=runtime.buckets).model_dump()
@@ -88,6 +91,14 @@ def resolve_model_parallel(
         return step_time(workload.cost, cluster, program, devices, stage.images, passes).seconds
 
     return min(tried, key=seconds)
+
+
+def _wire_dtype(recipe: Recipe) -> torch.dtype:
+    """Of a gradient on its way."""
+    if recipe.reduction == "exact":
+        return gradient_integers(recipe.virtual_workers)
+    dtype: torch.dtype = getattr(torch, recipe.reduction)
+    return dtype
 
 
 def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, software: Software) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def memory_bytes(cost: ModelCost, software: Software, images: float) -> float:
     """About what training holds on a device: activations of one pass, weights, gradients and momentum."""
     size = _BYTES[software.precision]
     kept = 0.6 if software.fused else 1.0  # without the outputs of fused activations and additions
-    return images * cost.activations * size * kept + cost.parameters * 16
+    sums = max(4, software.communication.wire_bits // 8)
+    return images * cost.activations * size * kept + cost.parameters * (12 + sums)
 
 
 def matched(

@@ -20,7 +20,7 @@ Content = Literal["gradients", "weights", "statistics", "activations"]
 CONTENTS: tuple[Content, ...] = get_args(Content)
 _MASTER_BYTES = 4
 """of a weight, as a sharded update gathers it"""
-_STATUS_BYTES = 8
+_STATUS_VALUES = 2
 """of a tensor, by which the ranks of a sharded update agree on whether its sum may be used"""
 
 
@@ -95,7 +95,8 @@ def compose(
             _exchange(step, cost, software, devices, images * passes, work, layer)
         _gradients(step, cost, cluster, software, work, {layer.name for layer in split})
     if step.gathers:
-        status = Send("status", "sum", "statistics", _STATUS_BYTES * len(cost.gradients))
+        size = _STATUS_VALUES * max(software.communication.wire_bits // 8, _MASTER_BYTES)
+        status = Send("status", "sum", "statistics", size * len(cost.gradients))
         step.status += [status, Wait(status.name)]
     between = (passes - 1) * (work.forward + work.backward)
     return [
@@ -113,6 +114,11 @@ def split_layers(cost: ModelCost, software: Software, devices: int) -> list[Laye
     """The linear layers that the ranks of a group share."""
     groups = software.communication.linear_groups
     return [layer for layer in cost.layers if layer.linear] if groups is not None and groups < devices else []
+
+
+def activation_bytes(software: Software) -> int:
+    """Of an activation that ranks exchange: as long as a gradient's element, but for integers of 64 bits."""
+    return min(software.communication.wire_bits // 8, _MASTER_BYTES)
 
 
 def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Software, work: Pass, split: set[str]) -> None:
@@ -151,7 +157,7 @@ def _exchange(
     size = communication.wire_bits // 8
     place = max(i for i, gradient in enumerate(cost.gradients) if gradient.name.rpartition(".")[0] == layer.name)
     begin, ready = float(work.needed[place]), float(work.ready[place])
-    whole = size * layer.ifm * layer.in_area * images * members
+    whole = activation_bytes(software) * layer.ifm * layer.in_area * images * members
     inputs = Send(f"inputs of {layer.name}", "gather", "activations", whole, members)
     back = Send(f"gradients of the inputs of {layer.name}", "scatter", "activations", whole, members)
     step.forward.append((begin, [inputs, Wait(inputs.name)]))

@@ -14,7 +14,7 @@ from .cluster import Cluster, Communication, Software
 from .model_cost import Layer, ModelCost
 from .network import Phase, group_phases, phases
 from .roofline import Pass, pass_seconds, update_seconds
-from .step_script import CONTENTS, Action, Compute, Send, Wait, compose, split_layers
+from .step_script import CONTENTS, Action, Compute, Send, Wait, activation_bytes, compose, split_layers
 
 Price = Callable[[Send], Sequence[Phase]]
 
@@ -236,8 +236,7 @@ def step_work(cost: ModelCost, cluster: Cluster, software: Software, devices: in
 def _activations(layer: Layer, cluster: Cluster, software: Software, devices: int, images: int) -> float:
     """Inputs of a split layer all-gathered in forward, their gradients reduce-scattered in backward: waited for."""
     groups = software.communication.linear_groups or devices
-    size = software.communication.wire_bits // 8
-    bytes_, _ = hybrid_volume(layer, devices, images * devices, groups, size=size)
+    bytes_, _ = hybrid_volume(layer, devices, images * devices, groups, size=activation_bytes(software))
     members = devices // groups
     whole = bytes_ / 2 * members / (members - 1)
     gather = group_phases(cluster, software.communication, devices, members, 1, whole, "gather")

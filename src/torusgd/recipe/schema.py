@@ -18,6 +18,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Options = dict[str, bool | int | float | str]
 Sides = Count | tuple[Count, Count]
+MOST_VIRTUAL_WORKERS = 2**20
 SCHEMA = 1
 """of recipes; it grows where a default or the meaning of a key changes, since hashes leave out keys at their default"""
 
@@ -256,7 +257,8 @@ class Recipe(Section):
     data: Data
     model: Model
     virtual_workers: Count
-    """V: the batch of a step is V * images_per_worker; at most so many ranks can share it"""
+    """V: the batch of a step is V * images_per_worker; at most so many ranks can share it. At most 1,048,576; from
+    8,192 on exact sums of gradients travel as 64-bit integers, 8 bytes an element in place of 4"""
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     rate: Rate
     optimizer: Optimizer = Optimizer()
@@ -281,6 +283,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Recipe":
+        if self.virtual_workers > MOST_VIRTUAL_WORKERS:
+            raise ValueError(
+                f"virtual_workers = {self.virtual_workers}: at most {MOST_VIRTUAL_WORKERS:,}, for which exact sums "
+                "have room; give each more images (stages.N.images_per_worker)"
+            )
         if self.stages[0].lr is not None:
             raise ValueError("stages.0.lr: the first stage's rate is rate.lr")
         if self.stages[0].momentum is not None:

@@ -19,9 +19,6 @@ from ..comm.groups import Group, group_of
 from ..comm.reduce_scatter import ShardCollectives
 from ..plan.step_script import Action, Compute, Send, Wait
 
-DTYPES = {"exact": "int32", "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
-"""of gradients on the wire, by the recipe's reduction"""
-
 
 def dump(actions: list[Action], steps: int, stretch: float, shrink: float, allreduce: str, dtype: str) -> str:
     """A part for `play`, as JSON."""

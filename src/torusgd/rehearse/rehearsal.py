@@ -17,7 +17,7 @@ from ..plan.step_script import Send, compose
 from ..plan.timeline import StepTime, compute_seconds, price_of, step_time, step_work, waited_seconds
 from .ceiling import measure_ceiling, result_line
 from .lab import Host, Lab
-from .player import DTYPES, dump
+from .player import dump
 from .scale import Ceiling, Scale, choose_scale
 
 
@@ -143,7 +143,8 @@ def rehearse(
     if how.algorithm.partition(":")[0] in GRIDS:
         rows, columns = grid_of(how, cluster, devices)
         where = f" {rows}x{columns}"
-    part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce + where, DTYPES[reduction])
+    dtype = f"int{how.wire_bits}" if reduction == "exact" else reduction
+    part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce + where, dtype)
     ends, explanation = _played(part, [Host(each, scale.latency, 8 * scale.rate)] * hosts, (steps + 1) * limit)
     waits = [max(0.0, (after - before) / scale.stretch - compute_seconds(script)) for before, after in pairwise(ends)]
     return Rehearsal(

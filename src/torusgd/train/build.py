@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.base import AllReduce, Work
+from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
@@ -37,6 +39,7 @@ from .batchnorm import BatchNormStatistics
 from .compare_plan import PlanComparison
 from .conditions import Conditions, conditions
 from .control_vector import ControlMessage
+from .drift import DriftWatch
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .membership import Membership, even_shares
@@ -178,6 +181,7 @@ def build(
         control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
+        drift=DriftWatch(slots, [batch_norm.running], world, options.drift_every),
         clock=StepClock(loader, monitor),
         world=world,
         images_at=str(job.data or recipe.data.source),
@@ -192,6 +196,8 @@ def build(
 
     lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
     lines += [tail.explanation] if tail is not None else []
+    if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
+        lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
     return Trainer(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
         training=training,

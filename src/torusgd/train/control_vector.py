@@ -50,6 +50,8 @@ class ControlVector:
     """whether all batch statistics are"""
     timings: Tensor
     """int64: what the ranks noted of their times now and then (`stragglers`); mostly empty"""
+    fingerprints: Tensor
+    """int64: of what the ranks hold, now and then (`drift`); mostly empty"""
 
 
 class ControlMessage:
@@ -65,6 +67,7 @@ class ControlMessage:
         self._to_host = to_host
         self._values = torch.zeros(NARROW.rows, width + 1, dtype=torch.int64, device=device)
         self._message = torch.zeros(0)
+        self._timings = 0
         self.counts = Counts()
         """of this rank, to be added to"""
 
@@ -78,13 +81,16 @@ class ControlMessage:
         self._values += encode(torch.cat([batch_norm, loss.reshape(1)]), NARROW)
         self.counts.contributions += 1
 
-    def send(self, allreduce: AllReduce, timings: Tensor) -> Work:
-        """Begins the sum over ranks; `timings` (int64, of one length on all ranks) are summed along."""
+    def send(self, allreduce: AllReduce, timings: Tensor, fingerprints: Tensor) -> Work:
+        """Begins the sum over ranks; both tensors (int64, of one length on all ranks) are summed along."""
         device = self._values.device
-        small = torch.cat([torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)]), timings])
+        counts = torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)])
+        small = torch.cat([counts, timings])
         if device.type == "cuda":
             small = small.pin_memory()  # else the host waits until the GPU has taken it, and all before it
-        self._message = torch.cat([self._values.reshape(-1), small.to(device, non_blocking=True)])
+        self._timings = timings.numel()
+        here = small.to(device, non_blocking=True)
+        self._message = torch.cat([self._values.reshape(-1), here, fingerprints.to(device)])
         return allreduce.start(self._message)
 
     def read(self) -> ControlVector:
@@ -95,13 +101,15 @@ class ControlMessage:
         """
         length = self._values.numel()
         sums = decode(self._message[:length].view_as(self._values), NARROW)
-        small = torch.cat([sums[-1:], sums[:-1].isfinite().all().double().reshape(1), self._message[length:].double()])
-        loss, is_finite, *numbers = self._to_host(small).tolist()
-        many = len(fields(Counts))
-        counts = Counts(*(int(number) for number in numbers[:many]))
+        floats = torch.cat([sums[-1:], sums[:-1].isfinite().all().double().reshape(1)])
+        small = self._to_host(torch.cat([floats.view(torch.int64), self._message[length:]]))
+        loss, is_finite = small[:2].view(torch.float64).tolist()
+        numbers, rest = small[2:].tensor_split([len(fields(Counts))])
+        counts = Counts(*numbers.tolist())
         if counts.version != VERSION * counts.ranks:
             raise RunError("the ranks run different versions of torusgd; install the same on all machines")
-        timings = torch.tensor([int(number) for number in numbers[many:]], dtype=torch.int64)
         workers = max(counts.contributions, 1)
         means = sums[:-1] / workers
-        return ControlVector(counts, loss / workers, means.float(), is_finite > 0, timings)
+        return ControlVector(
+            counts, loss / workers, means.float(), is_finite > 0, rest[: self._timings], rest[self._timings :]
+        )

@@ -34,6 +34,7 @@ from ..recipe.schema import Recipe
 from .audit import Audit
 from .batchnorm import BatchNormStatistics
 from .control_vector import ControlMessage, ControlVector
+from .drift import DriftWatch
 from .forward_backward import ForwardBackward, blank
 from .journal import JournalEntry
 from .membership import Membership
@@ -69,6 +70,7 @@ class TrainStep:
     audit: Audit
     """computes some virtual workers a second time, on another rank, before a step is accepted"""
     stragglers: Stragglers
+    drift: DriftWatch
     clock: StepClock
     world: Group
     images_at: str
@@ -93,6 +95,7 @@ class TrainStep:
             entry: Whose gradients enter the update.
 
         Raises:
+            CorruptionError: Ranks do not hold the same weights.
             RunError: A gradient (unless the precision is float16) or a batch statistic is not finite, a sum leaves its
                 range again and again, images can't be read, or the ranks' programs differ. All ranks raise it, and
                 nothing has changed.
@@ -171,7 +174,11 @@ class TrainStep:
                 self._hash_beside(hash_into, loss)
                 self.control.counts.replaced += batch.replaced
             if is_last:
-                sent = self.control.send(self.allreduce, self.stragglers.message(step.index))
+                if self.drift.is_due(step.index):
+                    self.update.wait_weights()
+                sent = self.control.send(
+                    self.allreduce, self.stragglers.message(step.index), self.drift.message(step.index)
+                )
             # A backward pass fills the memory in which the last step's weights may still be under way.
             self.update.wait_weights()
             if batch is not None:
@@ -230,6 +237,7 @@ class TrainStep:
 
     def _check_passes(self, step: Step, control: ControlVector, workers: int) -> None:
         """Ends the step, on all ranks alike, unless all of its virtual workers were computed."""
+        self.drift.check(control.fingerprints, step.index)
         if control.counts.failed:
             share = f"{control.counts.failed} of {control.counts.ranks} ranks"
             kind = DiskError if self._may_pass else RunError
@@ -245,6 +253,15 @@ class TrainStep:
                 f"step {step.index}: {layer}: a batch statistic is not finite, or beyond 2**57; the run has diverged: "
                 "lower rate.lr or lengthen rate.warmup.length"
             )
+
+    def check_weights(self, steps: int) -> None:
+        """Compares what the ranks hold after so many steps, before it is saved; every rank calls it.
+
+        Raises:
+            CorruptionError: They do not hold the same.
+        """
+        self.update.wait_weights()
+        self.drift.compare(steps, self.allreduce)
 
     def write_to_model(self, steps: int) -> None:
         """Puts all updated weights and running statistics into the model, to be read; every rank calls it."""

@@ -48,7 +48,7 @@ class StepStats:
     audited: int
     """virtual workers that were computed twice, on two ranks"""
     underflow: float
-    """share of the elements that a 16-bit wire rounded to zero"""
+    """share of the elements of all virtual workers' gradients that were rounded to zero when they were summed"""
     loss_scale: float
     """of this step; 1 unless the precision is float16"""
     slowest: Straggler | None
@@ -108,6 +108,8 @@ class StepTotals:
     on_way_seconds: float = 0.0
     train_loss: float | None = None
     """of the last step"""
+    underflow: float = 0.0
+    """of each step, times its images"""
 
     def add(self, stats: StepStats) -> None:
         """Adds a step."""
@@ -116,6 +118,7 @@ class StepTotals:
         self.redone += stats.redone
         self.skipped += bool(stats.skipped)
         self.audited += stats.audited
+        self.underflow += stats.underflow * stats.step.batch
         self.step_seconds += stats.times.seconds
         for name in ("data_seconds", "sync_seconds", "on_way_seconds"):
             setattr(self, name, getattr(self, name) + getattr(stats.times, name))
@@ -131,6 +134,7 @@ class StepTotals:
             "redone_steps": self.redone,
             "skipped_steps": self.skipped,
             "audited_workers": self.audited,
+            "underflow": self.underflow / max(self.samples, 1),
             "images_per_second": round(self.samples / seconds, 2),
             "data_wait_share": round(self.data_seconds / seconds, 5),
             "sync_wait_share": round(self.sync_seconds / seconds, 5),

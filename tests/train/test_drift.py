@@ -1,0 +1,165 @@
+"""A rank whose weights are no longer those of the others is named within a few steps, and nothing of it is saved."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.comm.gloo_world import run_ranks
+from torusgd.comm.allreduce import create
+from torusgd.comm.buckets import Slot
+from torusgd.comm.groups import Group, alone, group_of
+from torusgd.errors import CorruptionError
+from torusgd.recipe.duration import Duration
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.signals import StopFlag
+from torusgd.train.build import Job, Trainer
+from torusgd.train.drift import DriftWatch
+from torusgd.train.run import Run
+from torusgd.train.run_dir import RunDir
+
+from .runs import TINY
+
+STEPS, FLIPPED_AFTER = 8, 3
+
+
+def flip(tensor: torch.Tensor, bit: int = 0) -> None:
+    """Flips one bit of one element, by default the lowest."""
+    bits = tensor.detach().view(-1).view(torch.int32)
+    bits[len(bits) // 2] ^= 1 << bit
+
+
+def momentum(trainer: Trainer) -> torch.Tensor:
+    optimizer, (first, *_) = trainer.step.update.optimizer, trainer.step.reducer.owned
+    return optimizer.state[first]["momentum_buffer"]
+
+
+FLIPS: dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]] = {
+    "a weight": ({"drift_every": 3}, lambda trainer: flip(next(trainer.step.model.parameters()))),
+    "running statistics": ({"drift_every": 3}, lambda trainer: flip(trainer.step.batch_norm.running)),
+    # Seen in the weights that it leads to, here before a checkpoint.
+    "momentum": ({"drift_every": 100}, lambda trainer: flip(momentum(trainer), bit=30)),
+    # The gather overwrites a copy of the others' shards, so this is found in the step itself or not at all.
+    "a copy of a shard": (
+        {"drift_every": 1, "update": "sharded"},
+        lambda trainer: flip(next(trainer.step.model.parameters())),
+    ),
+    "nothing": ({"drift_every": 1}, lambda trainer: None),
+}
+
+
+def train_and_flip(out: Path, flipped: str) -> str:
+    """A run on these ranks, of which the last one's state changes between two steps; how it ended."""
+    world = group_of()
+    options, change = FLIPS[flipped]
+    stages = f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"
+    recipe = load_recipe("digits", [*TINY, stages]).recipe.resolve(precision="float32", memory_format="contiguous")
+    if world.rank == 0:
+        out.mkdir()
+        RunDir(out).claim(recipe, fresh=False)
+    world.barrier()
+    runtime = RuntimeOptions(checkpoint_every=Duration(2, "st"), **options)
+    run = Run(Job(recipe, runtime, "cpu", out), world, StopFlag(), restarts=0)
+    take = run.trainer.step.run
+
+    def take_and_flip(membership: Any, entry: Any) -> Any:
+        stats = take(membership, entry)
+        if entry.step == FLIPPED_AFTER - 1 and world.rank == world.size - 1:
+            run.trainer.step.update.wait_weights()
+            change(run.trainer)
+        return stats
+
+    run.trainer.step.run = take_and_flip  # type: ignore[method-assign]
+    try:
+        run.run()
+    except CorruptionError as error:
+        run.trainer.close()
+        return str(error)
+    return "finished"
+
+
+def train_all(out: str) -> dict[str, str]:
+    return {flipped: train_and_flip(Path(out, flipped), flipped) for flipped in FLIPS}
+
+
+def test_a_flipped_bit_is_found_and_its_rank_named_before_anything_is_saved(tmp_path: Path) -> None:
+    told = run_ranks(3, train_all, str(tmp_path))
+    assert told[0] == told[1] == told[2]
+    assert told[0].pop("nothing") == "finished"
+    for flipped, line in told[0].items():
+        found = 4 if flipped == "momentum" else FLIPPED_AFTER
+        assert line.startswith(f"step {found}: rank 2 on {socket.gethostname()} holds other weights"), flipped
+        assert "\n" not in line
+        steps = sorted(path.name for path in (tmp_path / flipped / "checkpoints").glob("step-*"))
+        assert steps == ["step-00000002"], flipped
+
+
+class Place(Group):
+    """A place among ranks that are not there, each on a host of its own."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(None, range(size), rank, torch.device("cpu"), None, 1.0)
+
+    def broadcast_text(self, text: str, source: int = 0) -> str:
+        return f"host{source}"
+
+
+def watches(size: int, parallel: int) -> list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]:
+    """Of each rank the watch, a tensor that all hold, and a column block; `parallel` ranks share the layer."""
+    found = []
+    for rank in range(size):
+        whole = torch.linspace(0, 1, 100_000)
+        blocks = [torch.full((5, 3), float(block)) for block in range(parallel)]
+        slots = [
+            Slot(f"block {n}", "fc", block, parallel, layer=0, held=n == rank % parallel)
+            for n, block in enumerate(blocks)
+        ]
+        slots.append(Slot("conv", "conv", whole))
+        found.append((DriftWatch(slots, [], Place(rank, size), every=10), whole, blocks[rank % parallel]))
+    return found
+
+
+def message(ranks: list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([watch.message(10) for watch, _, _ in ranks]).sum(dim=0)
+
+
+def test_column_blocks_are_compared_among_the_ranks_that_hold_them() -> None:
+    ranks = watches(6, parallel=2)
+    ranks[0][0].check(message(ranks), 10)
+    for rank, named in ((3, r"rank 3 on host3 holds other weights"), (4, r"rank 4 on host4 holds other weights")):
+        flip(ranks[rank][2])
+        with pytest.raises(CorruptionError, match=named):
+            ranks[1][0].check(message(ranks), 10)
+        flip(ranks[rank][2])
+    ranks = watches(4, parallel=2)
+    flip(ranks[1][2])
+    with pytest.raises(
+        CorruptionError, match="rank 1 on host1, rank 3 on host3 hold different weights, and no majority"
+    ):
+        ranks[0][0].check(message(ranks), 10)
+
+
+def test_every_bit_of_every_place_counts_and_so_does_the_order_of_elements() -> None:
+    ranks = watches(3, parallel=1)
+    whole = ranks[2][1]
+    for element in (0, 32_767, 32_768, 99_999):
+        for bit in range(32):
+            before = whole.clone()
+            whole.view(torch.int32)[element] ^= torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
+            with pytest.raises(CorruptionError, match="rank 2 on host2 holds"):
+                ranks[0][0].check(message(ranks), 10)
+            whole.copy_(before)
+    whole[[7, 40_000]] = whole[[40_000, 7]]
+    with pytest.raises(CorruptionError, match="rank 2"):
+        ranks[0][0].check(message(ranks), 10)
+
+
+def test_a_rank_alone_and_a_watch_that_is_off_send_nothing() -> None:
+    slot = Slot("w", "w", torch.ones(3))
+    for watch in (DriftWatch([slot], [], alone(), every=1), DriftWatch([slot], [], Place(0, 3), every=0)):
+        assert watch.message(0).numel() == 0
+        watch.compare(4, create("native"))
