@@ -18,6 +18,7 @@ from ..errors import UserError, suggest
 from ..recipe.load import parse_yaml, validate
 from ..recipe.runtime_options import BucketSizes
 from ..recipe.schema import Count, Fraction, NotNegative, Positive, Section
+from ..untrusted import MOST_YAML, read_text
 from .calibration import calibrated
 
 D = TypeVar("D", bound=Section)
@@ -235,8 +236,8 @@ def _read(folder: str, name: str) -> dict[str, Any]:
 def _load(folder: str, kind: str, name: str, model: type[D]) -> D:
     if name.endswith((".yaml", ".yml")) or "/" in name:
         try:
-            text = Path(name).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(Path(name), MOST_YAML)
+        except (OSError, ValueError) as error:
             raise UserError(f"{kind} {name}: can't be read: {getattr(error, 'strerror', None) or error}") from error
         return validate(model, _mapping(text, f"{kind} {name}"), f"{kind} {name}")
     if (folder, name) == ("clusters", "local"):

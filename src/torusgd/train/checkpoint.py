@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import RunError, UserError
+from ..untrusted import parse_json, read_text
 from ..weights import Tensors, load_weights, save_weights, write_text
 
 FORMAT = 2
@@ -71,13 +72,15 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Reads a checkpoint's folder; UserError naming the file that is missing or damaged."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = parse_json(read_text(folder / MANIFEST))
         damaged = [name for name in FILES if manifest[name] != _file_sha256(folder / name)]
-        progress = json.loads((folder / FILES[2]).read_text())
+        progress = parse_json(read_text(folder / FILES[2]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: not a whole checkpoint ({type(error).__name__}: {error})") from None
     if damaged:
         raise UserError(f"{folder}: {damaged[0]} is damaged (its SHA-256 is not the manifest's)")
+    if not isinstance(progress, dict):
+        raise UserError(f"{folder}: {FILES[2]} holds no progress of a run")
     return Checkpoint(load_weights(folder / FILES[0])[0], load_weights(folder / FILES[1])[0], progress)
 
 
