@@ -17,7 +17,7 @@ from ..comm.profile import Profile
 from ..errors import UserError, suggest
 from ..recipe.load import parse_yaml, validate
 from ..recipe.runtime_options import BucketSizes
-from ..recipe.schema import Count, Fraction, NotNegative, Positive, Section
+from ..recipe.schema import Count, Fraction, NotNegative, Positive, Ranks, Section
 from ..untrusted import MOST_YAML, read_text
 from .calibration import calibrated
 
@@ -60,8 +60,8 @@ class Cluster(Section):
     source: str
     """where its numbers come from"""
     device: Device
-    devices_per_node: Count = 1
-    nodes: Count | None = None
+    devices_per_node: Ranks = 1
+    nodes: Ranks | None = None
     """null: as many as asked for"""
     crowding: Annotated[dict[Count, Annotated[float, Field(ge=1)]], Field(default_factory=dict)]
     """devices at work: how many times longer compute takes than with one, as they share cores, memory or power; from

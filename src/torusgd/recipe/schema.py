@@ -16,6 +16,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+Ranks = Annotated[int, Field(ge=1, le=2**20)]
 Options = dict[str, bool | int | float | str]
 Sides = Count | tuple[Count, Count]
 SCHEMA = 1
@@ -257,7 +258,7 @@ class Recipe(Section):
     """of the initial weights and of every random draw"""
     data: Data
     model: Model
-    virtual_workers: Annotated[int, Field(ge=1, le=2**20)]
+    virtual_workers: Ranks
     """V: the batch of a step is V * images_per_worker; at most so many ranks can share it"""
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     rate: Rate
