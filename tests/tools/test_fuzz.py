@@ -39,9 +39,9 @@ def test_the_campaign_sees_a_traceback_and_a_second_line_and_memory() -> None:
     def refuse() -> None:
         raise UserError("one\nline")
 
-    for name, use in {"defect": lambda: [][0], "refused": refuse, "fine": lambda: None}.items():
+    for name, use in {"defect": lambda: {}["x"], "refused": refuse, "fine": lambda: None}.items():
         fed(tally, name, use)
     assert (tally.inputs, tally.refused, tally.worked) == (3, 1, 1)
-    assert [problem.split(": ")[1:3] for problem in tally.problems] == [["defect", "IndexError"]]
+    assert [problem.split(": ")[1:3] for problem in tally.problems] == [["defect", "KeyError"]]
     fed(tally, "memory", lambda: b"x" * (9 << 27))
     assert "took 11" in tally.problems[-1]

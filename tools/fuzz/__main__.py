@@ -1,6 +1,6 @@
 """Throws damaged and malicious inputs at everything in torusgd that reads, and prints a table of how each ended.
 
-    python -m tools.fuzz [--seed 0] [--share 1.0] [--kind KIND]
+    python -m tools.fuzz [--seed 0] [--share 1.0] [KIND ...]
 
 Each input must work or be refused: a UserError of one line, or exit code 2 with one line on the error stream; no other
 exception, at most 10 s, and at most 1 GB of memory beyond what the process held. The same seed makes the same inputs.

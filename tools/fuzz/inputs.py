@@ -22,7 +22,7 @@ from torusgd.data.sources import open_sources
 from torusgd.data.types import Region
 from torusgd.errors import UserError
 from torusgd.models import build_model
-from torusgd.plan.cluster import load_cluster, load_software, software_names
+from torusgd.plan.cluster import load_cluster, load_software
 from torusgd.plan.published import predict_row, read_rows
 from torusgd.recipe.load import load_recipe, recipe_source
 from torusgd.recipe.schedule import Schedule
@@ -54,7 +54,7 @@ class Fuzz:
         self.seed, self.folder = seed, folder
         self.kinds: dict[str, tuple[int, Callable[[int, random.Random], Inputs]]] = {
             "recipes": (250, self.recipes),
-            "--set": (150, self.overrides),
+            "overrides": (150, self.overrides),
             "commands": (120, self.commands),
             "pictures": (250, self.pictures),
             "arrays": (120, self.arrays),
@@ -100,25 +100,27 @@ class Fuzz:
             "seed",
             "data",
             "data.mean",
+            "data.options.noise",
+            "stages",
             "stages.0.until",
             "stages.9.lr",
             "rate.lr",
             "rate.warmup",
-            "evaluate.every",
             "x",
-            "model",
+        ]
+        keys += [
+            *[
+                "model",
+                "evaluate.every",
+                "virtual_workers",
+                "runtime.buckets",
+                "runtime.profile",
+                "a.b.c",
+                "model.name.x",
+            ],
+            "",
         ]
         values = [word.decode(errors="replace") for word in WORDS] + drawn(st.text(max_size=20), count // 2, self.seed)
-        keys += [
-            "virtual_workers",
-            "data.options.noise",
-            "runtime.buckets",
-            "runtime.profile",
-            "stages",
-            "a.b.c",
-            "",
-            "model.name.x",
-        ]
         for _ in range(count):
             item = f"{rng.choice(keys)}={rng.choice(values)}"
             yield item, lambda item=item: scheduled("digits", [item])
@@ -131,15 +133,15 @@ class Fuzz:
             ["plan", "digits", "--cluster", "abci", "--devices", "8"],
             [
                 "plan",
-                "sony-224s",
+                "digits",
                 "--cluster",
                 "abci",
                 "--devices",
-                "64",
+                "16",
                 "--allreduce",
                 "torus:halving/ring",
                 "--grid",
-                "4x16",
+                "4x4",
             ],
             ["plan", "digits", "--cluster", "abci", "--devices", "8", "--set", "seed=3", "--buckets", "cubic"],
             ["recipes", "digits"],
@@ -151,7 +153,6 @@ class Fuzz:
             ["rehearse", "digits", "--cluster", "abci", "--devices", "x"],
         ]
         odd = [
-            "",
             "-1",
             "0",
             "1e999",
@@ -159,8 +160,6 @@ class Fuzz:
             "--",
             "--no-such",
             "-x",
-            "\u202e",
-            "9" * 30,
             "/dev/null",
             "..",
             "4x",
@@ -168,14 +167,12 @@ class Fuzz:
             "0x0",
             "ring",
             "auto",
-        ]
+        ] + ["", "\u202e", "9" * 30]
         for _ in range(count):
             words = list(rng.choice(lines))
-            if words[0] != "train" or rng.random() < 0.7:
-                at = rng.randrange(1, len(words))
-                safe = (words[0] == "train" and words[at - 1] == "--out") or words[at] == "--out"
-                if not safe:
-                    words[at] = rng.choice(odd)
+            at = rng.randrange(1, len(words))
+            if "--out" not in (words[at], words[at - 1]):
+                words[at] = rng.choice(odd)
             yield " ".join(words)[:80], lambda words=words: run_command(words)
 
     def pictures(self, count: int, rng: random.Random) -> Inputs:
@@ -183,8 +180,8 @@ class Fuzz:
         noise = np.random.default_rng(self.seed).integers(0, 256, (61, 83, 3), dtype=np.uint8)
         picture = Image.fromarray(noise)
         kinds: list[tuple[str, str, dict[str, Any]]] = [
-            ("RGB", "JPEG", {}), ("RGB", "JPEG", {"progressive": True}), ("CMYK", "JPEG", {"progressive": True}), ("L", "JPEG", {}),
-            ("RGB", "PNG", {}), ("RGBA", "PNG", {}), ("P", "PNG", {}),
+            ("RGB", "JPEG", {}), ("RGB", "JPEG", {"progressive": True}), ("CMYK", "JPEG", {"progressive": True}),
+            ("L", "JPEG", {}), ("RGB", "PNG", {}), ("RGBA", "PNG", {}), ("P", "PNG", {}),
         ]  # fmt: skip
         for number in range(count):
             mode, kind, options = rng.choice(kinds)
@@ -291,15 +288,12 @@ class Fuzz:
             good = rng.choice(sorted((PACKAGE / "plan" / folder).glob("*.yaml"))).read_bytes()
             path = self.file(f"machine-{number}.yaml", damaged(rng, good))
             load = load_cluster if folder == "clusters" else load_software
-            use = lambda path=path, load=load: load(str(path))  # noqa: E731
-            yield f"{path.name} {folder}", use
+            yield f"{path.name} {folder}", lambda path=path, load=load: load(str(path))
             if number % 10 == 0:
-                flag = (
-                    ["--cluster", str(path)] if folder == "clusters" else ["--cluster", "abci", "--software", str(path)]
-                )
-                words = ["plan", "digits", *flag, "--devices", "8"]
+                cluster = str(path) if folder == "clusters" else "abci"
+                words = ["plan", "digits", "--cluster", cluster, "--devices", "8"]
+                words += ["--software", str(path)] if folder == "software" else []
                 yield " ".join(words), lambda words=words: run_command(words)
-        assert software_names()
 
     def plans(self, count: int, rng: random.Random) -> Inputs:
         """Plans for `train --plan`."""
