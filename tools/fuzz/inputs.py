@@ -152,22 +152,8 @@ class Fuzz:
             ["train", "digits", "--out", str(taken), "--workers", "1", "--checkpoint-every", "1ep"],
             ["rehearse", "digits", "--cluster", "abci", "--devices", "x"],
         ]
-        odd = [
-            "-1",
-            "0",
-            "1e999",
-            "nan",
-            "--",
-            "--no-such",
-            "-x",
-            "/dev/null",
-            "..",
-            "4x",
-            "x4",
-            "0x0",
-            "ring",
-            "auto",
-        ] + ["", "\u202e", "9" * 30]
+        odd = ["-1", "0", "1e999", "nan", "--", "--no-such", "-x", "/dev/null", "..", "4x", "x4", "0x0", "ring", ""]
+        odd += ["auto", "\u202e", "9" * 30]
         for _ in range(count):
             words = list(rng.choice(lines))
             at = rng.randrange(1, len(words))
