@@ -17,6 +17,7 @@ ORDER = [
     "rng",
     "signals",
     "importing",
+    "untrusted",
     "weights",
     "recipe",
     "runtime",

@@ -8,7 +8,16 @@ _MOST_LISTED = 30
 
 
 class UserError(ValueError):
-    """The user's input is wrong; the command line prints the message alone and exits with code 2."""
+    """The user's input is wrong; the command line prints the message alone and exits with code 2.
+
+    It is one line whatever the input was: line ends and what steers a terminal are written out.
+
+    >>> print(UserError("seed: can't be '1\\n2'"))
+    seed: can't be '1\\n2'
+    """
+
+    def __init__(self, line: str) -> None:
+        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
 
 
 class RunError(RuntimeError):

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,14 +96,14 @@ def _first_of(names: Iterable[str]) -> list[str]:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a temporary path beside `path` that takes its place, flushed to disk, when the block ends well."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.touch(exist_ok=False)
+    rights = temporary.stat().st_mode  # that the user's umask gives; `tempfile` and safetensors make 0600
     try:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
+        temporary.chmod(rights)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,4 +1,6 @@
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -121,7 +123,34 @@ def test_flaws_that_every_decoder_tolerates_are_no_damage() -> None:
 
 
 def test_the_bound_admits_the_largest_cameras() -> None:
-    assert 200_000_000 < MAX_PIXELS < 500_000_000  # at most 1.5 GB of pixels
+    assert 200_000_000 < MAX_PIXELS < 300_000_000  # at most 900 MB of pixels
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def test_a_png_bomb_is_refused_by_its_header() -> None:
+    zeros = zlib.compressobj(9)
+    rows = zeros.compress(bytes(1 + 3 * 12_000) * 100) + zeros.flush()
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 12_000, 12_000, 8, 2, 0, 0, 0))
+    data = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    with pytest.raises(Undecodable, match="12000 x 12000 pixels; at most 125000000"):
+        decode(data, 3)
+
+
+def test_a_scan_bomb_is_refused_before_it_is_decoded() -> None:
+    """The last scan of a progressive JPEG, 1,000 times over."""
+    data = encoded(photo(61, 83), progressive=True)
+    bomb = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * 1000 + data[-2:]
+    with pytest.raises(Undecodable, match=r"10\d\d scans of 83 x 61 pixels"):
+        decode_region(bomb, 3, lambda h, w: Region(0, 0, h, w, 8, 8))
+    large = data.replace(struct.pack(">HH", 61, 83), struct.pack(">HH", 8000, 8000))
+    with pytest.raises(Undecodable, match="8000 x 8000 pixels; at most 62500000"):
+        picture_size(large)
+    many = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * 40 + data[-2:]
+    with pytest.raises(Undecodable, match=r"\d+ scans of 7000 x 7000 pixels"):
+        picture_size(many.replace(struct.pack(">HH", 61, 83), struct.pack(">HH", 7000, 7000)))
 
 
 @pytest.mark.parametrize("name", ["420", "444", "grey jpeg", "progressive", "exif", "restarts"])

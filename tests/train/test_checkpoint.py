@@ -375,3 +375,13 @@ def test_a_finished_run_is_no_result_of_other_initial_weights(tmp_path: Path, re
     assert finished(job)["steps"] == 2
     with pytest.raises(UserError, match=r"other initial weights"):
         finished(replace(job, init=half_way / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_rights_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = write_checkpoint(tmp_path, Checkpoint({"w": torch.zeros(2)}, {}, {"step": 1}), {})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}

@@ -7,7 +7,7 @@ May import: errors, signals, weights, recipe, runtime, precision, data, models, 
 import os
 import signal
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -31,6 +31,8 @@ app.command()(tune.tune)
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
 
+_UsageError: Any = typer.BadParameter.__base__  # click's, of which some versions of typer hold a copy of their own
+
 
 def main() -> None:
     """Runs the command line. No traceback but a defect's: a mistake is one line and exit code 2, another end is 1."""
@@ -40,7 +42,12 @@ def main() -> None:
             print(f"torusgd: {name} is left aside: the recipe decides the precision", file=sys.stderr)
     raise_on_stop()
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
+    except _UsageError as error:
+        if "\n" in error.format_message():  # no command was given: the message is the help
+            error.show()
+            sys.exit(2)
+        _end(2, f"{error.format_message()} (--help says what there is)")
     except UserError as error:
         _end(2, str(error))
     except RunError as error:

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UserError
+from ..untrusted import read_text
 from .algorithms import GRIDS, Algorithm, parse_algorithm, usual_chunks
 from .cost import AlphaBeta, Topology, rank_candidates, seconds
 
@@ -113,10 +114,10 @@ class Profile(_Part):
     def load(cls, path: Path) -> "Profile":
         """Reads what `save` wrote; UserError says what is wrong with it."""
         try:
-            return cls.parse(path.read_text())
+            return cls.parse(read_text(path))
         except OSError as error:
             raise UserError(f"profile {path}: {error.strerror}; make one with torusgd tune --out {path}") from None
-        except UserError as error:
+        except ValueError as error:
             raise UserError(f"profile {path}: {error}") from None
 
     @classmethod

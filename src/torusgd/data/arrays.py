@@ -1,7 +1,5 @@
 """Images in memory or memory-mapped: .npz and .npy files, and the digits that scikit-learn ships."""
 
-import zipfile
-import zlib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +10,14 @@ import numpy.typing as npt
 
 from ..errors import UserError
 from ..rng import SPLIT, keyed_permutation
+from ..untrusted import check_swelling
 from .types import Int64, Pixels
 
 SPLITS = ("train", "eval")
 HELD_OUT_DIGITS = 360
 _DIGITS = "datasets/data/digits.csv.gz"
 """in scikit-learn's package: a row an image, 64 pixels and the label"""
+_MOST_CLASSES = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +49,14 @@ class Images:
 
 
 def class_names(names: str | None, labels: Int64) -> tuple[str, ...]:
-    """The names that an option gives, separated by commas; without it the numbers from 0 to the largest label."""
+    """The names that an option gives, separated by commas; without it the numbers from 0 to the largest label.
+
+    Raises:
+        UserError: A label that is no class's number.
+    """
     if names is None:
+        if labels.max(initial=0) >= _MOST_CLASSES:
+            raise UserError(f"data: a label of {labels.max()}; labels are whole numbers from 0, below {_MOST_CLASSES}")
         return tuple(str(label) for label in range(int(labels.max(initial=-1)) + 1))
     return tuple(name.strip() for name in names.split(","))
 
@@ -115,10 +121,13 @@ def _load(path: Path, name: str) -> npt.NDArray[Any]:
         if path.is_dir():
             return np.load(member, mmap_mode="r", allow_pickle=False)
         with np.load(member, allow_pickle=False) as archive:
+            stored = archive.zip.getinfo(f"{name}.npy")
+            check_swelling(stored.file_size, stored.compress_size)
             return archive[name]
     except FileNotFoundError as error:
         raise UserError(f"{path}: needs the array {member.name}") from error
     except KeyError as error:
         raise UserError(f"{path}: has no array {name}; save it with np.savez(path, {name}=...)") from error
-    except (ValueError, TypeError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{member}: can't load {name} ({error}); arrays of plain numbers are wanted") from error
+    except Exception as error:  # whatever a parser of a foreign file comes to, numpy's, zipfile's or zlib's
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{member}: can't load {name} ({reason}); arrays of plain numbers are wanted") from error

@@ -7,6 +7,7 @@ The bytes are untrusted: sizes are checked before memory is taken. EXIF orientat
 """
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,22 @@ from ..errors import UserError
 from .types import Choose, Pixels, Region
 from .view import render
 
-# A header may claim 65,535 x 65,535 pixels, 12 GB of them; the largest cameras make about 200 million.
 MAX_PIXELS = 250_000_000
+"""of a JPEG in one scan, which takes 3 bytes a pixel while it is decoded; the largest cameras make about 200 million"""
+_PNG_WEIGHT, _SCANS_WEIGHT = 2, 4
+"""A pixel of a PNG takes 6 bytes and counts twice; one of a JPEG in several scans (progressive) takes up to 12 and
+counts four times. So the largest picture takes 750 MB, where a header of a few bytes may claim 65,535 x 65,535."""
+_MOST_SCANS = 100
+"""of a JPEG; encoders write 1 to about 15. Each is a pass over the whole picture, for 60 bytes of file."""
+_MOST_SCANNED = 1 << 30
+"""pixels times scans: two seconds of decoding; 16 scans of the largest progressive picture"""
+_LARGE = 1 << 26
+"""pixels, so weighted, beyond which a process decodes one picture at a time: threads together need no more memory"""
 
 _COLOURS = {1: "GRAY", 3: "RGB"}
 _LARGEST_SCRATCH = 1 << 24  # bytes that a thread keeps from one picture to the next
 _local = threading.local()
+_one_large = threading.Lock()
 
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 
@@ -47,25 +58,40 @@ def load_decoders() -> tuple[Any, Any]:
 
 
 def picture_size(data: bytes) -> tuple[int, int]:
-    """Height and width in pixels, from the header alone.
+    """Height and width in pixels, from the header; nothing is decoded.
 
     Raises:
-        Undecodable: Neither JPEG nor PNG, no size in the header, or more than MAX_PIXELS.
+        Undecodable: Neither JPEG nor PNG, no size in the header, more than MAX_PIXELS, or more scans than are decoded.
     """
+    height, width, _ = _measure(data)
+    return height, width
+
+
+def _measure(data: bytes) -> tuple[int, int, int]:
+    """Height and width, and the pixels weighted by the memory that they take."""
+    scans, weight = 1, 1
     if data.startswith(_PNG) and data[12:16] == b"IHDR" and len(data) >= 24:
         height, width = int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big")
+        weight = _PNG_WEIGHT
     elif data.startswith(_JPEG):
         frame = _jpeg_frame(data)
         if frame < 0:
             raise Undecodable("a JPEG without a size, cut short in its header")
         height, width = (int.from_bytes(data[at : at + 2], "big") for at in (frame + 5, frame + 7))
+        # Coded pixels never hold these two bytes; a thumbnail, which may, lies before the frame.
+        scans = data.count(b"\xff\xda", frame)
+        weight = _SCANS_WEIGHT if scans > 1 or data[frame + 1] not in (0xC0, 0xC1) else 1
     elif not data:
         raise Undecodable("the file is empty")
     else:
         raise Undecodable("neither JPEG nor PNG")
-    if height < 1 or width < 1 or height * width > MAX_PIXELS:
-        raise Undecodable(f"its header says {width} x {height} pixels; at most {MAX_PIXELS} are decoded")
-    return height, width
+    if height < 1 or width < 1 or weight * height * width > MAX_PIXELS:
+        raise Undecodable(f"its header says {width} x {height} pixels; at most {MAX_PIXELS // weight} are decoded")
+    if scans > _MOST_SCANS or scans * height * width > _MOST_SCANNED:
+        raise Undecodable(
+            f"{scans} scans of {width} x {height} pixels; at most {_MOST_SCANS} are decoded, and 2^30 pixels in all"
+        )
+    return height, width, weight * height * width
 
 
 def _jpeg_frame(data: bytes) -> int:
@@ -98,9 +124,14 @@ def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = 
     Raises:
         Undecodable: Also for a file that is cut short. Flaws that libjpeg only warns of are let pass.
     """
-    size = picture_size(data)
-    simplejpeg, cv2 = load_decoders()
+    *size, weighted = _measure(data)
     height, width = (-(-side // shrink) for side in size) if data.startswith(_JPEG) else size
+    with _one_large if weighted > _LARGE else nullcontext():
+        return _decode(data, height, width, channels, shrink, buffer)
+
+
+def _decode(data: bytes, height: int, width: int, channels: int, shrink: int, buffer: Pixels | None) -> Pixels:
+    simplejpeg, cv2 = load_decoders()
     pixels = None
     if data.startswith(_JPEG):
         try:
@@ -109,6 +140,8 @@ def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = 
             if "Premature end of JPEG file" in str(error):
                 raise Undecodable("a JPEG that is cut short") from error
     if pixels is None:  # a PNG, or a JPEG that the fast decoder doesn't take
+        if _PNG_WEIGHT * height * width > MAX_PIXELS:  # OpenCV's pixels are BGR, and turned in a copy
+            raise Undecodable(f"{width} x {height} pixels of a JPEG of an unusual kind")
         pixels = _decode_any(cv2, data, channels, shrink)
     if pixels.shape[:2] != (height, width):
         raise Undecodable(f"{pixels.shape[1]} x {pixels.shape[0]} pixels where its header says {width} x {height}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
+from ..untrusted import read_text
 from .decode import Undecodable, decode, decode_region, load_decoders, picture_size
 from .types import Choose, CorruptImage, Int64, Pixels
 
@@ -133,8 +134,8 @@ def _listed(path: Path, classes: str) -> tuple[tuple[str, ...], tuple[str, ...]]
     """Folders and names from the file of the option `classes`."""
     file = path / classes
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
         raise UserError(
             f"data.options.classes: can't read {file} ({error}); it lies in the folder of --data"
         ) from error

@@ -9,6 +9,7 @@ from typing import IO, cast
 import numpy as np
 
 from ..errors import UserError
+from ..untrusted import check_swelling
 from .arrays import Images, class_names
 from .types import Pixels
 
@@ -63,8 +64,19 @@ def read_idx(file: Path, dims: int) -> Pixels:
             size = math.prod(shape)
             if size > _MOST_BYTES:
                 raise UserError(f"{file}: its header says {size} bytes, at most {_MOST_BYTES} are read")
+            stored = file.stat().st_size
+            if file.suffix != ".gz" and size + len(header) != stored:
+                has = f"only {stored - len(header)}" if stored - len(header) < size else "more"
+                raise UserError(f"{file}: its header {list(shape)} says {size} bytes, it has {has}; fetch it again")
+            check_swelling(size, stored)
             content = stream.read(size + 1)  # one more than there may be; never all that a gzip file may swell to
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, MemoryError) as error:
+        raise UserError(f"{file}: damaged ({error}); fetch it again") from error
+    except OSError as error:
+        raise UserError(f"{file}: can't be read: {error.strerror}") from error
+    except UserError:
+        raise
+    except ValueError as error:
         raise UserError(f"{file}: damaged ({error}); fetch it again") from error
     if len(content) != size:
         more = "more" if len(content) > size else f"only {len(content)}"

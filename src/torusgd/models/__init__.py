@@ -4,6 +4,6 @@ Initial weights are a function of the recipe's seed alone.
 May import: errors, rng, importing, recipe.
 """
 
-from .registry import MODELS, build_model, model_of
+from .registry import MODELS, build_model, is_built_in, model_of
 
-__all__ = ["MODELS", "build_model", "model_of"]
+__all__ = ["MODELS", "build_model", "is_built_in", "model_of"]

@@ -32,6 +32,18 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 """Built-in names; each builder takes `classes`, `channels` and its options by keyword."""
 
 
+_TORCHVISION = "torchvision:"
+
+
+def is_built_in(name: str) -> bool:
+    """Whether a model's name runs no code but torusgd's and torchvision's, so that a file's metadata may give it.
+
+    >>> is_built_in("resnet50"), is_built_in("torchvision:vgg11"), is_built_in("torch.hub:load")
+    (True, True, False)
+    """
+    return name in MODELS or name.startswith(_TORCHVISION)
+
+
 def build_model(model: Model, *, classes: int, channels: int, image_size: Sides, seed: int) -> nn.Module:
     """The network that a recipe names, on the CPU in float32, with initial weights that depend on the seed alone.
 
@@ -72,8 +84,8 @@ def model_of(recipe: Recipe, classes: int) -> nn.Module:
 
 def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
     """The network of that name with its options, unchecked and with whatever weights its builder draws."""
-    if model.name.startswith("torchvision:"):
-        name = model.name.removeprefix("torchvision:")
+    if model.name.startswith(_TORCHVISION):
+        name = model.name.removeprefix(_TORCHVISION)
         return _torchvision(name, classes=classes, options=dict(model.options))
     if ":" in model.name:
         builder = import_factory(model.name, key="model.name")
@@ -126,7 +138,12 @@ def _torchvision_remedy(error: Exception) -> str:
 
 
 def _check_options(model: Model, builder: Callable[..., Any]) -> None:
-    parameters = inspect.signature(builder).parameters
+    try:
+        parameters = inspect.signature(builder).parameters
+    except ValueError:  # a type written in C, such as dict
+        raise UserError(
+            f"model.name: {model.name} doesn't say which keywords it takes; wrap it in a function"
+        ) from None
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for key in ("classes", "channels"):

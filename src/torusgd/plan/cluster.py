@@ -17,7 +17,8 @@ from ..comm.profile import Profile
 from ..errors import UserError, suggest
 from ..recipe.load import parse_yaml, validate
 from ..recipe.runtime_options import BucketSizes
-from ..recipe.schema import Count, Fraction, NotNegative, Positive, Section
+from ..recipe.schema import Count, Fraction, NotNegative, Positive, Ranks, Section
+from ..untrusted import MOST_YAML, read_text
 from .calibration import calibrated
 
 D = TypeVar("D", bound=Section)
@@ -59,8 +60,8 @@ class Cluster(Section):
     source: str
     """where its numbers come from"""
     device: Device
-    devices_per_node: Count = 1
-    nodes: Count | None = None
+    devices_per_node: Ranks = 1
+    nodes: Ranks | None = None
     """null: as many as asked for"""
     crowding: Annotated[dict[Count, Annotated[float, Field(ge=1)]], Field(default_factory=dict)]
     """devices at work: how many times longer compute takes than with one, as they share cores, memory or power; from
@@ -236,8 +237,8 @@ def _read(folder: str, name: str) -> dict[str, Any]:
 def _load(folder: str, kind: str, name: str, model: type[D]) -> D:
     if name.endswith((".yaml", ".yml")) or "/" in name:
         try:
-            text = Path(name).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(Path(name), MOST_YAML)
+        except (OSError, ValueError) as error:
             raise UserError(f"{kind} {name}: can't be read: {getattr(error, 'strerror', None) or error}") from error
         return validate(model, _mapping(text, f"{kind} {name}"), f"{kind} {name}")
     if (folder, name) == ("clusters", "local"):

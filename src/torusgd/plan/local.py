@@ -1,6 +1,5 @@
 """The machine at hand as a cluster: its network as `torusgd tune` measured it, its compute as a one-worker run did."""
 
-import json
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from ..comm.profile import Link as MeasuredLink
 from ..comm.profile import Profile, ranks_a_host
 from ..errors import UserError
+from ..untrusted import parse_json, read_text
 from .cluster import Cluster, Device, Link, Software
 from .forecast import Workload
 from .roofline import matched
@@ -55,10 +55,13 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
         UserError: No such run, one of several workers, or of another batch.
     """
     try:
-        summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        summary: dict[str, Any] = parse_json(read_text(run / "summary.json"))
+        with (run / "events.jsonl").open() as lines:
+            events = [parse_json(line) for line in lines]
     except (OSError, ValueError) as error:
         raise UserError(f"measured run {run}: needs the summary.json and events.jsonl of a finished run") from error
+    if not all(isinstance(table, dict) for table in (summary, *events)):
+        raise UserError(f"measured run {run}: its summary.json or events.jsonl is damaged")
     if summary.get("world_size") != 1:
         raise UserError(
             f"measured run {run}: ran on {summary.get('world_size')} workers; plan from a run of --workers 1"

@@ -14,7 +14,8 @@ import numpy as np
 
 from ..errors import UserError
 from ..recipe.load import validate
-from ..recipe.schema import Count, Positive, Section
+from ..recipe.schema import Count, Positive, Ranks, Section
+from ..untrusted import read_text
 from .calibration import Factors, calibrated, load_calibrated, load_parameters
 from .cluster import Cluster, Communication, Software, load_cluster, load_software, tree_of
 from .model_cost import ModelCost, known_cost
@@ -25,6 +26,7 @@ from .timeline import step_time
 
 COLUMNS = ("id", "system", "model", "cluster", "software", "devices", "batch_per_device", "global_batch", "epochs")
 _SCALE = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_LARGEST = 1e15
 _UNITS = {
     "throughput": ("images/s",),
     "iteration": tuple(_SCALE),
@@ -43,7 +45,7 @@ class Row(Section):
     model: str
     cluster: str
     software: str
-    devices: Count
+    devices: Ranks
     images: tuple[Count, ...]
     """of a device, a value a stage; empty where the metric needs none"""
     epochs: Positive | None
@@ -86,8 +88,8 @@ def read_rows(path: str | Path | None = None) -> list[Row]:
     """Reads a table of published results, by default the one that ships; UserError names the row and the column."""
     where = "published.csv" if path is None else str(path)
     try:
-        text = (files(__package__).joinpath("published.csv") if path is None else Path(path)).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = files(__package__).joinpath("published.csv").read_text() if path is None else read_text(Path(path))
+    except (OSError, ValueError) as error:
         raise UserError(f"{where}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     reader = csv.DictReader(text.splitlines())
     missing = [name for name in (*COLUMNS, "metric", "value", "unit") if name not in (reader.fieldnames or ())]
@@ -132,6 +134,8 @@ def _number(text: str, where: str, column: str) -> float:
         value = float(text)
     except ValueError:
         raise UserError(f"{where}: {column}: needs a number, got {text or 'nothing'!r}") from None
+    if not abs(value) <= _LARGEST:
+        raise UserError(f"{where}: {column}: needs a number up to {_LARGEST:g}, got {text}")
     return int(value) if value.is_integer() else value
 
 

@@ -1,5 +1,5 @@
 """What is computed: the recipe, typed and hashed, its YAML files and overrides, and the schedule of steps that follows.
 
 All here is pure: the same recipe gives the same steps on any cluster.
-May import: errors.
+May import: errors, untrusted.
 """

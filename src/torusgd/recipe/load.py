@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UserError, suggest
+from ..untrusted import MOST_YAML, read_text
 from .runtime_options import RuntimeOptions
 from .schema import Recipe
 
@@ -26,16 +27,72 @@ class Loaded(NamedTuple):
     runtime: RuntimeOptions
 
 
+_DEEPEST = 20
+"""lists and tables inside one another in a YAML text; a recipe has 5"""
+_MOST_NODES = 100_000
+"""values of a YAML text with each alias written out"""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers (1e-3 is a number) and no key twice."""
+    """YAML 1.2 numbers (1e-3 is a number), no key twice, and bounds on what a short text can stand for."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise _yaml_error(f"more than {_DEEPEST} lists and tables inside one another", self.peek_event())
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_data(self) -> Any:
+        node = self.get_single_node()
+        if node is None:
+            return None
+        _count(node, {})
+        return self.construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} appears twice", node.start_mark)
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise _yaml_error("a key must be a word or a number", key_node)
+            if key in seen:
+                raise _yaml_error(f"key {key!r} appears twice", node)
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = super().construct_yaml_int(node)
+        if abs(value) >= 1 << 63:
+            raise _yaml_error("a whole number beyond 64 bits", node)
+        return value
+
+
+def _count(node: yaml.Node, counts: dict[int, int | None]) -> int:
+    """Values below a node, those of an alias once for each use; None in `counts` while a node is being counted.
+
+    Ten lists that each hold the one before ten times are 10^10 values in 300 bytes.
+    """
+    if id(node) not in counts:
+        counts[id(node)] = None
+        below = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
+        counts[id(node)] = 1 + (0 if isinstance(below, str) else sum(_count(each, counts) for each in below))
+    count = counts[id(node)]
+    if count is None:
+        raise _yaml_error("an alias inside of what it stands for", node)
+    if count > _MOST_NODES:
+        raise _yaml_error(f"more than {_MOST_NODES} values, counting each alias as what it stands for", node)
+    return count
+
+
+def _yaml_error(problem: str, where: Any) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, where.start_mark)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+0123456789.")
@@ -69,8 +126,10 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
     """
     is_path = name.endswith((".yaml", ".yml")) or "/" in name
     try:
-        text = Path(name).read_text() if is_path else recipe_source(name)
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(Path(name), MOST_YAML) if is_path else recipe_source(name)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
         raise UserError(f"recipe {name}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     tree = parse_yaml(text, f"recipe {name}")
     if not isinstance(tree, dict):
@@ -95,11 +154,14 @@ def validate(model: type[M], tree: object, where: str) -> M:
 def parse_yaml(text: str, where: str) -> Any:
     """Plain values of a YAML text; UserError of one line with the line number."""
     try:
+        if len(text) > MOST_YAML:
+            raise ValueError(f"longer than {MOST_YAML} characters")
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
+    except Exception as error:  # PyYAML lets pass what Python raises where a value doesn't fit its tag
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"{where}:{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        reason = getattr(error, "problem", None) or " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{where}:{line}: not valid YAML: {reason}") from error
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -170,10 +232,15 @@ def _first_line(error: ValidationError, model: type[BaseModel]) -> str:
         return f"{key}: unknown key{suggest(location[-1], known)}"
     if first["type"] == "missing":
         return f"{key}: is missing; it must be given"
-    given = "" if isinstance(first["input"], dict) else f" = {json.dumps(first['input'])}"
+    given = "" if isinstance(first["input"], dict) else f" = {_short(json.dumps(first['input']))}"
     return f"{key}{given}: {message[0].lower()}{message[1:]}" if key else message
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+_LONGEST_SHOWN = 100
 _BRANCHES = frozenset({"float", "int", "str", "bool", "constrained", "literal"})
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .duration import Duration
-from .schema import Count, Section
+from .schema import Count, Ranks, Section
 
 BucketSizes = Literal["auto", "cubic"] | Annotated[float, Field(gt=0)] | tuple[Count, ...]
 
@@ -25,7 +25,7 @@ class RuntimeOptions(Section):
 
     device: Literal["cpu", "cuda"] | None = None
     """null: cuda where there is a GPU; a plan takes the device of its cluster"""
-    workers: Count | None = None
+    workers: Ranks | None = None
     """ranks; null: on this machine as many as GPUs, else as cores, while a plan must be given their number"""
     ranks_per_gpu: Count = 1
     """consecutive ranks that share a GPU; above 1 their messages go by Gloo, since NCCL wants a GPU a rank"""

@@ -13,6 +13,9 @@ from ..errors import UserError
 from .duration import Duration
 from .schema import Decay, Recipe, Stage
 
+_MOST_MARKS = 1_000_000
+"""evaluations or checkpoints of a run"""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -146,6 +149,10 @@ class Schedule:
             if interval <= 0:
                 raise UserError(f"an interval of {every} never passes; give a positive one")
             limit = len(self) if every.unit == "st" else self.stop
+            if limit / interval > _MOST_MARKS:
+                raise UserError(
+                    f"an interval of {every} passes more than {_MOST_MARKS} times in the run; give a longer one"
+                )
             for k in range(int(max(limit - offset, 0) // interval) + 1):
                 mark = offset + k * interval
                 counts.add(min(int(mark), len(self)) if every.unit == "st" else self.step_after(mark))

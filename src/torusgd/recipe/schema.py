@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from .duration import Duration
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+Ranks = Annotated[int, Field(ge=1, le=2**20)]
 Options = dict[str, bool | int | float | str]
 Sides = Count | tuple[Count, Count]
 MOST_VIRTUAL_WORKERS = 2**20
@@ -33,9 +34,11 @@ def sides(size: Sides) -> tuple[int, int]:
 
 
 class Section(BaseModel):
-    """A part of a recipe: immutable, no unknown keys, no silent conversions such as "8" to 8."""
+    """A part of a recipe: immutable, no unknown keys, no silent conversions such as "8" to 8, no NaN or infinity."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Augment(Section):

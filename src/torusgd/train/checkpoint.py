@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import DiskError, RunError, UserError, is_transient
+from ..untrusted import parse_json
 from ..weights import Tensors, save_weights, write_text
 
 FORMAT = 3
@@ -95,12 +96,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise _not_whole(folder, error) from None
     try:
-        sums = json.loads(files[MANIFEST])
+        sums = parse_json(files[MANIFEST].decode())
         for name in FILES:
             if sums[name] != hashlib.sha256(files[name]).hexdigest():
                 raise UserError(f"{folder}: {name} is damaged (its SHA-256 is not the manifest's)")
         model, state = (safetensors.torch.load(files[name]) for name in FILES[:2])
-        checkpoint = Checkpoint(model, state, json.loads(files[FILES[2]]))
+        checkpoint = Checkpoint(model, state, parse_json(files[FILES[2]].decode()))
         assert checkpoint.step >= 0
         return checkpoint
     except UserError:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from ..errors import UserError
+from ..untrusted import parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,12 @@ class PlanComparison:
     def load(cls, path: Path) -> "PlanComparison":
         """Reads a plan; UserError where it is none."""
         try:
-            tree = json.loads(path.read_text())
+            tree = parse_json(read_text(path))
             seconds = {int(stage["batch"]): float(stage["seconds"]) for stage in tree["stages"]}
             return cls(path, str(tree["recipe"]), int(tree["devices"]), seconds)
         except OSError as error:
             raise UserError(f"--plan {path}: {error.strerror}; make one with torusgd plan ... --json {path}") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             raise UserError(f"--plan {path}: is no plan; make one with torusgd plan ... --json {path}") from None
 
     def check(self, recipe: str, batches: Iterable[int], ranks: int) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from torch import nn
 
-from ..data.sources import open_sources
+from ..data.sources import SOURCES, open_sources
 from ..data.types import Source
 from ..errors import UserError
-from ..models import model_of
+from ..models import is_built_in, model_of
 from ..recipe.load import apply_overrides, load_recipe, validate
 from ..recipe.schema import Recipe
+from ..untrusted import parse_json
 from ..weights import load_weights, match_weights
 from .checkpoint import FILES, list_checkpoints
 
@@ -35,6 +36,9 @@ def open_trained(
 ) -> Trained:
     """Builds the model of a weight file and loads the weights.
 
+    The recipe in the file's metadata is data and never code: whoever opens weights did not choose what it names. Only
+    models and data sources that torusgd knows are taken from it; `package.module:factory` must come from the caller.
+
     Args:
         path: A run's folder, a checkpoint's folder, or a weight file (.safetensors, or a .pth of tensors).
         data: The data set, where the recipe's source needs a path.
@@ -44,7 +48,7 @@ def open_trained(
         overrides: `key.path=value` on the recipe.
 
     Raises:
-        UserError: No weights there, of an unknown network, or not fitting it.
+        UserError: No weights there, of an unknown network, not fitting it, or naming code that the caller did not.
     """
     file = find_weights(path)
     tensors, metadata = load_weights(file)
@@ -78,20 +82,40 @@ def _recipe(file: Path, metadata: dict[str, str], model: str | None, overrides: 
         plain = ["data.image_size=224", "data.resize=256", "precision=float32", "model.options={}"]
         return load_recipe("folder", [*plain, f"model.name={model}", *overrides]).recipe
     try:
-        tree = json.loads(metadata["recipe"])
+        tree = parse_json(metadata["recipe"])
     except (KeyError, ValueError):
         raise UserError(f"{file}: doesn't say which network it is of; give --model NAME, such as resnet50") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{file}: its metadata holds no recipe; give --model NAME, such as resnet50")
     apply_overrides(tree, overrides)
-    return validate(Recipe, tree, f"{file}: recipe")
+    recipe = validate(Recipe, tree, f"{file}: recipe")
+    _check_names(file, recipe, {item.partition("=")[0] for item in overrides})
+    return recipe
+
+
+def _check_names(file: Path, recipe: Recipe, given: set[str]) -> None:
+    """UserError where the recipe of a weight file names code, unless the key is among those `given` by the user."""
+    known = {
+        "model.name": (recipe.model.name, is_built_in(recipe.model.name)),
+        "data.source": (recipe.data.source, recipe.data.source in SOURCES),
+    }
+    for key, (name, is_known) in known.items():
+        if not is_known and given.isdisjoint({key, key.partition(".")[0]}):
+            raise UserError(
+                f"{file}: its metadata names {key} {name!r}, which is not torusgd's own, and a file may not choose "
+                f"what code runs; if you trust that code, give --set {key}=package.module:factory yourself"
+            )
 
 
 def _check_classes(file: Path, metadata: dict[str, str], train: Source) -> None:
     """Weights know their classes by name; other names in the data would give a wrong result without a word."""
     try:
-        names = json.loads(metadata["classes"])
+        names = parse_json(metadata["classes"])
     except (KeyError, ValueError):
         return
-    if list(names) != list(train.classes):
+    if not isinstance(names, list):
+        raise UserError(f"{file}: its metadata holds no list of classes; it is damaged")
+    if names != list(train.classes):
         differing = next((pair for pair in zip(names, train.classes, strict=False) if pair[0] != pair[1]), None)
         what = (
             f"{differing[0]!r} there, {differing[1]!r} here"

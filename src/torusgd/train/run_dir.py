@@ -1,7 +1,6 @@
 """The run's folder: what it holds, who may write to it, and whether the run in it is done."""
 
 import errno
-import json
 import os
 import shutil
 import socket
@@ -15,8 +14,9 @@ import yaml
 from filelock import FileLock, Timeout
 
 from ..errors import RunError, UserError
-from ..recipe.load import validate
+from ..recipe.load import parse_yaml, validate
 from ..recipe.schema import Recipe
+from ..untrusted import MOST_YAML, parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED
 from .events import warn
@@ -99,10 +99,11 @@ class RunDir:
     def finished(self, steps: int) -> dict[str, Any] | None:
         """The summary, if the run in this folder has done `steps` steps; that of a shorter run is removed."""
         try:
-            summary = json.loads(self.summary.read_text())
+            summary = parse_json(read_text(self.summary))
         except (OSError, ValueError):
             return None
-        if isinstance(summary, dict) and summary.get("steps", 0) >= steps:
+        done = summary.get("steps") if isinstance(summary, dict) else None
+        if isinstance(done, int) and done >= steps:
             return summary
         with self._telling():
             self.summary.unlink()
@@ -208,11 +209,10 @@ def dump_recipe(recipe: Recipe) -> str:
 def read_run_recipe(path: Path) -> Recipe:
     """The recipe that a run wrote down; UserError when it is damaged."""
     try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path}: can't be read as a recipe: {reason}") from None
-    return validate(Recipe, tree, str(path))
+        text = read_text(path, MOST_YAML)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: can't be read as a recipe: {error}") from None
+    return validate(Recipe, parse_yaml(text, str(path)), str(path))
 
 
 def _first_difference(one: Any, other: Any, path: str = "") -> str:

@@ -72,7 +72,10 @@ def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
             f"{whose} has format {tree.get('format')}, this torusgd reads {FORMAT}; choose another --out, or give "
             "--fresh"
         )
-    state = RunState.from_dict(tree)
+    try:
+        state = RunState.from_dict(tree)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{whose} is damaged ({type(error).__name__}: {error}); remove it, or give --fresh") from None
     fingerprint.check_same_run(state.fingerprint, whose)
     if state.fingerprint.conditions != fingerprint.conditions:
         state.other_conditions.append(state.fingerprint.conditions)

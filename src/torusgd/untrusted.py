@@ -1,0 +1,53 @@
+"""Files that a stranger may have written, read within bounds of time and memory.
+
+A few hundred bytes can stand for gigabytes: nested brackets, aliases, compressed zeros. What is read here is refused
+with a ValueError, of which the caller makes its own line, before it grows beyond what its kind of file is worth.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+MOST_YAML = 1 << 16
+"""bytes of a YAML text; the longest that ships has 5,000, and PyYAML takes some seconds for so many"""
+MOST_TEXT = 1 << 24
+"""bytes of any other text; as JSON it can become objects of twenty times the size"""
+_SWELLS_FROM = 1 << 28
+_MOST_SWELLING = 100
+
+
+def read_text(path: Path, most: int = MOST_TEXT) -> str:
+    """A UTF-8 text file of at most `most` bytes.
+
+    Raises:
+        OSError: It can't be read.
+        ValueError: It is longer, or no UTF-8, or the path holds a NUL.
+    """
+    with path.open("rb") as file:
+        data = file.read(most + 1)  # never all of it: a device or a pipe has no end
+    if len(data) > most:
+        raise ValueError(f"longer than {most} bytes")
+    return data.decode()
+
+
+def parse_json(text: str) -> Any:
+    """The plain values of a JSON text.
+
+    Raises:
+        ValueError: It is no JSON, longer than MOST_TEXT, or nested too deeply for Python's parser.
+    """
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"longer than {MOST_TEXT} characters")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def check_swelling(size: int, stored: int) -> None:
+    """ValueError where `stored` bytes are to be decompressed to `size`, much more than images ever are.
+
+    Deflate makes a thousand bytes of one at most, of zeros. Up to 256 MiB nothing is asked.
+    """
+    if size > max(_SWELLS_FROM, _MOST_SWELLING * stored):
+        raise ValueError(f"{stored} bytes would become {size}, more than {_MOST_SWELLING} times as many")

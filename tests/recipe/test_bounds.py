@@ -1,0 +1,98 @@
+"""Short texts that stand for much: each is refused in one line before it takes time or memory."""
+
+from pathlib import Path
+
+import pytest
+
+from torusgd.errors import UserError
+from torusgd.recipe.duration import Duration
+from torusgd.recipe.load import load_recipe, parse_yaml
+from torusgd.recipe.schedule import Schedule
+from torusgd.untrusted import MOST_YAML, check_swelling, parse_json, read_text
+
+ALIASES = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 3000, "inside one another"),
+        ("{a: " * 3000, "inside one another"),
+        ("- " * 3000, "inside one another"),
+        (ALIASES, "more than 100000 values"),
+        ("&a [*a]", "an alias inside of what it stands for"),
+        ("9" * 5000, "digits"),
+        ("1" + "0" * 30, "beyond 64 bits"),
+        ("a" * (MOST_YAML + 1), "longer than"),
+        ("!!bool word", "word"),
+        ("!!timestamp word", "not valid YAML"),
+        ("? [1]\n: 2", "a key must be a word or a number"),
+        ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_yaml_that_stands_for_much_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason) as error:
+        parse_yaml(text, "file")
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+def test_yaml_within_the_bounds_is_read_with_its_aliases() -> None:
+    assert parse_yaml("[" * 19 + "]" * 19, "file") is not None
+    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "file") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+    assert parse_yaml(str(2**63 - 1), "file") == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "stages.0.until=1e999ep",
+        "stages.0.until=1e16ep",
+        "data.mean=[.nan]",
+        "data.mean=[.inf]",
+        "data.std=[.nan]",
+        "data.options={noise: .inf}",
+        "data.augment.area=[.nan, 1.0]",
+        "label_smoothing=.nan",
+        "rate.lr=.inf",
+        "virtual_workers=1048577",
+        "runtime.buckets=.inf",
+        "runtime.timeout=.nan",
+    ],
+)
+def test_a_recipe_holds_no_number_that_nothing_can_be_made_of(item: str) -> None:
+    with pytest.raises(UserError, match=item.partition("=")[0].replace("runtime.", "")):
+        load_recipe("digits", [item])
+
+
+def test_a_tiny_interval_is_refused_and_not_counted_out() -> None:
+    schedule = Schedule(load_recipe("digits").recipe, 1437)
+    with pytest.raises(UserError, match=r"an interval of 0\.0000001ep passes more than 1000000 times"):
+        schedule.boundaries(Duration.parse("0.0000001ep"))
+
+
+def test_a_tiny_duration_is_written_as_it_can_be_read() -> None:
+    assert Duration.parse(str(Duration.parse("0.0000001ep"))) == Duration.parse("0.0000001ep")
+
+
+def test_texts_have_an_end(tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(b"x" * 11)
+    with pytest.raises(ValueError, match="longer than 10"):
+        read_text(tmp_path / "long", 10)
+    with pytest.raises(ValueError, match="longer than"):
+        read_text(Path("/dev/zero"))
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"zero\.yaml: can't be read: longer than"):
+        load_recipe(str(tmp_path / "zero.yaml"))
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 100_000)
+
+
+def test_compressed_data_may_not_swell_beyond_what_images_do() -> None:
+    check_swelling(size=1 << 28, stored=1000)
+    check_swelling(size=1 << 33, stored=1 << 30)
+    with pytest.raises(ValueError, match="would become"):
+        check_swelling(size=(1 << 28) + 1, stored=1000)

@@ -1,0 +1,47 @@
+"""Whatever is read works or is refused in one line: some inputs of every kind here, all of them as a slow test."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tools.fuzz.inputs import Fuzz
+from tools.fuzz.tally import Tally, fed
+
+from torusgd.errors import UserError
+
+KINDS = list(Fuzz(0, Path()).kinds)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "commands"])
+def test_some_inputs_work_or_are_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    tally = Fuzz(1, tmp_path).run(kind, share=0.05)
+    assert not tally.problems
+    assert tally.inputs >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_inputs_work_or_are_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    assert not Fuzz(0, tmp_path).run(kind, share=1.0).problems
+
+
+def test_the_campaign_sees_a_traceback_and_a_second_line_and_memory() -> None:
+    tally = Tally("own")
+
+    def refuse() -> None:
+        raise UserError("one\nline")
+
+    for name, use in {"defect": lambda: {}["x"], "refused": refuse, "fine": lambda: None}.items():
+        fed(tally, name, use)
+    assert (tally.inputs, tally.refused, tally.worked) == (3, 1, 1)
+    assert [problem.split(": ")[1:3] for problem in tally.problems] == [["defect", "KeyError"]]
+    fed(tally, "memory", lambda: b"x" * (9 << 27))
+    assert "took 11" in tally.problems[-1]

@@ -1,0 +1,339 @@
+"""The kinds of inputs, and what torusgd does with each in this process; no ranks are started."""
+
+import contextlib
+import hashlib
+import io
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from PIL import Image
+
+import torusgd
+from torusgd import cli
+from torusgd.comm.profile import Profile, choose
+from torusgd.data.decode import decode, decode_region
+from torusgd.data.sources import open_sources
+from torusgd.data.types import Region
+from torusgd.errors import UserError
+from torusgd.models import build_model
+from torusgd.plan.cluster import load_cluster, load_software
+from torusgd.plan.published import predict_row, read_rows
+from torusgd.recipe.load import load_recipe, recipe_source
+from torusgd.recipe.schedule import Schedule
+from torusgd.recipe.schema import Data, Model
+from torusgd.train.checkpoint import FILES, MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
+from torusgd.train.compare_plan import PlanComparison
+from torusgd.train.fingerprint import Fingerprint
+from torusgd.train.load_trained import open_trained
+from torusgd.train.state import RunState, resumed
+
+from .mutations import WORDS, damaged, drawn, plain_values, with_size
+from .tally import Tally, fed
+
+PACKAGE = Path(torusgd.__file__).parent
+FINGERPRINT = Fingerprint("recipe", 100, "", {})
+Inputs = Iterator[tuple[str, Callable[[], object]]]
+"""a name, and what is done with the input"""
+
+
+class Fuzz:
+    """The kinds of inputs; each yields (name, what to do with it).
+
+    Args:
+        seed: Of all that is drawn.
+        folder: An empty one, for files.
+    """
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.seed, self.folder = seed, folder
+        self.kinds: dict[str, tuple[int, Callable[[int, random.Random], Inputs]]] = {
+            "recipes": (250, self.recipes),
+            "overrides": (150, self.overrides),
+            "commands": (120, self.commands),
+            "pictures": (250, self.pictures),
+            "arrays": (120, self.arrays),
+            "IDX": (60, self.idx),
+            "checkpoints": (120, self.checkpoints),
+            "published results": (60, self.tables),
+            "network profiles": (80, self.profiles),
+            "clusters and software": (120, self.machines),
+            "plans": (50, self.plans),
+        }
+
+    def run(self, kind: str, share: float) -> Tally:
+        """All inputs of a kind, or a share of them."""
+        count, make = self.kinds[kind]
+        tally = Tally(kind)
+        for name, use in make(max(2, round(share * count)), random.Random(f"{self.seed} {kind}")):
+            fed(tally, name, use)
+        return tally
+
+    def file(self, name: str, data: bytes) -> Path:
+        """A file of this run's folder with that content."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+    def recipes(self, count: int, rng: random.Random) -> Inputs:
+        """Recipe files: built-in ones damaged, and trees with a drawn value at a drawn place."""
+        names = sorted(path.stem for path in (PACKAGE / "recipe").glob("*.yaml"))
+        texts = [damaged(rng, recipe_source(rng.choice(names)).encode()) for _ in range(count // 2)]
+        for value in drawn(plain_values(), count - len(texts), self.seed):
+            tree = load_recipe(rng.choice(names)).recipe.as_dict()
+            section = rng.choice([tree, *(each for each in tree.values() if isinstance(each, dict))])
+            section[rng.choice(list(section))] = value
+            texts.append(json.dumps(tree).encode())
+        for number, text in enumerate(texts):
+            path = self.file(f"recipe-{number}.yaml", text)
+            yield path.name, lambda path=path: scheduled(str(path), [])
+
+    def overrides(self, count: int, rng: random.Random) -> Inputs:
+        """Items of `--set` on the recipe digits."""
+        keys = [
+            "seed",
+            "data",
+            "data.mean",
+            "data.options.noise",
+            "stages",
+            "stages.0.until",
+            "stages.9.lr",
+            "rate.lr",
+            "rate.warmup",
+            "x",
+        ]
+        keys += [
+            *[
+                "model",
+                "evaluate.every",
+                "virtual_workers",
+                "runtime.buckets",
+                "runtime.profile",
+                "a.b.c",
+                "model.name.x",
+            ],
+            "",
+        ]
+        values = [word.decode(errors="replace") for word in WORDS] + drawn(st.text(max_size=20), count // 2, self.seed)
+        for _ in range(count):
+            item = f"{rng.choice(keys)}={rng.choice(values)}"
+            yield item, lambda item=item: scheduled("digits", [item])
+
+    def commands(self, count: int, rng: random.Random) -> Inputs:
+        """Command lines that start no ranks: `train` is always given an --out that is a file."""
+        taken = self.file("taken", b"no folder")
+        broken = self.file("broken.safetensors", b"\xff" * 64)
+        lines = [
+            ["plan", "digits", "--cluster", "abci", "--devices", "8"],
+            [
+                "plan",
+                "digits",
+                "--cluster",
+                "abci",
+                "--devices",
+                "16",
+                "--allreduce",
+                "torus:halving/ring",
+                "--grid",
+                "4x4",
+            ],
+            ["plan", "digits", "--cluster", "abci", "--devices", "8", "--set", "seed=3", "--buckets", "cubic"],
+            ["recipes", "digits"],
+            ["data", "info", "digits"],
+            ["data", "info", str(self.folder)],
+            ["eval", str(broken), "--model", "resnet18"],
+            ["polish", str(taken), "--set", "seed=1"],
+            ["train", "digits", "--out", str(taken), "--workers", "1", "--checkpoint-every", "1ep"],
+            ["rehearse", "digits", "--cluster", "abci", "--devices", "x"],
+        ]
+        odd = ["-1", "0", "1e999", "nan", "--", "--no-such", "-x", "/dev/null", "..", "4x", "x4", "0x0", "ring", ""]
+        odd += ["auto", "\u202e", "9" * 30]
+        for _ in range(count):
+            words = list(rng.choice(lines))
+            at = rng.randrange(1, len(words))
+            if "--out" not in (words[at], words[at - 1]):
+                words[at] = rng.choice(odd)
+            yield " ".join(words)[:80], lambda words=words: run_command(words)
+
+    def pictures(self, count: int, rng: random.Random) -> Inputs:
+        """JPEG and PNG bytes: damaged, with other sizes in their headers, and with a scan many times over."""
+        noise = np.random.default_rng(self.seed).integers(0, 256, (61, 83, 3), dtype=np.uint8)
+        picture = Image.fromarray(noise)
+        kinds: list[tuple[str, str, dict[str, Any]]] = [
+            ("RGB", "JPEG", {}), ("RGB", "JPEG", {"progressive": True}), ("CMYK", "JPEG", {"progressive": True}),
+            ("L", "JPEG", {}), ("RGB", "PNG", {}), ("RGBA", "PNG", {}), ("P", "PNG", {}),
+        ]  # fmt: skip
+        for number in range(count):
+            mode, kind, options = rng.choice(kinds)
+            stream = io.BytesIO()
+            picture.convert(mode).save(stream, kind, **options)
+            data = stream.getvalue()
+            match rng.randrange(4):
+                case 0 if kind == "JPEG":
+                    last = data[data.rindex(b"\xff\xda") : -2]
+                    data = data[:-2] + last * rng.choice((10, 90, 5000)) + data[-2:]
+                    data = with_size(rng, data)
+                case 1:
+                    data = with_size(rng, data)
+                case _:
+                    data = damaged(rng, data)
+            yield f"picture {number} {mode} {kind}", lambda data=data: decoded(data)
+
+    def arrays(self, count: int, rng: random.Random) -> Inputs:
+        """.npz files and folders of .npy files."""
+        good = arrays_of(8)
+        zipped, packed = io.BytesIO(), io.BytesIO()
+        np.savez(zipped, **good)
+        np.savez_compressed(packed, **good)
+        data = Data(source="arrays", image_size=4, channels=1, mean=(0.5,), std=(0.5,))
+        for number in range(count):
+            if number % 2:
+                path = self.file(f"set-{number}.npz", damaged(rng, rng.choice((zipped, packed)).getvalue()))
+            else:
+                path, torn = self.folder / f"set-{number}", rng.choice(list(good))
+                for name, array in good.items():
+                    stream = io.BytesIO()
+                    np.save(stream, array)
+                    content = stream.getvalue()
+                    self.file(f"{path.name}/{name}.npy", damaged(rng, content) if name == torn else content)
+            yield path.name, lambda path=path: read_first(data, path)
+
+    def idx(self, count: int, rng: random.Random) -> Inputs:
+        """Folders as MNIST's, one of the four files damaged."""
+        good = arrays_of(8)
+        data = Data(source="idx", image_size=4, channels=1, mean=(0.5,), std=(0.5,))
+        for number in range(count):
+            path, torn = self.folder / f"idx-{number}", rng.randrange(4)
+            for each, (name, array) in enumerate(good.items()):
+                stem, dims = name.replace("eval", "t10k").replace("_", "-"), array.ndim
+                header = bytes((0, 0, 8, dims)) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+                content = header + array.astype(np.uint8).tobytes()
+                self.file(f"{path.name}/{stem}-idx{dims}-ubyte", damaged(rng, content) if each == torn else content)
+            yield path.name, lambda path=path: read_first(data, path)
+
+    def checkpoints(self, count: int, rng: random.Random) -> Inputs:
+        """Checkpoints with one file damaged, half of them with a manifest that says that all is well."""
+        recipe = load_recipe("digits").recipe
+        model = build_model(Model(name="digits-net"), classes=10, channels=1, image_size=8, seed=0).state_dict()
+        metadata = {"recipe": json.dumps(recipe.as_dict()), "classes": json.dumps([str(digit) for digit in range(10)])}
+        progress = RunState(FINGERPRINT, step=3).as_dict()
+        good = write_checkpoint(self.folder / "good", Checkpoint(model, {}, progress), metadata)
+        contents = {name: (good / name).read_bytes() for name in (*FILES, MANIFEST)}
+        for number in range(count):
+            torn = rng.choice(list(contents))
+            content = contents[torn]
+            head = min(len(content), 3000)  # of the weights the header, where all that can go wrong is
+            changed = {**contents, torn: damaged(rng, content[:head]) + content[head:]}
+            if number % 2 and torn != MANIFEST:
+                sums = {name: hashlib.sha256(changed[name]).hexdigest() for name in FILES}
+                changed[MANIFEST] = json.dumps(sums).encode()
+            for name, each in changed.items():
+                self.file(f"checkpoint-{number}/{name}", each)
+            path = self.folder / f"checkpoint-{number}"
+            yield f"{path.name} {torn}", lambda path=path: open_trained(path, None, None, None)
+            yield f"{path.name} {torn}", lambda path=path: resumed(read_checkpoint(path).progress, FINGERPRINT)
+
+    def tables(self, count: int, rng: random.Random) -> Inputs:
+        """Tables of published results, cut to three rows."""
+        head, *rows = (PACKAGE / "plan" / "published.csv").read_bytes().splitlines(keepends=True)
+        for number in range(count):
+            path = self.file(f"table-{number}.csv", damaged(rng, head + b"".join(rng.sample(rows, 3))))
+            yield path.name, lambda path=path: [predict_row(row) for row in read_rows(path)]
+
+    def profiles(self, count: int, rng: random.Random) -> Inputs:
+        """Network profiles, as `torusgd tune` writes them."""
+        link = {"latency": 1e-4, "latency_error": 1e-6, "per_byte": 1e-9, "per_byte_error": 1e-11}
+        timings = [
+            {"size": size, "algorithm": name, "grid": None, "chunks": 1, "median": 1e-3}
+            for size in (4096, 1 << 20)
+            for name in ("native", "ring")
+        ]
+        tree = {
+            "version": 1,
+            "backend": "gloo",
+            "hosts": [0, 0, 1, 1],
+            "message": 1e-5,
+            "inside": link,
+            "between": link,
+        }
+        good = json.dumps({**tree, "timings": timings, "crowding": [{"ranks": 2, "slowdown": 1.5}]}, indent=1).encode()
+        for number in range(count):
+            path = self.file(f"profile-{number}.json", damaged(rng, good))
+            yield path.name, lambda path=path: chosen(Profile.load(path))
+
+    def machines(self, count: int, rng: random.Random) -> Inputs:
+        """Cluster and software files, in a plan."""
+        for number in range(count):
+            folder = rng.choice(("clusters", "software"))
+            good = rng.choice(sorted((PACKAGE / "plan" / folder).glob("*.yaml"))).read_bytes()
+            path = self.file(f"machine-{number}.yaml", damaged(rng, good))
+            load = load_cluster if folder == "clusters" else load_software
+            yield f"{path.name} {folder}", lambda path=path, load=load: load(str(path))
+            if number % 10 == 0:
+                cluster = str(path) if folder == "clusters" else "abci"
+                words = ["plan", "digits", "--cluster", cluster, "--devices", "8"]
+                words += ["--software", str(path)] if folder == "software" else []
+                yield " ".join(words), lambda words=words: run_command(words)
+
+    def plans(self, count: int, rng: random.Random) -> Inputs:
+        """Plans for `train --plan`."""
+        good = json.dumps({"recipe": "digits", "devices": 8, "stages": [{"batch": 96, "seconds": 0.1}]}).encode()
+        for number in range(count):
+            path = self.file(f"plan-{number}.json", damaged(rng, good))
+            yield path.name, lambda path=path: PlanComparison.load(path).check("digits", {96}, 8)
+
+
+def scheduled(name: str, overrides: list[str]) -> None:
+    """A recipe as `train` reads it, laid out in steps."""
+    recipe = load_recipe(name, overrides).recipe
+    schedule = Schedule(recipe, 1437)
+    schedule.boundaries(recipe.evaluate.every, recipe.evaluate.first)
+    for index in (0, len(schedule) // 2, len(schedule) - 1):
+        schedule[index]
+
+
+def run_command(words: list[str]) -> None:
+    """The command line in this process: UserError where it ends with exit code 2 and one line."""
+    out, err = io.StringIO(), io.StringIO()
+    code: Any = 0
+    argv, sys.argv = sys.argv, ["torusgd", *words]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            cli.main()
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        sys.argv = argv
+    if code == 2:
+        raise UserError(err.getvalue().rstrip("\n") or "(no line)")
+    assert code == 0, f"exit code {code}: {err.getvalue()}"
+
+
+def decoded(data: bytes) -> None:
+    """A picture as training and as evaluation read it."""
+    decode_region(data, 3, lambda height, width: Region(0, 0, max(1, height // 2), width, 8, 8))
+    decode(data, 1)
+
+
+def arrays_of(count: int) -> dict[str, Any]:
+    """A small data set by the names of its arrays."""
+    images, labels = np.zeros((count, 4, 4), np.uint8), np.arange(count) % 4
+    return {"train_images": images, "train_labels": labels, "eval_images": images, "eval_labels": labels}
+
+
+def read_first(data: Data, path: Path) -> None:
+    """A data set opened, and an image of each half read."""
+    for source in open_sources(data, path, 0):
+        source.read(0)
+
+
+def chosen(profile: Profile) -> None:
+    """What `auto` makes of a profile."""
+    for size in (1, 1 << 16, 1 << 26):
+        choose(profile, size, len(profile.hosts))
