@@ -137,7 +137,7 @@ def test_column_blocks_are_compared_among_the_ranks_that_hold_them() -> None:
         flip(ranks[rank][2])
     ranks = watches(4, parallel=2)
     flip(ranks[1][2])
-    with pytest.raises(CorruptionError, match="rank 1 on host1, rank 3 on host3 hold .* and no majority"):
+    with pytest.raises(CorruptionError, match=r"rank 1 on host1, rank 3 on host3 hold .* and no majority"):
         ranks[0][0].check(message(ranks), 10)
 
 
