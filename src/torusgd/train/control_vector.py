@@ -4,6 +4,7 @@ It leaves when the last forward pass of a rank is done, so it travels while back
 batch-norm statistics and losses are added over virtual workers as exact sums, whose bits depend on no order.
 """
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -103,9 +104,10 @@ class ControlMessage:
         sums = decode(self._message[:length].view_as(self._values), NARROW)
         floats = torch.cat([sums[-1:], sums[:-1].isfinite().all().double().reshape(1)])
         small = self._to_host(torch.cat([floats.view(torch.int64), self._message[length:]]))
-        loss, is_finite = small[:2].view(torch.float64).tolist()
-        numbers, rest = small[2:].tensor_split([len(fields(Counts))])
-        counts = Counts(*numbers.tolist())
+        words = small.tolist()
+        loss, is_finite = struct.unpack("2d", struct.pack("2q", *words[:2]))
+        many = 2 + len(fields(Counts))
+        counts, rest = Counts(*words[2:many]), small[many:]
         if counts.version != VERSION * counts.ranks:
             raise RunError("the ranks run different versions of torusgd; install the same on all machines")
         workers = max(counts.contributions, 1)
