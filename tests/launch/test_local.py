@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+import tempfile
 import subprocess
 import time
 from contextlib import suppress
@@ -182,7 +183,8 @@ def test_kill_9_while_a_checkpoint_is_written_and_in_an_evaluation_on_3_ranks_th
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
     out = tmp_path / "out"
-    process = torusgd(tmp_path, out, recipe, "--workers", "3", *pauses(0.004, 0.04))
+    temporary = Path(tempfile.mkdtemp())  # a short path, since that of a socket holds 107 characters
+    process = torusgd(tmp_path, out, recipe, "--workers", "3", *pauses(0.004, 0.04), TMPDIR=str(temporary))
     writing = out / "checkpoints"
     wait_for_step(out, 1, process)
     for _ in range(10):
@@ -203,6 +205,8 @@ def test_kill_9_while_a_checkpoint_is_written_and_in_an_evaluation_on_3_ranks_th
     ranks = process.ranks()
     process.popen.kill()
     until(lambda: not any(map(is_alive, ranks)), "no orphan is left")
+    until(lambda: not list(temporary.iterdir()), "nothing is left in the temporary folder")
+    temporary.rmdir()
 
     process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.004, 0.04))
     assert process.end() == 0, process.output

@@ -11,8 +11,7 @@ WORDS = [
     *b"0 -1 1e999 .nan -.inf NaN Infinity null [] {} ~ true ' *b 1e-300 0.0000001ep 1e999ep 1:1:1".split(),
     b"", b'""', b"&a [*a]", b"<<: *a", b"? [a]", b"9" * 400, b"9223372036854775807", b"[" * 3000, b"{a: " * 1000,
     b'{"a":' * 500, b'"\\ud800"', b"!!python/name:os.system", b"!!binary x", b"!!timestamp x", b"torch.hub:load",
-    b"../../etc/passwd",
-    b"\x00", b"\xff\xfe", b"\r\n", b"\t", b"---\n", b"%YAML 9.9\n", "\u202e\U0001f600".encode(),
+    b"../../etc/passwd", b"\x00", b"\xff\xfe", b"\r\n", b"\t", b"---\n", b"%YAML 9.9\n", "\u202e\U0001f600".encode(),
 ]  # fmt: skip
 """what replaces a word of a real file"""
 

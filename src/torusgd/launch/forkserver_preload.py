@@ -1,7 +1,35 @@
 """What the process that ranks are forked from imports: all that ranks need, so that none of them takes the time."""
 
+import atexit
 import gc
+import multiprocessing.forkserver
+import os
+import tempfile
+from contextlib import suppress
 
 from . import local  # noqa: F401
+
+_PROCESS = os.getpid()
+
+
+@atexit.register
+def _leave_nothing() -> None:
+    """Removes what lies in the temporary folder, also where the launcher was killed: this process sees its end.
+
+    That is the socket on which the launcher asks for ranks, and the cache for compiled code that torch makes when it
+    is imported, if it is empty.
+    """
+    if os.getpid() != _PROCESS:  # a rank, forked from here
+        return
+    with suppress(OSError):
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+        if os.path.dirname(cache) == tempfile.gettempdir():
+            os.rmdir(cache)
+    address = multiprocessing.forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    if address:
+        with suppress(OSError):
+            os.unlink(address)
+            os.rmdir(os.path.dirname(address))
+
 
 gc.freeze()  # modules are no garbage: ranks share their pages, and the exit need not look through them (1 s)
