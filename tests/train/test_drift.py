@@ -24,7 +24,7 @@ from torusgd.train.run_dir import RunDir
 
 from .runs import TINY
 
-STEPS, FLIPPED_AFTER = 8, 3
+STEPS, FLIPPED_AFTER = 5, 3
 
 
 def flip(tensor: torch.Tensor, bit: int = 0) -> None:
