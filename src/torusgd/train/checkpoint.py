@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import RunError, UserError
-from ..weights import Tensors, load_weights, save_weights, write_text
+from ..weights import Tensors, json_text, load_weights, save_weights, write_text
 
 FORMAT = 3
 """of what is in a checkpoint, written into its progress; another number is refused with a line"""
@@ -55,8 +55,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
     try:
         save_weights(temporary / FILES[0], checkpoint.model, metadata)
         save_weights(temporary / FILES[1], checkpoint.state, {})
-        write_text(temporary / FILES[2], json.dumps(checkpoint.progress, indent=1))
-        write_text(temporary / MANIFEST, json.dumps({name: _file_sha256(temporary / name) for name in FILES}, indent=1))
+        write_text(temporary / FILES[2], json_text(checkpoint.progress, indent=1))
+        write_text(temporary / MANIFEST, json_text({name: _file_sha256(temporary / name) for name in FILES}, indent=1))
         _flush_folder(temporary)
         if final.exists():
             shutil.rmtree(final)
