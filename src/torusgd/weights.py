@@ -1,13 +1,15 @@
 """Weights as files and as one hash: safetensors, atomic writes, and the one place that reads a foreign .pth."""
 
 import hashlib
+import json
+import math
 import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import safetensors
 import torch
@@ -115,3 +117,20 @@ def write_text(path: Path, text: str) -> None:
         file: IO[str]
         with temporary.open("w") as file:
             file.write(text)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: numbers that are not finite, for which JSON has no word, become null.
+
+    >>> json_text({"loss": float("nan"), "steps": 3})
+    '{"loss": null, "steps": 3}'
+    """
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

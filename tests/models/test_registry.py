@@ -90,6 +90,7 @@ class TestMistakes:
 OWN = """
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def plain(*, classes, channels, hidden: int = 4):
@@ -144,6 +145,27 @@ class Constant(nn.Module):
     def forward(self, x):
         return x * self.table[1]
 
+def double(*, classes, channels):
+    return plain(classes=classes, channels=channels).double()
+
+def channels_last(*, classes, channels):
+    net = nn.Sequential(nn.Conv2d(channels, 4, 3, padding=1), plain(classes=classes, channels=4))
+    return net.to(memory_format=torch.channels_last)
+
+def shared(*, classes, channels):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), plain(classes=classes, channels=channels))
+    net[1].weight = nn.Parameter(net[0].weight.data)
+    return net
+
+class Reentrant(nn.Module):
+    def __init__(self, classes, channels):
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.rest = plain(classes=classes, channels=channels)
+
+    def forward(self, x):
+        return checkpoint(self.rest, self.first(x), use_reentrant=True)
+
 number = 3
 """
 
@@ -164,6 +186,19 @@ def in_folder(own_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_folder")
 class TestOwnModel:
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("double", r"the parameter \S+ is float64; make it float32"),
+            ("channels_last", r"the parameter 0.weight isn't contiguous; the recipe's memory_format"),
+            ("shared", r"the parameter 1.weight lies in the memory of 0.weight; use one parameter"),
+            ("Reentrant", r"checkpoints re-entrantly; use checkpoint\(..., use_reentrant=False\)"),
+        ],
+    )
+    def test_what_breaks_the_sums_is_refused(self, name: str, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            build(f"own_nets:{name}")
+
     @pytest.mark.parametrize("name", ["plain", "anything", "norm_and_constants"])
     def test_found_in_the_current_folder_and_seeded(self, name: str) -> None:
         model = build(f"own_nets:{name}", seed=5)

@@ -306,6 +306,25 @@ def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path
         run_alone(out, recipe)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("momentum/fc.weight", None), ("gradient_bounds", torch.zeros(3, dtype=torch.float64)), ("loss_scale", None)],
+)
+def test_a_state_that_lacks_a_tensor_is_refused(
+    tmp_path: Path, recipe: Path, half_way: Path, name: str, change: torch.Tensor | None
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    path = out / "checkpoints" / "step-00000015" / FILES[1]
+    tensors = {key: tensor for key, tensor in load_weights(path)[0].items() if key != name}
+    save_file(tensors if change is None else {**tensors, name: change}, path)
+    manifest = path.with_name(MANIFEST)
+    sums = json.loads(manifest.read_text()) | {FILES[1]: hashlib.sha256(path.read_bytes()).hexdigest()}
+    manifest.write_text(json.dumps(sums))
+    with pytest.raises(UserError, match=f"checkpoint of step 15: .*'{name}'"):
+        run_alone(out, recipe)
+
+
 def test_init_from_either_kind_of_file(tmp_path: Path, recipe: Path, half_way: Path) -> None:
     weights, _ = load_weights(half_way / "model.safetensors")
     torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "w.pth")

@@ -1,6 +1,5 @@
 """What commands print on and write to: the terminal, and the file of --json."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,9 @@ def write_json(path: Path | None, value: Any) -> None:
     """
     if path is None:
         return
+    from ..weights import json_text  # imports torch, as the command that computed this has
+
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n")
+        path.write_text(json_text(value, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--json {path}: can't be written: {error.strerror}") from error

@@ -67,6 +67,7 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_hash(INIT, seed)))
         network = construct(model, classes=classes, channels=channels)
+        _check_parameters(model.name, network)
         _check(model.name, network, torch.randn(2, channels, *sides(image_size)), classes)
     return network
 
@@ -165,13 +166,41 @@ def _check_options(model: Model, builder: Callable[..., Any]) -> None:
             raise UserError(f"model.options.{key}: {model.name} needs it")
 
 
+def _check_parameters(name: str, network: nn.Module) -> None:
+    """Gradients are summed in float32, each in the order of its parameter's memory."""
+    memory: dict[int, str] = {}
+    for key, parameter in network.named_parameters():
+        what = f"model.name: {name}: the parameter {key}"
+        if parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UserError(f"{what} is {dtype}; make it float32, the recipe's precision is that of the passes")
+        if not parameter.is_contiguous():
+            raise UserError(f"{what} isn't contiguous; the recipe's memory_format is for the activations alone")
+        other = memory.setdefault(parameter.data_ptr(), key)
+        if parameter.numel() and other != key:
+            raise UserError(f"{what} lies in the memory of {other}; use one parameter for both")
+
+
+def _check_graph(name: str, logits: Tensor) -> None:
+    """Re-entrant checkpointing runs backward within backward, where a parameter's gradient comes in parts."""
+    seen: set[Any] = set()
+    nodes = [logits.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise UserError(f"model.name: {name} checkpoints re-entrantly; use checkpoint(..., use_reentrant=False)")
+        nodes += [before for before, _ in node.next_functions]
+
+
 def _check(name: str, network: nn.Module, images: Tensor, classes: int) -> None:
     """One forward pass in training mode, of a copy: looks at the output and at what else has changed."""
     trial = copy.deepcopy(network).train()
     size = "x".join(map(str, images.shape[1:]))
     try:
-        with torch.no_grad():
-            logits = trial(images)
+        logits = trial(images)
     except (RuntimeError, ValueError, IndexError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"model.name: {name} does not take {size} images (data.image_size): {reason}") from error
@@ -181,6 +210,7 @@ def _check(name: str, network: nn.Module, images: Tensor, classes: int) -> None:
             f"model.name: {name} must give logits of shape {(len(images), classes)} for {len(images)} images, "
             f"it gave {gave}"
         )
+    _check_graph(name, logits)
     before = dict(network.named_modules())
     for path, module in trial.named_modules():
         if isinstance(module, _BatchNorm):

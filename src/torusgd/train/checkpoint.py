@@ -9,7 +9,6 @@ left checkpoints never begins anew by itself, even if none of them is good.
 """
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from ..errors import DiskError, RunError, UserError, is_transient
 from ..untrusted import parse_json
-from ..weights import Tensors, save_weights, write_text
+from ..weights import Tensors, json_text, save_weights, write_text
 
 FORMAT = 3
 """of what is in a checkpoint, written into its progress; another number is refused with a line"""
@@ -71,8 +70,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
     try:
         save_weights(temporary / FILES[0], checkpoint.model, metadata)
         save_weights(temporary / FILES[1], checkpoint.state, {})
-        write_text(temporary / FILES[2], json.dumps(checkpoint.progress, indent=1))
-        write_text(temporary / MANIFEST, json.dumps({name: _file_sha256(temporary / name) for name in FILES}, indent=1))
+        write_text(temporary / FILES[2], json_text(checkpoint.progress, indent=1))
+        write_text(temporary / MANIFEST, json_text({name: _file_sha256(temporary / name) for name in FILES}, indent=1))
         _flush_folder(temporary)
         if final.exists():
             set_aside(final)

@@ -16,6 +16,7 @@ from rich.table import Table
 from ..errors import RunError, UserError
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
+from ..weights import json_text
 from .evaluate import Evaluation
 from .step_stats import StepStats
 
@@ -138,7 +139,7 @@ class Telemetry:
         return (last.start + last.batch) / self._schedule.train_images
 
     def _write(self, event: dict[str, Any]) -> None:
-        line = json.dumps(event).encode() + b"\n"
+        line = json_text(event).encode() + b"\n"
         try:
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -18,7 +18,7 @@ from ..errors import RunError, UserError
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule, Step
 from ..signals import EXIT_BASE, StopFlag
-from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
+from ..weights import json_text, load_weights, match_weights, save_weights, weights_sha256, write_text
 from .build import Job, Trainer, build, init_sha256
 from .checkpoint import CheckpointTimes, CheckpointWriter, newest_checkpoint
 from .evaluate import Evaluation, evaluate
@@ -228,7 +228,7 @@ class Run:
         if self._is_first:
             try:
                 save_weights(self.run_dir.model, tensors, self._metadata())
-                write_text(self.run_dir.summary, json.dumps(summary, indent=1) + "\n")
+                write_text(self.run_dir.summary, json_text(summary, indent=1) + "\n")
             except OSError as error:
                 raise RunError(
                     f"{self.job.out}: can't write the result: {error.strerror}; the last checkpoint holds the "
@@ -248,7 +248,9 @@ class Run:
                 checkpoint = newest_checkpoint(self.run_dir.checkpoints, warn)
                 if checkpoint is not None:
                     self.state = resumed(checkpoint.progress, fingerprint)
-                    match_weights(checkpoint.model, step.model.state_dict(), f"checkpoint of step {checkpoint.step}")
+                    where, totals = f"checkpoint of step {checkpoint.step}", self.state.totals
+                    match_weights(checkpoint.model, step.model.state_dict(), where)
+                    match_weights(checkpoint.state, step.expected_state(totals.skipped < self.state.step), where)
                     tensors = tensors_of(checkpoint)
                 elif initial:
                     match_weights(initial, step.model.state_dict(), str(self.job.init))

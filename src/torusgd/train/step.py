@@ -279,6 +279,13 @@ class TrainStep:
         model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
         return model | momentum | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
 
+    def expected_state(self, is_updated: bool) -> dict[str, Tensor]:
+        """Tensors shaped like those of `state_dict` beside the model's; momentum is there once weights are updated."""
+        parameters = dict(self.model.named_parameters())
+        updated = {slot.parameter for slot in self.reducer.layout.slots} if is_updated else set()
+        momentum = {f"{_MOMENTUM}{name}": parameters[name] for name in updated}
+        return momentum | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
+
     def load_state_dict(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Takes this rank's part of what `state_dict` gave, a tensor at a time."""
         model = self.model.state_dict()

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import asdict, dataclass, field
+from math import isnan
 from typing import Any
 
 from ..comm.monitor import Monitor, hidden_share
@@ -105,7 +106,8 @@ class StepTotals:
     step_seconds: float = 0.0
     data_seconds: float = 0.0
     sync_seconds: float = 0.0
-    on_way_seconds: float = 0.0
+    on_way_seconds: float | None = 0.0
+    """null where nobody can tell"""
     train_loss: float | None = None
     """of the last step"""
     underflow: float = 0.0
@@ -120,8 +122,10 @@ class StepTotals:
         self.audited += stats.audited
         self.underflow += stats.underflow * stats.step.batch
         self.step_seconds += stats.times.seconds
-        for name in ("data_seconds", "sync_seconds", "on_way_seconds"):
-            setattr(self, name, getattr(self, name) + getattr(stats.times, name))
+        self.data_seconds += stats.times.data_seconds
+        self.sync_seconds += stats.times.sync_seconds
+        known = self.on_way_seconds is not None and not isnan(stats.times.on_way_seconds)
+        self.on_way_seconds = (self.on_way_seconds or 0.0) + stats.times.on_way_seconds if known else None
         self.train_loss = stats.loss
 
     def as_summary(self) -> dict[str, Any]:
@@ -138,7 +142,7 @@ class StepTotals:
             "images_per_second": round(self.samples / seconds, 2),
             "data_wait_share": round(self.data_seconds / seconds, 5),
             "sync_wait_share": round(self.sync_seconds / seconds, 5),
-            "hidden_share": hidden_share(self.on_way_seconds, self.sync_seconds),
+            "hidden_share": hidden_share(self.on_way_seconds or 0.0, self.sync_seconds),
         }
 
 

@@ -1,0 +1,87 @@
+"""What `--audit SHARE` costs: steps of two ranks without it and with several shares, in turn in one run.
+
+    python benchmarks/audit.py --rounds 5
+
+Two ranks of this machine train fashion-net on synthetic images, 8 virtual workers of 16 images. Each round takes the
+same steps with every share; printed are the median seconds of a step, the spread, and the cost over no audit.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from pathlib import Path
+
+from torusgd.comm.liveness import NoLiveness
+from torusgd.launch.processes import meet, serve_store
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import resolve_auto
+from torusgd.train.build import Job, build
+from torusgd.train.journal import synchronous
+
+SHARES = (0.0, 0.1, 0.5, 1.0)
+RANKS = 2
+RECIPE = (
+    "data={source: synthetic, train_images: 8192, eval_images: 16, image_size: 28, channels: 1, classes: 10, "
+    "mean: [0.5], std: [0.25]}",
+    "model={name: fashion-net}",
+    "virtual_workers=8",
+    "stages=[{until: 1000st, images_per_worker: 16}]",
+    "rate={lr: 0.01}",
+    "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
+    "precision=float32",
+    "polish=null",
+)
+
+
+def be_rank(rank: int, port: int, rounds: int, steps: int) -> None:
+    """Takes the steps; rank 0 prints."""
+    from torch.distributed import TCPStore
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    world = meet(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)
+    recipe = resolve_auto(load_recipe("digits", RECIPE).recipe, "cpu")
+    jobs = [Job(recipe, RuntimeOptions(audit=share), "cpu", Path()) for share in SHARES]
+    trainers = [build(job, world, NoLiveness(), lambda: False) for job in jobs]
+    seconds: list[list[float]] = [[] for _ in SHARES]
+    for turn in range(rounds + 1):
+        for trainer, found in zip(trainers, seconds, strict=True):
+            world.barrier()
+            begin = time.perf_counter()
+            for index in range(turn * steps, (turn + 1) * steps):
+                trainer.step.run(trainer.membership, synchronous(index, recipe.virtual_workers))
+            if turn:  # the first warms up, and measures the scales
+                found.append((time.perf_counter() - begin) / steps)
+    if rank == 0:
+        plain = statistics.median(seconds[0])
+        for share, found in zip(SHARES, seconds, strict=True):
+            middle = statistics.median(found)
+            print(
+                f"audit {share:<4g} {1e3 * middle:7.1f} ms a step ({1e3 * min(found):.1f} to {1e3 * max(found):.1f}), "
+                f"{middle / plain - 1:+.1%}"
+            )
+    for trainer in trainers:
+        trainer.close()
+    world.barrier()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="of a round, with each share")
+    options = parser.parse_args()
+    store = serve_store()
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=be_rank, args=(rank, store.port, options.rounds, options.steps)) for rank in range(RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()
