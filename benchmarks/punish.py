@@ -84,6 +84,8 @@ class Case:
 
     def start(self, *flags: str, pause: float = 0.004) -> Process:
         words = torusgd_words(self.out, self.recipe, "--workers", str(self.workers), *pauses(pause), *flags)
+        if BLIND in self.environment:  # before the launcher does anything
+            words[1:3] = ["-c", "import tests.train.faults; from torusgd.cli import main; main()"]
         return Process(self.folder, *words, environment=self.environment)
 
     def ranks_by_hand(self, *flags: str, odd: tuple[str, ...] = ()) -> list[Process]:
@@ -164,7 +166,7 @@ def judge(case: Case, process: Process, since: float, expected: str | None, agai
     try:
         verdict = verdict_of(case, process, again)
     except AssertionError as error:
-        verdict = f"WRONG: {str(error)[:200]}"
+        verdict = f"WRONG: {str(error).splitlines()[0]}"
     is_silent = expected is not None and not named and not verdict.startswith("WRONG")
     return Row(verdict="WRONG: not named" if is_silent else verdict, **row)
 
@@ -431,7 +433,7 @@ def campaign(path: Path, kinds: list[str], times: int) -> None:
             try:
                 row = KINDS[kind](case)
             except AssertionError as error:
-                row = Row(kind, seed, case.workers, f"WRONG: {str(error)[:300]}", blind=blind)
+                row = Row(kind, seed, case.workers, f"WRONG: {str(error).splitlines()[0]}", blind=blind)
         print(json.dumps(asdict(row)), flush=True)
         with path.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
