@@ -4,8 +4,8 @@ import os
 import random
 import re
 import signal
-import tempfile
 import subprocess
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
