@@ -42,7 +42,6 @@ LONG = 400
 SHORT = 40
 SHORT_FOR_A_REASON = {
     "__main__.py": "what `python -m` runs",
-    "errors.py": "the lowest file of all",
     "importing.py": "used by two rooms, belongs to neither",
     "cli/output.py": "what all commands print on and write to",
     "cli/recipes.py": "a file a command",
