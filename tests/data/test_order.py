@@ -1,3 +1,7 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,6 +33,35 @@ def test_each_epoch_is_a_permutation_and_nothing_is_dropped(length: int, seed: i
     indices, epochs = StreamOrder(length, seed).at(epoch * length, length)
     assert sorted(indices.tolist()) == list(range(length))
     assert set(epochs.tolist()) == {epoch}
+
+
+def test_a_permutation_is_made_once_by_however_many_threads_and_ahead_of_its_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, release, plain = list[int](), Event(), StreamOrder.permutation
+
+    def permutation(self: StreamOrder, epoch: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        made.append(epoch)
+        assert release.wait(60)
+        return plain(self, epoch)
+
+    monkeypatch.setattr(StreamOrder, "permutation", permutation)
+    order = StreamOrder(100, seed=0)
+    with ThreadPoolExecutor(16) as pool:
+        parts = [pool.submit(order.at, 5 * number, 5) for number in range(16)]
+        while not made:
+            time.sleep(0.001)
+        release.set()
+        got = np.concatenate([part.result()[0] for part in parts])
+    assert np.array_equal(got, plain(order, 0)[:80])
+    assert made == [0]
+    release.clear()
+    order.at(88, 3)  # does not wait for the next epoch's
+    while len(made) < 2:
+        time.sleep(0.001)
+    release.set()
+    order.at(98, 5)
+    assert made == [0, 1]
 
 
 def test_epochs_and_seeds_differ() -> None:

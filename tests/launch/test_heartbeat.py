@@ -11,10 +11,10 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from torusgd.comm.liveness import LateRank
-from torusgd.launch import heartbeat
+from torusgd.launch import heartbeat, roll_call
 from torusgd.launch.heartbeat import Heartbeat
 from torusgd.launch.processes import serve_store
-from torusgd.launch.roll_call import Beat, Limits, Watch
+from torusgd.launch.roll_call import Beat, Follower, Limits, Watch
 
 LIMITS = Limits(beat=30, start=100, stuck=60)
 
@@ -99,6 +99,42 @@ def test_a_rank_that_has_ended_is_not_late_and_one_that_has_failed_is_at_once(cl
     assert clock.watch.present(30) == [0]
     (late,) = clock.look(replace(BEAT, failed="the disk is full"), None)
     assert late.why == "ended: the disk is full"
+
+
+def test_those_that_follow_the_roll_call_learn_who_is_late_and_watch_its_caller(clock: Clock) -> None:
+    caller, follower = Watch(clock.store, [0, 1], LIMITS), Follower(clock.store, 0, LIMITS)
+
+    def look(*beats: Beat | None, publishes: bool = True) -> list[LateRank]:
+        clock.look(*beats)
+        caller.look()
+        if publishes:
+            caller.publish()
+        return follower.look()
+
+    assert look(BEAT, BEAT) == []
+    for _ in range(6):
+        assert look(BEAT, None) == []
+    assert follower.silent(5) == [1]
+    for _ in range(25):
+        late = look(BEAT, None)
+    assert late == caller.look()
+    assert late[0].rank == 1
+    for _ in range(6):
+        look(BEAT, BEAT, publishes=False)
+    assert follower.silent(5) == [0]
+    for _ in range(25):
+        late = look(BEAT, BEAT, publishes=False)
+    assert [str(each) for each in late] == ["rank 0: no heartbeat for 30 s, frozen or lost"]
+    caller.publish(is_last=True)
+    assert look(None, None, publishes=False) == []
+
+
+def test_few_of_many_late_ranks_are_named(clock: Clock) -> None:
+    many = Watch(clock.store, range(100), LIMITS)
+    for _ in range(102):
+        clock.now += 1
+        many.look()
+    assert len(many.look()) == roll_call.MOST_NAMED
 
 
 def test_a_wait_for_a_disk_is_told_and_given_up_late(clock: Clock) -> None:

@@ -1,5 +1,6 @@
 """Ranks that torchrun or a script has started: the same weights as under our own launcher, and one of them speaks."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from torusgd.comm import groups
+from torusgd.launch import torchrun as torchrun_ranks
+from torusgd.launch.roll_call import Limits
 
 from ..train.processes import (
     RECIPE,
@@ -124,6 +129,28 @@ def test_a_lost_rank_ends_the_others_with_one_line(tmp_path: Path, recipe: Path)
     assert re.fullmatch(
         r"torusgd: rank 1 was lost, says rank [02] on \S+; the same command goes on from the checkpoint of step 4", line
     )
+
+
+def _meet_and_lose_rank_1(rank: int, port: str, told: Path) -> None:
+    """A rank that has joined; rank 1 is killed when the store knows of it and before its connections are there."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
+    if rank == 1:
+        groups.build = lambda *arguments, **keywords: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    torchrun_ranks.run_joined(lambda *arguments: None, "cpu", Limits(beat=3, start=60))
+
+
+def test_a_rank_that_is_lost_while_they_meet_ends_the_others_in_time(tmp_path: Path) -> None:
+    port, context = free_port(), multiprocessing.get_context("forkserver")
+    ranks = [
+        context.Process(target=_meet_and_lose_rank_1, args=(rank, port, tmp_path / str(rank))) for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(100)
+    assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
+    assert re.match(r"torusgd: .*rank 1.*, says rank 0 on ", (tmp_path / "0").read_text())
 
 
 @pytest.mark.parametrize(

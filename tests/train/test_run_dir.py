@@ -138,3 +138,18 @@ def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
         pass
     with RunDir(tmp_path).lock():  # the lock was given back
         pass
+
+
+@pytest.mark.parametrize(
+    ("path", "option"),
+    [("/nfs/run", "nolock"), ("/lustre/run", "localflock"), ("/nfs4/run", ""), ("/lustre2/run", ""), ("/home/run", "")],
+)
+def test_a_mount_whose_locks_stay_on_this_host_is_named(path: str, option: str) -> None:
+    mounts = [
+        "/dev/vda / ext4 rw,relatime 0 0",
+        "server:/a /nfs nfs rw,vers=3,nolock,local_lock=none 0 0",
+        "server:/a /nfs4 nfs4 rw,vers=4.2,local_lock=none 0 0",
+        "mgs@tcp:/b /lustre lustre rw,localflock 0 0",
+        "mgs@tcp:/b /lustre2 lustre rw,flock 0 0",
+    ]
+    assert (option in module.local_locks(Path(path), mounts)) if option else not module.local_locks(Path(path), mounts)

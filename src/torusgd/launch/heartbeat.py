@@ -54,6 +54,8 @@ class Heartbeat:
     ) -> None:
         own: Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=limits.beat))
+        self.store = own
+        """a connection that no wait of the main thread holds up; calls on it must be short"""
         self._store, self._rank, self._limits, self._on_late = PrefixStore(STORE_KEY, own), rank, limits, on_late
         self.watch: Watch | Follower = (
             Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)

@@ -141,7 +141,6 @@ class _Member:
     def __init__(self, store: Store, rank: int, size: int, limits: Limits, remedy: Callable[[], str]) -> None:
         self._rank, self._remedy = rank, remedy
         self._name = f"rank {rank} on {socket.gethostname()}"
-        self._failures = FailureChannel(store, size)
         self._is_ending = threading.Lock()
         self.heartbeat = Heartbeat(
             store,
@@ -152,6 +151,8 @@ class _Member:
             _print,
             None if rank == 0 else 0,
         )
+        # Not by the store's first connection: the main thread may be blocked in it, waiting for ranks to meet.
+        self._failures = FailureChannel(self.heartbeat.store, size)
 
     def end(self, failure: Failure) -> NoReturn:
         """Ends this process by a failure, which one of the ranks prints.
