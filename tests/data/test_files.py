@@ -191,6 +191,29 @@ def test_files_that_are_no_arrays_are_told(tmp_path: Path) -> None:
         open_arrays(tmp_path)
 
 
+def test_a_stored_npz_is_mapped_and_a_compressed_one_read(tmp_path: Path) -> None:
+    contents = arrays()
+    np.savez(tmp_path / "stored.npz", **contents)
+    np.savez_compressed(tmp_path / "packed.npz", **contents)
+    for name, is_mapped in (("stored", True), ("packed", False)):
+        train, held_out = open_arrays(tmp_path / f"{name}.npz")
+        base = train.images
+        while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+            base = base.base
+        assert isinstance(base, np.memmap) == is_mapped
+        assert np.array_equal(train.images[..., 0], contents["train_images"])
+        assert np.array_equal(held_out.labels, contents["eval_labels"])
+
+
+def test_a_changed_byte_of_a_mapped_npz_is_told(tmp_path: Path) -> None:
+    path = write_arrays(tmp_path, "npz", arrays())
+    content = bytearray(path.read_bytes())
+    content[content.index(IMAGES["train"].tobytes()) + 7] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"set.npz: can't load train_images .bad CRC-32"):
+        open_arrays(path)
+
+
 def test_negative_labels_are_told(tmp_path: Path) -> None:
     path = write_arrays(tmp_path, "npz", arrays(train_labels=LABELS["train"].astype(np.int8) - 1))
     data = Data(source="arrays", image_size=5, channels=1, mean=(0.5,), std=(0.5,))

@@ -149,7 +149,7 @@ def double(*, classes, channels):
     return plain(classes=classes, channels=channels).double()
 
 def channels_last(*, classes, channels):
-    net = nn.Sequential(nn.Conv2d(channels, 4, 3, padding=1), plain(classes=classes, channels=4))
+    net = nn.Sequential(nn.Conv2d(channels, 4, 1), nn.Conv2d(4, 4, 3, padding=1), plain(classes=classes, channels=4))
     return net.to(memory_format=torch.channels_last)
 
 def shared(*, classes, channels):
@@ -190,7 +190,7 @@ class TestOwnModel:
         ("name", "message"),
         [
             ("double", r"the parameter \S+ is float64; make it float32"),
-            ("channels_last", r"the parameter 0.weight isn't contiguous; the recipe's memory_format"),
+            ("channels_last", r"the parameter 1.weight isn't contiguous; the recipe's memory_format"),
             ("shared", r"the parameter 1.weight lies in the memory of 0.weight; use one parameter"),
             ("Reentrant", r"checkpoints re-entrantly; use checkpoint\(..., use_reentrant=False\)"),
         ],

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..errors import UserError
 from ..rng import SPLIT, keyed_permutation
 from ..untrusted import check_swelling
+from .npz import map_array
 from .types import Int64, Pixels
 
 SPLITS = ("train", "eval")
@@ -67,8 +68,8 @@ def open_arrays(path: Path, names: str | None = None) -> tuple[Images, Images]:
     Images are uint8 [n, height, width] or [n, height, width, channels], labels whole numbers [n] from 0.
 
     Args:
-        path: An .npz file, or a folder with one .npy file for each (train_images.npy ...), which are memory-mapped
-            and so shared by all processes of a machine.
+        path: An .npz file, or a folder with one .npy file for each (train_images.npy ...). Both are memory-mapped, so
+            that the processes of a machine share one copy; only an .npz that is compressed is read by each of them.
         names: Class names separated by commas.
 
     Raises:
@@ -120,6 +121,9 @@ def _load(path: Path, name: str) -> npt.NDArray[Any]:
     try:
         if path.is_dir():
             return np.load(member, mmap_mode="r", allow_pickle=False)
+        mapped = map_array(path, f"{name}.npy")
+        if mapped is not None:
+            return mapped
         with np.load(member, allow_pickle=False) as archive:
             stored = archive.zip.getinfo(f"{name}.npy")
             check_swelling(stored.file_size, stored.compress_size)
