@@ -37,7 +37,7 @@ from .mutations import WORDS, damaged, drawn, plain_values, with_size
 from .tally import Tally, fed
 
 PACKAGE = Path(torusgd.__file__).parent
-FINGERPRINT = Fingerprint("recipe", 100, "", {})
+FINGERPRINT = Fingerprint("recipe", 100, "", "", "", {})
 Inputs = Iterator[tuple[str, Callable[[], object]]]
 """a name, and what is done with the input"""
 
