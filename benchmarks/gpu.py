@@ -40,8 +40,9 @@ from torusgd.models import model_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
-from torusgd.runtime import conditions, resolve_auto
+from torusgd.runtime import resolve_auto
 from torusgd.train.build import Job, build
+from torusgd.train.conditions import conditions
 from torusgd.train.journal import synchronous
 
 ROOT = Path(__file__).parents[1]
