@@ -70,7 +70,7 @@ class Fuzz:
         """All inputs of a kind, or a share of them."""
         count, make = self.kinds[kind]
         tally = Tally(kind)
-        for name, use in make(max(2, round(share * count)), random.Random(f"{self.seed} {kind}")):
+        for name, use in make(max(5, round(share * count)), random.Random(f"{self.seed} {kind}")):
             fed(tally, name, use)
         return tally
 
