@@ -44,7 +44,6 @@ SHORT_FOR_A_REASON = {
     "__main__.py": "what `python -m` runs",
     "errors.py": "the lowest file of all",
     "importing.py": "used by two rooms, belongs to neither",
-    "cli/output.py": "what all commands print on and write to",
     "cli/recipes.py": "a file a command",
     "launch/forkserver.py": "must start before torch is imported, and import nothing that does",
     "launch/forkserver_preload.py": "imported by name in a fresh process, and nothing else may be in it",
