@@ -210,7 +210,7 @@ def test_a_changed_byte_of_a_mapped_npz_is_told(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(IMAGES["train"].tobytes()) + 7] ^= 1
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"set.npz: can't load train_images .[bB]ad CRC-32"):
+    with pytest.raises(UserError, match=r"set.npz: can't load train_images .[Bb]ad CRC-32"):
         open_arrays(path)
 
 
@@ -329,20 +329,3 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     assert isinstance(train, Folder)
     with pytest.raises(CorruptImage, match="1099511627776 bytes"):
         train.read(0)
-
-
-def test_a_label_that_is_no_class_makes_no_list_of_names(tmp_path: Path) -> None:
-    images, labels = np.zeros((2, 4, 4), np.uint8), np.array([0, 1 << 60])
-    np.savez(tmp_path / "set.npz", train_images=images, train_labels=labels, eval_images=images, eval_labels=labels)
-    with pytest.raises(UserError, match="a label of 1152921504606846976"):
-        open_arrays(tmp_path / "set.npz")
-
-
-def test_zeros_that_swell_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torusgd.untrusted._SWELLS_FROM", 1 << 20)
-    images, labels = np.zeros((1 << 15, 8, 8), np.uint8), np.zeros(1 << 15, np.int64)
-    np.savez_compressed(
-        tmp_path / "set.npz", train_images=images, train_labels=labels, eval_images=images, eval_labels=labels
-    )
-    with pytest.raises(UserError, match="would become"):
-        open_arrays(tmp_path / "set.npz")

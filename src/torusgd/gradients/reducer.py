@@ -104,6 +104,11 @@ class Reducer:
         self.use_layout(lay_out_slots(slots, rule, block))
 
     @property
+    def is_measuring(self) -> bool:
+        """The passes look for each gradient's largest element only, before a first sum or a redo."""
+        return self._is_measuring
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each rank gets back a shard of each bucket only."""
         return self._channels[1].shards is not None
@@ -229,7 +234,7 @@ class Reducer:
 
     @contextmanager
     def only_hashing(self, into: IntegerHash) -> Iterator[None]:
-        """Between `reduce` and `apply_mean`: gradients of the passes made meanwhile are hashed, and enter no sum."""
+        """Gradients that come meanwhile are hashed, not summed; after a step's last virtual worker."""
         self._hash, self._is_hashing_only = into, True
         try:
             yield

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ..comm.base import AllReduce
+from ..comm.base import AllReduce, Work
 from ..comm.groups import Group
 from ..errors import CorruptionError, RunError, UserError
 from ..gradients.integer_hash import IntegerHash
@@ -57,6 +56,9 @@ class Audit:
     def __init__(self, share: float, seed: int, world: Group, allreduce: AllReduce) -> None:
         self._share, self._seed, self._world, self._allreduce = share, seed, world, allreduce
         self._hashes: dict[int, IntegerHash] = {}
+        self._sent = torch.zeros(0, dtype=torch.int64)
+        """of each check the hash by its owner, by its auditor, and whether this one could not read the images"""
+        self._work: Work | None = None
 
     def checks(self, step: int, membership: Membership) -> list[Check]:
         """The virtual workers of a step that are computed twice, the same on every rank."""
@@ -80,8 +82,28 @@ class Audit:
         self._hashes[worker] = IntegerHash(self._world.device)
         return self._hashes[worker]
 
+    def start(self, step: int, membership: Membership, again: Again) -> None:
+        """Computes this rank's part of the checks again, and sends the hashes; every rank calls it.
+
+        It belongs behind the last backward pass of a rank's own virtual workers, whose gradients then travel meanwhile.
+        """
+        if self._work is not None:  # of an attempt at a step whose sums were not accepted
+            self._work.wait()
+            self._work = None
+        checks = self.checks(step, membership)
+        if not checks:
+            return
+        hashes = torch.zeros(3, len(checks), dtype=torch.int64)
+        for number, check in enumerate(checks):
+            if check.owner == self._world.rank:
+                hashes[0, number] = self._hashes.pop(check.worker).value()
+            if check.auditor == self._world.rank:
+                hashes[1, number], hashes[2, number] = _value(again, check.worker)
+        self._sent = hashes.to(self._world.device).reshape(-1)
+        self._work = self._allreduce.start(self._sent)
+
     def compare(self, step: int, membership: Membership, again: Again) -> int:
-        """Computes this rank's part of the checks again and compares all of them; every rank calls it.
+        """Compares what all ranks sent with `start`, before a step is accepted; every rank calls it.
 
         Returns:
             The number of virtual workers that were computed twice.
@@ -90,16 +112,12 @@ class Audit:
             CorruptionError: Two ranks found other integers. Every rank raises it, naming rank and host.
             RunError: The images can't be read a second time.
         """
-        checks = self.checks(step, membership)
-        if not checks:
+        if self._work is None:
             return 0
-        hashes = torch.zeros(3, len(checks), dtype=torch.int64)
-        for number, check in enumerate(checks):
-            if check.owner == self._world.rank:
-                hashes[0, number] = self._hashes.pop(check.worker).value()
-            if check.auditor == self._world.rank:
-                hashes[1, number], hashes[2, number] = _value(again, check.worker)
-        first, second, unread = self._sum(hashes)
+        self._work.wait()
+        self._work = None
+        checks = self.checks(step, membership)
+        first, second, unread = self._sent.cpu().view(3, len(checks))
         if unread.any():
             raise RunError(f"step {step}: {int(unread.sum())} audited virtual workers' images can't be read again")
         wrong = (first != second).nonzero().flatten().tolist()
@@ -119,10 +137,11 @@ class Audit:
                 f"{what.format(f'{one} found', two)}: one of them computes wrongly, and it takes a third rank to say "
                 f"which{remedy}"
             )
-        answer = torch.zeros(1, 2, dtype=torch.int64)
+        answer = torch.zeros(2, dtype=torch.int64, device=self._world.device)
         if third == self._world.rank:
-            answer[0] = torch.tensor(_value(again, check.worker))
-        value, unread = self._sum(answer)[0].tolist()
+            answer.copy_(torch.tensor(_value(again, check.worker)))
+        self._allreduce.start(answer).wait()
+        value, unread = answer.tolist()
         alone = [place for place, found in zip(pair, (first, second), strict=True) if found != value or unread]
         names = [self._name(place) for place in [*alone, *(place for place in (*pair, third) if place not in alone)]]
         if len(alone) > 1:
@@ -130,12 +149,6 @@ class Audit:
         raise CorruptionError(
             f"{what.format(f'{names[0]} computes wrongly: it found', f'{names[1]} and {names[2]}')}{remedy}"
         )
-
-    def _sum(self, table: Tensor) -> Tensor:
-        """Of values that one rank each knows, and that are zero on the others."""
-        flat = table.reshape(-1).to(self._world.device)
-        self._allreduce.start(flat).wait()
-        return flat.cpu().view_as(table)
 
     def _name(self, place: int) -> str:
         host = self._world.broadcast_text(socket.gethostname(), place)

@@ -15,6 +15,7 @@ forward pass is done. Nothing outside the reducer changes until a step is accept
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -125,7 +126,7 @@ class TrainStep:
             self.precision.skip(step.index, skipped)
         else:
             self._check_batch_norm(step, control)
-            audited = self.audit.compare(step.index, membership, lambda worker: self._again(step, worker, membership))
+            audited = self.audit.compare(step.index, membership, partial(self._again, step, membership))
             self.reducer.apply_mean(control.counts.contributions)
             self.precision.accept(self.reducer.owned)
             set_hyperparameters(
@@ -187,11 +188,13 @@ class TrainStep:
             if is_last:
                 break
         assert sent is not None, "each rank has a virtual worker in every step"
+        if not self.reducer.is_measuring:
+            self.audit.start(step.index, membership, partial(self._again, step, membership))
         self.clock.passes_done()
         sent.wait()
         return self.control.read()
 
-    def _again(self, step: Step, worker: int, membership: Membership) -> IntegerHash:
+    def _again(self, step: Step, membership: Membership, worker: int) -> IntegerHash:
         """Computes a virtual worker once more, for its hash alone: nothing but the reducer's hash takes anything."""
         self.liveness.progress("audit", step.index, worker)
         batch, found = self._take(step, worker, membership), IntegerHash(self.world.device)
