@@ -67,6 +67,13 @@ def test_ranks_on_one_gpu_are_named() -> None:
         check_own_gpus(["a", "b", "c", "b"], ranks_per_gpu=1)
 
 
+def rank_0_comes(store: HashStore) -> None:
+    """What rank 0 has left in the store, with GPU 0."""
+    store.set("gpu/0", "GPU-0")
+    store.add("ranks of GPU-0", 1)
+    store.add("here", 1)
+
+
 @pytest.mark.parametrize(("ranks_per_gpu", "nccl"), [(1, True), (2, False)])
 def test_ranks_meet_with_their_gpus_over_nccl_or_where_they_share_them_over_gloo(
     ranks_per_gpu: int, nccl: bool, four_gpus: pytest.MonkeyPatch
@@ -75,7 +82,7 @@ def test_ranks_meet_with_their_gpus_over_nccl_or_where_they_share_them_over_gloo
     asked: dict[str, object] = {}
     four_gpus.setattr(groups, "build", lambda *_, **options: asked.update(options))
     store = HashStore()
-    store.set("here/0", "GPU-0")
+    rank_0_comes(store)
     meet(store, 1, 2, "cuda", seconds=5, ranks_per_gpu=ranks_per_gpu)
     assert asked["device"] == torch.device("cuda", 1 // ranks_per_gpu)
     assert asked["nccl"] == nccl
@@ -85,7 +92,7 @@ def test_ranks_meet_with_their_gpus_over_nccl_or_where_they_share_them_over_gloo
 def test_two_ranks_without_a_number_are_refused_when_they_meet(four_gpus: pytest.MonkeyPatch) -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
-    store.set("here/0", "GPU-0")
+    rank_0_comes(store)
     with pytest.raises(UserError, match=r"ranks 0, 1 have the same GPU \(GPU-0\)"):
         meet(store, 1, 2, "cuda", seconds=5)
 
