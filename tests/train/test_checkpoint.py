@@ -3,14 +3,16 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import resource
 import shutil
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +37,8 @@ from torusgd.train.checkpoint import (
 )
 from torusgd.train.run import finished
 from torusgd.train.run_dir import read_run_recipe
-from torusgd.weights import load_weights
+from torusgd.train.step_stats import StepTimes, StepTotals
+from torusgd.weights import json_text, load_weights
 
 from .processes import RECIPE, STEPS, assert_told_once, results, run_alone
 
@@ -404,3 +407,17 @@ def test_files_have_the_rights_that_the_umask_gives(tmp_path: Path, umask: int, 
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}
+
+
+def test_what_is_not_finite_is_null_in_every_json_file() -> None:
+    told = json_text({"loss": math.inf, "times": [math.nan, 0.5], "steps": (3, -math.inf)})
+    assert json.loads(told, parse_constant=pytest.fail) == {"loss": None, "times": [None, 0.5], "steps": [3, None]}
+    # With NCCL nobody can tell how long messages were under way; a run that is resumed doesn't know it either.
+    step = SimpleNamespace(start=0, batch=12)
+    times = StepTimes(1.0, 0.1, 0.2, on_way_seconds=math.nan, update_seconds=0.1)
+    stats = SimpleNamespace(step=step, times=times, loss=1.0, replaced=0, redone=0, skipped=[], audited=0)
+    totals = StepTotals()
+    totals.add(stats)
+    resumed = StepTotals(**json.loads(json_text(asdict(totals))))
+    resumed.add(stats)
+    assert resumed.as_summary()["hidden_share"] is None

@@ -45,7 +45,7 @@ def map_array(path: Path, name: str) -> npt.NDArray[Any] | None:
     content = np.memmap(path, np.uint8, "r", begin, (info.file_size,))
     check = 0
     for start in range(0, len(content), _BLOCK):
-        check = zlib.crc32(content[start : start + _BLOCK].tobytes(), check)
+        check = zlib.crc32(content[start : start + _BLOCK].data, check)
     if check != info.CRC:
         raise zipfile.BadZipFile(f"bad CRC-32 for {name!r}")
     return np.memmap(path, dtype, "r", begin + head, shape, "F" if fortran else "C") if math.prod(shape) else None
