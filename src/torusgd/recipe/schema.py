@@ -193,12 +193,12 @@ class Optimizer(Section):
     """parameters without weight decay"""
     ramp_weight_decay: bool = False
     """weight decay follows the rate's warm-up and decay"""
-    variant: Literal["paper", "caffe", "larc", "larc-clip", "tensorflow", "mxnet", "fujitsu"] = "paper"
+    variant: Literal["paper", "caffe", "larc", "larc-clip", "tensorflow", "mxnet", "fujitsu", "nnabla"] = "paper"
     """lars only: whose formula"""
     trust: Positive = 0.001
     """lars only: trust coefficient"""
     eps: NotNegative = 0.0
-    """lars only: added to the denominator of the trust ratio"""
+    """lars only: added to the denominator of the trust ratio; variant nnabla: where that is below it"""
     no_trust: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
     """lars only: parameters updated with the plain rate"""
 
