@@ -161,7 +161,9 @@ def test_sony_224s_rate_and_switch() -> None:
 def test_sony_224s_keeps_the_noise_scale() -> None:
     first, second = schedule("sony-224s").spans
     assert first.momentum == 0.9
-    assert 50 / (69632 * (1 - second.momentum)) == pytest.approx(29 / (34816 * 0.1), rel=1e-12)
+    assert second.momentum == pytest.approx(0.9162, abs=5e-5)
+    scales = [span.lr * (IMAGENET / span.batch - 1) / (1 - span.momentum) for span in (first, second)]
+    assert scales[0] == pytest.approx(scales[1], rel=1e-12)
 
 
 def test_sony_122s_rate() -> None:
@@ -170,7 +172,7 @@ def test_sony_122s_rate() -> None:
     assert max(step.lr for step in plan) == pytest.approx(34, rel=0.002)
     assert step_at(plan, 62).lr == pytest.approx(34 * 0.5**2, rel=0.01)
     # The noise scale of a batch of 32,768 at the same rate with momentum 0.9.
-    assert plan[0].momentum == pytest.approx(1 - 32768 * 0.1 / 55296, abs=5e-5)
+    assert plan[0].momentum == pytest.approx(1 - 0.1 * (IMAGENET / 55296 - 1) / (IMAGENET / 32768 - 1), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["you-resnet50-20min", "you-resnet50-14min", "you-alexnet-11min"])

@@ -55,8 +55,19 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_hash(INIT, seed)))
         network = construct(model, classes=classes, channels=channels)
+        _set_batch_norm_momentum(model, network)
         _check(model.name, network, torch.randn(2, channels, *sides(image_size)), classes)
     return network
+
+
+def _set_batch_norm_momentum(model: Model, network: nn.Module) -> None:
+    layers = [module for module in network.modules() if isinstance(module, _BatchNorm)]
+    if model.batch_norm_momentum is None:
+        return
+    if not layers:
+        raise UserError(f"model.batch_norm_momentum = {model.batch_norm_momentum}: {model.name} has no batch norm")
+    for layer in layers:
+        layer.momentum = model.batch_norm_momentum
 
 
 def model_of(recipe: Recipe, classes: int) -> nn.Module:
