@@ -57,7 +57,7 @@ def test_a_record_is_planned_as_its_own_software_unless_another_is_named(plan) -
 
 
 def test_more_devices_than_virtual_workers_share_the_same_batch(plan) -> None:
-    out, found = plan("resnet50", "--cluster", "abci", "--devices", 2048)
+    out, found = plan("resnet50-90ep", "--cluster", "abci", "--devices", 2048)
     assert "32 virtual workers; planned with its batch cut for 2,048 devices, 1 > 1 > 2 images" in out
     assert [stage["batch"] for stage in found["stages"]] == [1024, 2048, 4096]
     assert found["images_per_second"] < 4096 / found["stages"][2]["seconds"]

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from torusgd.comm.algorithms import parse_algorithm
+from torusgd.errors import UserError
 from torusgd.plan.cluster import load_software
 from torusgd.plan.published import read_rows
 from torusgd.recipe.load import load_recipe, recipe_names, recipe_source
@@ -239,10 +240,49 @@ def test_you_epochs() -> None:
 
 
 def test_the_everyday_recipe_fits_1_to_8_gpus() -> None:
-    recipe = load_recipe("resnet50").recipe
-    assert [span.batch for span in schedule("resnet50").spans] == [1024, 2048, 4096]
+    recipe = load_recipe("resnet50-90ep").recipe
+    assert [span.batch for span in schedule("resnet50-90ep").spans] == [1024, 2048, 4096]
     assert all(recipe.virtual_workers % ranks == 0 for ranks in (1, 2, 4, 8))
     assert max(stage.images_per_worker for stage in recipe.stages) <= 128
+
+
+# MLPerf's reference points: batch, rate, warm-up, momentum, weight decay, images of a batch norm, epochs to 75.9 %.
+POINTS = [
+    (4096, 10, 5, 0.9, 2e-4, 64, 40.0),
+    (8192, 17, 5, 0.9, 2e-4, 64, 42.0),
+    (13056, 12.8, 9, 0.9, 2.5e-5, 204, 45.4),
+    (32768, 21.2, 16, 0.94, 2.5e-5, 128, 56.0),
+    (49152, 19.405, 24, 0.951807, 1e-4, 256, 68.0),
+    (58880, 23.246, 29, 0.951807, 1e-4, 230, 79.9),
+    (65536, 24.699, 31, 0.951807, 1e-4, 128, 84.5),
+]
+
+
+@pytest.mark.parametrize(("batch", "lr", "warmup", "momentum", "decay", "images", "epochs"), POINTS)
+def test_a_batch_picks_the_reference_points_values(
+    batch: int, lr: float, warmup: float, momentum: float, decay: float, images: int, epochs: float
+) -> None:
+    recipe = load_recipe("resnet50", [f"batch={batch}"]).recipe
+    plan = Schedule(recipe, IMAGENET)
+    assert (plan[0].batch, plan[0].images_per_worker, plan[0].momentum) == (batch, images, momentum)
+    assert recipe.optimizer.weight_decay == decay
+    assert max(step.lr for step in plan) == pytest.approx(lr, rel=0.01)
+    assert step_at(plan, warmup / 2).lr == pytest.approx(lr / 2, rel=0.03)
+    assert recipe.rate.decay.floor * lr == pytest.approx(1e-4, rel=0.02)
+    assert 1.03 <= plan.stop / IMAGENET / epochs <= 1.07
+
+
+def test_resnet50_in_37_epochs_is_nvidias_and_other_items_go_before_a_row() -> None:
+    plan = schedule("resnet50")
+    assert (plan[0].batch, len(plan), plan[len(plan) - 1].lr) == (3200, 14814, pytest.approx(1e-4, rel=0.01))
+    assert load_recipe("resnet50", ["batch=3200"]).recipe == plan.recipe
+    assert load_recipe("resnet50", ["rate.lr=5.0", "batch=4096"]).recipe.rate.lr == 5.0
+    for name, item, words in (
+        ("resnet50", "batch=5000", "batch = 5000: recipe resnet50 has no such row; use one of 3200, 4096"),
+        ("digits", "batch=64", "batch = 64: recipe digits has no table"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load_recipe(name, [item])
 
 
 def test_fashion_large_differs_from_fashion_only_where_it_must() -> None:

@@ -38,6 +38,7 @@ FURTHER = {
         "column_blocks=4",
     ),
     "intel-cddnn-16": ("model.options.width=64",),
+    "sony-122s": (*PICTURES, "noise_scale.batch=4"),
 }
 
 ALIKE = {"sony-224s", "fujitsu-74s", "you-resnet50-14min"}
