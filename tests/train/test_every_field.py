@@ -82,6 +82,8 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "threads": ([], "threads=2"),
     "evaluate.every": ([], "evaluate.every=1st"),
     "evaluate.first": (["evaluate.every=2st"], "evaluate.first=1st"),
+    "evaluate.image_size": ([], "evaluate={image_size: 10, resize: 12}"),
+    "evaluate.resize": ([LARGER], "evaluate.resize=10"),
     "evaluate.images_per_chunk": ([], "evaluate.images_per_chunk=1"),
     "column_blocks": ([], "column_blocks=4"),
     "target_top1": ([], "target_top1=0.5"),

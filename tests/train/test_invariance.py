@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "optimizer.bias_rate=2.0",
         "optimizer.variant=nnabla",
         "optimizer.eps=1.0e-6",
+        "evaluate={every: 3st, images_per_chunk: 50, image_size: 10, resize: 12}",
     ),
 }
 # Synchronous SGD as Das et al. (arXiv 1602.06709) leave it, and its three networks: narrow, with few pixels.

@@ -65,6 +65,14 @@ class Augment(Section):
         return self
 
 
+def _read_sides(value: Any, check: Callable[[Any], Any]) -> Any:
+    """`Sides` as a recipe file gives them; ValueError says what is allowed."""
+    try:
+        return check(tuple(value) if isinstance(value, list) else value)
+    except ValidationError:
+        raise ValueError("pixels a side, such as 224, or [height, width], such as [11, 39]") from None
+
+
 class Data(Section):
     """Where images come from and how they become tensors."""
 
@@ -92,13 +100,7 @@ class Data(Section):
     max_replaced: Fraction = 0.001
     """largest share of undecodable training images before the run stops"""
 
-    @field_validator("image_size", mode="wrap")
-    @classmethod
-    def _check_size(cls, value: Any, check: Callable[[Any], Sides]) -> Sides:
-        try:
-            return check(tuple(value) if isinstance(value, list) else value)
-        except ValidationError:
-            raise ValueError("pixels a side, such as 224, or [height, width], such as [11, 39]") from None
+    _check_size = field_validator("image_size", mode="wrap")(_read_sides)
 
     @model_validator(mode="after")
     def _check(self) -> "Data":
@@ -248,6 +250,13 @@ class Evaluate(Section):
     """the first evaluation; null: after `every`"""
     images_per_chunk: Count = 100
     """images of one forward pass; logits depend on it, so it is part of the recipe"""
+    image_size: Sides | None = None
+    """pixels a side that the network takes then, often more than in training (Touvron et al., arXiv 1906.06423); null:
+    data.image_size"""
+    resize: Count | None = None
+    """shorter side before its centre crop; null: data.resize"""
+
+    _check_size = field_validator("image_size", mode="wrap")(_read_sides)
 
 
 class Polish(Section):
@@ -314,9 +323,18 @@ class Recipe(Section):
             raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it keeps")
         if self.loss_scale != LossScale() and self.precision != "float16":
             raise ValueError("loss_scale: has a meaning with precision: float16 only")
+        held_out = self.held_out_data
+        if held_out.resize is not None and held_out.resize < max(sides(held_out.image_size)):
+            raise ValueError(f"evaluate.resize: must be at least its image_size, {max(sides(held_out.image_size))}")
         if self.column_blocks > 1 and self.reduction != "exact":
             raise ValueError("column_blocks: above 1 it needs reduction: exact")
         return self
+
+    @property
+    def held_out_data(self) -> Data:
+        """`data` with the sizes at which held-out images are evaluated."""
+        own = {key: getattr(self.evaluate, key) for key in ("image_size", "resize")}
+        return self.data.model_copy(update={key: value for key, value in own.items() if value is not None})
 
     def resolve(self, *, precision: str, memory_format: str) -> "Recipe":
         """The recipe with each `auto` replaced by what this device is best at."""
