@@ -52,6 +52,12 @@ def resolve_workers(options: RuntimeOptions, device: str, recipe: Recipe) -> int
     return options.workers
 
 
+def expected_ranks(options: RuntimeOptions, device: str, recipe: Recipe) -> int:
+    """Ranks of the coming run: those that a launcher has announced, else those to start on this machine."""
+    announced = os.environ.get("WORLD_SIZE", "")
+    return int(announced) if ranks_are_given() and announced.isdigit() else resolve_workers(options, device, recipe)
+
+
 def check_world_size(size: int, recipe: Recipe) -> None:
     """Each rank needs a virtual worker to compute."""
     if size > recipe.virtual_workers:

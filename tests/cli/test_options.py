@@ -114,7 +114,7 @@ def test_bench_names_every_algorithm(run_cli: Run, monkeypatch: pytest.MonkeyPat
 def test_train_plan_and_rehearse_have_every_flag_of_the_runtime(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {field.name for field in fields(RuntimeFlags)}
     # The rest is of a run's folder, as flags of train, or stands in recipe files only.
-    assert set(RuntimeOptions.model_fields) - flags == NEUTRAL.keys() - {"device"}
+    assert set(RuntimeOptions.model_fields) - flags == NEUTRAL.keys() - {"device"} | {"software"}
     for command in ("train", "plan", "rehearse"):
         text = help_of(run_cli, monkeypatch, command)
         assert all(f"--{flag.replace('_', '-')}" in text for flag in flags)
@@ -133,7 +133,7 @@ def test_flags_are_checked_as_a_recipe_file_is_and_override_it() -> None:
             RuntimeFlags(buckets=wrong).over(block)
 
 
-@pytest.mark.parametrize("name", [name for name in RuntimeOptions.model_fields if name != "profile"])
+@pytest.mark.parametrize("name", [name for name in RuntimeOptions.model_fields if name not in ("profile", "software")])
 def test_every_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(
     name: str, tmp_path: Path, run_cli: Run
 ) -> None:
@@ -142,7 +142,9 @@ def test_every_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(
     def planned(**options: Any) -> dict[str, Any]:
         file, found = tmp_path / "mine.yaml", tmp_path / "plan.json"
         block = {"workers": 16, "allreduce": "torus", **options}
-        file.write_text(recipe_source("intel-aws-vgga-16") + "\n" + yaml.safe_dump({"runtime": block}))
+        file.write_text(
+            recipe_source("intel-aws-vgga-16").split("\nruntime:")[0] + "\n" + yaml.safe_dump({"runtime": block})
+        )
         command = ("plan", file, "--cluster", "aws-c4.8xlarge", "--software", "torusgd", "--json", found)
         code, _, err = run_cli(*command)
         assert code == 0, err
@@ -150,6 +152,31 @@ def test_every_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(
 
     assert CHANGED[name] != RuntimeOptions.model_fields[name].default
     assert (planned(**{name: CHANGED[name]}) == planned()) == (name in NEUTRAL)
+
+
+def test_a_grid_of_the_block_gives_way_to_other_ranks_with_a_line_and_a_flag_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    block = RuntimeOptions(allreduce="torus", grid="34x64", model_parallel=2)
+    flags = RuntimeFlags()
+    assert flags.fitted(block, block, 2176) == block
+    assert not caplog.messages
+    assert flags.fitted(block, block, 2) == RuntimeOptions(allreduce="torus", model_parallel=2)
+    assert "for another number of ranks than 2: left out grid = 34x64" in caplog.text
+    asked = RuntimeFlags(grid="4x4")
+    assert asked.fitted(asked.over(block), block, 2).grid == "4x4"
+    itself = RuntimeOptions(workers=3, grid="2x2")
+    assert flags.fitted(itself, itself, 3) == itself
+    assert RuntimeFlags(allreduce="ring").over(block) == RuntimeOptions(allreduce="ring", model_parallel=2)
+
+
+def test_a_record_trains_on_two_ranks_as_far_as_its_data(
+    run_cli: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nowhere = tmp_path / "nowhere"
+    code, _, err = run_cli("train", "sony-224s", "--workers", 2, "--data", nowhere, "--out", tmp_path / "run")
+    assert (code, str(nowhere) in err) == (2, True)
+    assert "left out grid = 34x64" in caplog.text
 
 
 def test_a_profile_of_the_runtime_block_changes_a_plan_of_this_machine(tmp_path: Path, run_cli: Run) -> None:

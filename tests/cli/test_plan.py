@@ -43,8 +43,21 @@ def test_it_prints_and_writes(plan) -> None:
     assert found["stages"][0]["batch"] == 81920
 
 
+def test_a_record_is_planned_as_its_own_software_unless_another_is_named(plan) -> None:
+    command = ("sony-224s", "--cluster", "abci", "--devices", 2176)
+    _, found = plan(*command)
+    _, named = plan(*command, "--software", "nnl-fp16", "--grid", "34x64")
+    assert found["software"] == "nnl-fp16"
+    assert found["stages"] == named["stages"]
+    _, other = plan(*command, "--software", "torusgd")
+    _, flags = plan(*command, "--software", "torusgd", "--allreduce", "torus", "--grid", "34x64")
+    assert other["stages"] == flags["stages"] != found["stages"]
+    _, ring = plan(*command, "--allreduce", "ring")
+    assert ring["stages"][0]["seconds"] > found["stages"][0]["seconds"]
+
+
 def test_more_devices_than_virtual_workers_share_the_same_batch(plan) -> None:
-    out, found = plan("resnet50", "--cluster", "abci", "--devices", 2048)
+    out, found = plan("resnet50-90ep", "--cluster", "abci", "--devices", 2048)
     assert "32 virtual workers; planned with its batch cut for 2,048 devices, 1 > 1 > 2 images" in out
     assert [stage["batch"] for stage in found["stages"]] == [1024, 2048, 4096]
     assert found["images_per_second"] < 4096 / found["stages"][2]["seconds"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.comm.algorithms import Algorithm, parse_algorithm, squarest
+from torusgd.comm.algorithms import FLAT, TREES, Algorithm, parse_algorithm, squarest
 from torusgd.comm.cost import (
     AlphaBeta,
     Axis,
@@ -105,6 +105,15 @@ def test_ranks_alone_on_their_hosts_wait_for_whole_rounds(data, ranks):
     assert cost.per_byte == pytest.approx(want.per_byte)
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(TREES)), st.integers(1, 9), st.sampled_from([1, 2, 4, 8]))
+def test_a_tree_costs_what_its_schedule_does(name, hosts, per_host):
+    algorithm = parse_algorithm(name, hosts * per_host)
+    want = counted(algorithm, per_host)
+    cost = total(cost for _, cost in price(algorithm, Topology(per_host, INSIDE, BETWEEN, message=1.0)))
+    assert (cost.latency, cost.work, cost.per_byte) == pytest.approx((want.lockstep, want.peers, want.per_byte))
+
+
 def one_rank_a_host(message: float = 0.0) -> Topology:
     return Topology(1, AlphaBeta(A, B), AlphaBeta(A, B), message)
 
@@ -118,9 +127,25 @@ def test_flat_algorithms_cost_what_the_literature_says(ranks):
     assert seconds(parse_algorithm("ring", ranks), SIZE, alone) == pytest.approx(2 * (ranks - 1) * A + transfer)
     assert seconds(parse_algorithm("halving-doubling", ranks), SIZE, alone) == pytest.approx(2 * log * A + transfer)
     assert seconds(parse_algorithm("direct", ranks), SIZE, alone) == pytest.approx(2 * A + transfer)
+    assert seconds(parse_algorithm("binomial-tree", ranks), SIZE, alone) == pytest.approx(2 * log * (A + SIZE * B))
+    chain = replace(parse_algorithm("chain", ranks), chunks=4)
+    assert seconds(chain, SIZE, alone) == pytest.approx(2 * (ranks - 1) * A + 2 * (ranks - 1 + 3) * SIZE / 4 * B)
     odd = 0 if ranks.bit_count() == 1 else 2
     rounds = ranks.bit_length() - 1 + odd
     assert seconds(parse_algorithm("doubling", ranks), SIZE, alone) == pytest.approx(rounds * (A + SIZE * B))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(FLAT)), st.integers(2, 4000), st.floats(1, 1e9))
+def test_nothing_is_below_the_lower_bounds_and_no_tree_below_halving(name, ranks, size):
+    """max(log2 P a, 2 (P - 1) / P n b): Ben-Nun and Hoefler (arXiv 1802.09941), table of all-reduces."""
+    alone = one_rank_a_host()
+    took = seconds(parse_algorithm(name, ranks), size, alone)
+    if name != "direct":  # which sends to many at once, and the bound lets a rank send one message at a time
+        assert took >= 0.999999 * (math.log2(ranks) * A)
+    assert took >= 0.999999 * (2 * (ranks - 1) / ranks * size * B)
+    if name in TREES:
+        assert took >= 0.999999 * seconds(parse_algorithm("halving-doubling", ranks), size, alone)
 
 
 @pytest.mark.parametrize(("y", "x"), [(2, 3), (4, 4), (8, 2), (5, 7)])

@@ -12,6 +12,7 @@ from PIL import Image
 from torusgd.data import ArraySource, Pipeline, Source, open_sources
 from torusgd.data import pipeline as module
 from torusgd.data.augment import draw_changes, random_region
+from torusgd.data.view import render, scaled
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.schema import Augment, Data
 
@@ -150,6 +151,20 @@ def test_without_augmentation_training_images_look_as_in_evaluation(tmp_path: Pa
     indices = np.arange(len(source))
     plain = pipeline.training_batch(indices, np.full(len(source), 3), augment=False)
     assert torch.equal(plain.images, pipeline.validation_batch(indices).images)
+
+
+def test_a_random_crop_is_a_window_of_the_scaled_image_at_each_place_in_some_epoch() -> None:
+    data = own_data(augment=Augment(crop="random"), mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    source, pipeline = stripes(data=data)
+    whole = torch.from_numpy(render(source.read(0), scaled(20, 20, 18))).float() / 255
+    windows = {(y, x): whole[:, y : y + 16, x : x + 16] for y in range(3) for x in range(3)}
+    seen = set()
+    for epoch in range(60):
+        image = pipeline.training_batch(np.array([0]), np.array([epoch]), augment=True).images[0]
+        found = [corner for corner, window in windows.items() if torch.allclose(image, window, atol=1e-6)]
+        assert len(found) == 1
+        seen.update(found)
+    assert seen == set(windows)
 
 
 def test_evaluation_is_torchvisions_resize_and_centre_crop(tmp_path: Path) -> None:

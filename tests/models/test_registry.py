@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torusgd.errors import UserError
-from torusgd.models import MODELS, build_model
+from torusgd.models import MODELS, build_model, model_of
+from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import Model, Options
 
 
@@ -235,6 +236,17 @@ class TestOwnModel:
     def test_an_option_of_another_name(self) -> None:
         with pytest.raises(UserError, match=r"model\.options\.width: own_nets:plain has no such option; it has hidden"):
             build("own_nets:plain", {"width": 7})
+
+
+def test_a_network_must_take_the_size_of_evaluation_too() -> None:
+    recipe = load_recipe("intel-cddnn-16", ["model.options.width=8", "data.classes=20", "column_blocks=1"]).recipe
+    assert model_of(recipe, 20) is not None
+    other = load_recipe(
+        "intel-cddnn-16",
+        ["model.options.width=8", "data.classes=20", "column_blocks=1", "evaluate={image_size: [9, 39]}"],
+    ).recipe
+    with pytest.raises(UserError, match="does not take 1x9x39 images"):
+        model_of(other, 20)
 
 
 def test_torchvision_classifier() -> None:

@@ -19,6 +19,15 @@ def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def test_fan_in_scales_by_inputs_and_fan_out_by_outputs() -> None:
+    for options, fan in (({}, 128), ({"fan_in": True}, 64)):
+        torch.manual_seed(0)
+        weight = (
+            MODELS["resnet18"](classes=4, channels=3, **options).layer2[0].conv1.weight
+        )  # 64 to 128 channels, 3 x 3
+        assert weight.square().mean().item() == pytest.approx(2 / (9 * fan), rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("name", "elements", "tensors"),
     [

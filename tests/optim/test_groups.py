@@ -80,6 +80,18 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "lars"])
+def test_biases_alone_get_caffes_doubled_rate(name: str) -> None:
+    model = Net()
+    settings = recipe.Optimizer.model_validate({"name": name, "bias_rate": 2.0})
+    optimizer = build_optimizer(settings, model, lr=1.0)
+    set_hyperparameters(optimizer, lr=0.3, momentum=0.7)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    found = dict(zip(rates, names(model, optimizer), strict=False))
+    assert found[0.6] == BIASES
+    assert set().union(*names(model, optimizer)) - found[0.6] == WEIGHTS | NORMS
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars"])
 def test_the_values_of_a_step_reach_every_group(name: str) -> None:
     settings = recipe.Optimizer.model_validate({"name": name, "weight_decay": 0.01})
     optimizer = build_optimizer(settings, Net(), lr=1.0)

@@ -24,9 +24,12 @@ def reference_rate(
 ) -> float:
     """The published formulas one by one, in Python's float64, written apart from the table that the code uses."""
     nw, ng = norm(w), norm(g)
-    if variant == "fujitsu":
-        below = ng + wd * peak * nw + eps
-        return lr if nw == 0 or below == 0 else lr * trust * nw / below
+    if variant in ("fujitsu", "nnabla"):
+        below, least = ng + wd * peak * nw + eps, 0.0
+        if variant == "nnabla":
+            below, least = ng + wd * nw, eps
+            below += eps if below < eps else 0.0
+        return lr if nw == 0 or nw < least or below == 0 else lr * trust * nw / below
     if variant == "tensorflow":
         ng = norm([b + wd * a for a, b in zip(w, g, strict=True)])
     if nw == 0 or ng == 0:
@@ -179,6 +182,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_nnablas_epsilon_is_a_threshold_on_both_norms() -> None:
+    """The figures of sony/nnabla's lars.cpp for weights and gradients on either side of its epsilon."""
+    norms = torch.tensor([[0.5, 2.0], [0.05, 2.0], [0.5, 0.03], [0.5, 0.0]], dtype=torch.float64)
+    rates = layer_rates(norms[:, 0], norms[:, 1], lr=3.0, trust=0.02, eps=0.1, variant="nnabla")
+    expected = [3 * 0.02 * 0.5 / 2.0, 3.0, 3 * 0.02 * 0.5 / 0.13, 3 * 0.02 * 0.5 / 0.1]
+    torch.testing.assert_close(rates, torch.tensor(expected, dtype=torch.float64))
 
 
 SHAPES = st.lists(st.sampled_from([(), (5,), (BLOCK + 3,), (3, 4), (2, 3, 1, 1)]), min_size=1, max_size=4)

@@ -138,7 +138,7 @@ def test_another_model_leaves_out_the_options_of_the_one_before(caplog: pytest.L
         other = load_recipe("resnet50", ["model.name=torchvision:resnet18"]).recipe
     assert other.model == Model(name="torchvision:resnet18")
     assert caplog.messages == [
-        "--set model.name=torchvision:resnet18: leaves out the model.options of resnet50: zero_gamma"
+        "--set model.name=torchvision:resnet18: leaves out the model.options of resnet50: zero_gamma, fan_in"
     ]
     caplog.clear()
     digits = ["model.options.dropout=0.3", "model.name=fashion-net", "model.options.zero_gamma=false"]

@@ -5,6 +5,9 @@ import re
 
 import pytest
 
+from torusgd.comm.algorithms import parse_algorithm
+from torusgd.errors import UserError
+from torusgd.plan.cluster import load_software
 from torusgd.plan.published import read_rows
 from torusgd.recipe.load import load_recipe, recipe_names, recipe_source
 from torusgd.recipe.schedule import Schedule, Step
@@ -48,6 +51,20 @@ def test_a_record_says_where_each_value_comes_from(name: str) -> None:
     assert "# Published" in header
     assert "# Chosen" in header
     assert "arXiv" in header or "HPDC" in header
+
+
+@pytest.mark.parametrize("name", sorted({*RECORDS, *INTEL}))
+def test_a_record_holds_its_system(name: str) -> None:
+    recipe, runtime = load_recipe(name)
+    assert runtime.unfit(recipe.virtual_workers) == []
+    assert runtime.software is not None
+    published = {row.software for row in read_rows() if row.devices == recipe.virtual_workers}
+    assert load_software(runtime.software).name in published
+    if name in INTEL:
+        assert (runtime.update, runtime.model_parallel) == ("sharded", "auto")
+        assert recipe.virtual_workers % recipe.column_blocks == 0
+    else:
+        parse_algorithm(runtime.allreduce, recipe.virtual_workers, runtime.grid_size)
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))
@@ -145,7 +162,9 @@ def test_sony_224s_rate_and_switch() -> None:
 def test_sony_224s_keeps_the_noise_scale() -> None:
     first, second = schedule("sony-224s").spans
     assert first.momentum == 0.9
-    assert 50 / (69632 * (1 - second.momentum)) == pytest.approx(29 / (34816 * 0.1), rel=1e-12)
+    assert second.momentum == pytest.approx(0.9162, abs=5e-5)
+    scales = [span.lr * (IMAGENET / span.batch - 1) / (1 - span.momentum) for span in (first, second)]
+    assert scales[0] == pytest.approx(scales[1], rel=1e-12)
 
 
 def test_sony_122s_rate() -> None:
@@ -154,7 +173,7 @@ def test_sony_122s_rate() -> None:
     assert max(step.lr for step in plan) == pytest.approx(34, rel=0.002)
     assert step_at(plan, 62).lr == pytest.approx(34 * 0.5**2, rel=0.01)
     # The noise scale of a batch of 32,768 at the same rate with momentum 0.9.
-    assert plan[0].momentum == pytest.approx(1 - 32768 * 0.1 / 55296, abs=5e-5)
+    assert plan[0].momentum == pytest.approx(1 - 0.1 * (IMAGENET / 55296 - 1) / (IMAGENET / 32768 - 1), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["you-resnet50-20min", "you-resnet50-14min", "you-alexnet-11min"])
@@ -187,11 +206,10 @@ def test_intel_leaves_sgd_unaltered(name: str) -> None:
     assert (recipe.optimizer.name, recipe.optimizer.nesterov, recipe.rate.warmup) == ("sgd", False, None)
     assert (recipe.precision, recipe.reduction, recipe.label_smoothing, recipe.polish) == (
         "float32",
-        "float32",
+        "exact",  # 4 bytes an element, as float32, and what layers in column blocks need
         0,
         None,
     )
-    assert load_recipe(name, ["reduction=exact"]).recipe.reduction == "exact"
 
 
 def test_vgg_rate_falls_three_times_by_ten_and_no_recipe_of_it_differs_but_in_the_batch() -> None:
@@ -222,10 +240,49 @@ def test_you_epochs() -> None:
 
 
 def test_the_everyday_recipe_fits_1_to_8_gpus() -> None:
-    recipe = load_recipe("resnet50").recipe
-    assert [span.batch for span in schedule("resnet50").spans] == [1024, 2048, 4096]
+    recipe = load_recipe("resnet50-90ep").recipe
+    assert [span.batch for span in schedule("resnet50-90ep").spans] == [1024, 2048, 4096]
     assert all(recipe.virtual_workers % ranks == 0 for ranks in (1, 2, 4, 8))
     assert max(stage.images_per_worker for stage in recipe.stages) <= 128
+
+
+# MLPerf's reference points: batch, rate, warm-up, momentum, weight decay, images of a batch norm, epochs to 75.9 %.
+POINTS = [
+    (4096, 10, 5, 0.9, 2e-4, 64, 40.0),
+    (8192, 17, 5, 0.9, 2e-4, 64, 42.0),
+    (13056, 12.8, 9, 0.9, 2.5e-5, 204, 45.4),
+    (32768, 21.2, 16, 0.94, 2.5e-5, 128, 56.0),
+    (49152, 19.405, 24, 0.951807, 1e-4, 256, 68.0),
+    (58880, 23.246, 29, 0.951807, 1e-4, 230, 79.9),
+    (65536, 24.699, 31, 0.951807, 1e-4, 128, 84.5),
+]
+
+
+@pytest.mark.parametrize(("batch", "lr", "warmup", "momentum", "decay", "images", "epochs"), POINTS)
+def test_a_batch_picks_the_reference_points_values(
+    batch: int, lr: float, warmup: float, momentum: float, decay: float, images: int, epochs: float
+) -> None:
+    recipe = load_recipe("resnet50", [f"batch={batch}"]).recipe
+    plan = Schedule(recipe, IMAGENET)
+    assert (plan[0].batch, plan[0].images_per_worker, plan[0].momentum) == (batch, images, momentum)
+    assert recipe.optimizer.weight_decay == decay
+    assert max(step.lr for step in plan) == pytest.approx(lr, rel=0.01)
+    assert step_at(plan, warmup / 2).lr == pytest.approx(lr / 2, rel=0.03)
+    assert recipe.rate.decay.floor * lr == pytest.approx(1e-4, rel=0.02)
+    assert 1.02 <= plan.stop / IMAGENET / epochs <= 1.07
+
+
+def test_resnet50_in_37_epochs_is_nvidias_and_other_items_go_before_a_row() -> None:
+    plan = schedule("resnet50")
+    assert (plan[0].batch, len(plan), plan[len(plan) - 1].lr) == (3200, 14814, pytest.approx(1e-4, rel=0.01))
+    assert load_recipe("resnet50", ["batch=3200"]).recipe == plan.recipe
+    assert load_recipe("resnet50", ["rate.lr=5.0", "batch=4096"]).recipe.rate.lr == 5.0
+    for name, item, words in (
+        ("resnet50", "batch=5000", "batch = 5000: recipe resnet50 has no such row; use one of 3200, 4096"),
+        ("digits", "batch=64", "batch = 64: recipe digits has no table"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load_recipe(name, [item])
 
 
 def test_fashion_large_differs_from_fashion_only_where_it_must() -> None:

@@ -27,11 +27,18 @@ SMALL = (
 PICTURES = ("data.source=synthetic", "data.image_size=48", "data.resize=54")
 # What is not small yet: linear layers of 100 million weights.
 FURTHER = {
-    "intel-vgga-128": (*PICTURES, "model.options.width=4"),
-    "intel-vgga-64": (*PICTURES, "model.options.width=4"),
-    "intel-aws-vgga-16": (*PICTURES, "model.options.width=4"),
-    "intel-overfeat-64": (*PICTURES, "data.image_size=96", "data.resize=100", "model.options.width=6"),
+    "intel-vgga-128": (*PICTURES, "model.options.width=4", "column_blocks=4"),
+    "intel-vgga-64": (*PICTURES, "model.options.width=4", "column_blocks=4"),
+    "intel-aws-vgga-16": (*PICTURES, "model.options.width=4", "column_blocks=4"),
+    "intel-overfeat-64": (
+        *PICTURES,
+        "data.image_size=96",
+        "data.resize=100",
+        "model.options.width=6",
+        "column_blocks=4",
+    ),
     "intel-cddnn-16": ("model.options.width=64",),
+    "sony-122s": (*PICTURES, "noise_scale.batch=4"),
 }
 
 ALIKE = {"sony-224s", "fujitsu-74s", "you-resnet50-14min"}

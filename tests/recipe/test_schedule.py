@@ -1,5 +1,6 @@
 """Schedules: nothing dropped, boundaries where they are promised, rates by the formula."""
 
+import json
 import math
 
 import pytest
@@ -71,6 +72,38 @@ def test_noise_scale_momentum_keeps_lr_over_batch_and_one_minus_momentum() -> No
     assert second.lr == pytest.approx(first.lr * math.sqrt(2))
     scales = [span.lr / (span.batch * (1 - span.momentum)) for span in plan.spans]
     assert scales[0] == pytest.approx(scales[1])
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    exact=st.booleans(),
+    batch=st.integers(1, 90),
+    momentum=st.floats(0.0, 0.99),
+    lr=st.floats(0.01, 4.0),
+)
+def test_noise_scale_momentum_keeps_the_noise_of_a_reference_run(
+    exact: bool, batch: int, momentum: float, lr: float
+) -> None:
+    """Smith and Le, arXiv 1710.06451: lr (N / B - 1) / (1 - m), or lr N / B / (1 - m)."""
+    kept = {"exact": exact, "batch": batch, "lr": lr, "momentum": momentum}
+
+    def noise(lr: float, batch: int, momentum: float) -> float:
+        return lr * (TRAIN / batch - exact) / (1 - momentum)
+
+    try:
+        plan = schedule(f"noise_scale={json.dumps(kept)}", "stages.0.momentum=noise-scale")
+    except UserError as error:
+        assert "must be in [0, 1)" in str(error)  # noqa: PT017 - a rate so high that no momentum keeps the noise
+        return
+    for span in plan.spans:
+        assert noise(span.lr, span.batch, span.momentum) == pytest.approx(noise(lr, batch, momentum), rel=1e-6)
+
+
+def test_a_reference_of_a_whole_epoch_has_no_noise_to_keep() -> None:
+    with pytest.raises(UserError, match=r"noise_scale\.exact = true: a batch of 5000"):
+        schedule("noise_scale={exact: true, batch: 5000}", "stages.0.momentum=noise-scale")
+    with pytest.raises(UserError, match=r"noise_scale\.batch"):
+        schedule("stages.0.momentum=noise-scale")
 
 
 def test_weight_decay_is_ramped_only_when_asked() -> None:

@@ -36,12 +36,20 @@ CASES: dict[str, tuple[str, ...]] = {
     "small buckets": (),
     "halving-doubling": (),
     "torus": (),
+    "keys of the records": (
+        "model.batch_norm_momentum=1.0",
+        "noise_scale={exact: true, batch: 50}",
+        "optimizer.bias_rate=2.0",
+        "optimizer.variant=nnabla",
+        "optimizer.eps=1.0e-6",
+        "evaluate={every: 3st, images_per_chunk: 50, image_size: 10, resize: 12}",
+    ),
 }
 # Synchronous SGD as Das et al. (arXiv 1602.06709) leave it, and its three networks: narrow, with few pixels.
-FEW = ("reduction=exact", "stages=[{until: 4st, images_per_worker: 2}]", "evaluate={every: 2st, images_per_chunk: 10}")
+FEW = ("column_blocks=1", "stages=[{until: 4st, images_per_worker: 2}]", "evaluate={every: 2st, images_per_chunk: 10}")
 PICTURES = (
     "data={source: synthetic, train_images: 96, eval_images: 20, classes: 10, image_size: 32, resize: 36, "
-    "augment: {crop: resized, area: [0.57, 0.77], aspect: [1.0, 1.0], flip: 0.5}}",
+    "augment: {crop: random, flip: 0.5}}",
     "virtual_workers=8",
 )
 NETWORKS: dict[str, tuple[str, ...]] = {

@@ -36,7 +36,7 @@ class Assessment:
 
     def evaluate(self) -> Evaluation:
         """Classifies every held-out image."""
-        pipeline = Pipeline(self.trained.held_out, self.recipe.data, self.recipe.seed)
+        pipeline = Pipeline(self.trained.held_out, self.recipe.held_out_data, self.recipe.seed)
         chunk = self.recipe.evaluate.images_per_chunk
         result = evaluate(self.model, pipeline, chunk, self.world, native(self.world), self.precision)
         assert result is not None, "nobody asks an assessment to stop"

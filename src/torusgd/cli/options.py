@@ -8,6 +8,8 @@ parameter, and its options on the command line:
 """
 
 import inspect
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # at run time only once a command runs: `torusgd --help` take
 DATA, RECIPE, RUNTIME, NETWORK, OUTPUT = "Data", "Recipe", "Runtime", "Network", "Output"
 """panels of --help, beside those of single commands"""
 R = TypeVar("R")
+_log = logging.getLogger(__name__)
 
 RecipeName = Annotated[str, Argument(metavar="RECIPE", help="A built-in recipe's name, or a YAML file.")]
 Overrides = Annotated[
@@ -127,12 +130,30 @@ class RuntimeFlags:
         from ..recipe.runtime_options import RuntimeOptions
 
         given = {key: value for key, value in {**asdict(self), **more}.items() if value is not None}
+        if "allreduce" in given:  # a grid belongs to the all-reduce that it was written beside
+            block = block.without(["grid"])
         for key in ("model_parallel", "buckets"):  # a word, a number or a list, as in a recipe file
             if key in given:
                 given[key] = parse_yaml(given[key], f"--{key.replace('_', '-')} {given[key]}")
         if "profile" in given:
             given["profile"] = str(given["profile"])
         return validate(RuntimeOptions, {**block.model_dump(mode="json", exclude_unset=True), **given}, "flags")
+
+    def names(self) -> set[str]:
+        """Of the options that were given as flags."""
+        return {key for key, value in asdict(self).items() if value is not None}
+
+    def fitted(self, options: "RuntimeOptions", block: "RuntimeOptions", ranks: int) -> "RuntimeOptions":
+        """The options without those of the recipe's block that are for another number of ranks; one line names them.
+
+        A record's block holds the grid of its machine, and the recipe trains on a laptop too. A flag does not give way,
+        nor does a block that itself names this number of ranks: these are mistakes, which the run refuses.
+        """
+        left_out = [] if block.workers == ranks else [n for n in options.unfit(ranks) if n not in self.names()]
+        if left_out and os.environ.get("RANK", "0") == "0":
+            told = ", ".join(f"{name} = {getattr(options, name)}" for name in left_out)
+            _log.warning("the recipe's runtime block is for another number of ranks than %d: left out %s", ranks, told)
+        return options.without(left_out)
 
 
 @dataclass(frozen=True)
@@ -146,7 +167,7 @@ class PlannedMachine:
         str | None,
         Option(
             "--software",
-            help="Software profile; a rehearsal takes its speed of compute. Default: the cluster's own.",
+            help="Software profile; a rehearsal takes its speed of compute. Default: the record's, else the cluster's.",
             rich_help_panel="Cluster",
         ),
     ] = None

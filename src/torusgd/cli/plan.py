@@ -69,6 +69,8 @@ class Planned:
     recipe: "Recipe"
     workload: "Workload"
     runtime: "RuntimeOptions"
+    as_published: frozenset[str]
+    """the names of the options that describe what `software` is known to have done, and so don't go before it"""
     cluster: "Cluster"
     software: "Software"
     """the profile as it stands in its file"""
@@ -93,6 +95,7 @@ class Planned:
         runtime = flags.over(block)
         if machine.cluster is None or runtime.workers is None:
             raise UserError(f"{name}: needs --cluster and --devices to be planned")
+        runtime = flags.fitted(runtime, block, runtime.workers)
         if runtime.profile is None:
             cluster = load_cluster(machine.cluster)
         elif machine.cluster == "local":
@@ -106,8 +109,13 @@ class Planned:
             raise UserError(
                 "--profile: is of the network alone; add --measured RUN, a run of this recipe with one worker"
             )
-        software = load_software(machine.software or cluster.software)
-        return cls(recipe, workload_of(recipe, path=data), runtime, cluster, software, machine.measured)
+        # This machine runs torusgd, whoever set the record.
+        record = None if machine.cluster == "local" else block.software
+        software = load_software(machine.software or record or cluster.software)
+        is_record = machine.software is None and record is not None
+        published = block.model_fields_set - flags.names() if is_record else ()
+        workload = workload_of(recipe, path=data)
+        return cls(recipe, workload, runtime, frozenset(published), cluster, software, machine.measured)
 
     @property
     def devices(self) -> int:
@@ -120,6 +128,7 @@ class Planned:
         from ..plan.local import measured_software
         from ..plan.program import program_for, resolve_model_parallel
 
+        runtime = runtime.without(self.as_published - {"workers"})
         resolved = resolve_model_parallel(self.recipe, self.workload, runtime, self.cluster, self.software)
         program = program_for(self.recipe, resolved, self.cluster, self.software)
         if self.measured is None:

@@ -45,7 +45,7 @@ def rehearse(
 
     check_writable("--json", json_file)
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
-    planned = replace(planned, software=as_torusgd(planned.software))
+    planned = replace(planned, software=as_torusgd(planned.software), as_published=frozenset())
     _check(planned)
     options = planned.runtime
     program = with_communication(planned.program(options), overlap=overlap)

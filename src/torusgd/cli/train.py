@@ -77,7 +77,7 @@ def train(
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
     from ..recipe.load import load_recipe
-    from ..runtime import ranks_are_given, resolve_auto, resolve_device
+    from ..runtime import expected_ranks, ranks_are_given, resolve_auto, resolve_device
     from ..train.build import Job
     from ..train.compare_plan import PlanComparison
 
@@ -95,6 +95,7 @@ def train(
     if init is not None and not init.is_file():
         raise UserError(f"--init {init}: no such file")
     resolved = resolve_auto(asked, device)
+    options = runtime.fitted(options, block, expected_ranks(options, device, resolved))
     folder = out or Path("runs") / resolved.name
     planned = PlanComparison.load(plan) if plan else None
     job = Job(resolved, options, device, folder, data, init, max_steps, planned)

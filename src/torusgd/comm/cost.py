@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from .algorithms import FLAT, Algorithm, parse_algorithm, squarest
+from .algorithms import FLAT, TREES, Algorithm, parse_algorithm, squarest
 
 TORUS_METHODS = ("ring", "halving", "halving/ring", "direct", "doubling/direct", "ring/direct")
 """VERTICAL/HORIZONTAL, or one for both axes, that are worth a price"""
@@ -99,7 +99,7 @@ def candidates(ranks: int, per_host: int, grids: tuple[tuple[int, int], ...] | N
     """
     host_rows = [(ranks // per_host, per_host)] if ranks % per_host == 0 else []
     tried = {squarest(ranks), *host_rows} if grids is None else set(grids)
-    found = [parse_algorithm(name, ranks) for name in FLAT]
+    found = [parse_algorithm(name, ranks) for name in FLAT if name not in TREES]
     for grid in sorted(tried - {(1, ranks), (ranks, 1)}):
         found += [parse_algorithm(f"torus:{methods}", ranks, grid) for methods in TORUS_METHODS]
     if 1 < per_host < ranks:
@@ -163,7 +163,9 @@ def price(algorithm: Algorithm, topology: Topology) -> tuple[tuple[str, Cost], .
 
 
 def all_reduce(topology: Topology, axis: Axis, method: str) -> Cost:
-    """Along one axis: a reduce-scatter and the all-gather that mirrors it, or log2 P exchanges of the whole."""
+    """Along one axis: a reduce-scatter and the all-gather that mirrors it, or rounds that move the whole."""
+    if method in TREES.values():
+        return _to_root(topology, axis.size, method).repeated(2)
     if method != "doubling":
         return reduce_scatter(topology, axis, method).repeated(2)
     power = 1 << (axis.size.bit_length() - 1)
@@ -182,8 +184,8 @@ def all_reduce(topology: Topology, axis: Axis, method: str) -> Cost:
 def reduce_scatter(topology: Topology, axis: Axis, method: str) -> Cost:
     """Until each rank of the axis holds its share of the sum; an all-gather costs the same.
 
-    ring: P - 1 rounds of n / P bytes to the neighbour. halving: ceil(log2 P) rounds, of the half of what is left to the
-    rank so far away. direct: one round of P - 1 messages.
+    ring: P - 1 rounds of n / P bytes to the neighbour. direct: one round of P - 1 messages. halving: ceil(log2 P)
+    rounds, of the half of what is left to the rank so far away; it also stands for methods that leave no shards.
     """
     size = axis.size
     if size == 1:
@@ -192,12 +194,31 @@ def reduce_scatter(topology: Topology, axis: Axis, method: str) -> Cost:
         return _round(topology, axis, _crossing(topology, axis, 1), 1 / size).repeated(size - 1)
     if method == "direct":
         return _fan(topology, axis, messages=size - 1, lines=axis.lines * topology.per_host / axis.stride)
-    assert method == "halving", method
     rounds, left = [], size
     while left > 1:
         keep = (left + 1) // 2
         rounds.append(_round(topology, axis, _crossing(topology, axis, keep), (left - keep) / size))
         left = keep
+    return total(rounds)
+
+
+def _to_root(topology: Topology, ranks: int, method: str) -> Cost:
+    """The whole tensor on its way from all ranks to the first; the way back costs the same.
+
+    binomial: ceil(log2 P) rounds, to the rank 1, 2, 4, ... places before. chain: P - 1 rounds to the neighbour, each of
+    which has a link to itself: a rank sends each chunk twice, up and down, and the links work side by side.
+    """
+    host, far = topology.per_host, topology.between
+    near = Cost(topology.inside.alpha, topology.message, topology.inside.beta, topology.inside.beta)
+    if method == "chain":
+        beta = max(card_beta(topology, 1.0, 1), topology.stream)
+        across, crossing = Cost(far.alpha, topology.message, beta, 0.0, beta), (ranks - 1) // host
+        way = total([across.repeated(crossing), near.repeated(ranks - 1 - crossing)])
+        return way._replace(inside=min(way.inside, near.inside), between=min(way.between, beta))
+    rounds = []
+    for hop in (1 << bit for bit in range((ranks - 1).bit_length())):
+        beta = max(card_beta(topology, 1.0, max(1, hop // host)), topology.stream)
+        rounds.append(near if host % (2 * hop) == 0 else Cost(far.alpha, topology.message, beta, 0.0, beta))
     return total(rounds)
 
 

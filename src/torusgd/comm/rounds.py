@@ -113,6 +113,7 @@ _REDUCE_SCATTER: dict[str, Callable[[Axis, Sequence[int]], list[Round]]] = {
     "direct": _direct,
 }
 METHODS = (*_REDUCE_SCATTER, "doubling")
+"""of the axes of a grid"""
 
 
 def mirror(rounds: Sequence[Round]) -> list[Round]:
@@ -145,18 +146,61 @@ def _doubling(axis: Axis, low: int, high: int) -> list[Round]:
     ]
 
 
+def _whole(axis: Axis, place: int, low: int, high: int) -> tuple[Message, ...]:
+    return (Message(axis.members[place], low, high),) if high > low else ()
+
+
+def _binomial(axis: Axis, low: int, high: int) -> list[Round]:
+    """Up a binomial tree to the first member, ceil(log2 P) rounds, and down again.
+
+    In round b the members whose place ends in a one and b zeros (binary) send all that they have to the one 2 ** b
+    places before, and are done until the sum comes back.
+    """
+    size, me, up = len(axis.members), axis.place, []
+    for distance in (1 << bit for bit in range((size - 1).bit_length())):
+        if me % (2 * distance) == distance:
+            up.append(Round(_whole(axis, me - distance, low, high)))
+        elif me % (2 * distance) == 0 and me + distance < size:
+            up.append(Round(adds=_whole(axis, me + distance, low, high)))
+        else:
+            up.append(Round())
+    return up + mirror(up)
+
+
+def _chain(axis: Axis, low: int, high: int) -> list[Round]:
+    """From the last member to the first, each adding its own values, P - 1 rounds, and back again.
+
+    A link is in use in one round each way: in chunks, which follow each other, all links work at the same time.
+    """
+    size, me, up = len(axis.members), axis.place, []
+    for sender in range(size - 1, 0, -1):
+        if me == sender:
+            up.append(Round(_whole(axis, me - 1, low, high)))
+        else:
+            up.append(Round(adds=_whole(axis, me + 1, low, high)) if me == sender - 1 else Round())
+    return up + mirror(up)
+
+
+_UNCUT: dict[str, Callable[[Axis, int, int], list[Round]]] = {
+    "doubling": _doubling,
+    "binomial": _binomial,
+    "chain": _chain,
+}
+"""methods that move the whole tensor and leave no shards: a reduce-scatter takes halving in their place"""
+
+
 def reduce_scatter(
     axes: Sequence[Axis], low: int, high: int, stops: Sequence[int] | None = None
 ) -> tuple[list[Round], tuple[int, int]]:
     """The rounds after which this rank holds the sum of one span of [low, high), and that span.
 
     Along each axis in turn the span is cut again, at `stops` only (see `cut`). These are the first phases of
-    `all_reduce`, but for `doubling`, which leaves no shards: halving stands for it. Their `mirror` is the all-gather.
+    `all_reduce`, but for methods that leave no shards: halving stands for them. Their `mirror` is the all-gather.
     """
     rounds: list[Round] = []
     for axis in axes:
         edges = cut(low, high, len(axis.members), stops)
-        rounds += _REDUCE_SCATTER["halving" if axis.method == "doubling" else axis.method](axis, edges)
+        rounds += _REDUCE_SCATTER["halving" if axis.method in _UNCUT else axis.method](axis, edges)
         low, high = edges[axis.place], edges[axis.place + 1]
     return rounds, (low, high)
 
@@ -166,8 +210,8 @@ def all_reduce(axes: Sequence[Axis], low: int, high: int) -> list[Round]:
     if not axes:
         return []
     first, rest = axes[0], axes[1:]
-    if first.method == "doubling":
-        return _doubling(first, low, high) + all_reduce(rest, low, high)
+    if first.method in _UNCUT:
+        return _UNCUT[first.method](first, low, high) + all_reduce(rest, low, high)
     edges = cut(low, high, len(first.members))
     rounds = _REDUCE_SCATTER[first.method](first, edges)
     return rounds + all_reduce(rest, edges[first.place], edges[first.place + 1]) + mirror(rounds)

@@ -15,7 +15,7 @@ from .types import Bools, Float64, Int64, Pixels, Region
 
 _ATTEMPTS = 10  # at a box that fits, as torchvision's RandomResizedCrop
 # Each draw of a sample has a number of its own, so that one kind of change moves no other: one for the mirror, two for
-# the shift, four for each attempt at a box.
+# the shift or the cut, four for each attempt at a box.
 _MIRROR, _DOWN, _RIGHT, _BOX = 0, 1, 2, 3
 
 
@@ -26,17 +26,19 @@ class Changes:
     Args:
         boxes: float64 [n, attempts, 4], the draws of `random_region`; None without crop: resized.
         moves: int64 [n, 2], rows and columns of the padded image to leave out; None without crop: shift.
+        corners: float64 [n, 2] in [0, 1), how far down and right the cut lies; None without crop: random.
         mirrored: bool [n].
     """
 
     boxes: Float64 | None
     moves: Int64 | None
+    corners: Float64 | None
     mirrored: Bools
 
 
 def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Changes:
     """The changes of the samples at `indices` [n] in their `epochs` [n]."""
-    boxes = moves = None
+    boxes = moves = corners = None
     if augment.crop == "resized":
         numbers = _BOX + np.arange(4 * _ATTEMPTS)
         draws = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
@@ -44,8 +46,11 @@ def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> 
     if augment.crop == "shift":
         numbers = np.array([_DOWN, _RIGHT])
         moves = keyed_integer(2 * augment.shift + 1, AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
+    if augment.crop == "random":
+        numbers = np.array([_DOWN, _RIGHT])
+        corners = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
     mirrored = keyed_uniform(AUGMENT, seed, epochs, indices, _MIRROR) < augment.flip
-    return Changes(boxes, moves, mirrored)
+    return Changes(boxes, moves, corners, mirrored)
 
 
 def random_region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Float64) -> Region:

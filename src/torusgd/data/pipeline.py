@@ -20,9 +20,11 @@ from ..rng import SUBSTITUTE, keyed_integer
 from . import augment as random_changes
 from .augment import Changes
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
-from .view import centre, render, scaled
+from .view import centre, cut_at, render, scaled
 
 T = TypeVar("T")
+Cut = Callable[[Pixels], Pixels]
+"""from an image [channels, height, width] to what the network takes of it"""
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class Pipeline:
             self._finish(images, drawn, slice(None), out)
         else:
             for at, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
-                image, used[at] = self._image_or_substitute(index, epoch, self._region(drawn, at))
+                image, used[at] = self._image_or_substitute(index, epoch, self._region(drawn, at), self._cut(drawn, at))
                 self._finish(image[None], drawn, slice(at, at + 1), out)
         return self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
 
@@ -110,7 +112,7 @@ class Pipeline:
             decodable = np.ones(len(indices), dtype=bool)
             for at, index in enumerate(indices.tolist()):
                 try:
-                    image = self._image(index, self._validation_region)
+                    image = self._image(index, self._validation_region, self._centre)
                 except CorruptImage as error:
                     decodable[at] = False
                     log.warning("left out of evaluation: %s", error)
@@ -159,18 +161,27 @@ class Pipeline:
             return self._validation_region
         return partial(random_changes.random_region, size=self._size, augment=self._data.augment, draws=drawn.boxes[at])
 
-    def _image_or_substitute(self, index: int, epoch: int, choose: Choose) -> tuple[Pixels, int]:
+    def _cut(self, drawn: Changes | None, at: int) -> Cut:
+        if drawn is None or drawn.corners is None:
+            return self._centre
+        down, right = drawn.corners[at].tolist()
+        return partial(cut_at, size=self._size, corner=(down, right))
+
+    def _centre(self, image: Pixels) -> Pixels:
+        return centre(image, self._size)
+
+    def _image_or_substitute(self, index: int, epoch: int, choose: Choose, cut: Cut) -> tuple[Pixels, int]:
         taken = index
         for attempt in range(_SUBSTITUTES + 1):
             try:
-                return self._image(taken, choose), taken
+                return self._image(taken, choose, cut), taken
             except CorruptImage as error:
                 last = error
                 log.warning("replaced in epoch %d: %s", epoch, error)
                 taken = int(keyed_integer(len(self.source), SUBSTITUTE, self._seed, epoch, index, attempt))
         raise RunError(f"{_SUBSTITUTES} substitutes in a row can't be decoded either, the last: {last}") from last
 
-    def _image(self, index: int, choose: Choose) -> Pixels:
+    def _image(self, index: int, choose: Choose, cut: Cut) -> Pixels:
         """One image, uint8 [channels, height, width]."""
         if (regions := self._regions) is not None:
             image = _retried(lambda: regions.read_region(index, choose))
@@ -182,7 +193,7 @@ class Pipeline:
                     f" {self._data.channels}], but image {index} is {pixels.dtype} {list(pixels.shape)}"
                 )
             image = render(pixels, choose(*pixels.shape[:2]))
-        return centre(image, self._size)
+        return cut(image)
 
     def _validation_region(self, height: int, width: int) -> Region:
         rows, columns = self._size

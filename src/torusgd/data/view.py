@@ -43,6 +43,14 @@ def render(image: Pixels, region: Region) -> Pixels:
     return resized[0].contiguous().numpy()
 
 
+def cut_at(image: Pixels, size: tuple[int, int], corner: tuple[float, float]) -> Pixels:
+    """Rows x columns out of [..., height, width]; `corner` in [0, 1) picks one of the places for it, each way."""
+    rows, columns = size
+    height, width = image.shape[-2:]
+    top, left = int(corner[0] * (height - rows + 1)), int(corner[1] * (width - columns + 1))
+    return image[..., top : top + rows, left : left + columns]
+
+
 def centre(image: Pixels, size: tuple[int, int]) -> Pixels:
     """The middle rows x columns of [..., height, width], offsets rounded as torchvision's CenterCrop does."""
     rows, columns = size

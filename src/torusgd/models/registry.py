@@ -68,19 +68,33 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
         torch.default_generator.manual_seed(int(keyed_hash(INIT, seed)))
         network = construct(model, classes=classes, channels=channels)
         _check_parameters(model.name, network)
+        _set_batch_norm_momentum(model, network)
         _check(model.name, network, torch.randn(2, channels, *sides(image_size)), classes)
     return network
 
 
+def _set_batch_norm_momentum(model: Model, network: nn.Module) -> None:
+    layers = [module for module in network.modules() if isinstance(module, _BatchNorm)]
+    if model.batch_norm_momentum is None:
+        return
+    if not layers:
+        raise UserError(f"model.batch_norm_momentum = {model.batch_norm_momentum}: {model.name} has no batch norm")
+    for layer in layers:
+        layer.momentum = model.batch_norm_momentum
+
+
 def model_of(recipe: Recipe, classes: int) -> nn.Module:
-    """`build_model` by a recipe; `classes` is the data set's number, where the recipe gives none."""
-    return build_model(
-        recipe.model,
-        classes=recipe.data.classes or classes,
-        channels=recipe.data.channels,
-        image_size=recipe.data.image_size,
-        seed=recipe.seed,
-    )
+    """`build_model` by a recipe; `classes` is the data set's number, where the recipe gives none.
+
+    Raises:
+        UserError: As `build_model`, or the network does not take images of the size at which it is evaluated.
+    """
+    classes, channels = recipe.data.classes or classes, recipe.data.channels
+    train, held_out = recipe.data.image_size, recipe.held_out_data.image_size
+    network = build_model(recipe.model, classes=classes, channels=channels, image_size=train, seed=recipe.seed)
+    if held_out != train:
+        _check(recipe.model.name, network, torch.zeros(2, channels, *sides(held_out)), classes)
+    return network
 
 
 def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
@@ -203,7 +217,9 @@ def _check(name: str, network: nn.Module, images: Tensor, classes: int) -> None:
         logits = trial(images)
     except (RuntimeError, ValueError, IndexError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"model.name: {name} does not take {size} images (data.image_size): {reason}") from error
+        raise UserError(
+            f"model.name: {name} does not take {size} images (image_size of data or evaluate): {reason}"
+        ) from error
     gave = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if gave != (len(images), classes):
         raise UserError(

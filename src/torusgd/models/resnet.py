@@ -63,15 +63,18 @@ def shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
-def init_residual(model: nn.Module, *, zero_gamma: bool) -> None:
-    """Draws the weights anew: He's normal rule (fan out) for convolutions, N(0, 0.01) and no bias for linear layers.
+def init_residual(model: nn.Module, *, zero_gamma: bool, fan_in: bool = False) -> None:
+    """Draws the weights anew: He's normal rule for convolutions, N(0, 0.01) and no bias for linear layers.
+
+    He's variance (arXiv 1502.01852) is 2 over the inputs of an output with `fan_in` (Fujitsu's MLPerf v0.6 code), else
+    over the outputs of an input (torchvision, and most of the records).
 
     The linear layers' deviation is that of the large-batch records (Goyal et al., arXiv 1706.02677, section 5.1).
     With `zero_gamma` each residual block begins as its shortcut: the gamma of its last batch norm is zero.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.kaiming_normal_(module.weight, mode="fan_in" if fan_in else "fan_out", nonlinearity="relu")
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.01)
             nn.init.zeros_(module.bias)
@@ -92,9 +95,19 @@ class ResNet(nn.Module):
         classes: Size of the output.
         channels: Channels of the input.
         zero_gamma: Begin with every residual block as the identity (`init_residual`).
+        fan_in: By what convolutions' first weights are scaled (`init_residual`).
     """
 
-    def __init__(self, block: Block, depths: Sequence[int], *, classes: int, channels: int, zero_gamma: bool) -> None:
+    def __init__(
+        self,
+        block: Block,
+        depths: Sequence[int],
+        *,
+        classes: int,
+        channels: int,
+        zero_gamma: bool = False,
+        fan_in: bool = False,
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
@@ -106,7 +119,7 @@ class ResNet(nn.Module):
         self.layer4 = _layer(block, 256 * block.expansion, 512, depths[3], stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(512 * block.expansion, classes)
-        init_residual(self, zero_gamma=zero_gamma)
+        init_residual(self, zero_gamma=zero_gamma, fan_in=fan_in)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
@@ -119,21 +132,21 @@ def _layer(block: Block, inputs: int, width: int, depth: int, stride: int) -> nn
     return nn.Sequential(first, *(block(width * block.expansion, width) for _ in range(depth - 1)))
 
 
-def resnet18(*, classes: int, channels: int, zero_gamma: bool = False) -> ResNet:
+def resnet18(*, classes: int, channels: int, zero_gamma: bool = False, fan_in: bool = False) -> ResNet:
     """11.7 M parameters, 1.8 GMAC at 224 px (1,000 classes)."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), classes=classes, channels=channels, zero_gamma=zero_gamma)
+    return ResNet(BasicBlock, (2, 2, 2, 2), classes=classes, channels=channels, zero_gamma=zero_gamma, fan_in=fan_in)
 
 
-def resnet34(*, classes: int, channels: int, zero_gamma: bool = False) -> ResNet:
+def resnet34(*, classes: int, channels: int, zero_gamma: bool = False, fan_in: bool = False) -> ResNet:
     """21.8 M parameters, 3.7 GMAC at 224 px."""
-    return ResNet(BasicBlock, (3, 4, 6, 3), classes=classes, channels=channels, zero_gamma=zero_gamma)
+    return ResNet(BasicBlock, (3, 4, 6, 3), classes=classes, channels=channels, zero_gamma=zero_gamma, fan_in=fan_in)
 
 
-def resnet50(*, classes: int, channels: int, zero_gamma: bool = False) -> ResNet:
+def resnet50(*, classes: int, channels: int, zero_gamma: bool = False, fan_in: bool = False) -> ResNet:
     """25.6 M parameters, 4.1 GMAC at 224 px."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), classes=classes, channels=channels, zero_gamma=zero_gamma)
+    return ResNet(Bottleneck, (3, 4, 6, 3), classes=classes, channels=channels, zero_gamma=zero_gamma, fan_in=fan_in)
 
 
-def resnet101(*, classes: int, channels: int, zero_gamma: bool = False) -> ResNet:
+def resnet101(*, classes: int, channels: int, zero_gamma: bool = False, fan_in: bool = False) -> ResNet:
     """44.5 M parameters, 7.8 GMAC at 224 px."""
-    return ResNet(Bottleneck, (3, 4, 23, 3), classes=classes, channels=channels, zero_gamma=zero_gamma)
+    return ResNet(Bottleneck, (3, 4, 23, 3), classes=classes, channels=channels, zero_gamma=zero_gamma, fan_in=fan_in)

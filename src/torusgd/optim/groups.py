@@ -50,8 +50,8 @@ def build_optimizer(
 
     Args:
         settings: The recipe's `optimizer` section.
-        model: Its parameters become at most four groups, by weight decay and trust; each group carries
-            `base_weight_decay`, which `set_hyperparameters` scales.
+        model: Its parameters become a few groups, by weight decay, trust and factor on the rate; each group carries
+            `base_weight_decay` and `rate_factor`, by which `set_hyperparameters` goes.
         lr: The recipe's highest rate (`rate.lr`); each step sets its own.
         blocks: By name, the column blocks that this rank updates in a parameter's stead, maybe none.
         norms: For LARS: of whole layers, where the groups hold blocks of them.
@@ -59,18 +59,19 @@ def build_optimizer(
     Returns:
         `Sgd` or `Lars`.
     """
-    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    groups: dict[tuple[bool, bool, float], list[Tensor]] = {}
     parameters = dict(model.named_parameters())
     for name, kind in parameter_kinds(model).items():
         given = [parameters[name]] if parameters[name].requires_grad else []
         tensors = given if blocks is None else blocks.get(name, given)
         if tensors:
-            rule = (kind not in settings.no_decay, settings.name == "lars" and kind not in settings.no_trust)
+            trusts = settings.name == "lars" and kind not in settings.no_trust
+            rule = (kind not in settings.no_decay, trusts, settings.bias_rate if kind == "bias" else 1.0)
             groups.setdefault(rule, []).extend(tensors)
     described = []
-    for (decays, trusts), params in groups.items():
+    for (decays, trusts, factor), params in groups.items():
         decay = settings.weight_decay if decays else 0.0
-        group = {"params": params, "weight_decay": decay, "base_weight_decay": decay}
+        group = {"params": params, "weight_decay": decay, "base_weight_decay": decay, "rate_factor": factor}
         described.append({**group, "trust": settings.trust if trusts else None} if settings.name == "lars" else group)
     if settings.name == "sgd":
         return Sgd(described, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov)
@@ -78,8 +79,8 @@ def build_optimizer(
 
 
 def set_hyperparameters(optimizer: Optimizer, *, lr: float, momentum: float, weight_decay_factor: float = 1.0) -> None:
-    """Gives every group the values of the coming step; weight decay is `base_weight_decay` times the factor."""
+    """Gives every group the values of the coming step, times its own `rate_factor` and `base_weight_decay`."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("rate_factor", 1.0)
         group["momentum"] = momentum
         group["weight_decay"] = group["base_weight_decay"] * weight_decay_factor

@@ -35,6 +35,8 @@ class Variant:
     """The factor on |w| in the denominator. `premultiplied` is weight_decay * peak_lr."""
     eps: bool = True
     """Whether the denominator takes an epsilon."""
+    eps_is_threshold: bool = False
+    """Whether epsilon is added only to a denominator below it, and the ratio is 1 where |w| is below it."""
     decayed_gradient: bool = False
     """Whether |g| is the norm of g + weight_decay * w."""
     zero_gradient_is_plain: bool = True
@@ -59,6 +61,8 @@ VARIANTS: Mapping[str, Variant] = {
     "mxnet": Variant(),
     # Fujitsu's MLPerf v0.6 code keeps weight decay multiplied by the peak rate, and only a zero |w| turns scaling off.
     "fujitsu": Variant(decay="premultiplied", zero_gradient_is_plain=False),
+    # Sony's Neural Network Libraries (sony/nnabla, src/nbla/solver/generic/lars.cpp; trust 0.001 and eps 1e-6 there).
+    "nnabla": Variant(eps_is_threshold=True, zero_gradient_is_plain=False),
 }
 
 
@@ -81,7 +85,7 @@ class Lars(Optimizer):
         lr: Rate of the whole model, before the trust ratio.
         trust: Trust coefficient, or None for the plain rate.
         trust_one_dimensional: True scales one-dimensional parameters like all others.
-        eps: Added to the denominator of the trust ratio.
+        eps: Added to the denominator of the trust ratio; variant `nnabla` adds it to one below it only.
         variant: Whose formula; a key of `VARIANTS`.
         peak_lr: Highest rate of the schedule, which variant `fujitsu` multiplies the weight decay in its denominator
             by; the other variants don't read it. None: `lr` as given here.
@@ -221,9 +225,15 @@ def layer_rates(
     row = VARIANTS[variant]
     highest = lr if peak_lr is None else peak_lr
     decay = {"weight_decay": weight_decay, "none": 0.0, "premultiplied": weight_decay * highest}[row.decay]
-    denominator = grad_norms + decay * weight_norms + eps
+    denominator = grad_norms + decay * weight_norms
+    plain = weight_norms == 0
+    if row.eps_is_threshold:
+        denominator = torch.where(denominator < eps, denominator + eps, denominator)
+        plain = plain | (weight_norms < eps)
+    else:
+        denominator = denominator + eps
     ratio = trust * weight_norms / denominator
-    plain = (weight_norms == 0) | (denominator == 0)
+    plain = plain | (denominator == 0)
     if row.zero_gradient_is_plain:
         plain = plain | (grad_norms == 0)
     ratio = torch.where(plain, 1.0, ratio)

@@ -116,13 +116,16 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
 
     Args:
         name: A built-in name, or the path of a YAML file.
-        overrides: Items `key.path=value` as `apply_overrides` takes them.
+        overrides: Items `key.path=value` as `apply_overrides` takes them; `batch=N` picks the row of a recipe that has
+            a table `batches` of the values that go with a batch, and the other items change what it says.
 
     Raises:
         UserError: One line that names the key, the value and what is allowed.
 
     >>> load_recipe("digits", ["seed=3"]).recipe.seed
     3
+    >>> load_recipe("resnet50", ["batch=8192"]).recipe.rate.lr
+    17.0
     """
     is_path = name.endswith((".yaml", ".yml")) or "/" in name
     try:
@@ -134,7 +137,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
     tree = parse_yaml(text, f"recipe {name}")
     if not isinstance(tree, dict):
         raise UserError(f"recipe {name}: needs keys and values, such as 'model: {{name: resnet50}}'")
-    apply_overrides(tree, overrides)
+    apply_overrides(tree, _pick_batch(tree, overrides, name))
     runtime = tree.pop("runtime", None) or {}
     return Loaded(
         validate(Recipe, tree, f"recipe {name}"), validate(RuntimeOptions, runtime, f"recipe {name}: runtime")
@@ -191,6 +194,25 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
                 _log.warning("--set %s: leaves out the model.options of %s: %s", item, replaced, ", ".join(options))
 
 
+def _pick_batch(tree: dict[str, Any], overrides: Sequence[str], name: str) -> list[str]:
+    """Puts the values of one row of `batches` into the tree and takes the table out; the overrides that are left."""
+    rows, batch = tree.pop("batches", None), tree.pop("batch", None)
+    for item in overrides:
+        if item.startswith("batch="):
+            batch = parse_yaml(item.removeprefix("batch="), f"--set {item}")
+    if batch is not None or rows is not None:
+        if not isinstance(rows, dict):
+            raise UserError(
+                f"batch = {batch}: recipe {name} has no table `batches` to pick from; set virtual_workers and "
+                "stages.N.images_per_worker, whose product is the batch"
+            )
+        if not isinstance(rows.get(batch), dict):
+            raise UserError(f"batch = {batch}: recipe {name} has no such row; use one of {', '.join(map(str, rows))}")
+        for path, value in rows[batch].items():
+            _put(tree, str(path), value, f"batches.{batch}.{path}")
+    return [item for item in overrides if not item.startswith("batch=")]
+
+
 def _at(tree: Any, *keys: str) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
@@ -201,23 +223,27 @@ def _override(tree: dict[str, Any], item: str) -> None:
     path, separator, value = item.partition("=")
     if not separator or not path:
         raise UserError(f"--set {item}: write it as key.path=value, such as rate.lr=0.1")
+    _put(tree, path, parse_yaml(value, f"--set {item}"), f"--set {item}")
+
+
+def _put(tree: dict[str, Any], path: str, value: Any, where: str) -> None:
     *parents, last = path.split(".")
     node: Any = tree
     for key in parents:
-        index = _index(node, key, item)
+        index = _index(node, key, where)
         if isinstance(node, dict) and node.get(index) is None:
             node[index] = {}
         node = node[index]
-    node[_index(node, last, item)] = parse_yaml(value, f"--set {item}")
+    node[_index(node, last, where)] = value
 
 
-def _index(node: Any, key: str, item: str) -> Any:
+def _index(node: Any, key: str, where: str) -> Any:
     if isinstance(node, dict):
         return key
     if not isinstance(node, list):
-        raise UserError(f"--set {item}: the key before {key!r} holds a plain value, not keys")
+        raise UserError(f"{where}: the key before {key!r} holds a plain value, not keys")
     if not key.isdigit() or int(key) >= len(node):
-        raise UserError(f"--set {item}: {key!r} is no item of that list; use 0 to {len(node) - 1}")
+        raise UserError(f"{where}: {key!r} is no item of that list; use 0 to {len(node) - 1}")
     return int(key)
 
 

@@ -4,6 +4,8 @@ Nothing here may change the trained weights, so none of it is in the recipe's ha
 of a recipe file, and flags of the command line override them.
 """
 
+import math
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -43,6 +45,9 @@ class RuntimeOptions(Section):
     model_parallel: Literal["auto"] | Count = 1
     """ranks that share the column blocks of the last, linear layers; auto: for each layer as many as send least, and
     in a plan as many as make the shortest step"""
+    software: str | None = None
+    """of a published record: the planner's profile of the program that set it; a plan then takes that program as
+    published, and the options beside it are how a run does the same; null: the cluster's"""
     checkpoint_every: Duration = Duration(1, "ep")
     """from one checkpoint to the next"""
     checkpoint_minutes: Annotated[float, Field(gt=0)] = 10.0
@@ -70,3 +75,24 @@ class RuntimeOptions(Section):
             return None
         vertical, horizontal = self.grid.split("x")
         return int(vertical), int(horizontal)
+
+    def without(self, names: Collection[str]) -> "RuntimeOptions":
+        """The options with these as if nobody had given them.
+
+        >>> RuntimeOptions(allreduce="torus", grid="4x8").without(["grid"]).model_fields_set
+        {'allreduce'}
+        """
+        return RuntimeOptions(**{name: getattr(self, name) for name in self.model_fields_set - set(names)})
+
+    def unfit(self, ranks: int) -> list[str]:
+        """Names of the options that are for another number of ranks.
+
+        >>> RuntimeOptions(allreduce="torus", grid="4x8", model_parallel=2).unfit(2)
+        ['grid']
+        """
+        found = []
+        if self.grid_size is not None and math.prod(self.grid_size) != ranks:
+            found.append("grid")
+        if self.model_parallel != "auto" and ranks % self.model_parallel:
+            found.append("model_parallel")
+        return found

@@ -167,7 +167,7 @@ class Schedule:
             batch = recipe.virtual_workers * stage.images_per_worker
             reference = spans[0] if spans else None
             lr = _stage_rate(stage, batch, recipe.rate.lr, reference)
-            momentum = _stage_momentum(number, stage, batch, lr, recipe.optimizer.momentum, reference)
+            momentum = self._momentum(number, batch, lr, reference.batch if reference else batch)
             if stage.until.unit == "st":
                 stop_step = int(stage.until.value)
             else:
@@ -180,6 +180,35 @@ class Schedule:
                 )
             spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum))
         return spans
+
+    def _momentum(self, number: int, batch: int, lr: float, first_batch: int) -> float:
+        """A stage's own, or that which keeps the noise scale (`schema.NoiseScale`) with its batch and rate."""
+        given, base = self.recipe.stages[number].momentum, self.recipe.optimizer.momentum
+        if given is None:
+            return base
+        if isinstance(given, float | int):
+            return float(given)
+        kept = self.recipe.noise_scale
+        base = base if kept.momentum is None else kept.momentum
+        images, reference = self._per_noise(batch), self._per_noise(kept.batch or first_batch)
+        momentum = 1 - (lr / images) * (reference * (1 - base) / (kept.lr or self.recipe.rate.lr))
+        if not 0 <= momentum < 1:
+            raise UserError(
+                f"stages.{number}.momentum = noise-scale: comes to {momentum:.4g} for a batch of {batch} at "
+                f"rate {lr:.4g}; it must be in [0, 1): lower stages.{number}.lr"
+            )
+        return momentum
+
+    def _per_noise(self, batch: int) -> float:
+        """By what the noise of a batch falls: N times the inverse of N / B - 1, or B where that is near enough."""
+        if not self.recipe.noise_scale.exact:
+            return batch
+        if batch >= self.train_images:
+            raise UserError(
+                f"noise_scale.exact = true: a batch of {batch} is a whole epoch ({self.train_images} images) or more, "
+                "without noise; lower it, or leave exact out"
+            )
+        return batch * self.train_images / (self.train_images - batch)
 
     def _shape(self, samples: int) -> tuple[float, float]:
         """(factor, offset): the rate is offset + (stage rate - offset) * factor."""
@@ -211,18 +240,3 @@ def _stage_rate(stage: Stage, batch: int, base: float, reference: Span | None) -
         return base
     ratio = batch / reference.batch
     return base * (ratio if stage.lr == "linear" else math.sqrt(ratio))
-
-
-def _stage_momentum(number: int, stage: Stage, batch: int, lr: float, base: float, reference: Span | None) -> float:
-    """Noise scale of Smith and Le (arXiv 1710.06451): g ~ lr * N / (B * (1 - m)), kept at the first stage's value."""
-    if isinstance(stage.momentum, float | int):
-        return float(stage.momentum)
-    if stage.momentum is None or reference is None:
-        return base
-    momentum = 1 - (lr / batch) * (reference.batch * (1 - base) / reference.lr)
-    if not 0 <= momentum < 1:
-        raise UserError(
-            f"stages.{number}.momentum = noise-scale: comes to {momentum:.4g} for a batch of {batch} at "
-            f"rate {lr:.4g}; it must be in [0, 1): lower stages.{number}.lr"
-        )
-    return momentum

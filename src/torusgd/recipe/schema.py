@@ -44,8 +44,9 @@ class Section(BaseModel):
 class Augment(Section):
     """Random changes of a training image; each draw is keyed by (seed, epoch, sample)."""
 
-    crop: Literal["none", "shift", "resized"] = "none"
-    """`shift`: pad with zeros and cut at a random offset; `resized`: random area and aspect, scaled to image_size"""
+    crop: Literal["none", "shift", "random", "resized"] = "none"
+    """`shift`: pad with zeros and cut at a random offset; `random`: cut at a random offset out of the image with its
+    shorter side at data.resize (Caffe, VGG, OverFeat); `resized`: random area and aspect, scaled to image_size"""
     shift: Annotated[int, Field(ge=0)] = 0
     """pixels, with crop: shift"""
     area: tuple[Positive, Positive] = (0.08, 1.0)
@@ -66,6 +67,14 @@ class Augment(Section):
         if (self.crop == "shift") != (self.shift > 0):
             raise ValueError("crop: shift needs shift of at least 1 pixel, and shift needs crop: shift")
         return self
+
+
+def _read_sides(value: Any, check: Callable[[Any], Any]) -> Any:
+    """`Sides` as a recipe file gives them; ValueError says what is allowed."""
+    try:
+        return check(tuple(value) if isinstance(value, list) else value)
+    except ValidationError:
+        raise ValueError("pixels a side, such as 224, or [height, width], such as [11, 39]") from None
 
 
 class Data(Section):
@@ -95,13 +104,7 @@ class Data(Section):
     max_replaced: Fraction = 0.001
     """largest share of undecodable training images before the run stops"""
 
-    @field_validator("image_size", mode="wrap")
-    @classmethod
-    def _check_size(cls, value: Any, check: Callable[[Any], Sides]) -> Sides:
-        try:
-            return check(tuple(value) if isinstance(value, list) else value)
-        except ValidationError:
-            raise ValueError("pixels a side, such as 224, or [height, width], such as [11, 39]") from None
+    _check_size = field_validator("image_size", mode="wrap")(_read_sides)
 
     @model_validator(mode="after")
     def _check(self) -> "Data":
@@ -110,6 +113,8 @@ class Data(Section):
                 raise ValueError(f"{key}: needs one value a channel, {self.channels} here")
         if self.resize is not None and self.resize < max(sides(self.image_size)):
             raise ValueError(f"resize: must be at least image_size, {max(sides(self.image_size))}")
+        if self.augment.crop == "random" and self.resize is None:
+            raise ValueError("augment.crop: random needs resize, the shorter side of what it cuts from, such as 256")
         return self
 
 
@@ -119,7 +124,10 @@ class Model(Section):
     name: str
     """a built-in name (torusgd.models.MODELS), torchvision:NAME, or package.module:factory"""
     options: Options = {}
-    """keyword arguments of the builder, such as dropout or zero_gamma"""
+    """keyword arguments of the builder, such as dropout, zero_gamma or fan_in (He's rule by inputs, as Fujitsu)"""
+    batch_norm_momentum: Annotated[float, Field(gt=0, le=1)] | None = None
+    """share of a step's batch statistics in the running ones (torch's momentum); 1.0: no moving average (Sony, after
+    Akiba et al., arXiv 1711.04325); null: the network's own, 0.1 in the built-in ones"""
 
 
 class Warmup(Section):
@@ -177,9 +185,25 @@ class Stage(Section):
     lr: Positive | Literal["linear", "sqrt"] | None = None
     """a rate, or rate.lr scaled by this stage's batch against the first's; null: rate.lr"""
     momentum: Annotated[float, Field(ge=0, lt=1)] | Literal["noise-scale"] | None = None
-    """noise-scale keeps lr / (batch * (1 - momentum)) as in the first stage; null: optimizer.momentum"""
+    """noise-scale keeps the noise scale of `noise_scale`; null: optimizer.momentum"""
     augment: bool = True
     """false: training images with the validation preprocessing (Final Polishing, first form)"""
+
+
+class NoiseScale(Section):
+    """What `momentum: noise-scale` keeps: g = lr * (N / B - 1) / (1 - momentum), N images an epoch, B a step.
+
+    Source: Smith and Le, arXiv 1710.06451.
+    """
+
+    exact: bool = False
+    """g as it stands; false: without the - 1, as for a batch that is small against the epoch"""
+    batch: Count | None = None
+    """of the run whose g is kept; null: the first stage's"""
+    lr: Positive | None = None
+    """of that run; null: rate.lr"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """of that run; null: optimizer.momentum"""
 
 
 class Optimizer(Section):
@@ -195,14 +219,16 @@ class Optimizer(Section):
     """added to the gradient, times the weight"""
     no_decay: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
     """parameters without weight decay"""
+    bias_rate: Positive = 1.0
+    """factor on the rate of biases, batch norm's not among them; 2.0 in Caffe's networks (lr_mult)"""
     ramp_weight_decay: bool = False
     """weight decay follows the rate's warm-up and decay"""
-    variant: Literal["paper", "caffe", "larc", "larc-clip", "tensorflow", "mxnet", "fujitsu"] = "paper"
+    variant: Literal["paper", "caffe", "larc", "larc-clip", "tensorflow", "mxnet", "fujitsu", "nnabla"] = "paper"
     """lars only: whose formula"""
     trust: Positive = 0.001
     """lars only: trust coefficient"""
     eps: NotNegative = 0.0
-    """lars only: added to the denominator of the trust ratio"""
+    """lars only: added to the denominator of the trust ratio; variant nnabla: where that is below it"""
     no_trust: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
     """lars only: parameters updated with the plain rate"""
 
@@ -228,6 +254,13 @@ class Evaluate(Section):
     """the first evaluation; null: after `every`"""
     images_per_chunk: Count = 100
     """images of one forward pass; logits depend on it, so it is part of the recipe"""
+    image_size: Sides | None = None
+    """pixels a side that the network takes then, often more than in training (Touvron et al., arXiv 1906.06423); null:
+    data.image_size"""
+    resize: Count | None = None
+    """shorter side before its centre crop; null: data.resize"""
+
+    _check_size = field_validator("image_size", mode="wrap")(_read_sides)
 
 
 class Polish(Section):
@@ -264,6 +297,7 @@ class Recipe(Section):
     8,192 on exact sums of gradients travel as 64-bit integers, 8 bytes an element in place of 4"""
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     rate: Rate
+    noise_scale: NoiseScale = NoiseScale()
     optimizer: Optimizer = Optimizer()
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """share of the target spread evenly over all classes"""
@@ -293,13 +327,24 @@ class Recipe(Section):
             )
         if self.stages[0].lr is not None:
             raise ValueError("stages.0.lr: the first stage's rate is rate.lr")
-        if self.stages[0].momentum is not None:
+        if isinstance(self.stages[0].momentum, float):
             raise ValueError("stages.0.momentum: the first stage's momentum is optimizer.momentum")
+        if self.stages[0].momentum is not None and self.noise_scale.batch is None:
+            raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it keeps")
         if self.loss_scale != LossScale() and self.precision != "float16":
             raise ValueError("loss_scale: has a meaning with precision: float16 only")
+        held_out = self.held_out_data
+        if held_out.resize is not None and held_out.resize < max(sides(held_out.image_size)):
+            raise ValueError(f"evaluate.resize: must be at least its image_size, {max(sides(held_out.image_size))}")
         if self.column_blocks > 1 and self.reduction != "exact":
             raise ValueError("column_blocks: above 1 it needs reduction: exact")
         return self
+
+    @property
+    def held_out_data(self) -> Data:
+        """`data` with the sizes at which held-out images are evaluated."""
+        own = {key: getattr(self.evaluate, key) for key in ("image_size", "resize")}
+        return self.data.model_copy(update={key: value for key, value in own.items() if value is not None})
 
     def resolve(self, *, precision: str, memory_format: str) -> "Recipe":
         """The recipe with each `auto` replaced by what this device is best at."""

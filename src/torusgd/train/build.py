@@ -201,7 +201,7 @@ def build(
     return Trainer(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
         training=training,
-        held_out=Pipeline(held_out, recipe.data, recipe.seed),
+        held_out=Pipeline(held_out, recipe.held_out_data, recipe.seed),
         step=step,
         bucket_rebuild=BucketRebuild(reducer, allreduce.profile if options.buckets == "auto" else None, world),
         fingerprint=fingerprint,
