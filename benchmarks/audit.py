@@ -18,7 +18,7 @@ from torusgd.launch.processes import meet, serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_auto
-from torusgd.train.build import Job, build
+from torusgd.train.build import Job, build, open_data
 from torusgd.train.journal import synchronous
 
 SHARES = (0.0, 0.1, 0.5, 1.0)
@@ -44,7 +44,9 @@ def be_rank(rank: int, port: int, rounds: int, steps: int) -> None:
     world = meet(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)
     recipe = resolve_auto(load_recipe("digits", RECIPE).recipe, "cpu")
     jobs = [Job(recipe, RuntimeOptions(audit=share), "cpu", Path()) for share in SHARES]
-    trainers = [build(job, world, NoLiveness(), lambda: False) for job in jobs]
+    trainers = [
+        build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness(), lambda: False) for job in jobs
+    ]
     seconds: list[list[float]] = [[] for _ in SHARES]
     for turn in range(rounds + 1):
         for trainer, found in zip(trainers, seconds, strict=True):

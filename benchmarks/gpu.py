@@ -41,7 +41,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
 from torusgd.runtime import resolve_auto
-from torusgd.train.build import Job, build
+from torusgd.train.build import Job, build, open_data
 from torusgd.train.conditions import conditions
 from torusgd.train.journal import synchronous
 
@@ -160,7 +160,8 @@ def images_of(args: argparse.Namespace, images: int) -> Batch:
 def our_step(args: argparse.Namespace, images: int, *changes: str) -> Callable[[int], object]:
     """The trainer's own step, put together as `torusgd train` does, but for the loader."""
     job = Job(make_recipe(args, images, *changes), RuntimeOptions(), args.device, Path())
-    trainer = build(job, alone(args.target), NoLiveness(), lambda: False)
+    world, liveness = alone(args.target), NoLiveness()
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
     trainer.step.loader = Ready(images_of(args, images))
     return lambda index: trainer.step.run(trainer.membership, synchronous(index, 1))
 

@@ -26,7 +26,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
 from torusgd.runtime import resolve_auto
-from torusgd.train.build import Job, build
+from torusgd.train.build import Job, build, open_data
 from torusgd.train.journal import synchronous
 
 CASES = {
@@ -71,7 +71,8 @@ def our_step(case: dict[str, object], reduction: str, batch: Batch, workers: int
     """The trainer's own step, put together as `torusgd train` does, but for the loader."""
     nowhere = Path()  # a step writes nothing
     job = Job(make_recipe(case, reduction, workers), RuntimeOptions(), "cpu", nowhere)
-    trainer = build(job, alone(), NoLiveness(), lambda: False)
+    world, liveness = alone(), NoLiveness()
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
     trainer.step.loader = Ready(batch)
     return lambda index: trainer.step.run(trainer.membership, synchronous(index, workers))
 

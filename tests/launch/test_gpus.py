@@ -13,9 +13,9 @@ from torch.distributed import HashStore
 from torusgd.comm import groups
 from torusgd.errors import UserError
 from torusgd.launch import torchrun
-from torusgd.launch.gpus import LOCAL_RANK, check_own_gpus, local_rank, own_gpu
+from torusgd.launch.gpus import LOCAL_RANK, WATCHDOG, check_own_gpus, local_rank, own_gpu
 from torusgd.launch.heartbeat import Limits
-from torusgd.launch.processes import WATCHDOG, meet
+from torusgd.launch.processes import meet
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_workers

@@ -18,7 +18,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
 from torusgd.train.audit import check_audit
-from torusgd.train.build import Job, Trainer, build
+from torusgd.train.build import Job, Trainer, build, open_data
 from torusgd.train.checkpoint import list_checkpoints, read_checkpoint
 from torusgd.train.journal import synchronous
 from torusgd.train.run import Run
@@ -78,7 +78,7 @@ FAULTS: dict[str, Callable[[Trainer], None]] = {"gradient": in_gradient, "weight
 
 def steps_until_found(world: Group, given: Job, fault: str, first: int, steps: int) -> tuple[str, int, bool]:
     """What the error says, the step it came in, and whether no weight had changed; the fault begins at step `first`."""
-    trainer = build(given, world, NoLiveness(), lambda: False)
+    trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
     for index in range(steps):
         if index == first and world.rank == CULPRIT:
             FAULTS[fault](trainer)
@@ -100,7 +100,8 @@ def faults_and_hashes() -> tuple[list[tuple[str, int, bool]], list[str]]:
         RuntimeOptions(audit=1.0),
         RuntimeOptions(audit=0.5, update="sharded", buckets=0.001),
     ):
-        trainer = build(job(options), world, NoLiveness(), lambda: False)
+        given = job(options)
+        trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
         audited = 0
         for index in range(4):
             audited += trainer.step.run(trainer.membership, synchronous(index, 4)).audited

@@ -35,7 +35,7 @@ from torusgd.train.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from torusgd.train.run import finished
+from torusgd.train.result import finished
 from torusgd.train.run_dir import read_run_recipe
 from torusgd.train.step_stats import StepTimes, StepTotals
 from torusgd.weights import json_text, load_weights

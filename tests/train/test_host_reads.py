@@ -20,7 +20,7 @@ from torusgd.comm.groups import alone
 from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.train.build import Job, Trainer, build
+from torusgd.train.build import Job, Trainer, build, open_data
 from torusgd.train.journal import synchronous
 
 from .runs import TINY
@@ -80,7 +80,8 @@ def counted() -> Iterator[Counter[str]]:
 
 def make_trainer(*overrides: str) -> Trainer:
     recipe = load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
-    trainer = build(Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), alone(), NoLiveness(), lambda: False)
+    job, world, liveness = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), alone(), NoLiveness()
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
     for group in trainer.step.update.optimizer.param_groups:
         if "foreach" in group:
             group["foreach"] = True  # LARS: the CPU's fused kernel takes each layer's rate from the host
@@ -131,8 +132,9 @@ def test_every_way_of_asking_counts_once(ask: Any, name: str) -> None:
 def one_step_on_the_gpu() -> int:
     """Calls that wait, as torch itself counts them: it warns at each."""
     recipe = load_recipe("digits", list(TINY)).recipe.resolve(precision="float16", memory_format="channels_last")
-    world = alone(torch.device("cuda", 0))
-    trainer = build(Job(recipe, RuntimeOptions(), "cuda", Path("nowhere")), world, NoLiveness(), lambda: False)
+    world, liveness = alone(torch.device("cuda", 0)), NoLiveness()
+    job = Job(recipe, RuntimeOptions(), "cuda", Path("nowhere"))
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
     for index in range(2):
         torch.cuda.set_sync_debug_mode("error" if index else "default")
         trainer.step.run(trainer.membership, synchronous(index, recipe.virtual_workers))

@@ -14,7 +14,7 @@ from torusgd.errors import RunError
 from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.train.build import Job, Trainer, build
+from torusgd.train.build import Job, Trainer, build, open_data
 from torusgd.train.journal import synchronous
 from torusgd.train.step_stats import StepStats
 from torusgd.weights import weights_sha256
@@ -27,7 +27,8 @@ PLAIN = ("model.options={dropout: 0.0}", "optimizer={name: sgd, momentum: 0.9, w
 def make_trainer(*overrides: str) -> Trainer:
     recipe = load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
     job = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere"))
-    return build(job, group_of(), NoLiveness(), lambda: False)
+    world, liveness = group_of(), NoLiveness()
+    return build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
 
 
 def take(trainer: Trainer, index: int) -> StepStats:
@@ -54,7 +55,9 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
         sgd.zero_grad()
         sums = {m: (torch.zeros(m.num_features), torch.zeros(m.num_features)) for m in momenta}
         for worker in range(recipe.virtual_workers):
-            batch = trainer.training.training_batch(*order.at(step.share(worker), step.images_per_worker), step.augment)
+            batch = trainer.data.training.training_batch(
+                *order.at(step.share(worker), step.images_per_worker), step.augment
+            )
             loss = F.cross_entropy(model(batch.images), batch.targets, label_smoothing=recipe.label_smoothing)
             (loss / recipe.virtual_workers).backward()
             for m in momenta:

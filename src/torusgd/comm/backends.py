@@ -4,14 +4,22 @@ What `torch.distributed.init_process_group` and `split_group` do between the ren
 group can be made of any ranks, at any time, in a process that lives on.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from .base import ConnectionLost
+
+_ASK_SECONDS = 0.02
 
 
 class NcclSplit(NamedTuple):
@@ -31,6 +39,7 @@ def connected(
     limit: timedelta,
     nccl: bool,
     split: NcclSplit | None = None,
+    is_given_up: Callable[[], bool] | None = None,
 ) -> ProcessGroup:
     """A group of torch's that its registry doesn't know; every member calls it, and returns when all have.
 
@@ -42,7 +51,43 @@ def connected(
         limit: To meet, and for each collective.
         nccl: CUDA tensors travel by NCCL; else by Gloo, which copies them to the host and back.
         split: From which communicator NCCL's is made; None: anew.
+        is_given_up: Asked while the members connect; once it says so this rank waits for them no longer.
+
+    Raises:
+        ConnectionLost: It has been given up.
     """
+    if is_given_up is None:
+        return _connect(store, ranks, place, device, limit, nccl, split)
+    own: Store = store.clone()  # type: ignore[attr-defined]  # whoever waits in a store holds up all its users
+    return _unless(is_given_up, partial(_connect, own, ranks, place, device, limit, nccl, split))
+
+
+def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]) -> ProcessGroup:
+    """What `connect` gives; nothing interrupts it, so it runs in a thread that may be left behind, with its store."""
+    answer: Future[ProcessGroup] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(connect())
+        except RuntimeError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="torusgd-connect").start()
+    while not wait_for([answer], _ASK_SECONDS).done:
+        if is_given_up():
+            raise ConnectionLost("a rank was lost while a group was formed")
+    return answer.result()
+
+
+def _connect(
+    store: Store,
+    ranks: Sequence[int],
+    place: int,
+    device: torch.device,
+    limit: timedelta,
+    nccl: bool,
+    split: NcclSplit | None,
+) -> ProcessGroup:
     size, gpu = len(ranks), torch.device("cuda")
     group = ProcessGroup(store, place, size)
     gloo = ProcessGroupGloo(PrefixStore("gloo", store), place, size, limit)

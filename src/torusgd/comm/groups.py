@@ -47,6 +47,7 @@ class Group:
         nccl: CUDA tensors travel by NCCL.
         owned: Nobody else holds torch's group: `close` ends it, and NCCL splits its communicator for subgroups.
         splits: Counts the subgroups; shared by all that wrap one group of torch's, since they share its store.
+        is_given_up: See `build`; for subgroups.
 
     Whatever waits raises CommTimeout or ConnectionLost.
     """
@@ -62,11 +63,14 @@ class Group:
         nccl: bool = False,
         owned: bool = False,
         splits: Iterator[int] | None = None,
+        is_given_up: Callable[[], bool] | None = None,
     ) -> None:
         self.process_group, self.ranks, self.rank, self.device = process_group, tuple(ranks), rank, device
         self.timeout, self.has_nccl = timeout, nccl
         self._store, self._owned = store, owned
         self._splits = itertools.count() if splits is None else splits
+        self._is_given_up = is_given_up
+        self._parts: list[Group] = []
 
     @property
     def size(self) -> int:
@@ -214,15 +218,18 @@ class Group:
         if color is None:
             return alone(device, self.ranks[self.rank])
         assert self._store is not None, "a group without a store can't be split"
-        return _build(
+        part = build(
             PrefixStore(f"{prefix}/{'-'.join(map(str, sets[color]))}", self._store),
             [self.ranks[place] for place in sets[color]],
             self.ranks[self.rank],
-            device,
-            self.timeout if timeout is None else timeout,
-            nccl,
-            None if parent is None else NcclSplit(parent, color),
+            device=device,
+            timeout=self.timeout if timeout is None else timeout,
+            nccl=nccl,
+            split=None if parent is None else NcclSplit(parent, color),
+            is_given_up=self._is_given_up,
         )
+        self._parts.append(part)
+        return part
 
     def subgroup(
         self, places: Sequence[int], timeout: float | None = None, device: torch.device | None = None
@@ -235,11 +242,14 @@ class Group:
         return self.subgroup(range(self.size), timeout, device)
 
     def abort(self) -> None:
-        """Fails, on this rank, all that is under way in this group, within milliseconds; the group is of no more use.
+        """Fails, on this rank, all that is under way in this group and in the groups that were split from it.
 
+        It takes milliseconds; the groups are of no more use.
         NCCL has an abort of its own. Gloo has none, but a receive that runs out of time closes all connections of its
         group: all pending operations fail here, and the other members find their connections closed.
         """
+        for part in self._parts:
+            part.abort()
         if self.process_group is None or self.size == 1:
             return
         if self.has_nccl:
@@ -307,7 +317,15 @@ def _numbered(messages: Messages) -> Iterator[tuple[int, torch.Tensor, int]]:
 
 
 def build(
-    store: Store, ranks: Sequence[int], rank: int, *, device: torch.device, timeout: float, nccl: bool | None = None
+    store: Store,
+    ranks: Sequence[int],
+    rank: int,
+    *,
+    device: torch.device,
+    timeout: float,
+    nccl: bool | None = None,
+    split: NcclSplit | None = None,
+    is_given_up: Callable[[], bool] | None = None,
 ) -> Group:
     """The group of `ranks`, each of which calls it with a store (or a prefix of one) that no group has used before.
 
@@ -318,33 +336,25 @@ def build(
         device: `cpu`: Gloo alone. `cuda`: NCCL for CUDA tensors, Gloo for CPU tensors.
         timeout: Seconds to meet, and for each collective.
         nccl: Whether CUDA tensors travel by NCCL; None: where the device is a GPU.
+        split: From which communicator NCCL's is made; None: anew.
+        is_given_up: Asked while the members connect, and ends this rank's wait. None: it lasts `timeout` seconds.
 
     Raises:
         CommTimeout: The members did not meet in time.
         ConnectionLost: The store is out of reach, or a member has left.
     """
-    return _build(store, ranks, rank, device, timeout, device.type == "cuda" if nccl is None else nccl, None)
-
-
-def _build(
-    store: Store,
-    ranks: Sequence[int],
-    rank: int,
-    device: torch.device,
-    timeout: float,
-    nccl: bool,
-    split: NcclSplit | None,
-) -> Group:
+    nccl = device.type == "cuda" if nccl is None else nccl
     if len(ranks) == 1:
         return alone(device, rank)
     place, begin = list(ranks).index(rank), time.perf_counter()
     try:
-        group = connected(store, ranks, place, device, timedelta(seconds=timeout), nccl, split)
+        group = connected(store, ranks, place, device, timedelta(seconds=timeout), nccl, split, is_given_up)
     except RuntimeError as error:
         if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= timeout - SLACK:
             raise CommTimeout(f"the {len(ranks)} ranks of a group did not meet within {timeout:g} s") from error
         raise comm_error(error, "the store or a rank", begin, timeout) from error
-    return Group(group, ranks, place, device, PrefixStore("groups", store), timeout, nccl, owned=True)
+    meeting = PrefixStore("groups", store)
+    return Group(group, ranks, place, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up)
 
 
 def group_of(group: Group | ProcessGroup | None = None, device: torch.device | str = "cpu") -> Group:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import UserError
 
@@ -24,6 +25,8 @@ LOCAL_RANK = (
     "JSM_NAMESPACE_LOCAL_RANK",  # IBM's jsrun
 )
 """variables that hold a rank's number on its machine, the first that is set counts"""
+WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+"""of torch: whether its watchdog ends the process after an error of NCCL, and another thread a watchdog that hangs"""
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:
@@ -80,3 +83,30 @@ def check_own_gpus(gpus: Sequence[str], ranks_per_gpu: int) -> None:
                 f"ranks {', '.join(map(str, ranks))} have the same GPU ({gpu}): let the launcher set LOCAL_RANK or "
                 f"show each rank its own GPU, or let them share it by --set runtime.ranks_per_gpu={len(ranks)}"
             )
+
+
+def device_of(device: str, ranks_per_gpu: int) -> torch.device:
+    """`cpu`, or for `cuda` this rank's own GPU, which becomes the current one; UserError as `own_gpu`."""
+    if device == "cpu":
+        return torch.device(device)
+    target = own_gpu(ranks_per_gpu)
+    torch.cuda.set_device(target)
+    # A late rank is found by its heartbeats and named. NCCL's watchdog would end the healthy ones without a word.
+    os.environ.update({name: "0" for name in WATCHDOG if name not in os.environ})
+    return target
+
+
+def tell_gpu(store: Store, rank: int, device: torch.device, ranks_per_gpu: int) -> None:
+    """Leaves in the ranks' common store which GPU this rank has taken; each rank calls it before they meet."""
+    if device.type == "cuda":
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        store.set(f"gpu/{rank}", gpu)
+        if store.add(f"ranks of {gpu}", 1) > ranks_per_gpu:
+            store.set("a shared gpu", "")
+
+
+def compare_gpus(store: Store, size: int, device: torch.device, ranks_per_gpu: int) -> None:
+    """Reads what all ranks have taken, once all have met; UserError as `check_own_gpus`."""
+    if device.type == "cuda" and store.check(["a shared gpu"]):
+        gpus = store.multi_get([f"gpu/{rank}" for rank in range(size)])
+        check_own_gpus([gpu.decode() for gpu in gpus], ranks_per_gpu)

@@ -1,7 +1,8 @@
-"""A run on ranks of this machine, started again from the last checkpoint when a rank is lost.
+"""A run on ranks of this machine: when some are lost, the others go on, or all start again from the last checkpoint.
 
-All ranks start again when one dies, freezes, hangs, or can't read a disk. A user's mistake, a defect, or a run that
-can't go on ends them all with one line.
+Ranks that are left when one dies, freezes or hangs go on in their processes, where each of them holds the whole state
+(`train/survival.py`). Otherwise, or when none is left, or a disk can't be read, all start again. A user's mistake, a
+defect, or a run that can't go on ends them all with one line.
 """
 
 import gc
@@ -21,8 +22,10 @@ from ..signals import StopFlag, Stopped, asking_to_stop
 from ..train.build import Job
 from ..train.checkpoint import list_checkpoints
 from ..train.events import warn
-from ..train.run import RunResult, finished, train
+from ..train.result import RunResult, finished
+from ..train.run import Run
 from ..train.run_dir import RunDir
+from ..train.survival import fewest_ranks, nothing_yet
 from .failures import Failure, FailureKind
 from .processes import RankFailed, Supervisor
 from .roll_call import Limits
@@ -95,12 +98,14 @@ def _supervise(job: Job, workers: int, folder: RunDir) -> RunResult:
     """Runs the ranks until they end well or for good."""
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
     restarts, pause = Restarts(), 0.0
+    fewest = fewest_ranks(job, workers)
     with Supervisor(workers, job.device, limits_of(job), job.options.ranks_per_gpu, warn) as supervisor:
         while True:
             try:
                 time.sleep(pause)
                 with asking_to_stop(supervisor.ask_to_stop, STOP_SECONDS) as stop:
-                    results = [RunResult(**tree) for tree in supervisor.run(partial(_train_rank, job), restarts.total)]
+                    told = supervisor.run(_TrainRank(job, workers), restarts.total, fewest)
+                    results = [RunResult(**tree) for tree in told]
             except RankFailed as error:
                 failure, in_vain = error.failure, restarts.in_vain
                 if failure.is_loss and stop():
@@ -126,8 +131,18 @@ def _supervise(job: Job, workers: int, folder: RunDir) -> RunResult:
                 _show_cursor()
 
 
-def _train_rank(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any]:
-    return asdict(train(job, world, stop, restarts, liveness))
+class _TrainRank:
+    """A run on one rank, called again in the same process with the ranks that are left; sent to it before it begins."""
+
+    def __init__(self, job: Job, workers: int) -> None:
+        self._job, self._workers = job, workers
+        self._run: Run | None = None
+
+    def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any]:
+        begin = partial(nothing_yet, self._job, world, liveness, range(self._workers))
+        kept = begin() if self._run is None else self._run.keep()
+        self._run = Run(self._job, world, stop, restarts, liveness, kept)
+        return asdict(self._run.run())
 
 
 def _stopped(number: int, folder: RunDir) -> RunResult:

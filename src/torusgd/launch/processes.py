@@ -3,7 +3,8 @@
 The launcher owns the store, so it outlives every rank. The store listens on a loopback address that the launcher has
 bound itself; ranks are told its port when they are started, so nothing is looked up in the network and nothing that
 comes from there is unpickled. `Supervisor.wait` gives what happens to ranks as events; what to do about them is the
-caller's business. `Supervisor.run` is the rule of today: the first failure ends all ranks.
+caller's business. By the rule of `Supervisor.run` ranks that are lost leave the others to go on, in the same processes
+and as the next generation, where the function can; any other failure ends all ranks.
 """
 
 import json
@@ -21,30 +22,27 @@ from multiprocessing.process import BaseProcess
 from signal import Signals
 from typing import Any, Self
 
-import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import groups
+from ..comm.base import CommError
 from ..comm.groups import Group
 from ..comm.liveness import LateRank, Liveness
 from ..signals import StopFlag, die_with_launcher, held_back
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import start_forkserver
-from .gpus import check_own_gpus, own_gpu
+from .generations import GROUP_SECONDS, Generations
+from .gpus import compare_gpus, device_of, tell_gpu
 from .heartbeat import Heartbeat
 from .roll_call import BEAT_SECONDS, Limits, Watch
 
 RankFunction = Callable[[Group, StopFlag, int, Liveness], Any]
 """what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value"""
 
-GROUP_SECONDS = 7 * 24 * 3600.0
-"""timeout of a run's groups: no message is given up for its age, since liveness knows which ranks are late"""
 EXPLAIN_SECONDS = 5.0
 """for the other ranks to say why they end as well, before they are killed"""
 _LOOPBACK = "127.0.0.1"
-WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
-"""of torch: whether its watchdog ends the process after an error of NCCL, and another thread a watchdog that hangs"""
 
 
 @dataclass(frozen=True)
@@ -110,21 +108,24 @@ class Supervisor:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
-    def run(self, function: RankFunction, attempt: int = 0) -> list[Any]:
+    def run(self, function: RankFunction, attempt: int = 0, fewest: int | None = None) -> list[Any]:
         """Runs `function` on all ranks.
 
         Args:
             function: Found by its name in a module, or a `functools.partial` of such; pickled between our own
                 processes, through a pipe.
             attempt: Its third argument; another one than any time before.
+            fewest: Ranks with which it can go on when others die, freeze or hang: as many are called again, in the same
+                processes, with the group of those that are left. None: all of them are needed.
 
         Returns:
-            What it returned, by rank.
+            What it returned, by rank, without those that were lost.
 
         Raises:
             RankFailed: A rank has failed; none runs any more.
         """
         self._open_attempt(attempt)
+        fewest = self.size if fewest is None else fewest
         for rank in range(self.size):
             self.start(rank, function)
         exits: list[Exit] = []
@@ -133,12 +134,21 @@ class Supervisor:
             late = [event for event in events if isinstance(event, LateRank)]
             exits += [event for event in events if isinstance(event, Exit)]
             failed = [exit for exit in exits if exit.code or not self._has_result(exit.rank)]
-            if late or failed:
-                if not late and all(exit.code >= 0 for exit in failed):
-                    exits += self._end_within(EXPLAIN_SECONDS)
-                self.kill()
-                raise RankFailed(self._explain(failed, late))
-        return [json.loads(self._store.get(f"result/{rank}")) for rank in range(self.size)]
+            if not late and not failed:
+                continue
+            if any(map(self._has_result, range(self.size))):
+                break  # the last barrier has been passed: what was lost had nothing left to do
+            if all(exit.code < 0 for exit in failed) and self._go_on(failed, late, fewest):
+                exits = []
+                continue
+            self._generations.announce([])  # who waits for another generation ends, and may say why
+            if not late and all(exit.code >= 0 for exit in failed):
+                exits += self._end_within(EXPLAIN_SECONDS)
+            self.kill()
+            raise RankFailed(self._explain(failed, late))
+        self.kill()
+        ended = filter(self._has_result, range(self.size))
+        return [json.loads(self._store.get(f"result/{rank}")) for rank in ended]
 
     def start(self, rank: int, function: RankFunction) -> None:
         """Starts the process of a rank in the attempt that is open."""
@@ -177,6 +187,25 @@ class Supervisor:
         self._attempt, self._store = attempt, PrefixStore(f"attempt-{attempt}", self._root)
         self._failures = FailureChannel(self._store, self.size)
         self._watch = Watch(self._store, range(self.size), self._limits)
+        self._generations = Generations(self._store)
+        self._generations.announce(range(self.size))
+
+    def _go_on(self, failed: list[Exit], late: list[LateRank], fewest: int) -> bool:
+        """Ends the ranks that are lost for good, and tells the others to go on; False if they are too few."""
+        lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
+        left = sorted(self._processes.keys() - lost)
+        failure = self._explain(failed, late)
+        if len(left) < fewest or not failure.is_loss:
+            return False
+        for rank in self._processes.keys() & lost:
+            process = self._processes.pop(rank)
+            process.kill()
+            process.join()
+        self._watch.forget(lost)
+        self._generations.announce(left)
+        who = f"rank {left[0]} goes" if len(left) == 1 else f"ranks {', '.join(map(str, left))} go"
+        self._tell(f"{failure.text}; {who} on")
+        return True
 
     def _ended(self, seconds: float) -> list[Exit]:
         ranks = {process.sentinel: rank for rank, process in self._processes.items()}
@@ -208,7 +237,9 @@ class Supervisor:
         if late:
             rank, text = late[0].rank or 0, "; ".join(map(str, late))
         elif silent and silent[0].code < 0:
-            rank, text = silent[0].rank, f"rank {silent[0].rank} was ended by {Signals(-silent[0].code).name}"
+            killed = [exit for exit in silent if exit.code < 0]
+            rank = silent[0].rank
+            text = "; ".join(f"rank {exit.rank} was ended by {Signals(-exit.code).name}" for exit in killed)
         elif silent:
             # It ended itself, in code that is not ours, and would do so again.
             kind = FailureKind.RUN_ERROR
@@ -253,27 +284,31 @@ def meet(
         UserError: Ranks share a GPU, or there are too few.
         torch.distributed.DistError: They did not meet in time.
     """
-    target, gpu = torch.device(device), ""
-    if device == "cuda":
-        target = own_gpu(ranks_per_gpu)
-        torch.cuda.set_device(target)
-        gpu = str(torch.cuda.get_device_properties(target).uuid)
-        # A late rank is found by its heartbeats and named. NCCL's watchdog would end the healthy ones without a word.
-        os.environ.update({name: "0" for name in WATCHDOG if name not in os.environ})
+    target = device_of(device, ranks_per_gpu)
     # Ranks meet here and not in the group's own rendezvous, whose timeout would be that of every message too.
-    if gpu:
-        store.set(f"gpu/{rank}", gpu)
-        if store.add(f"ranks of {gpu}", 1) > ranks_per_gpu:
-            store.set("a shared gpu", "")
+    tell_gpu(store, rank, target, ranks_per_gpu)
     # One counter and one key for all: a key for each rank would be asked for N^2 times.
     if store.add("here", 1) == size:
         store.set("all here", "")
     store.wait(["all here"], timedelta(seconds=seconds))
-    if gpu and store.check(["a shared gpu"]):
-        gpus = store.multi_get([f"gpu/{other}" for other in range(size)])
-        check_own_gpus([value.decode() for value in gpus], ranks_per_gpu)
+    compare_gpus(store, size, target, ranks_per_gpu)
     nccl = device == "cuda" and ranks_per_gpu == 1
     return groups.build(PrefixStore("world", store), range(size), rank, device=target, timeout=timeout, nccl=nccl)
+
+
+def _run_through_losses(spec: RankSpec, generations: Generations, stop: StopFlag, heartbeat: Heartbeat) -> Any:
+    """Calls the function of a rank, and again with the ranks that are left each time that others are lost."""
+    device = device_of(spec.device, spec.ranks_per_gpu)
+    while True:
+        world = generations.join(spec.rank, device, spec.ranks_per_gpu, heartbeat)
+        try:
+            result = spec.function(world, stop, spec.attempt, heartbeat)
+            world.barrier()
+            return result
+        except CommError:
+            world.abort()  # so that those who wait for this rank learn of it too
+            if not generations.is_followed(heartbeat):
+                raise
 
 
 def _be_rank(spec: RankSpec) -> None:
@@ -285,15 +320,17 @@ def _be_rank(spec: RankSpec) -> None:
     die_with_launcher()
     root = TCPStore(_LOOPBACK, spec.port, None, False, wait_for_workers=False)
     store = PrefixStore(f"attempt-{spec.attempt}", root)
-    stop = StopFlag(also=lambda: root.check(["stop"]))
+    generations = Generations(store)
+
+    def is_asked_to_stop() -> bool:
+        generations.check()
+        return root.check(["stop"])
+
+    stop = StopFlag(also=is_asked_to_stop)
     stop.install()
     heartbeat = Heartbeat(store, spec.rank, spec.limits)
     try:
-        world = meet(
-            store, spec.rank, spec.size, spec.device, seconds=spec.limits.start, ranks_per_gpu=spec.ranks_per_gpu
-        )
-        result = spec.function(world, stop, spec.attempt, heartbeat)
-        world.barrier()
+        result = _run_through_losses(spec, generations, stop, heartbeat)
         store.set(f"result/{spec.rank}", json.dumps(result))
     except (Exception, SystemExit) as error:
         with suppress(RuntimeError):  # the launcher is gone, and this process with it in a moment

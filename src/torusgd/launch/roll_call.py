@@ -131,6 +131,12 @@ class Watch:
             silent = list(islice(self.silent(SILENT_SECONDS), MOST_NAMED))
             self._store.set(_ROLL, json.dumps([self._number, late, silent, is_last]))
 
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Watches these ranks no longer."""
+        for rank in ranks:
+            for each in (self.beats, self._silence, self._seconds):
+                each.pop(rank, None)
+
     def silent(self, seconds: float) -> list[int]:
         """The ranks that have not beaten for so long, and have not ended in good order."""
         return [r for r, quiet in self._seconds.items() if quiet > seconds and not self._is_over(r)]

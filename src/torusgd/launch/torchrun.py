@@ -31,12 +31,14 @@ from ..runtime import check_world_size, ranks_are_given
 from ..signals import StopFlag, die_with_agent, end_on_stop
 from ..train.build import Job
 from ..train.events import warn
-from ..train.run import RunResult, finished, train
+from ..train.result import RunResult, finished
+from ..train.run import train
 from ..train.run_dir import RunDir
 from .failures import Failure, FailureChannel, FailureKind, cause_of
+from .generations import GROUP_SECONDS
 from .heartbeat import Heartbeat
 from .local import last_checkpoint, limits_of
-from .processes import GROUP_SECONDS, RankFunction, meet
+from .processes import RankFunction, meet
 from .roll_call import SILENT_SECONDS, Limits, Watch
 
 STORE_SECONDS = 5.0

@@ -1,4 +1,7 @@
-"""Puts a run together on one rank, once: data, model, all-reduce, reducer, update, and the step that joins them."""
+"""Puts a run together on one rank, once for each generation of ranks.
+
+Data, model, all-reduce, reducer, update, and the step that joins them.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,12 +71,20 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Data:
+    """The images of a run; they know of no ranks, and so stay open when the ranks change."""
+
+    training: Pipeline
+    held_out: Pipeline
+    loader: Loader
+
+
+@dataclass(frozen=True)
 class Trainer:
     """All that a run consists of on one rank."""
 
     membership: Membership
-    training: Pipeline
-    held_out: Pipeline
+    data: Data
     step: TrainStep
     bucket_rebuild: BucketRebuild
     fingerprint: Fingerprint
@@ -88,17 +99,37 @@ class Trainer:
         self._close()
 
 
+def open_data(job: Job, device: torch.device, liveness: Liveness) -> Data:
+    """Opens the images of a job, which may take a while; UserError where they can't be used."""
+    recipe = job.recipe
+    liveness.outside("the list of images", str(job.data or recipe.data.source))
+    train, held_out = open_sources(recipe.data, job.data, recipe.seed)
+    training = Pipeline(train, recipe.data, recipe.seed)
+    threads = loader_threads(device)
+    loader = Loader(training, StreamOrder(len(train), recipe.seed), threads=threads, ahead=threads + 3)
+    return Data(training, Pipeline(held_out, recipe.held_out_data, recipe.seed), loader)
+
+
 def build(
-    job: Job, world: Group, liveness: Liveness, stop_requested: Callable[[], bool], generation: int = 0
+    job: Job,
+    data: Data,
+    world: Group,
+    liveness: Liveness,
+    stop_requested: Callable[[], bool],
+    generation: int = 0,
+    fingerprint: Fingerprint | None = None,
 ) -> Trainer:
     """A run's parts on this rank; every rank calls it, since groups are made.
 
     Args:
         job: What to run.
+        data: Of the job.
         world: All ranks.
         liveness: Learns of this rank's progress; waits for messages ask it for late ranks.
         stop_requested: Asked before each virtual worker.
         generation: Of `world`: times that ranks have met anew.
+        fingerprint: Of the job, as this rank has found it in an earlier generation, since it costs hashes of the data
+            and of the weights; None: it is found here.
 
     Raises:
         UserError: The job can't be run as given.
@@ -107,24 +138,19 @@ def build(
     check_world_size(world.size, recipe)
     check_audit(options, recipe, world.size)
     prepare_process(recipe, device)
-    liveness.outside("the list of images", str(job.data or recipe.data.source))
-    train, held_out = open_sources(recipe.data, job.data, recipe.seed)
+    train = data.training.source
     schedule = Schedule(recipe, len(train))
-    if job.plan is not None:
-        job.plan.check(recipe.name, {span.batch for span in schedule.spans}, world.size)
-    training = Pipeline(train, recipe.data, recipe.seed)
-    threads = loader_threads(device)
-    loader = Loader(training, StreamOrder(len(train), recipe.seed), threads=threads, ahead=threads + 3)
 
     model = model_of(recipe, len(train.classes)).to(device)
-    fingerprint = Fingerprint(
-        recipe_sha256=recipe.sha256(),
-        train_images=len(train),
-        data_sha256=data_sha256(train, held_out),
-        init_sha256=init_sha256(job),
-        drawn_sha256=weights_sha256(model.state_dict()),
-        conditions=conditions(recipe, device),
-    )
+    if fingerprint is None:
+        fingerprint = Fingerprint(
+            recipe_sha256=recipe.sha256(),
+            train_images=len(train),
+            data_sha256=data_sha256(train, data.held_out.source),
+            init_sha256=init_sha256(job),
+            drawn_sha256=weights_sha256(model.state_dict()),
+            conditions=conditions(recipe, device),
+        )
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
     if device.type == "cuda" and recipe.reduction == "exact":
@@ -171,7 +197,7 @@ def build(
         recipe=recipe,
         schedule=schedule,
         model=model,
-        loader=loader,
+        loader=data.loader,
         forward_backward=forward_backward,
         reducer=reducer,
         update=update,
@@ -182,7 +208,7 @@ def build(
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         drift=DriftWatch(slots, [batch_norm.running], world, options.drift_every),
-        clock=StepClock(loader, monitor),
+        clock=StepClock(data.loader, monitor),
         world=world,
         images_at=str(job.data or recipe.data.source),
         liveness=liveness,
@@ -200,8 +226,7 @@ def build(
         lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
     return Trainer(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
-        training=training,
-        held_out=Pipeline(held_out, recipe.held_out_data, recipe.seed),
+        data=data,
         step=step,
         bucket_rebuild=BucketRebuild(reducer, allreduce.profile if options.buckets == "auto" else None, world),
         fingerprint=fingerprint,

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,18 +37,19 @@ class Telemetry:
         folder: The run's folder.
         schedule: Of the run.
         first_step: Steps done before; later events of an earlier attempt are dropped.
+        evaluated: The last step that was evaluated; later evaluations are dropped.
         tensorboard: Also write TensorBoard files under `folder/tensorboard`.
 
     Raises:
         UserError: TensorBoard is asked for and not installed.
     """
 
-    def __init__(self, folder: Path, schedule: Schedule, first_step: int, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, schedule: Schedule, first_step: int, evaluated: int, tensorboard: bool) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self._schedule = schedule
         self._path = folder / "events.jsonl"
         self._board = _open_tensorboard(folder / "tensorboard", first_step) if tensorboard else None
-        _drop_later_events(self._path, first_step)
+        _drop_later_events(self._path, first_step, evaluated)
         self._file = self._path.open("ab", buffering=0)  # one write a line: what was written survives a killed process
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()
@@ -84,17 +86,20 @@ class Telemetry:
 
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
         """An evaluation after `step` steps."""
-        self._write({
-            "event": "polished" if polished else "evaluation", "step": step, "seconds": round(seconds, 6),
-            "top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss, "images": evaluation.images,
-            "excluded": evaluation.excluded,
-        })  # fmt: skip
+        self._write(evaluation_event(step, evaluation, seconds, polished))
         if self._board is not None:
             self._board.add_scalar("eval/top1", evaluation.top1, step)
             self._board.add_scalar("eval/loss", evaluation.loss, step)
         epoch = self._schedule_epoch(step)
         self.say(f"{'polished ' if polished else ''}epoch {epoch:.4g}  step {step}  top-1 {evaluation.top1:.2%}  "
                  f"top-5 {evaluation.top5:.2%}  loss {evaluation.loss:.4f}  {seconds:.1f} s")  # fmt: skip
+
+    def complete(self, event: Mapping[str, Any]) -> None:
+        """Writes the last event of a run whose rank 0 was lost, unless that rank has written it itself."""
+        with self._path.open("rb") as file:
+            last = _line_before(file, file.seek(0, os.SEEK_END))
+        if not last or _name_of(json.loads(last)) != _name_of(event):
+            self._write(event)
 
     def say(self, text: str) -> None:
         """A line of its own, above the progress line."""
@@ -138,7 +143,7 @@ class Telemetry:
         last = self._schedule[step - 1]
         return (last.start + last.batch) / self._schedule.train_images
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, event: Mapping[str, Any]) -> None:
         line = json_text(event).encode() + b"\n"
         try:
             if self._file.write(line) < len(line):
@@ -148,6 +153,15 @@ class Telemetry:
                 f"{self._path}: can't be written: {error.strerror}; the last checkpoint is good: free space and give "
                 "the same command again"
             ) from None
+
+
+def evaluation_event(step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> dict[str, Any]:
+    """The line of events.jsonl for an evaluation after `step` steps; `seconds` is the training time so far."""
+    return {
+        "event": "polished" if polished else "evaluation", "step": step, "seconds": round(seconds, 6),
+        "top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss, "images": evaluation.images,
+        "excluded": evaluation.excluded,
+    }  # fmt: skip
 
 
 def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
@@ -192,17 +206,18 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _drop_later_events(path: Path, first_step: int) -> None:
+def _drop_later_events(path: Path, first_step: int, evaluated: int) -> None:
     """Drops the events of steps that a resumed run takes again, and a last line that was cut off in writing.
 
-    The polish of `first_step` goes as well, since it is done again. Events stand in the order of their steps, so the
-    file is read from its end, and only as far as there is something to drop.
+    The polish of `first_step` goes as well, since it is done again, and so does its evaluation, if it is done again.
+    Events stand in the order of their steps, so the file is read from its end, and only as far as there is something to
+    drop.
     """
     if not path.exists():
         return
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        while end and not _stays(line := _line_before(file, end), first_step):
+        while end and not _stays(line := _line_before(file, end), first_step, evaluated):
             end -= len(line)
         file.truncate(end)
 
@@ -217,14 +232,17 @@ def _line_before(file: BinaryIO, end: int) -> bytes:
     return found[found.rfind(b"\n", 0, len(found) - 1) + 1 :]
 
 
-def _stays(line: bytes, first_step: int) -> bool:
+def _stays(line: bytes, first_step: int, evaluated: int) -> bool:
     try:
         event = json.loads(line)
-        step = event["step"]
-        is_earlier = step < first_step or (step == first_step and event.get("event") != "polished")
-        return line.endswith(b"\n") and is_earlier
+        others = {"evaluation": min(first_step, evaluated), "polished": first_step - 1}
+        return line.endswith(b"\n") and event["step"] <= others.get(event.get("event"), first_step)
     except (ValueError, KeyError, TypeError):
         return False
+
+
+def _name_of(event: Mapping[str, Any]) -> tuple[int, str]:
+    return event["step"], event.get("event", "step")
 
 
 def _open_tensorboard(folder: Path, first_step: int) -> Any:

@@ -4,64 +4,33 @@ import json
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from ..comm.base import CommError
 from ..comm.groups import Group
 from ..comm.liveness import Liveness, NoLiveness
-from ..data.identity import data_sha256
-from ..data.sources import open_sources
 from ..errors import RunError, UserError
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule, Step
-from ..signals import EXIT_BASE, StopFlag
-from ..weights import json_text, load_weights, match_weights, save_weights, weights_sha256, write_text
-from .build import Job, Trainer, build, init_sha256
-from .checkpoint import CheckpointTimes, CheckpointWriter, newest_checkpoint
+from ..signals import StopFlag
+from ..weights import load_weights, match_weights, weights_sha256
+from .build import Job, Trainer, build
+from .checkpoint import CheckpointTimes, CheckpointWriter, list_checkpoints, newest_checkpoint
 from .evaluate import Evaluation, evaluate
-from .events import Telemetry, plan_table, warn
-from .fingerprint import Fingerprint, changes
+from .events import Telemetry, evaluation_event, plan_table, warn
+from .fingerprint import changes
 from .journal import synchronous
 from .polish import polish_by_recipe
+from .result import RunResult, write_result
 from .run_dir import RunDir
 from .saving import Saver
 from .state import RunState, resumed, share_tensors, tensors_of
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended: with the summary of a finished run, or stopped by a signal after a checkpoint was written."""
-
-    summary: dict[str, Any] = field(default_factory=dict)
-    signal: int = 0
-
-    @property
-    def code(self) -> int:
-        """Exit code of the command."""
-        return EXIT_BASE + self.signal if self.signal else 0
-
-
-def finished(job: Job) -> dict[str, Any] | None:
-    """The summary of a job that its folder holds the result of; None where there is work left.
-
-    Opening the data also finds a wrong path before any rank is started.
-
-    Raises:
-        UserError: The result is of another data set or other initial weights, or the job can't be run as given.
-    """
-    source, held_out = open_sources(job.recipe.data, job.data, job.recipe.seed)
-    steps = len(Schedule(job.recipe, len(source)))
-    summary = RunDir(job.out).finished(min(steps, job.max_steps or steps))
-    if summary is not None:
-        data = data_sha256(source, held_out)
-        now = Fingerprint(job.recipe.sha256(), len(source), data, init_sha256(job), "", {})
-        now.check_same_run(
-            Fingerprint.from_dict({**now.as_dict(), **summary, "conditions": {}}), f"the run in {job.out}"
-        )
-    return summary
+from .survival import Kept, agree, fitting, nothing_yet
 
 
 def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
@@ -84,62 +53,110 @@ class Run:
         stop: Asked once a step.
         restarts: Times that the launcher has started the ranks again.
         liveness: Learns of this rank's progress; waits ask it for late ranks. None: nobody is ever late.
+        kept: What this rank keeps of the same run with more ranks, some of which are lost; None: it begins.
 
     Raises:
         UserError: The job can't be run as given.
     """
 
-    def __init__(self, job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness | None = None) -> None:
-        self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
+    def __init__(
+        self,
+        job: Job,
+        world: Group,
+        stop: StopFlag,
+        restarts: int,
+        liveness: Liveness | None = None,
+        kept: Kept | None = None,
+    ) -> None:
         self.liveness = liveness or NoLiveness()
+        if kept is None:
+            kept = nothing_yet(job, world, self.liveness, world.ranks)
+        self.kept, self._gives_way = kept, ""
+        if kept.began != world.ranks:
+            options, self._gives_way = fitting(job.options, world.size)
+            job = replace(job, options=options)
+        self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
         self.run_dir = RunDir(job.out)
-        self.trainer: Trainer = build(job, world, self.liveness, stop, generation=restarts)
+        self.trainer: Trainer = build(job, kept.data, world, self.liveness, stop, kept.generation + 1, kept.fingerprint)
         self.trainer.step.check_replaced = self._check_replaced
         self.schedule: Schedule = self.trainer.step.schedule
+        if job.plan is not None:
+            job.plan.check(job.recipe.name, {span.batch for span in self.schedule.spans}, len(kept.began))
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self.state = RunState(self.trainer.fingerprint)
         self.telemetry: Telemetry | None = None
         self._last_evaluation: Evaluation | None = None
+        self._last_event: Callable[[], dict[str, Any]] | None = None
+        self._unpolished: Tensor | None = None
+        self._counted = 0.0
+        self._is_ready = False
         recipe = job.recipe
         self._evaluations = self._boundaries(recipe.evaluate.every, recipe.evaluate.first)
         self._saves = self._boundaries(job.options.checkpoint_every)
 
     def run(self) -> RunResult:
-        """Trains from the last good checkpoint, or from the start, to the end.
+        """Trains from the last good checkpoint, from what the ranks have kept, or from the start, to the end.
 
         Raises:
             RunError: Training can't go on; a checkpoint of the last good step stands where the disk allows it.
+            CommError: Other ranks are lost; those that are left may go on with what they `keep`.
         """
-        self._restore()
-        run_dir, options = self.run_dir, self.job.options
-        writer = CheckpointWriter(run_dir.checkpoints, options.keep_checkpoints, self._metadata())
-        if self._is_first:
-            self.telemetry = Telemetry(run_dir.path, self.schedule, self.state.step, options.tensorboard)
-            self._greet(self.telemetry)
+        is_lost = False
         try:
-            is_done = self._train(writer)
-            result = RunResult(self._finish()) if is_done else RunResult(signal=self.stop.signal or signal.SIGTERM)
-            self.trainer.close()  # not where a rank is lost: threads and groups still wait for it
-            return result
+            is_kept = self._take_kept()
+            if not is_kept:
+                self._restore()
+                self._counted = time.perf_counter()
+            self._is_ready = True
+            writer = CheckpointWriter(self.run_dir.checkpoints, self.job.options.keep_checkpoints, self._metadata())
+            try:
+                if self._is_first:
+                    self._open_telemetry(is_kept)
+                is_done = self._train(writer, self._saved() if is_kept else self.state.step)
+                result = RunResult(self._finish()) if is_done else RunResult(signal=self.stop.signal or signal.SIGTERM)
+                self.trainer.close()  # not where a rank is lost: threads and groups still wait for it
+                return result
+            finally:
+                writer.close()
+                if self.telemetry is not None:
+                    self.telemetry.close()
+        except CommError:
+            is_lost = True
+            raise
         finally:
-            self.trainer.step.loader.close()
-            writer.close()
-            if self.telemetry is not None:
-                self.telemetry.close()
+            if not is_lost:
+                self.kept.data.loader.close()
 
-    def _train(self, writer: CheckpointWriter) -> bool:
-        """Steps, evaluations and checkpoints; False when asked to stop (a checkpoint is then written)."""
+    def keep(self) -> Kept:
+        """What this rank keeps for those that are left, once its groups are aborted and `run` has raised CommError."""
+        self.trainer.close()
+        generation = self.trainer.membership.generation
+        if not self._is_ready:
+            return replace(self.kept, generation=generation, fingerprint=self.trainer.fingerprint)
+        step, fingerprint = self.trainer.step, self.trainer.fingerprint
+        if self._unpolished is not None:
+            step.batch_norm.running.copy_(self._unpolished)
+        tensors = step.state_dict(self.state.step, keep=True)
+        data, began = self.kept.data, self.kept.began
+        return Kept(data, began, fingerprint, generation, self.state, self._counted, tensors, self._last_event)
+
+    def _train(self, writer: CheckpointWriter, saved: int) -> bool:
+        """Steps, evaluations and checkpoints; False when asked to stop (a checkpoint is then written).
+
+        Args:
+            writer: Of checkpoints.
+            saved: The step of the last one.
+        """
         state, trainer = self.state, self.trainer
-        earlier, started = state.seconds, time.perf_counter()
         times = CheckpointTimes(self._saves, 60.0 * self.job.options.checkpoint_minutes, writer)
         trainer.step.checkpoint_due = lambda steps: self._is_first and times.is_due(steps)
-        saver = Saver(state, trainer.step, writer, times, self.liveness, self._is_first)
-        is_stopping = is_due = False
+        saver = Saver(state, trainer.step, writer, times, self.liveness, self._is_first, saved)
+        is_stopping, is_due = False, saved < state.step
         while True:
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
                 with saver.before_errors():
                     is_stopping = not self._evaluate_and_report()
-            state.seconds = earlier + time.perf_counter() - started
+            self._count_seconds()
             if is_stopping or is_due or state.step == self.steps:
                 saver.save()
             if is_stopping or state.step == self.steps:
@@ -152,13 +169,19 @@ class Run:
                 is_stopping = True
                 continue
             state.count(stats)
-            state.seconds = earlier + time.perf_counter() - started
+            self._count_seconds()
+            self._last_event = partial(stats.as_event, self.schedule.train_images, state.seconds)
             rebuilt = trainer.bucket_rebuild.after_step()
             if self.telemetry is not None:
                 self.telemetry.step(stats, state.seconds)
                 if rebuilt:
                     self.telemetry.say(rebuilt)
             is_stopping, is_due = stats.stop, stats.save
+
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self.state.seconds += now - self._counted
+        self._counted = now
 
     def _evaluate_and_report(self) -> bool:
         """Evaluates the weights of this step; False when a rank was asked to stop meanwhile."""
@@ -167,9 +190,10 @@ class Run:
         evaluation = self._evaluate(self.stop)
         if evaluation is None:
             return False
-        state.evaluated = state.step
-        self._last_evaluation = evaluation if state.step == self.steps else None
         seconds = state.seconds + time.perf_counter() - started
+        state.evaluated = state.step
+        self._last_event = partial(evaluation_event, state.step, evaluation, seconds)
+        self._last_evaluation = evaluation if state.step == self.steps else None
         if target is not None and state.seconds_to_target is None and evaluation.top1 >= target:
             state.seconds_to_target = seconds
         if self.telemetry is not None:
@@ -180,7 +204,7 @@ class Run:
         step, chunk = self.trainer.step, self.job.recipe.evaluate.images_per_chunk
         step.write_to_model(self.state.step)
         return evaluate(
-            step.model, self.trainer.held_out, chunk, self.world, step.allreduce, step.precision, stop,
+            step.model, self.trainer.data.held_out, chunk, self.world, step.allreduce, step.precision, stop,
             partial(self.liveness.progress, "evaluate", self.state.step),
         )  # fmt: skip
 
@@ -193,9 +217,10 @@ class Run:
         before = evaluation.top1
         if recipe.polish is not None:
             polish_by_recipe(
-                step.model, self.trainer.training, recipe, self.world, step.allreduce, step.precision,
+                step.model, self.trainer.data.training, recipe, self.world, step.allreduce, step.precision,
                 partial(self.liveness.progress, "polish", state.step),
             )  # fmt: skip
+            self._unpolished = step.batch_norm.running.clone()
             step.batch_norm.read_from_model()
             evaluation = self._evaluate(lambda: False)
             assert evaluation is not None
@@ -213,6 +238,7 @@ class Run:
             "world_size": self.world.size,
             "resumed_from": state.resumed_from,
             "restarts": self.restarts,
+            "lost_ranks": sorted({*self.kept.began} - {*self.world.ranks}),
             "seconds_to_target": state.seconds_to_target,
             "weights_sha256": weights_sha256(tensors),
             "recipe_sha256": state.fingerprint.recipe_sha256,
@@ -226,15 +252,50 @@ class Run:
         if self.job.plan is not None and self._is_first:
             summary["predicted"] = self.job.plan.beside(self.run_dir.events)
         if self._is_first:
-            try:
-                save_weights(self.run_dir.model, tensors, self._metadata())
-                write_text(self.run_dir.summary, json_text(summary, indent=1) + "\n")
-            except OSError as error:
-                raise RunError(
-                    f"{self.job.out}: can't write the result: {error.strerror}; the last checkpoint holds the "
-                    "trained weights: free space and give the same command again"
-                ) from None
+            write_result(self.run_dir, tensors, summary, self._metadata())
         return summary
+
+    def _take_kept(self) -> bool:
+        """Goes on from the newest state that one of the ranks has kept; False where none has begun."""
+        if self.kept.began == self.world.ranks:
+            return False
+        agreed = agree(self.kept, self.world)
+        if agreed is None:
+            return False
+        self.trainer.step.load_state_dict(agreed.tensors)
+        if agreed.is_own:  # else the next comparison may fall to ranks that have got over it by another's weights
+            self.trainer.step.check_weights(agreed.state.step)
+        self.state, self._counted = agreed.state, self.kept.counted
+        if (event := agreed.last_event) is not None:
+            self._last_event = lambda: dict(event)
+        return True
+
+    def _open_telemetry(self, is_kept: bool) -> None:
+        """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
+        state, path = self.state, self.run_dir.path
+        tensorboard = self.job.options.tensorboard
+        self.telemetry = Telemetry(path, self.schedule, state.step, state.evaluated, tensorboard)
+        if not is_kept:
+            self._greet(self.telemetry)
+            return
+        if self._last_event is not None:
+            self.telemetry.complete(self._last_event())
+        if self._gives_way:
+            self.telemetry.say(self._gives_way)
+        with suppress(OSError):
+            self.run_dir.sweep()
+
+    def _saved(self) -> int:
+        """The step of the newest checkpoint on the disk: rank 0 may have been lost before it had written its last."""
+        saved = 0
+        if self._is_first:
+            try:
+                newest = next(iter(list_checkpoints(self.run_dir.checkpoints)), None)
+                saved = int(newest.name.removeprefix("step-")) if newest is not None else 0
+            except OSError:  # the next checkpoint tells
+                saved = self.state.step
+        # The same on all ranks, since all compare their weights before one is written.
+        return int(self.world.broadcast_text(str(saved)))
 
     def _restore(self) -> None:
         """Takes the newest good checkpoint, or the weights of --init; rank 0 reads, all ranks get."""
@@ -289,7 +350,7 @@ class Run:
     def _check_replaced(self, step: Step, count: int) -> None:
         replaced, limit = self.state.totals.replaced + count, self.job.recipe.data.max_replaced
         # Against at least one epoch, so that one bad image among the first few is no reason to stop.
-        seen = max(step.start + step.batch, len(self.trainer.training.source))
+        seen = max(step.start + step.batch, len(self.trainer.data.training.source))
         if replaced > limit * seen:
             raise RunError(
                 f"step {step.index}: {replaced} training images could not be decoded, more than the "
@@ -305,7 +366,7 @@ class Run:
         return {step for step in self.schedule.boundaries(every, first) if step < self.steps} | {self.steps}
 
     def _metadata(self) -> dict[str, str]:
-        recipe, classes = self.job.recipe, self.trainer.training.source.classes
+        recipe, classes = self.job.recipe, self.trainer.data.training.source.classes
         return {
             "classes": json.dumps(classes),
             "recipe": json.dumps(recipe.as_dict()),

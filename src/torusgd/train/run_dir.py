@@ -92,7 +92,7 @@ class RunDir:
                 self._delete_run()
             else:
                 self._compare(recipe)
-            self._sweep()
+            self.sweep()
             if not self.recipe.exists():
                 write_text(self.recipe, dump_recipe(recipe))
 
@@ -150,8 +150,8 @@ class RunDir:
             (self.path / name).unlink(missing_ok=True)
         self.recipe.unlink()  # the last: with it goes the sign that the others are a run's
 
-    def _sweep(self) -> None:
-        """Removes what a killed run was writing under another name."""
+    def sweep(self) -> None:
+        """Removes what a killed process was writing under another name."""
         for name in OWN:
             for path in self.path.glob(f".{name}.*"):
                 path.unlink()

@@ -24,6 +24,7 @@ class Saver:
         times: Learns that a checkpoint has been taken.
         liveness: Learns that the disk takes its time, which ends no run.
         is_first: Whether this is rank 0.
+        saved: The step of the last checkpoint, the same on all ranks.
     """
 
     def __init__(
@@ -34,10 +35,11 @@ class Saver:
         times: CheckpointTimes,
         liveness: Liveness,
         is_first: bool,
+        saved: int,
     ) -> None:
         self._state, self._step, self._writer, self._times = state, step, writer, times
         self._liveness, self._is_first = liveness, is_first
-        self._saved = state.step
+        self._saved = saved
 
     def save(self) -> None:
         """Has the state of this step written, unless it is already."""

@@ -95,13 +95,13 @@ def tensors_of(checkpoint: Checkpoint) -> Tensors:
     return {f"{_MODEL}{name}": tensor for name, tensor in checkpoint.model.items()} | checkpoint.state
 
 
-def share_tensors(tensors: Mapping[str, Tensor], world: Group) -> Iterator[tuple[str, Tensor]]:
-    """Rank 0's tensors on every rank, one at a time, so that no rank holds more than it needs."""
+def share_tensors(tensors: Mapping[str, Tensor], world: Group, source: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the rank at place `source` on every rank, one at a time: no rank holds more than it needs."""
     shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-    for name, (dtype, shape) in json.loads(world.broadcast_text(json.dumps(shapes))).items():
-        if world.rank == 0:
+    for name, (dtype, shape) in json.loads(world.broadcast_text(json.dumps(shapes), source)).items():
+        if world.rank == source:
             tensor = tensors[name].to(world.device).contiguous()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
-        world.broadcast(tensor)
+        world.broadcast(tensor, source)
         yield name, tensor

@@ -280,7 +280,8 @@ class TrainStep:
         self.write_to_model(steps)
         momentum = {f"{_MOMENTUM}{name}": tensor for name, tensor in self.update.momentum(keep).items()}
         model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
-        return model | momentum | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
+        bounds = {} if self.reducer.sum.needs_measure else {"gradient_bounds": self.reducer.sum.state()}
+        return model | momentum | bounds | self.precision.state_dict()
 
     def expected_state(self, is_updated: bool) -> dict[str, Tensor]:
         """Tensors shaped like those of `state_dict` beside the model's; momentum is there once weights are updated."""

@@ -1,0 +1,117 @@
+"""What the loss of a rank costs: seconds from SIGKILL until steps are done again, going on against starting again.
+
+    python benchmarks/rank_loss.py --workers 4 --runs 5
+
+Each run trains `digits` on ranks of our own and kills one of them in mid-run, rank 0 in every second run. The time ends
+with the first step that is written to events.jsonl and was not done before the kill. The peer is the same run with
+sharded updates, in which all ranks start again from the last checkpoint, one every 20 steps. Both take turns.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PEERS = {"go on": ["--update", "replicated"], "start again": ["--update", "sharded"]}
+
+
+def main() -> None:
+    """Runs both in turn, and prints medians, extremes, steps redone and whether the weights are equal."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=90)
+    arguments = parser.parse_args()
+    seconds: dict[str, list[float]] = {name: [] for name in PEERS}
+    redone: dict[str, list[int]] = {name: [] for name in PEERS}
+    hashes = set()
+    draw = random.Random(0)
+    for run in range(arguments.runs):
+        at = draw.randrange(arguments.steps // 4, arguments.steps // 2)
+        for name, flags in PEERS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                loss, again, summary = lose_a_rank(Path(folder), flags, arguments.workers, arguments.steps, at, run % 2)
+            seconds[name].append(loss)
+            redone[name].append(again)
+            hashes.add(summary["weights_sha256"])
+    for name in PEERS:
+        each = seconds[name]
+        print(
+            f"{name}: {statistics.median(each):.2f} s ({min(each):.2f} to {max(each):.2f}), n {len(each)}, "
+            f"steps redone {min(redone[name])} to {max(redone[name])}"
+        )
+    print(f"ratio {statistics.median(seconds['start again']) / statistics.median(seconds['go on']):.1f}; "
+          f"{len(hashes)} weights hash in {2 * arguments.runs} runs")  # fmt: skip
+
+
+def lose_a_rank(out: Path, flags: list[str], workers: int, steps: int, at: int, victim: int) -> tuple:
+    """(seconds until a new step is done, steps redone, summary) of a run that loses a rank after step `at`."""
+    words = ["train", "digits", "--out", str(out), "--workers", str(workers), "--max-steps", str(steps)]
+    every = ["--checkpoint-every", "20st"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torusgd", *words, *every, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    while last_step(out) < at:
+        assert process.poll() is None, "ended early"
+        time.sleep(0.005)
+    pid = rank_of(process.pid, out, is_first=victim == 0)
+    done = last_step(out)
+    begin = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    least = done + 1
+    while (now := last_step(out)) <= done:
+        least = min(least, now)
+        time.sleep(0.001)
+    taken = time.perf_counter() - begin
+    process.communicate()
+    assert process.returncode == 0
+    # The step under way is done again in any case; those that are missing from the events are, too.
+    return taken, 1 + max(0, done - least), json.loads((out / "summary.json").read_text())
+
+
+def last_step(out: Path) -> int:
+    """The last step in events.jsonl."""
+    try:
+        lines = (out / "events.jsonl").read_bytes().splitlines()
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def rank_of(launcher: int, out: Path, is_first: bool) -> int:
+    """The process id of the rank that writes the events, or of one that doesn't."""
+    ranks = [rank for server in children(launcher) if "forkserver" in command(server) for rank in children(server)]
+    events = str(out / "events.jsonl")
+    return next(rank for rank in ranks if (events in files(rank)) == is_first)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of those that a process has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent, *_ = path.read_text().rpartition(")")[2].split()
+            found += [int(path.parent.name)] if int(parent) == pid and state != "Z" else []
+    return found
+
+
+def command(pid: int) -> str:
+    """The command line of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def files(pid: int) -> list[str]:
+    """The files that a process has open."""
+    return [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""When ranks are lost, those that are left go on: what a rank keeps of its run, and how the ranks agree on a state.
+
+With replicated updates every rank holds the whole state after each step, and nothing outside the reducer changes until
+a step is accepted. So the state of any rank that is left is enough. Two of them may differ by a step, or by an
+evaluation: one has received its last message, another has not. They take the newest state, and redo at most one step.
+
+Sums of integers have the same bits whoever computes which virtual worker. So the weights are those of a run that
+nothing has happened to, and that holds for exact reductions only.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.algorithms import parse_algorithm
+from ..comm.groups import Group
+from ..comm.liveness import Liveness
+from ..errors import UserError
+from ..recipe.runtime_options import RuntimeOptions
+from ..weights import Tensors
+from .build import Data, Job, open_data
+from .fingerprint import Fingerprint
+from .state import RunState, share_tensors
+
+_LARGE = ("model/", "momentum/")
+"""names of tensors that are equal on all ranks after the same step; the others may have been measured again"""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rank keeps of its part in a run when the ranks change; all of it in memory."""
+
+    data: Data
+    """open"""
+    began: tuple[int, ...]
+    """the ranks with which the run was started"""
+    fingerprint: Fingerprint | None
+    """of the run; None: not found yet"""
+    generation: int
+    """of the groups that were used last"""
+    state: RunState | None
+    """None: this rank has not taken part in a step yet"""
+    counted: float
+    """until when `state.seconds` counts (time.perf_counter)"""
+    tensors: Tensors
+    """as `TrainStep.state_dict` gives them"""
+    last_event: Callable[[], dict[str, Any]] | None
+    """the line of events.jsonl for what this rank did last, which a lost rank 0 may not have written"""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The state from which all ranks go on."""
+
+    state: RunState
+    tensors: Iterator[tuple[str, Tensor]]
+    """to be taken one after the other, on all ranks"""
+    is_own: bool
+    """each rank takes weights and momentum of its own, and none is sent those of another"""
+    last_event: Mapping[str, Any] | None
+
+
+def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Kept:
+    """What a rank has before its first step: the images, which it opens. `began`: see `Kept`."""
+    return Kept(open_data(job, world.device, liveness), tuple(began), None, -1, None, 0.0, {}, None)
+
+
+def fewest_ranks(job: Job, ranks: int) -> int:
+    """With how many of its ranks a run goes on when others are lost; fewer start again, all of them."""
+    if obstacle(job):
+        return ranks
+    return 2 if job.options.audit else 1  # one rank has no other to check it
+
+
+def obstacle(job: Job) -> str:
+    """Why the ranks that are left can't go on with a job, but start again from a checkpoint; empty where they can."""
+    if job.options.update == "sharded":
+        return "a lost rank takes its shards of the momentum along"
+    if job.recipe.column_blocks > 1:
+        return "a lost rank takes its column blocks along"
+    if job.recipe.reduction != "exact":
+        return f"sums in {job.recipe.reduction} depend on the number of ranks"
+    return "the communicators of GPUs are not built anew" if job.device == "cuda" else ""
+
+
+def agree(kept: Kept, world: Group) -> Agreed | None:
+    """Finds the newest state that one of the ranks keeps; every rank calls it. None where no rank has begun.
+
+    Of equal tensors each rank takes its own, unless one is a step behind: then all are sent.
+    """
+    state = kept.state
+    progress = -1 if state is None else 2 * state.step + (state.evaluated == state.step)
+    all_progress = [int(each) for each in world.all_gather(torch.tensor([progress]))]
+    newest = max(all_progress)
+    if newest < 0:
+        return None
+    source = all_progress.index(newest)
+    last_event = kept.last_event() if kept.last_event is not None else None
+    mine = json.dumps({"state": state.as_dict(), "last_event": last_event} if state is not None else {})
+    told = json.loads(world.broadcast_text(mine, source))
+    is_alike = all(each // 2 == newest // 2 for each in all_progress)
+    tensors = _tensors(kept, world, source, is_alike)
+    return Agreed(RunState.from_dict(told["state"]), tensors, is_alike, told["last_event"])
+
+
+def _tensors(kept: Kept, world: Group, source: int, is_alike: bool) -> Iterator[tuple[str, Tensor]]:
+    large = {name: tensor for name, tensor in kept.tensors.items() if name.startswith(_LARGE)}
+    yield from share_tensors({n: t for n, t in kept.tensors.items() if not (is_alike and n in large)}, world, source)
+    if is_alike:
+        yield from large.items()
+
+
+def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:
+    """The options for another number of ranks than they were given for, and a line that says what gives way.
+
+    >>> options, line = fitting(RuntimeOptions(allreduce="torus", grid="2x2"), 3)
+    >>> line
+    'grid 2x2 does not fit 3 ranks: allreduce torus goes on without it'
+    """
+    name = options.allreduce
+    if name == "native" or ranks == 1:
+        return options, ""
+    if name == "auto":
+        line = f"allreduce auto gives way to native: it was measured with other ranks than these {ranks}"
+        return options.model_copy(update={"allreduce": "native"}), line
+    for grid in dict.fromkeys((options.grid_size, None)):
+        try:
+            parse_algorithm(name, ranks, grid)
+        except UserError:
+            continue
+        if grid == options.grid_size:
+            return options, ""
+        line = f"grid {options.grid} does not fit {ranks} ranks: allreduce {name} goes on without it"
+        return options.model_copy(update={"grid": None}), line
+    line = f"allreduce {name} gives way to native: it does not fit {ranks} ranks"
+    return options.model_copy(update={"allreduce": "native", "grid": None}), line

@@ -1,0 +1,233 @@
+"""Ranks that are lost, and the others, which go on in their processes: to the same weights, with nothing told twice."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from torusgd.comm import groups
+from torusgd.comm.groups import Group
+from torusgd.comm.liveness import Liveness
+from torusgd.launch import generations
+from torusgd.launch.processes import Supervisor
+from torusgd.launch.roll_call import Limits
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schedule import Schedule
+from torusgd.signals import StopFlag
+from torusgd.train.events import Telemetry
+from torusgd.train.fingerprint import Fingerprint
+from torusgd.train.state import RunState
+from torusgd.train.survival import Kept, agree, fitting
+
+from ..train.processes import (
+    RECIPE,
+    STEPS,
+    Process,
+    assert_told_once,
+    is_alive,
+    last_step,
+    pauses,
+    results,
+    run_alone,
+    summary,
+    torusgd,
+    until,
+    wait_for_step,
+)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results(run_alone(tmp_path_factory.mktemp("undisturbed") / "out", recipe))
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    until(lambda: not any(map(is_alive, pids)), "they are dead")
+
+
+def assert_went_on(process: Process, out: Path, undisturbed: dict[str, Any], lost: int) -> dict[str, Any]:
+    """The run has ended as if nothing had happened; its summary."""
+    assert process.end() == 0, process.output
+    told = summary(out)
+    assert results(told) == undisturbed
+    assert (told["restarts"], told["resumed_from"], len(told["lost_ranks"])) == (0, 0, lost)
+    assert_told_once(out, STEPS)
+    steps = sorted(int(path.name.removeprefix("step-")) for path in (out / "checkpoints").iterdir())
+    assert steps[-1] == STEPS  # and nothing half-written beside them, which would have no number
+    return told
+
+
+def test_ranks_are_lost_one_after_the_other_rank_0_first_then_in_an_evaluation_and_the_last_is_alone(
+    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
+) -> None:
+    both = tmp_path / "both"
+    two_at_once = torusgd(tmp_path / "2", both, recipe, "--workers", "3", *pauses(0.01))
+    out = tmp_path / "out"
+    process = torusgd(tmp_path / "1", out, recipe, "--workers", "4", *pauses(0.01, 0.04))
+
+    wait_for_step(both, 4, two_at_once)
+    first = two_at_once.rank(both, 0)
+    kept = two_at_once.ranks()[-1]
+    kill(*set(two_at_once.ranks()) - {kept})
+
+    wait_for_step(out, 3, process)
+    began = process.ranks()
+    first = process.rank(out, 0)
+    kill(first)
+    wait_for_step(out, 10, process)
+    time.sleep(0.05)  # in the evaluation, which lasts 0.3 s
+    writer = process.rank(out, 0)
+    assert writer != first
+    kill(process.rank(out, 1))
+    wait_for_step(out, 12, process)
+    assert set(process.ranks()) < set(began)
+    assert len(process.ranks()) == 2
+    kill(process.rank(out, 1))
+    wait_for_step(out, 14, process)
+    assert process.ranks() == [writer]
+
+    told = assert_went_on(process, out, undisturbed, lost=3)
+    assert (told["lost_ranks"][0], told["world_size"]) == (0, 1)
+    assert [line.rpartition("; ")[2].split()[0] for line in process.err.splitlines()] == ["ranks", "ranks", "rank"]
+    assert "resumed" not in process.out
+    assert "restart" not in process.err
+    told = assert_went_on(two_at_once, both, undisturbed, lost=2)
+    assert (told["lost_ranks"], told["world_size"]) == ([0, 1], 1)
+
+
+@pytest.mark.slow
+def test_20_seeded_kills_at_random_moments(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
+    draw, kills = random.Random(20261122), 0
+    while kills < 20:
+        out = tmp_path / f"out-{kills}"
+        process = torusgd(tmp_path / str(kills), out, recipe, "--workers", "4", *pauses(0.01, 0.02))
+        lost = 0
+        for moment in sorted(draw.sample(range(1, 27), 3)):
+            until(lambda: last_step(out) >= moment, f"step {moment}", process)  # noqa: B023
+            time.sleep(draw.uniform(0, 0.15))
+            ranks = process.ranks()
+            victims = draw.sample(ranks, min(draw.choice((1, 1, 2)), len(ranks) - 1))
+            kill(*victims)
+            kills, lost = kills + 1, lost + len(victims)
+        assert_went_on(process, out, undisturbed, lost)
+
+
+class Dying:
+    """Called on 4 ranks: 1 dies, then 2 while groups are formed anew, and 0 and 3 go on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
+        self.calls += 1
+        me = world.ranks[world.rank]
+        if me == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if me == 2:  # when all have come and begin to connect
+            generations.groups.build = lambda *given, **named: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        total = torch.ones(1)
+        world.duplicate().all_reduce(total)
+        return [me, self.calls, int(total)]
+
+
+def test_a_rank_that_is_lost_while_groups_are_formed_anew_makes_another_generation() -> None:
+    lines: list[str] = []
+    with Supervisor(4, "cpu", Limits(beat=60, start=60, stuck=60), tell=lines.append) as supervisor:
+        assert supervisor.run(Dying(), fewest=1) == [[0, 2, 2], [3, 2, 2]]
+    assert lines == [
+        "rank 1 was ended by SIGKILL; ranks 0, 2, 3 go on",
+        "rank 2 was ended by SIGKILL; ranks 0, 3 go on",
+    ]
+
+
+def kept(step: int, evaluated: int, value: float) -> Kept:
+    """What a rank keeps after `step` steps; all its tensors hold `value`."""
+    state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=step, evaluated=evaluated)
+    tensors = {name: torch.full((3,), value) for name in ("model/w", "momentum/w", "gradient_bounds")}
+    return Kept(None, (0, 1, 2), None, 0, state, 0.0, tensors, lambda: {"step": step})  # type: ignore[arg-type]
+
+
+def agreed(*each: Kept) -> list[tuple[int, int, Any, dict[str, float]]]:
+    """What ranks, as threads, take from each other: step, evaluated, event, tensors."""
+    store, found = HashStore(), dict[int, Any]()
+
+    def be(rank: int) -> None:
+        cpu = torch.device("cpu")
+        world = groups.build(store, range(len(each)), rank, device=cpu, timeout=60)
+        taken = agree(each[rank], world)
+        assert taken is not None
+        tensors = {name: float(tensor[0]) for name, tensor in taken.tensors}
+        found[rank] = taken.state.step, taken.state.evaluated, taken.last_event, tensors
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(len(each))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(len(each))]
+
+
+def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measured_again() -> None:
+    whole = dict.fromkeys(("model/w", "momentum/w", "gradient_bounds"), 2.0)
+    assert agreed(kept(3, 0, 1.0), kept(4, 0, 2.0)) == [(4, 0, {"step": 4}, whole)] * 2
+    mine = whole | {"model/w": 1.0, "momentum/w": 1.0}
+    assert agreed(kept(4, 0, 1.0), kept(4, 4, 2.0)) == [(4, 4, {"step": 4}, each) for each in (mine, whole)]
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "taken", "line"),
+    [
+        ({"allreduce": "native"}, 3, ("native", None), ""),
+        ({"allreduce": "ring"}, 3, ("ring", None), ""),
+        ({"allreduce": "torus", "grid": "2x2"}, 3, ("torus", None), "grid 2x2 does not fit 3 ranks"),
+        ({"allreduce": "halving-doubling"}, 3, ("halving-doubling", None), ""),
+        ({"allreduce": "auto"}, 3, ("native", None), "allreduce auto gives way to native"),
+        ({"allreduce": "auto"}, 1, ("auto", None), ""),
+    ],
+)
+def test_options_that_do_not_fit_fewer_ranks_give_way_with_a_line(
+    given: dict[str, Any], ranks: int, taken: tuple[str, str | None], line: str
+) -> None:
+    options, told = fitting(RuntimeOptions(**given), ranks)
+    assert (options.allreduce, options.grid) == taken
+    assert told.startswith(line)
+    assert bool(told) == bool(line)
+
+
+def test_a_new_rank_0_writes_what_is_missing_and_drops_what_is_done_again(tmp_path: Path) -> None:
+    schedule = Schedule(load_recipe("digits", ["stages=[{until: 9st, images_per_worker: 3}]"]).recipe, 96)
+    step, evaluation = {"step": 3}, {"step": 3, "event": "evaluation"}
+
+    def events(evaluated: int, *, complete: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        telemetry = Telemetry(tmp_path, schedule, 3, evaluated, tensorboard=False)
+        if complete is not None:
+            telemetry.complete(complete)
+        telemetry.close()
+        return [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+
+    ahead: list[dict[str, Any]] = [{"step": 2}, step, evaluation, {"step": 4}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in ahead) + '{"step')
+    assert events(3) == [{"step": 2}, step, evaluation]
+    assert events(0) == [{"step": 2}, step]
+    for _ in range(2):
+        assert events(3, complete=evaluation) == [{"step": 2}, step, evaluation]
