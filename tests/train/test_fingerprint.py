@@ -21,7 +21,7 @@ from torusgd.runtime import resolve_auto
 from torusgd.train.build import Job
 from torusgd.train.conditions import conditions
 from torusgd.train.fingerprint import Fingerprint, check_ranks_agree
-from torusgd.train.run import finished
+from torusgd.train.result import finished
 
 from .processes import RECIPE, run_alone
 
