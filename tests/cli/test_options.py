@@ -172,3 +172,30 @@ def test_a_group_becomes_options_of_its_own() -> None:
     assert seen == [RuntimeFlags(workers=3), "y"]
     command(update="sharded")
     assert seen[2:] == [RuntimeFlags(update="sharded"), "x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["plan", "digits", "--no-such", "8"], "No such option: --no-such"),
+        (["plan", "digits", "one", "more"], "unexpected extra argument"),
+        (["no-such"], "No such command 'no-such'"),
+        (["plan", "digits", "--cluster", "abci", "--devices", "9" * 30], "workers"),
+        (
+            ["plan", "digits", "--cluster", "abci", "--devices", "8", "--set", "seed=\n1\x1b[2J=\n: ["],
+            r"seed=\n1\x1b[2J",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_whatever_was_typed(run_cli: Run, words: list[str], reason: str) -> None:
+    code, _, err = run_cli(*words)
+    assert code == 2
+    assert reason in err
+    assert err.count("\n") == 1
+    assert err.rstrip("\n").isprintable()
+
+
+def test_no_command_at_all_shows_the_help(run_cli: Run) -> None:
+    code, out, err = run_cli()
+    assert code == 2
+    assert "Usage: torusgd" in out + err
