@@ -220,3 +220,30 @@ def test_an_environment_that_lowers_the_precision_is_left_aside(
     code, _, err = run_cli("recipes")
     assert (code, err) == (0, f"torusgd: {name} is left aside: the recipe decides the precision\n")
     assert name not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["plan", "digits", "--no-such", "8"], "No such option: --no-such"),
+        (["plan", "digits", "one", "more"], "unexpected extra argument"),
+        (["no-such"], "No such command 'no-such'"),
+        (["plan", "digits", "--cluster", "abci", "--devices", "9" * 30], "workers"),
+        (
+            ["plan", "digits", "--cluster", "abci", "--devices", "8", "--set", "seed=\n1\x1b[2J=\n: ["],
+            r"seed=\n1\x1b[2J",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_whatever_was_typed(run_cli: Run, words: list[str], reason: str) -> None:
+    code, _, err = run_cli(*words)
+    assert code == 2
+    assert reason in err
+    assert err.count("\n") == 1
+    assert err.rstrip("\n").isprintable()
+
+
+def test_no_command_at_all_shows_the_help(run_cli: Run) -> None:
+    code, out, err = run_cli()
+    assert code == 2
+    assert "Usage: torusgd" in out + err

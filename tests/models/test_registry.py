@@ -256,3 +256,8 @@ def test_torchvision_classifier() -> None:
     assert list(model.state_dict()) == list(own.state_dict())
     x: Tensor = torch.rand(2, 3, 32, 32)
     assert model(x).shape == (2, 10)
+
+
+def test_a_factory_that_hides_its_keywords_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match="builtins:dict doesn't say which keywords it takes"):
+        build_model(Model(name="builtins:dict"), classes=2, channels=1, image_size=8, seed=0)
