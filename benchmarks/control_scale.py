@@ -2,9 +2,9 @@
 
     python benchmarks/control_scale.py --ranks 3456 --processes 8 --seconds 30
 
-Each rank is a real `Heartbeat` with a thread and a connection of its own, so the store serves as many clients as a run
-of that size would have; only training is left out. Rank 0 calls the roll, the others follow it, as under torchrun. All
-of it shares this machine's cores, so its times are upper bounds of what a cluster sees, where each rank has its own.
+Rank 0 has a real `Heartbeat` and calls the roll, as under torchrun. Each other rank has a connection of its own to the
+store, its beats and a real `Follower`, but not a thread: a few processes take turns for all of them, since thousands of
+Python threads would measure the two cores that they share and not the store. Training is left out.
 
 Measured: the time for all to meet, from one beat to the next, what a roll call takes, when a rank that was killed is
 named by all others (with a heartbeat limit of --limit s), and how long a failure takes to be known.
@@ -17,8 +17,8 @@ import os
 import resource
 import signal
 import statistics
-import threading
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from torusgd.comm.liveness import LateRank
 from torusgd.launch import heartbeat
 from torusgd.launch.failures import Failure, FailureChannel, FailureKind
 from torusgd.launch.heartbeat import Heartbeat
-from torusgd.launch.roll_call import BEAT_SECONDS, Limits, Watch
+from torusgd.launch.roll_call import BEAT_SECONDS, STORE_KEY, Beat, Follower, Limits, Watch
 
 WAIT = timedelta(seconds=300)
 
@@ -48,11 +48,11 @@ def main() -> None:
     answers = context.Queue()
     hosts = [
         context.Process(target=_host, args=(number, arguments, store.port, answers))
-        for number in range(arguments.processes + 1)
+        for number in range(arguments.processes + 2)
     ]
     for host in hosts:
         host.start()
-    found = [answers.get(timeout=1200) for _ in hosts[1:]]
+    found = [answers.get(timeout=1200) for _ in hosts[1:]]  # one is killed
     for host in hosts:
         host.join()
     caller = next(each for each in found if each["number"] == 0)
@@ -96,87 +96,90 @@ class _TimedWatch(Watch):
         return late
 
 
+class _Rank:
+    """A rank that follows the roll call: what its heartbeat's thread does, without the thread."""
+
+    def __init__(self, store: PrefixStore, rank: int, limits: Limits) -> None:
+        own = store.clone()  # type: ignore[attr-defined]
+        self.rank, self.late, self.follower = rank, list[LateRank](), Follower(own, 0, limits)
+        self.failures, self._beats, self._number = FailureChannel(own, 0), PrefixStore(STORE_KEY, own), 0
+
+    def turn(self) -> None:
+        """A beat, and a look at what the roll call has found."""
+        self._number += 1
+        self._beats.set(str(self.rank), json.dumps(asdict(Beat(self._number, "a", "train", self._number))))
+        self.late = self.follower.look()
+
+
 def _host(number: int, arguments: argparse.Namespace, port: int, answers: Any) -> None:
-    """A process with its share of the ranks; the last process has one, which is killed half-way."""
+    """Process 0 is rank 0, with a real heartbeat; the last is the rank that is killed; the others share the rest."""
     size, many = arguments.ranks, arguments.processes
-    mine = [size - 1] if number == many else range(number, size - 1, many)
     _allow_files()
-    threading.stack_size(256 * 1024)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     store = PrefixStore("attempt-0", TCPStore("127.0.0.1", port, None, False, wait_for_workers=False, timeout=WAIT))
     limits = Limits(beat=arguments.limit, start=WAIT.total_seconds(), stuck=1e9)
     heartbeat.Watch = _TimedWatch  # type: ignore[misc]
-    _meet(store, "started", many + 1, 1)
+    _meet(store, "started", many + 2)
     began = time.monotonic()
-    beats = {
-        rank: Heartbeat(store, rank, limits, () if rank else range(size), follows=0 if rank else None) for rank in mine
-    }
-    _meet(store, "met", size, len(beats))
-    met = time.monotonic() - began
-    time.sleep(3 * BEAT_SECONDS)
-    first = _numbers(beats)
+    caller = Heartbeat(store, 0, limits, range(size)) if number == 0 else None
+    mine = [size - 1] if number > many else range(number, size - 1, many) if number else []
+    ranks = [_Rank(store, rank, limits) for rank in mine]
+    _meet(store, "met", many + 2)
+    answer: dict[str, Any] = {"number": number, "met": time.monotonic() - began}
+    _turns(ranks, 5 * BEAT_SECONDS)
+    first = _numbers(caller)
     _TimedWatch.looks.clear()
-    end, step = time.monotonic() + arguments.seconds, 0
-    while time.monotonic() < end:
-        step += 1
-        for each in beats.values():
-            each.progress("train", step, 0)
-        time.sleep(BEAT_SECONDS)
-    now = _numbers(beats)
-    intervals = [arguments.seconds / max(1, now[rank] - then) for rank, then in first.items()]
-    wrongly = sum(bool(each.late()) for each in beats.values())
-    _meet(store, "beaten", many + 1, 1)
-    if number == many:
+    _turns(ranks, arguments.seconds)
+    now = _numbers(caller)
+    answer["intervals"] = [arguments.seconds / max(1, now[rank] - then) for rank, then in first.items()]
+    answer["looks"] = list(_TimedWatch.looks)
+    answer["wrongly"] = sum(bool(rank.late) for rank in ranks) + bool(caller and caller.late())
+    if number > many:
         os.kill(os.getpid(), signal.SIGKILL)
-    named = _wait_for_name(size - 1, beats, arguments.limit)
-    known = _fail(FailureChannel(store, size), beats)
+    killed, named = time.monotonic(), dict[int, float]()
+    while len(named) < len(ranks) and time.monotonic() < killed + arguments.limit + 60:
+        _turns(ranks, BEAT_SECONDS)
+        known = [rank.rank for rank in ranks if [late.rank for late in rank.late] == [size - 1]]
+        named |= {rank: time.monotonic() - killed for rank in known if rank not in named}
+    failed = time.monotonic()
+    for rank in ranks:
+        kind = FailureKind.RUN_ERROR if rank.rank == 1 else FailureKind.RANK_LOST
+        rank.failures.report(Failure(kind, rank.rank, "a", "a disk is full" if rank.rank == 1 else "lost the others"))
+    for rank in ranks:
+        while not rank.failures.causes():
+            time.sleep(0.01)
     used = resource.getrusage(resource.RUSAGE_SELF)
     answers.put(
         {
-            "number": number, "met": met, "intervals": intervals, "wrongly": wrongly, "known": known, "named": named,
-            "looks": list(_TimedWatch.looks), "memory": (used.ru_maxrss - memory) / 1024,
-            "cpu": used.ru_utime + used.ru_stime,
+            **answer, "named": list(named.values()), "known": time.monotonic() - failed,
+            "memory": (used.ru_maxrss - memory) / 1024, "cpu": used.ru_utime + used.ru_stime,
         }
     )  # fmt: skip
-    _meet(store, "done", many, 1)
-    answers.close()
-    answers.join_thread()
-    os.kill(os.getpid(), signal.SIGKILL)  # hundreds of threads would take as many seconds to end one by one
+    _meet(store, "done", many + 1)
+    if caller is not None:
+        caller.close()
 
 
-def _meet(store: PrefixStore, name: str, size: int, count: int) -> None:
-    if store.add(name, count) == size:
+def _meet(store: PrefixStore, name: str, size: int) -> None:
+    if store.add(name, 1) == size:
         store.set(f"all {name}", "")
     store.wait([f"all {name}"], WAIT)
 
 
-def _numbers(beats: dict[int, Heartbeat]) -> dict[int, int]:
+def _turns(ranks: list[_Rank], seconds: float) -> None:
+    """Lets each rank take its turn, one a beat, for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        began = time.monotonic()
+        for rank in ranks:
+            rank.turn()
+        time.sleep(max(0.0, BEAT_SECONDS - (time.monotonic() - began)))
+
+
+def _numbers(caller: Heartbeat | None) -> dict[int, int]:
     """Of the last beat of each rank, as the rank that calls the roll has read it; nothing in other processes."""
-    watch = beats[0].watch if 0 in beats else None
+    watch = caller.watch if caller is not None else None
     return {rank: beat.number for rank, beat in watch.beats.items() if beat} if isinstance(watch, Watch) else {}
-
-
-def _wait_for_name(victim: int, beats: dict[int, Heartbeat], limit: float) -> list[float]:
-    """Seconds after which each rank of this process knows that the victim, of another process, is lost."""
-    named, killed = dict[int, float](), time.monotonic()
-    while len(named) < len(beats) and time.monotonic() < killed + limit + 60:
-        for rank, each in beats.items():
-            if rank not in named and [late.rank for late in each.late()] == [victim]:
-                named[rank] = time.monotonic() - killed
-        time.sleep(0.1)
-    return list(named.values())
-
-
-def _fail(failures: FailureChannel, beats: dict[int, Heartbeat]) -> float:
-    """Seconds until all ranks of this process have reported a failure and know the one that is the cause."""
-    failed = time.monotonic()
-    for rank in beats:
-        kind = FailureKind.RUN_ERROR if rank == 1 else FailureKind.RANK_LOST
-        failures.report(Failure(kind, rank, "a", "a disk is full" if rank == 1 else "lost the others"))
-    for _ in beats:
-        while not failures.causes():
-            time.sleep(0.01)
-    return time.monotonic() - failed
 
 
 def _allow_files() -> None:
