@@ -245,7 +245,7 @@ def test_a_network_must_take_the_size_of_evaluation_too() -> None:
         "intel-cddnn-16",
         ["model.options.width=8", "data.classes=20", "column_blocks=1", "evaluate={image_size: [9, 39]}"],
     ).recipe
-    with pytest.raises(UserError, match="does not take 1x9x39 images"):
+    with pytest.raises(UserError, match=r"does not take 1x9x39 images \(evaluate\.image_size\)"):
         model_of(other, 20)
 
 

@@ -93,7 +93,8 @@ def model_of(recipe: Recipe, classes: int) -> nn.Module:
     train, held_out = recipe.data.image_size, recipe.held_out_data.image_size
     network = build_model(recipe.model, classes=classes, channels=channels, image_size=train, seed=recipe.seed)
     if held_out != train:
-        _check(recipe.model.name, network, torch.zeros(2, channels, *sides(held_out)), classes)
+        images = torch.zeros(2, channels, *sides(held_out))
+        _check(recipe.model.name, network, images, classes, size_key="evaluate.image_size")
     return network
 
 
@@ -209,17 +210,18 @@ def _check_graph(name: str, logits: Tensor) -> None:
         nodes += [before for before, _ in node.next_functions]
 
 
-def _check(name: str, network: nn.Module, images: Tensor, classes: int) -> None:
-    """One forward pass in training mode, of a copy: looks at the output and at what else has changed."""
+def _check(name: str, network: nn.Module, images: Tensor, classes: int, size_key: str = "data.image_size") -> None:
+    """One forward pass in training mode, of a copy: looks at the output and at what else has changed.
+
+    `size_key` is the key of the recipe that says how large the images are.
+    """
     trial = copy.deepcopy(network).train()
     size = "x".join(map(str, images.shape[1:]))
     try:
         logits = trial(images)
     except (RuntimeError, ValueError, IndexError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"model.name: {name} does not take {size} images (image_size of data or evaluate): {reason}"
-        ) from error
+        raise UserError(f"model.name: {name} does not take {size} images ({size_key}): {reason}") from error
     gave = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if gave != (len(images), classes):
         raise UserError(
