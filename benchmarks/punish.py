@@ -214,7 +214,7 @@ def kill_the_launcher(case: Case) -> Row:
     until(lambda: not any(map(is_alive, everything)), "no orphan is left")
     seconds, before = round(time.monotonic() - since, 2), last_step(case.out)
     row = judge(case, case.start(), time.monotonic(), None, again=False)
-    return Row(**{**asdict(row), "seconds": seconds, "redone": before - summary(case.out)["resumed_from"]})
+    return Row(**{**asdict(row), "seconds": seconds, "redone": max(0, before - summary(case.out)["resumed_from"])})
 
 
 def stop_a_rank_for_5_s(case: Case) -> Row:
