@@ -12,6 +12,8 @@ from torusgd import cli
 from torusgd.signals import STOP_SIGNALS
 
 torch.set_num_threads(1)
+# A shell that starts the tests in the background has them ignore SIGINT, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LONG = ("launch", "train", "tensor_parallel", "rehearse")
 

@@ -154,10 +154,9 @@ def test_a_rank_that_is_lost_while_groups_are_formed_anew_makes_another_generati
     lines: list[str] = []
     with Supervisor(4, "cpu", Limits(beat=60, start=60, stuck=60), tell=lines.append) as supervisor:
         assert supervisor.run(Dying(), fewest=1) == [[0, 2, 2], [3, 2, 2]]
-    assert lines == [
-        "rank 1 was ended by SIGKILL; ranks 0, 2, 3 go on",
-        "rank 2 was ended by SIGKILL; ranks 0, 3 go on",
-    ]
+    # On a busy machine the launcher may see both ends at once, in either order.
+    assert lines[-1].endswith("; ranks 0, 3 go on")
+    assert {line[:6] for line in lines} == {"rank 1", "rank 2"}
 
 
 def kept(step: int, evaluated: int, value: float) -> Kept:

@@ -24,6 +24,6 @@ def test_later_events_are_dropped_from_the_end(
     monkeypatch.setattr(events, "_BLOCK", block)
     path = tmp_path / "events.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + cut)
-    events._drop_later_events(path, step)
+    events._drop_later_events(path, step, evaluated=step)
     assert path.read_text() == "".join(json.dumps(line) + "\n" for line in LINES[:kept])
-    events._drop_later_events(tmp_path / "none", step)
+    events._drop_later_events(tmp_path / "none", step, evaluated=step)
