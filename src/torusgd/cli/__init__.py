@@ -44,8 +44,7 @@ def main() -> None:
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except _UsageError as error:
-        if "\n" in error.format_message():  # no command was given: the message is the help
-            error.show()
+        if not error.format_message():  # no command was given: typer has printed the help
             sys.exit(2)
         _end(2, f"{error.format_message()} (--help says what there is)")
     except UserError as error:
