@@ -18,6 +18,7 @@ from torusgd.recipe.schema import Model, Optimizer, Recipe
     ("override", "words"),
     [
         ("sead=3", ["sead", "unknown key", "did you mean seed?"]),
+        ("stages.1.augmant=false", ["stages.1.augmant", "unknown key", "did you mean augment?"]),
         ("stages.0.images_per_worker='8'", ["stages.0.images_per_worker", '"8"', "integer"]),
         ("stages.0.images_per_worker=0", ["stages.0.images_per_worker", "0", "greater than or equal to 1"]),
         ("rate.decay.shap=cosine", ["rate.decay.shap", "did you mean shape?"]),

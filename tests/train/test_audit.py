@@ -158,9 +158,9 @@ def test_two_ranks_are_both_named_and_no_checkpoint_is_made_of_their_weights(tmp
 def trials(seeds: int) -> list[tuple[str, int, bool]]:
     world = group_of()
     faults = list(FAULTS)
+    options = RuntimeOptions(audit=0.1, drift_every=0)  # or the comparison of weights is often the first to find it
     return [
-        steps_until_found(world, job(RuntimeOptions(audit=0.1), *LONG, f"seed={seed}"), faults[seed % 3], 0, 50)
-        for seed in range(seeds)
+        steps_until_found(world, job(options, *LONG, f"seed={seed}"), faults[seed % 3], 0, 50) for seed in range(seeds)
     ]
 
 

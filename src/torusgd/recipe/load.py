@@ -274,9 +274,9 @@ def _fields_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:
     """The keys allowed at a place, found by walking the annotations."""
     current: Any = model
     for part in location:
-        annotation = current.model_fields[part].annotation if hasattr(current, "model_fields") else current
-        if part.isdigit():
+        if part.isdigit():  # a place in a list, whose items' model the walk has already reached
             continue
+        annotation = current.model_fields[part].annotation if hasattr(current, "model_fields") else current
         found = [a for a in _flatten(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
         current = found[0] if found else current
     return list(current.model_fields)
