@@ -27,7 +27,7 @@ from torusgd.data import Pipeline, open_sources
 from torusgd.data.augment import draw_changes, random_region
 from torusgd.data.decode import fit
 from torusgd.data.folder import Folder
-from torusgd.recipe.schema import Augment, Data
+from torusgd.recipe.data_schema import Augment, Data
 
 SIZE = 224
 PICTURES = 16

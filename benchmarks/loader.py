@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from decode import PICTURES, SIZE, write_pictures
 from torusgd.data import Loader, Pipeline, Share, StreamOrder, open_sources
-from torusgd.recipe.schema import Augment, Data
+from torusgd.recipe.data_schema import Augment, Data
 
 BATCH, BATCHES = 32, 12
 

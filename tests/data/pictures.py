@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from torusgd.recipe.schema import Augment, Data
+from torusgd.recipe.data_schema import Augment, Data
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:

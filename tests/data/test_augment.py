@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torusgd.data.augment import _power, draw_changes, mirror, random_region, shift
-from torusgd.recipe.schema import Augment
+from torusgd.recipe.data_schema import Augment
 
 
 def changes(augment: Augment, count: int, seed: int = 0, epoch: int = 0):

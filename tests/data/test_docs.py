@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from torusgd.data import Pipeline, open_sources, order
-from torusgd.recipe.schema import Data
+from torusgd.recipe.data_schema import Data
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "data.md").read_text(), re.DOTALL)
 

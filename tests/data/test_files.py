@@ -14,7 +14,7 @@ from torusgd.data.arrays import open_arrays
 from torusgd.data.folder import Folder, open_folder
 from torusgd.data.idx import open_idx, read_idx
 from torusgd.errors import UserError
-from torusgd.recipe.schema import Data
+from torusgd.recipe.data_schema import Data
 
 from .pictures import encoded, photo, write_folder
 

@@ -14,7 +14,7 @@ from torusgd.data import pipeline as module
 from torusgd.data.augment import draw_changes, random_region
 from torusgd.data.view import render, scaled
 from torusgd.errors import RunError, UserError
-from torusgd.recipe.schema import Augment, Data
+from torusgd.recipe.data_schema import Augment, Data
 
 from .own import Stripes
 from .pictures import folder_data, psnr, write_folder

@@ -8,7 +8,7 @@ import pytest
 from torusgd.data import ArraySource, RegionSource, Source, open_sources
 from torusgd.data.frames import SEQUENCE, walk
 from torusgd.errors import UserError
-from torusgd.recipe.schema import Data
+from torusgd.recipe.data_schema import Data
 
 from .own import Stripes
 from .pictures import folder_data, write_folder

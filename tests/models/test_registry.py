@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torusgd.errors import UserError
 from torusgd.models import MODELS, build_model, model_of
 from torusgd.recipe.load import load_recipe
-from torusgd.recipe.schema import Model, Options
+from torusgd.recipe.schema import Model
+from torusgd.recipe.section import Options
 
 
 def build(name: str, options: Options | None = None, *, seed: int = 0, image_size: int = 8) -> nn.Module:

@@ -11,7 +11,8 @@ import yaml
 from torusgd.errors import UserError
 from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe, recipe_names, recipe_source, validate
-from torusgd.recipe.schema import Model, Optimizer, Recipe
+from torusgd.recipe.optimizer_schema import Optimizer
+from torusgd.recipe.schema import Model, Recipe
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from torusgd.errors import UserError
 from torusgd.models import build_model
 from torusgd.plan.cluster import load_cluster, load_software
 from torusgd.plan.published import predict_row, read_rows
+from torusgd.recipe.data_schema import Data
 from torusgd.recipe.load import load_recipe, recipe_source
 from torusgd.recipe.schedule import Schedule
-from torusgd.recipe.schema import Data, Model
+from torusgd.recipe.schema import Model
 from torusgd.train.checkpoint import FILES, MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
 from torusgd.train.compare_plan import PlanComparison
 from torusgd.train.fingerprint import Fingerprint

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..recipe.schema import Augment
+from ..recipe.data_schema import Augment
 from ..rng import AUGMENT, keyed_integer, keyed_uniform
 from .types import Bools, Float64, Int64, Pixels, Region
 

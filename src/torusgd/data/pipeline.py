@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from ..errors import RunError, UserError
-from ..recipe.schema import Data, sides
+from ..recipe.data_schema import Data
+from ..recipe.section import sides
 from ..rng import SUBSTITUTE, keyed_integer
 from . import augment as random_changes
 from .augment import Changes

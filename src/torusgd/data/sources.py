@@ -6,7 +6,8 @@ from typing import Any
 
 from ..errors import UserError
 from ..importing import import_factory
-from ..recipe.schema import Data, sides
+from ..recipe.data_schema import Data
+from ..recipe.section import sides
 from .arrays import open_arrays, open_digits
 from .folder import open_folder
 from .frames import open_frames

@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UserError, suggest
 from ..importing import import_factory
-from ..recipe.schema import Model, Recipe, Sides, sides
+from ..recipe.schema import Model, Recipe
+from ..recipe.section import Sides, sides
 from ..rng import INIT, keyed_hash
 from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
 from .resnet import resnet18, resnet34, resnet50, resnet101

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..recipe.schema import Recipe, sides
+from ..recipe.schema import Recipe
+from ..recipe.section import sides
 
 
 def check_repeatable(network: nn.Module, recipe: Recipe) -> None:

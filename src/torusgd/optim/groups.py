@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..recipe import schema as recipe
+from ..recipe import optimizer_schema as recipe
 from .lars import Lars, Norms
 from .norms import layer_norms
 from .sgd import Sgd

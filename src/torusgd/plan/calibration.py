@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..recipe.load import parse_yaml, validate
-from ..recipe.schema import NotNegative, Positive, Section
+from ..recipe.section import NotNegative, Positive, Section
 
 Factors = dict[str, float]
 """parameter's name: factor"""

@@ -17,7 +17,7 @@ from ..comm.profile import Profile
 from ..errors import UserError, suggest
 from ..recipe.load import parse_yaml, validate
 from ..recipe.runtime_options import BucketSizes
-from ..recipe.schema import Count, Fraction, NotNegative, Positive, Ranks, Section
+from ..recipe.section import Count, Fraction, NotNegative, Positive, Ranks, Section
 from ..untrusted import MOST_YAML, read_text
 from .calibration import calibrated
 

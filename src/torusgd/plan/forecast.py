@@ -14,7 +14,8 @@ from ..data.sources import open_sources
 from ..errors import UserError
 from ..models.registry import construct
 from ..recipe.schedule import Schedule
-from ..recipe.schema import Model, Recipe, sides
+from ..recipe.schema import Model, Recipe
+from ..recipe.section import sides
 from .cluster import Cluster, Communication, Software
 from .model_cost import ModelCost, read_model
 from .roofline import memory_bytes

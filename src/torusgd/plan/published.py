@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..recipe.load import validate
-from ..recipe.schema import Count, Positive, Ranks, Section
+from ..recipe.section import Count, Positive, Ranks, Section
 from ..untrusted import read_text
 from .calibration import Factors, calibrated, load_calibrated, load_parameters
 from .cluster import Cluster, Communication, Software, load_cluster, load_software, tree_of

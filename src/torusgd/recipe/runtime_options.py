@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .duration import Duration
-from .schema import Count, Ranks, Section
+from .section import Count, Ranks, Section
 
 BucketSizes = Literal["auto", "cubic"] | Annotated[float, Field(gt=0)] | tuple[Count, ...]
 

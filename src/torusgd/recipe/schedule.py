@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ..errors import UserError
 from .duration import Duration
-from .schema import Decay, Recipe, Stage
+from .optimizer_schema import Decay, Stage
+from .schema import Recipe
 
 _MOST_MARKS = 1_000_000
 """evaluations or checkpoints of a run"""

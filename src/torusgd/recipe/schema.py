@@ -5,117 +5,17 @@ Nothing about processes or machines stands here; that is the runtime options' (`
 
 import hashlib
 import json
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from .duration import Duration
+from .data_schema import Data, Evaluate, Polish
+from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage
+from .section import Count, Fraction, Options, Section, sides
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-Ranks = Annotated[int, Field(ge=1, le=2**20)]
-Options = dict[str, bool | int | float | str]
-Sides = Count | tuple[Count, Count]
 MOST_VIRTUAL_WORKERS = 2**20
 SCHEMA = 1
 """of recipes; it grows where a default or the meaning of a key changes, since hashes leave out keys at their default"""
-
-
-def sides(size: Sides) -> tuple[int, int]:
-    """Height and width of a size that is given as one number, for a square, or as both.
-
-    >>> sides(224), sides((11, 39))
-    ((224, 224), (11, 39))
-    """
-    return (size, size) if isinstance(size, int) else size
-
-
-class Section(BaseModel):
-    """A part of a recipe: immutable, no unknown keys, no silent conversions such as "8" to 8, no NaN or infinity."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class Augment(Section):
-    """Random changes of a training image; each draw is keyed by (seed, epoch, sample)."""
-
-    crop: Literal["none", "shift", "random", "resized"] = "none"
-    """`shift`: pad with zeros and cut at a random offset; `random`: cut at a random offset out of the image with its
-    shorter side at data.resize (Caffe, VGG, OverFeat); `resized`: random area and aspect, scaled to image_size"""
-    shift: Annotated[int, Field(ge=0)] = 0
-    """pixels, with crop: shift"""
-    area: tuple[Positive, Positive] = (0.08, 1.0)
-    """share of the image's area, with crop: resized"""
-    aspect: tuple[Positive, Positive] = (0.75, 4 / 3)
-    """width / height, with crop: resized"""
-    flip: Fraction = 0.0
-    """probability of a left-right mirror"""
-
-    @model_validator(mode="after")
-    def _check(self) -> "Augment":
-        for key in ("area", "aspect"):
-            low, high = getattr(self, key)
-            if low > high:
-                raise ValueError(f"{key}: the first value must not be above the second")
-        if self.area[1] > 1:
-            raise ValueError("area: a share of the image, at most 1.0")
-        if (self.crop == "shift") != (self.shift > 0):
-            raise ValueError("crop: shift needs shift of at least 1 pixel, and shift needs crop: shift")
-        return self
-
-
-def _read_sides(value: Any, check: Callable[[Any], Any]) -> Any:
-    """`Sides` as a recipe file gives them; ValueError says what is allowed."""
-    try:
-        return check(tuple(value) if isinstance(value, list) else value)
-    except ValidationError:
-        raise ValueError("pixels a side, such as 224, or [height, width], such as [11, 39]") from None
-
-
-class Data(Section):
-    """Where images come from and how they become tensors."""
-
-    source: str
-    """digits, synthetic, frames, idx, folder, arrays, or package.module:factory"""
-    options: Options = {}
-    """arguments of the source, such as noise for synthetic"""
-    train_images: Count | None = None
-    """use the first so many; null: all that the source has"""
-    eval_images: Count | None = None
-    """held-out images; null: all"""
-    image_size: Sides
-    """pixels a side after cropping, or [height, width]"""
-    resize: Count | None = None
-    """shorter side, in pixels, before the centre crop of evaluation; null: no resize"""
-    channels: Literal[1, 3] = 3
-    """1: grey, 3: red, green, blue"""
-    classes: Annotated[int, Field(ge=2)] | None = None
-    """null: as many as the source has"""
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    """a channel, for values in 0..1"""
-    std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
-    """a channel, for values in 0..1"""
-    augment: Augment = Augment()
-    max_replaced: Fraction = 0.001
-    """largest share of undecodable training images before the run stops"""
-
-    _check_size = field_validator("image_size", mode="wrap")(_read_sides)
-
-    @model_validator(mode="after")
-    def _check(self) -> "Data":
-        for key in ("mean", "std"):
-            if len(getattr(self, key)) != self.channels:
-                raise ValueError(f"{key}: needs one value a channel, {self.channels} here")
-        if self.resize is not None and self.resize < max(sides(self.image_size)):
-            raise ValueError(f"resize: must be at least image_size, {max(sides(self.image_size))}")
-        if self.augment.crop == "random" and self.resize is None:
-            raise ValueError("augment.crop: random needs resize, the shorter side of what it cuts from, such as 256")
-        return self
 
 
 class Model(Section):
@@ -123,162 +23,11 @@ class Model(Section):
 
     name: str
     """a built-in name (torusgd.models.MODELS), torchvision:NAME, or package.module:factory"""
-    options: Options = {}
+    options: Options = {}  # noqa: RUF012, since pydantic copies a default
     """keyword arguments of the builder, such as dropout, zero_gamma or fan_in (He's rule by inputs, as Fujitsu)"""
     batch_norm_momentum: Annotated[float, Field(gt=0, le=1)] | None = None
     """share of a step's batch statistics in the running ones (torch's momentum); 1.0: no moving average (Sony, after
     Akiba et al., arXiv 1711.04325); null: the network's own, 0.1 in the built-in ones"""
-
-
-class Warmup(Section):
-    """The rate climbs from `start` to the stage's rate."""
-
-    length: Duration
-    """from the start of the run"""
-    shape: Literal["linear", "quadratic"] = "linear"
-    """progress p or p ** 2, from `start` to the rate"""
-    start: NotNegative = 0.0
-    """the rate of step 0"""
-
-
-class Decay(Section):
-    """The factor on the rate after the warm-up, as a function of progress p from 0 at `start` to 1 at `end`."""
-
-    shape: Literal["constant", "polynomial", "cosine", "step"] = "polynomial"
-    """how the factor falls"""
-    power: Positive = 2.0
-    """polynomial: (1 - p) ** power"""
-    floor: Fraction = 0.0
-    """polynomial and cosine end at this fraction of the rate"""
-    start: Duration | None = None
-    """null: the end of the warm-up"""
-    end: Duration | None = None
-    """null: the end of the run"""
-    milestones: tuple[Duration, ...] = ()
-    """step: the rate is multiplied by `factor` at each"""
-    factor: Positive = 0.1
-    """with shape: step"""
-
-    @model_validator(mode="after")
-    def _check(self) -> "Decay":
-        if (self.shape == "step") != bool(self.milestones):
-            raise ValueError("milestones: needed with shape: step, and only there")
-        return self
-
-
-class Rate(Section):
-    """The learning rate over the run."""
-
-    lr: Positive
-    """rate of the first stage, and of every stage that gives none"""
-    warmup: Warmup | None = None
-    decay: Decay = Decay()
-
-
-class Stage(Section):
-    """A span with one batch size and one rate rule (batch-size control)."""
-
-    until: Duration
-    """from the start of the run; the stage ends at the first step boundary at or after it"""
-    images_per_worker: Count
-    """images of each virtual worker a step"""
-    lr: Positive | Literal["linear", "sqrt"] | None = None
-    """a rate, or rate.lr scaled by this stage's batch against the first's; null: rate.lr"""
-    momentum: Annotated[float, Field(ge=0, lt=1)] | Literal["noise-scale"] | None = None
-    """noise-scale keeps the noise scale of `noise_scale`; null: optimizer.momentum"""
-    augment: bool = True
-    """false: training images with the validation preprocessing (Final Polishing, first form)"""
-
-
-class NoiseScale(Section):
-    """What `momentum: noise-scale` keeps: g = lr * (N / B - 1) / (1 - momentum), N images an epoch, B a step.
-
-    Source: Smith and Le, arXiv 1710.06451.
-    """
-
-    exact: bool = False
-    """g as it stands; false: without the - 1, as for a batch that is small against the epoch"""
-    batch: Count | None = None
-    """of the run whose g is kept; null: the first stage's"""
-    lr: Positive | None = None
-    """of that run; null: rate.lr"""
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """of that run; null: optimizer.momentum"""
-
-
-class Optimizer(Section):
-    """SGD or LARS with its exclusions."""
-
-    name: Literal["sgd", "lars"] = "sgd"
-    """the update rule"""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """of the first stage, and of every stage that gives none"""
-    nesterov: bool = False
-    """sgd only"""
-    weight_decay: NotNegative = 0.0
-    """added to the gradient, times the weight"""
-    no_decay: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
-    """parameters without weight decay"""
-    bias_rate: Positive = 1.0
-    """factor on the rate of biases, batch norm's not among them; 2.0 in Caffe's networks (lr_mult)"""
-    ramp_weight_decay: bool = False
-    """weight decay follows the rate's warm-up and decay"""
-    variant: Literal["paper", "caffe", "larc", "larc-clip", "tensorflow", "mxnet", "fujitsu", "nnabla"] = "paper"
-    """lars only: whose formula"""
-    trust: Positive = 0.001
-    """lars only: trust coefficient"""
-    eps: NotNegative = 0.0
-    """lars only: added to the denominator of the trust ratio; variant nnabla: where that is below it"""
-    no_trust: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
-    """lars only: parameters updated with the plain rate"""
-
-    @model_validator(mode="after")
-    def _check(self) -> "Optimizer":
-        lars_only = {"variant", "trust", "eps", "no_trust"} & self.model_fields_set
-        changed = [k for k in sorted(lars_only) if getattr(self, k) != type(self).model_fields[k].default]
-        if self.name == "sgd" and changed:
-            raise ValueError(f"{changed[0]}: has a meaning for name: lars only")
-        if self.name == "lars" and self.nesterov:
-            raise ValueError("nesterov: has a meaning for name: sgd only")
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov: needs a momentum above 0")
-        return self
-
-
-class Evaluate(Section):
-    """When and how the held-out images are classified."""
-
-    every: Duration | None = Duration(1, "ep")
-    """from one evaluation to the next; null: at the end only"""
-    first: Duration | None = None
-    """the first evaluation; null: after `every`"""
-    images_per_chunk: Count = 100
-    """images of one forward pass; logits depend on it, so it is part of the recipe"""
-    image_size: Sides | None = None
-    """pixels a side that the network takes then, often more than in training (Touvron et al., arXiv 1906.06423); null:
-    data.image_size"""
-    resize: Count | None = None
-    """shorter side before its centre crop; null: data.resize"""
-
-    _check_size = field_validator("image_size", mode="wrap")(_read_sides)
-
-
-class Polish(Section):
-    """After training: exact batch-norm statistics over un-augmented training images, weights frozen."""
-
-    images: Count | None = None
-    """the first so many; null: all"""
-    images_per_batch: Count | None = None
-    """null: those of a virtual worker in the last stage"""
-
-
-class LossScale(Section):
-    """Dynamic loss scaling, with precision: float16."""
-
-    initial: Positive = 65536.0
-    """factor on the loss at step 0"""
-    growth_interval: Count = 2000
-    """accepted steps after which the scale is doubled"""
 
 
 class Recipe(Section):

@@ -13,7 +13,8 @@ from ..data.pipeline import Batch
 from ..gradients.reducer import Reducer
 from ..precision import Precision
 from ..recipe.schedule import Step
-from ..recipe.schema import Recipe, sides
+from ..recipe.schema import Recipe
+from ..recipe.section import sides
 from ..rng import DROPOUT, keyed_hash
 from ..tensor_parallel.column_pass import ColumnPass
 from ..tensor_parallel.parallel_tail import ParallelTail

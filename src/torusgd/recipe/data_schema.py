@@ -1,0 +1,104 @@
+"""The images of a recipe: where they come from, how they become tensors, and which passes read them after training."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from .duration import Duration
+from .section import Count, Fraction, Options, Positive, Section, Sides, read_sides, sides
+
+
+class Augment(Section):
+    """Random changes of a training image; each draw is keyed by (seed, epoch, sample)."""
+
+    crop: Literal["none", "shift", "random", "resized"] = "none"
+    """`shift`: pad with zeros and cut at a random offset; `random`: cut at a random offset out of the image with its
+    shorter side at data.resize (Caffe, VGG, OverFeat); `resized`: random area and aspect, scaled to image_size"""
+    shift: Annotated[int, Field(ge=0)] = 0
+    """pixels, with crop: shift"""
+    area: tuple[Positive, Positive] = (0.08, 1.0)
+    """share of the image's area, with crop: resized"""
+    aspect: tuple[Positive, Positive] = (0.75, 4 / 3)
+    """width / height, with crop: resized"""
+    flip: Fraction = 0.0
+    """probability of a left-right mirror"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Augment":
+        for key in ("area", "aspect"):
+            low, high = getattr(self, key)
+            if low > high:
+                raise ValueError(f"{key}: the first value must not be above the second")
+        if self.area[1] > 1:
+            raise ValueError("area: a share of the image, at most 1.0")
+        if (self.crop == "shift") != (self.shift > 0):
+            raise ValueError("crop: shift needs shift of at least 1 pixel, and shift needs crop: shift")
+        return self
+
+
+class Data(Section):
+    """Where images come from and how they become tensors."""
+
+    source: str
+    """digits, synthetic, frames, idx, folder, arrays, or package.module:factory"""
+    options: Options = {}  # noqa: RUF012, since pydantic copies a default
+    """arguments of the source, such as noise for synthetic"""
+    train_images: Count | None = None
+    """use the first so many; null: all that the source has"""
+    eval_images: Count | None = None
+    """held-out images; null: all"""
+    image_size: Sides
+    """pixels a side after cropping, or [height, width]"""
+    resize: Count | None = None
+    """shorter side, in pixels, before the centre crop of evaluation; null: no resize"""
+    channels: Literal[1, 3] = 3
+    """1: grey, 3: red, green, blue"""
+    classes: Annotated[int, Field(ge=2)] | None = None
+    """null: as many as the source has"""
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    """a channel, for values in 0..1"""
+    std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
+    """a channel, for values in 0..1"""
+    augment: Augment = Augment()
+    max_replaced: Fraction = 0.001
+    """largest share of undecodable training images before the run stops"""
+
+    _check_size = field_validator("image_size", mode="wrap")(read_sides)
+
+    @model_validator(mode="after")
+    def _check(self) -> "Data":
+        for key in ("mean", "std"):
+            if len(getattr(self, key)) != self.channels:
+                raise ValueError(f"{key}: needs one value a channel, {self.channels} here")
+        if self.resize is not None and self.resize < max(sides(self.image_size)):
+            raise ValueError(f"resize: must be at least image_size, {max(sides(self.image_size))}")
+        if self.augment.crop == "random" and self.resize is None:
+            raise ValueError("augment.crop: random needs resize, the shorter side of what it cuts from, such as 256")
+        return self
+
+
+class Evaluate(Section):
+    """When and how the held-out images are classified."""
+
+    every: Duration | None = Duration(1, "ep")
+    """from one evaluation to the next; null: at the end only"""
+    first: Duration | None = None
+    """the first evaluation; null: after `every`"""
+    images_per_chunk: Count = 100
+    """images of one forward pass; logits depend on it, so it is part of the recipe"""
+    image_size: Sides | None = None
+    """pixels a side that the network takes then, often more than in training (Touvron et al., arXiv 1906.06423); null:
+    data.image_size"""
+    resize: Count | None = None
+    """shorter side before its centre crop; null: data.resize"""
+
+    _check_size = field_validator("image_size", mode="wrap")(read_sides)
+
+
+class Polish(Section):
+    """After training: exact batch-norm statistics over un-augmented training images, weights frozen."""
+
+    images: Count | None = None
+    """the first so many; null: all"""
+    images_per_batch: Count | None = None
+    """null: those of a virtual worker in the last stage"""

@@ -1,0 +1,132 @@
+"""How the weights of a recipe are updated: rate, stages, optimiser, loss scale."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .duration import Duration
+from .section import Count, Fraction, NotNegative, Positive, Section
+
+
+class Warmup(Section):
+    """The rate climbs from `start` to the stage's rate."""
+
+    length: Duration
+    """from the start of the run"""
+    shape: Literal["linear", "quadratic"] = "linear"
+    """progress p or p ** 2, from `start` to the rate"""
+    start: NotNegative = 0.0
+    """the rate of step 0"""
+
+
+class Decay(Section):
+    """The factor on the rate after the warm-up, as a function of progress p from 0 at `start` to 1 at `end`."""
+
+    shape: Literal["constant", "polynomial", "cosine", "step"] = "polynomial"
+    """how the factor falls"""
+    power: Positive = 2.0
+    """polynomial: (1 - p) ** power"""
+    floor: Fraction = 0.0
+    """polynomial and cosine end at this fraction of the rate"""
+    start: Duration | None = None
+    """null: the end of the warm-up"""
+    end: Duration | None = None
+    """null: the end of the run"""
+    milestones: tuple[Duration, ...] = ()
+    """step: the rate is multiplied by `factor` at each"""
+    factor: Positive = 0.1
+    """with shape: step"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Decay":
+        if (self.shape == "step") != bool(self.milestones):
+            raise ValueError("milestones: needed with shape: step, and only there")
+        return self
+
+
+class Rate(Section):
+    """The learning rate over the run."""
+
+    lr: Positive
+    """rate of the first stage, and of every stage that gives none"""
+    warmup: Warmup | None = None
+    decay: Decay = Decay()
+
+
+class Stage(Section):
+    """A span with one batch size and one rate rule (batch-size control)."""
+
+    until: Duration
+    """from the start of the run; the stage ends at the first step boundary at or after it"""
+    images_per_worker: Count
+    """images of each virtual worker a step"""
+    lr: Positive | Literal["linear", "sqrt"] | None = None
+    """a rate, or rate.lr scaled by this stage's batch against the first's; null: rate.lr"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Literal["noise-scale"] | None = None
+    """noise-scale keeps the noise scale of `noise_scale`; null: optimizer.momentum"""
+    augment: bool = True
+    """false: training images with the validation preprocessing (Final Polishing, first form)"""
+
+
+class NoiseScale(Section):
+    """What `momentum: noise-scale` keeps: g = lr * (N / B - 1) / (1 - momentum), N images an epoch, B a step.
+
+    Source: Smith and Le, arXiv 1710.06451.
+    """
+
+    exact: bool = False
+    """g as it stands; false: without the - 1, as for a batch that is small against the epoch"""
+    batch: Count | None = None
+    """of the run whose g is kept; null: the first stage's"""
+    lr: Positive | None = None
+    """of that run; null: rate.lr"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """of that run; null: optimizer.momentum"""
+
+
+class Optimizer(Section):
+    """SGD or LARS with its exclusions."""
+
+    name: Literal["sgd", "lars"] = "sgd"
+    """the update rule"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """of the first stage, and of every stage that gives none"""
+    nesterov: bool = False
+    """sgd only"""
+    weight_decay: NotNegative = 0.0
+    """added to the gradient, times the weight"""
+    no_decay: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
+    """parameters without weight decay"""
+    bias_rate: Positive = 1.0
+    """factor on the rate of biases, batch norm's not among them; 2.0 in Caffe's networks (lr_mult)"""
+    ramp_weight_decay: bool = False
+    """weight decay follows the rate's warm-up and decay"""
+    variant: Literal["paper", "caffe", "larc", "larc-clip", "tensorflow", "mxnet", "fujitsu", "nnabla"] = "paper"
+    """lars only: whose formula"""
+    trust: Positive = 0.001
+    """lars only: trust coefficient"""
+    eps: NotNegative = 0.0
+    """lars only: added to the denominator of the trust ratio; variant nnabla: where that is below it"""
+    no_trust: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
+    """lars only: parameters updated with the plain rate"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Optimizer":
+        lars_only = {"variant", "trust", "eps", "no_trust"} & self.model_fields_set
+        changed = [k for k in sorted(lars_only) if getattr(self, k) != type(self).model_fields[k].default]
+        if self.name == "sgd" and changed:
+            raise ValueError(f"{changed[0]}: has a meaning for name: lars only")
+        if self.name == "lars" and self.nesterov:
+            raise ValueError("nesterov: has a meaning for name: sgd only")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov: needs a momentum above 0")
+        return self
+
+
+class LossScale(Section):
+    """Dynamic loss scaling, with precision: float16."""
+
+    initial: Positive = 65536.0
+    """factor on the loss at step 0"""
+    growth_interval: Count = 2000
+    """accepted steps after which the scale is doubled"""
