@@ -17,7 +17,7 @@ test: .venv/installed-dev ## run the tests, such as: make test ARGS='-k lars'
 	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: .venv/installed-dev ## run the long campaigns, which `make test` leaves out
-	.venv/bin/python -m pytest -m slow $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 lint: .venv/installed-dev ## check style and types
 	.venv/bin/ruff check .

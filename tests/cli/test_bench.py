@@ -18,6 +18,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_tune_writes_a_profile_and_bench_measures_auto_by_it(tmp_path: Path) -> None:
     profile, file = tmp_path / "profile.json", tmp_path / "records.json"
     done = run("tune", "--workers", "2", "--seconds", "1", "--out", profile)

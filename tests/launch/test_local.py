@@ -100,31 +100,36 @@ def kill_a_rank(process: Process, draw: random.Random) -> None:
             return
 
 
-@pytest.mark.usefixtures("frozen")
-def test_a_stop_in_every_phase_then_the_same_results(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
-    out = tmp_path / "out"
+def with_pauses(folder: Path, recipe: Path) -> Process:
+    return torusgd(folder, folder / "out", recipe, "--workers", "2", *pauses(0.01, 0.04))
 
-    def start() -> Process:
-        return torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.01, 0.04))
 
-    def assert_stopped(process: Process, code: int, line: str) -> None:
-        assert process.end() == code, process.output
-        assert re.fullmatch(f"torusgd: {line}\n", process.err)
-        assert not any(map(is_alive, process.descendants()))
+def assert_stopped(process: Process, code: int, line: str) -> None:
+    assert process.end() == code, process.output
+    assert re.fullmatch(f"torusgd: {line}\n", process.err)
+    assert not any(map(is_alive, process.descendants()))
 
-    process = start()
-    time.sleep(
-        random.Random(0).uniform(0.5, 1.0)
-    )  # Python and torch are being loaded; on a fast machine, a step is done
+
+@pytest.mark.slow
+def test_a_stop_while_ranks_are_being_started(tmp_path: Path, recipe: Path) -> None:
+    process = with_pauses(tmp_path, recipe)
+    # Python and torch are being loaded; on a fast machine, a step is done.
+    time.sleep(random.Random(0).uniform(0.5, 1.0))
     os.kill(process.pid, signal.SIGINT)
     assert_stopped(process, 130, rf"stopped by SIGINT({LINE}(the checkpoint of step \d|the beginning))?")
 
-    process = start()
+    process = with_pauses(tmp_path, recipe)
     until(process.ranks, "a rank is starting", process)
     os.killpg(process.pid, signal.SIGHUP)  # the terminal is closed
     assert_stopped(process, 129, rf"stopped by SIGHUP{LINE}(the checkpoint of step \d|the beginning)")
 
-    process = start()
+
+@pytest.mark.usefixtures("frozen")
+def test_a_stop_in_a_step_and_in_an_evaluation_then_the_same_results(
+    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    process = with_pauses(tmp_path, recipe)
     wait_for_step(out, 6, process)
     os.kill(process.pid, signal.SIGTERM)
     os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
@@ -133,14 +138,14 @@ def test_a_stop_in_every_phase_then_the_same_results(tmp_path: Path, recipe: Pat
     assert_stopped(process, 143, f"stopped by SIGTERM{LINE}the checkpoint of step {done}")
     assert 6 <= done < 10
 
-    process = start()
+    process = with_pauses(tmp_path, recipe)
     wait_for_step(out, 10, process)
     time.sleep(0.05)  # in the evaluation, which lasts 0.5 s
     os.killpg(process.pid, signal.SIGINT)
     assert_stopped(process, 130, f"stopped by SIGINT{LINE}the checkpoint of step 10")
     assert '"evaluation"' not in (out / "events.jsonl").read_text()
 
-    process = start()
+    process = with_pauses(tmp_path, recipe)
     assert process.end() == 0, process.output
     told = summary(out)
     assert results(told) == undisturbed
@@ -150,6 +155,7 @@ def test_a_stop_in_every_phase_then_the_same_results(tmp_path: Path, recipe: Pat
     assert process.err == ""
 
 
+@pytest.mark.slow
 def test_kill_9_of_ranks_and_launchers_at_random_moments(
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:

@@ -70,6 +70,7 @@ def ours(process: Process) -> list[str]:
     return [line for line in process.err.splitlines() if line.startswith("torusgd:")]
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_and_passes_a_stop_on_then_ranks_started_by_hand_finish(
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -99,6 +100,7 @@ def test_torchrun_restarts_and_passes_a_stop_on_then_ranks_started_by_hand_finis
     assert [process.output.strip() for process in ranks_by_hand[1:]] == ["", ""]
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_killed_torchrun(tmp_path: Path, recipe: Path) -> None:
     out = tmp_path / "out"
     process = torchrun(tmp_path, out, recipe, flags=pauses(0.01))
@@ -140,6 +142,7 @@ def _meet_and_lose_rank_1(rank: int, port: str, told: Path) -> None:
     torchrun_ranks.run_joined(lambda *arguments: None, "cpu", Limits(beat=3, start=60))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_while_they_meet_ends_the_others_in_time(tmp_path: Path) -> None:
     port, context = free_port(), multiprocessing.get_context("forkserver")
     ranks = [

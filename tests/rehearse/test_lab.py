@@ -63,6 +63,7 @@ def test_bytes_on_the_wire_follow_the_formula_on_each_axis():
             assert between == pytest.approx(4 * length * want[1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes():
     length = 600_000
     with Lab([Host(latency=0.001, rate=1e9)] * 6) as lab:
@@ -100,6 +101,7 @@ def test_a_failing_rank_is_named_with_what_it_said(tmp_path):
         lab.run([str(program)], timeout=60)
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_too_long_is_ended(tmp_path):
     program = tmp_path / "sleeps.py"
     program.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
@@ -112,6 +114,7 @@ def test_a_program_that_takes_too_long_is_ended(tmp_path):
         assert gone(crew.processes, within=5)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_lab_whose_owner_is_killed(tmp_path):
     driver = tmp_path / "driver.py"
     driver.write_text(

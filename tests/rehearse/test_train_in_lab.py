@@ -57,6 +57,7 @@ def test_one_slow_host_is_named_with_its_reason(
     assert all(0 <= share <= 1 for share in told)
 
 
+@pytest.mark.slow
 def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_path: Path, recipe: Path) -> None:
     out, impatient = tmp_path / "out", tmp_path / "impatient.yaml"
     impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 2, "))

@@ -91,6 +91,7 @@ def test_a_read_only_folder_is_one_line(recipe: Path, small_disk: Path, run_cli:
         assert err == f"torusgd: --out {out}: can't be written: Read-only file system; choose another folder\n"
 
 
+@pytest.mark.slow
 def test_vanished_data_end_the_run_and_their_return_lets_it_go_on(tmp_path: Path) -> None:
     cv2 = pytest.importorskip("cv2")
     pytest.importorskip("simplejpeg")
