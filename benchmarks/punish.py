@@ -308,7 +308,7 @@ def inside(case: Case, kind: str, expected: str | None, *flags: str, workers: in
     case.victim %= case.workers
     mark = case.strike_inside(kind)
     process = case.start(*flags)
-    until(mark.exists, "the fault", process)
+    until(lambda: mark.exists() and mark.read_text(), "the fault", process)
     return judge(case, process, float(mark.read_text()), expected)
 
 
