@@ -194,7 +194,7 @@ def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path
     out = tmp_path / "out"
     shutil.copytree(half_way, out)
     with pytest.raises(UserError, match=r"other initial weights \(--init\)"):
-        run_alone(out, recipe, init=half_way / "model.safetensors")
+        run_alone(out, recipe, init=str(half_way / "model.safetensors"))
     progress = out / "checkpoints" / "step-00000015" / FILES[2]
     tree = json.loads(progress.read_text())
     tree["fingerprint"]["train_images"] = 97
@@ -209,8 +209,8 @@ def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path
 def test_init_from_either_kind_of_file(tmp_path: Path, recipe: Path, half_way: Path) -> None:
     weights, _ = load_weights(half_way / "model.safetensors")
     torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "w.pth")
-    first = run_alone(tmp_path / "a", recipe, init=half_way / "model.safetensors", max_steps=3)
-    second = run_alone(tmp_path / "b", recipe, init=tmp_path / "w.pth", max_steps=3)
+    first = run_alone(tmp_path / "a", recipe, init=str(half_way / "model.safetensors"), max_steps=3)
+    second = run_alone(tmp_path / "b", recipe, init=str(tmp_path / "w.pth"), max_steps=3)
     plain = run_alone(tmp_path / "c", recipe, max_steps=3)
     assert first["weights_sha256"] == second["weights_sha256"] != plain["weights_sha256"]
 
@@ -226,7 +226,7 @@ def test_init_of_another_model_is_refused(tmp_path: Path, recipe: Path, half_way
         path = tmp_path / f"{number}.safetensors"
         save_file(tensors, path)
         with pytest.raises(UserError, match=word):
-            run_alone(tmp_path / "out", recipe, init=path)
+            run_alone(tmp_path / "out", recipe, init=str(path))
 
 
 class Malicious:
@@ -240,7 +240,7 @@ def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, recipe: 
     Malicious.mark = tmp_path / "executed"
     torch.save({"fc.weight": Malicious()}, tmp_path / "w.pth")
     with pytest.raises(UserError, match=r"w.pth: can't be read as weights .*give a .safetensors or a .pth of tensors"):
-        run_alone(tmp_path / "out", recipe, init=tmp_path / "w.pth")
+        run_alone(tmp_path / "out", recipe, init=str(tmp_path / "w.pth"))
     assert not Malicious.mark.exists()
     torch.load(tmp_path / "w.pth", weights_only=False)
     assert Malicious.mark.exists()  # it would have been
@@ -274,4 +274,4 @@ def test_a_finished_run_is_no_result_of_other_initial_weights(tmp_path: Path, re
     job = Job(read_run_recipe(out / "recipe.yaml"), RuntimeOptions(), "cpu", out, max_steps=2)
     assert finished(job)["steps"] == 2
     with pytest.raises(UserError, match=r"other initial weights"):
-        finished(replace(job, init=half_way / "model.safetensors"))
+        finished(replace(job, init=str(half_way / "model.safetensors")))

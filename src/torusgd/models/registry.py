@@ -13,6 +13,7 @@ from ..errors import UserError, suggest
 from ..importing import import_factory
 from ..recipe.schema import Model, Recipe, Sides, sides
 from ..rng import INIT, keyed_hash
+from .libraries import timm_classifier, torchvision_classifier
 from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
 from .resnet import resnet18, resnet34, resnet50, resnet101
 from .small import digits_net, fashion_net
@@ -31,13 +32,16 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 """Built-in names; each builder takes `classes`, `channels` and its options by keyword."""
 
+LIBRARIES = {"torchvision": torchvision_classifier, "timm": timm_classifier}
+"""What stands before the colon of a library's classifier."""
+
 
 def build_model(model: Model, *, classes: int, channels: int, image_size: Sides, seed: int) -> nn.Module:
     """The network that a recipe names, on the CPU in float32, with initial weights that depend on the seed alone.
 
     Args:
-        model: Name and options. A name is one of `MODELS`, `torchvision:NAME`, or `package.module:factory`; a factory
-            is called like a built-in builder and must draw its weights from torch's default generator.
+        model: Name and options. A name is one of `MODELS`, `torchvision:NAME`, `timm:NAME`, or
+            a factory is called like a built-in builder and must draw its weights from torch's default generator.
         classes: Size of the output.
         channels: Channels of the images.
         image_size: Pixels a side, or height and width; the network must take float images (N, channels, height,
@@ -70,11 +74,26 @@ def model_of(recipe: Recipe, classes: int) -> nn.Module:
     )
 
 
+def head_of(recipe: Recipe, classes: int) -> frozenset[str]:
+    """Names of the tensors whose shapes depend on the number of classes: what another data set needs anew.
+
+    Found by building the network once more for one class more, so that it holds for anybody's network.
+
+    >>> from torusgd.recipe.load import load_recipe
+    >>> sorted(head_of(load_recipe("digits").recipe, classes=10))
+    ['fc.bias', 'fc.weight']
+    """
+    count, channels = recipe.data.classes or classes, recipe.data.channels
+    with torch.random.fork_rng(devices=[]):
+        one, more = (construct(recipe.model, classes=count + i, channels=channels).state_dict() for i in (0, 1))
+    return frozenset(name for name, tensor in one.items() if more[name].shape != tensor.shape)
+
+
 def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
     """The network of that name with its options, unchecked and with whatever weights its builder draws."""
-    if model.name.startswith("torchvision:"):
-        name = model.name.removeprefix("torchvision:")
-        return _torchvision(name, classes=classes, options=dict(model.options))
+    library, _, name = model.name.partition(":")
+    if library in LIBRARIES:
+        return LIBRARIES[library](name, classes=classes, channels=channels, options=model.options)
     if ":" in model.name:
         builder = import_factory(model.name, key="model.name")
     elif model.name in MODELS:
@@ -82,47 +101,13 @@ def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
     else:
         raise UserError(
             f"model.name: no model {model.name!r}{suggest(model.name, sorted(MODELS))} "
-            "(or torchvision:NAME, or your own as package.module:factory)"
+            "(or torchvision:NAME, timm:NAME, or your own as package.module:factory)"
         )
     _check_options(model, builder)
     network = builder(classes=classes, channels=channels, **model.options)
     if not isinstance(network, nn.Module):
         raise UserError(f"model.name: {model.name} gave a {type(network).__name__}, not a torch.nn.Module")
     return network
-
-
-def _torchvision(name: str, *, classes: int, options: dict[str, Any]) -> nn.Module:
-    """`torchvision.models.NAME(num_classes=classes, **options)`, with fresh weights; imported only when it is named.
-
-    Raises:
-        UserError: torchvision is not there or not made for this torch, or it has no such classifier or option.
-    """
-    try:
-        from torchvision import models
-    except (ImportError, OSError, RuntimeError) as error:
-        raise UserError(_torchvision_remedy(error)) from error
-    known = models.list_models(module=models)
-    if name not in known:
-        raise UserError(f"model.name: torchvision has no classifier {name!r}{suggest(name, known)}")
-    for key in ("weights", "weights_backbone"):
-        if key in options:
-            raise UserError(f"model.options.{key}: give the file of the weights to begin with as --init FILE")
-    try:
-        return models.get_model(name, weights=None, num_classes=classes, **options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"model.options: torchvision's {name} does not take them: {error}") from error
-
-
-def _torchvision_remedy(error: Exception) -> str:
-    # A torch from PyTorch's own index names its build (2.13.0+cpu); torchvision must be of the same build.
-    build = torch.__version__.partition("+")[2]
-    source = f"pip install torchvision --index-url https://download.pytorch.org/whl/{build}"
-    install = source if build else "pip install 'torusgd[torchvision]'"
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return (
-        f"model.name: torchvision can't be imported ({reason}); "
-        f"get the one made for torch {torch.__version__}: {install}"
-    )
 
 
 def _check_options(model: Model, builder: Callable[..., Any]) -> None:

@@ -113,7 +113,7 @@ class Model(Section):
     """The network."""
 
     name: str
-    """a built-in name (torusgd.models.MODELS), torchvision:NAME, or package.module:factory"""
+    """a built-in name (torusgd.models.MODELS), torchvision:NAME, timm:NAME, or package.module:factory"""
     options: Options = {}
     """keyword arguments of the builder, such as dropout or zero_gamma"""
 

@@ -52,8 +52,8 @@ class Job:
     device: str
     out: Path
     data: Path | None = None
-    init: Path | None = None
-    """weights to start from"""
+    init: str | None = None
+    """weights to start from, see `initial_weights.read_initial`"""
     max_steps: int | None = None
     plan: PlanComparison | None = None
     """to stand beside what is measured"""

@@ -18,6 +18,7 @@ from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..weights import write_text
 from .evaluate import Evaluation
+from .initial_weights import Fit
 from .step_stats import StepStats
 
 PLAIN_SECONDS = 5.0
@@ -92,6 +93,11 @@ class Telemetry:
         epoch = self._schedule_epoch(step)
         self.say(f"{'polished ' if polished else ''}epoch {epoch:.4g}  step {step}  top-1 {evaluation.top1:.2%}  "
                  f"top-5 {evaluation.top5:.2%}  loss {evaluation.loss:.4f}  {seconds:.1f} s")  # fmt: skip
+
+    def initial(self, fit: Fit) -> None:
+        """What the network took of initial weights; the names of all tensors stand in the event."""
+        self._write({"event": "initial", "step": 0, **fit.as_dict()})
+        self.say(str(fit))
 
     def say(self, text: str) -> None:
         """A line of its own, above the progress line."""

@@ -15,15 +15,17 @@ from ..comm.groups import Group
 from ..comm.liveness import Liveness, NoLiveness
 from ..data.sources import open_sources
 from ..errors import RunError, UserError
+from ..models import head_of
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule, Step
 from ..signals import EXIT_BASE, StopFlag
-from ..weights import load_weights, match_weights, save_weights, weights_sha256, write_text
+from ..weights import match_weights, save_weights, weights_sha256, write_text
 from .build import Job, Trainer, build
 from .checkpoint import CheckpointWriter, newest_checkpoint
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, plan_table, warn
 from .fingerprint import Fingerprint, check_ranks_agree
+from .initial_weights import Fit, fit, read_initial
 from .journal import synchronous
 from .polish import polish_by_recipe
 from .run_dir import RunDir
@@ -55,8 +57,8 @@ def finished(job: Job) -> dict[str, Any] | None:
     steps = len(Schedule(job.recipe, len(source)))
     summary = RunDir(job.out).finished(min(steps, job.max_steps or steps))
     if summary is not None:
-        initial = load_weights(job.init)[0] if job.init else {}
-        now = Fingerprint(job.recipe.sha256(), len(source), weights_sha256(initial) if initial else "", {})
+        initial = weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init else ""
+        now = Fingerprint(job.recipe.sha256(), len(source), initial, {})
         now.check_same_run(
             Fingerprint.from_dict({**now.as_dict(), **summary, "conditions": {}}), f"the run in {job.out}"
         )
@@ -98,6 +100,8 @@ class Run:
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self.state = RunState(self.trainer.fingerprint)
         self.telemetry: Telemetry | None = None
+        self.initial: Fit | None = None
+        """what the network took of --init; rank 0 alone knows"""
         self._last_evaluation: Evaluation | None = None
         recipe = job.recipe
         self._evaluations = self._boundaries(recipe.evaluate.every, recipe.evaluate.first)
@@ -231,6 +235,7 @@ class Run:
             "recipe_sha256": state.fingerprint.recipe_sha256,
             "train_images": state.fingerprint.train_images,
             "init_sha256": state.fingerprint.init_sha256,
+            "init": None if self.initial is None else self.initial.as_dict(),
             "conditions": state.fingerprint.conditions,
             "other_conditions": state.other_conditions,
         }
@@ -255,17 +260,18 @@ class Run:
         tensors: Mapping[str, Tensor] = {}
         if self._is_first:
             try:
-                initial = load_weights(self.job.init)[0] if self.job.init else {}
-                if initial:
-                    self.state.fingerprint = replace(fingerprint, init_sha256=weights_sha256(initial))
+                initial = read_initial(self.job.init, self.job.recipe) if self.job.init else None
+                if initial is not None:
+                    self.state.fingerprint = replace(fingerprint, init_sha256=weights_sha256(initial.tensors))
+                    classes = len(self.trainer.training.source.classes)
+                    self.initial = fit(initial, step.model.state_dict(), lambda: head_of(self.job.recipe, classes))
                 checkpoint = newest_checkpoint(self.run_dir.checkpoints, warn)
                 if checkpoint is not None:
                     self.state = resumed(checkpoint.progress, self.state.fingerprint)
                     match_weights(checkpoint.model, step.model.state_dict(), f"checkpoint of step {checkpoint.step}")
                     tensors = tensors_of(checkpoint)
-                elif initial:
-                    match_weights(initial, step.model.state_dict(), str(self.job.init))
-                    tensors = {f"model/{name}": tensor for name, tensor in initial.items()}
+                elif initial is not None and self.initial is not None:
+                    tensors = {f"model/{name}": initial.tensors[name] for name in self.initial.taken}
             except UserError as error:
                 problem = str(error)
         problem = world.broadcast_text(problem)
@@ -284,6 +290,8 @@ class Run:
         telemetry.console.print(plan_table(self.job.recipe, self.schedule, self.world.size))
         if self.trainer.explanation:
             telemetry.say(self.trainer.explanation)
+        if self.initial is not None and not state.step:
+            telemetry.initial(self.initial)
         if state.step:
             telemetry.say(f"resumed from the checkpoint of step {state.step}")
         now = state.fingerprint.conditions
