@@ -20,6 +20,9 @@ _WEIGHTS = {
 _OURS = {"torchvision": ("num_classes",), "timm": ("num_classes", "in_chans")}
 """options that `data.classes` and `data.channels` give"""
 
+SIZE_OPTIONS = {"torchvision": "image_size", "timm": "img_size"}
+"""the option of networks that are built for one size of images, most of them transformers"""
+
 
 def torchvision_classifier(name: str, *, classes: int, channels: int, options: Options) -> nn.Module:
     """`torchvision.models.NAME(num_classes=classes, **options)`, for images of three channels.
@@ -96,7 +99,7 @@ def _timm(name: str) -> ModuleType:
 def _create(timm: ModuleType, name: str, **options: Any) -> nn.Module:
     try:
         return timm.create_model(name, **options)
-    except (TypeError, ValueError, AssertionError, KeyError) as error:
+    except (TypeError, ValueError, AssertionError, KeyError, AttributeError) as error:
         raise UserError(f"model.options: timm's {name} does not take them: {_first_line(error)}") from error
 
 

@@ -13,7 +13,7 @@ from ..errors import UserError, suggest
 from ..importing import import_factory
 from ..recipe.schema import Model, Recipe, Sides, sides
 from ..rng import INIT, keyed_hash
-from .libraries import timm_classifier, torchvision_classifier
+from .libraries import SIZE_OPTIONS, timm_classifier, torchvision_classifier
 from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
 from .resnet import resnet18, resnet34, resnet50, resnet101
 from .small import digits_net, fashion_net
@@ -41,7 +41,7 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
 
     Args:
         model: Name and options. A name is one of `MODELS`, `torchvision:NAME`, `timm:NAME`, or
-            a factory is called like a built-in builder and must draw its weights from torch's default generator.
+            `package.module:factory`; a factory is called like a built-in builder and must draw its weights from torch's default generator.
         classes: Size of the output.
         channels: Channels of the images.
         image_size: Pixels a side, or height and width; the network must take float images (N, channels, height,
@@ -140,9 +140,11 @@ def _check(name: str, network: nn.Module, images: Tensor, classes: int) -> None:
     try:
         with torch.no_grad():
             logits = trial(images)
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"model.name: {name} does not take {size} images (data.image_size): {reason}") from error
+        key = SIZE_OPTIONS.get(name.partition(":")[0])
+        hint = f"; where it is made for one size, give model.options.{key}" if key else ""
+        raise UserError(f"model.name: {name} does not take {size} images (data.image_size): {reason}{hint}") from error
     gave = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if gave != (len(images), classes):
         raise UserError(
