@@ -1,5 +1,6 @@
 """Families of image classifiers, each for one step of training at 64 pixels: one hash on 1 and 3 ranks, or one line."""
 
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -98,12 +99,16 @@ def one_step(name: str) -> str:
     """The weights' hash after a step of six images and three virtual workers, or the line that refuses the network."""
     world = group_of()
     needs_size = FAMILIES[name] == SIZED or name == "timm:convit_tiny"
-    recipe = Recipe.model_validate_json(
-        f"""{{"name": "one", "virtual_workers": 3, "rate": {{"lr": 0.1}}, "stages": [{{"until": "1st", "images_per_worker": 2}}],
-        "data": {{"source": "synthetic", "image_size": 64, "classes": 4, "train_images": 6, "eval_images": 4}},
-        "model": {{"name": "{name}", "options": {'{"img_size": 64}' if needs_size else "{}"}}},
-        "rate": {{"lr": 0.1, "decay": {{"shape": "constant"}}}}, "memory_format": "contiguous"}}"""
-    )
+    tree = {
+        "name": "one",
+        "data": {"source": "synthetic", "image_size": 64, "classes": 4, "train_images": 6, "eval_images": 4},
+        "model": {"name": name, "options": {"img_size": 64} if needs_size else {}},
+        "virtual_workers": 3,
+        "stages": [{"until": "1st", "images_per_worker": 2}],
+        "rate": {"lr": 0.1, "decay": {"shape": "constant"}},
+        "memory_format": "contiguous",
+    }
+    recipe = Recipe.model_validate_json(json.dumps(tree))
     with tempfile.TemporaryDirectory() as folder:
         if world.rank == 0:
             RunDir(Path(folder)).claim(recipe, fresh=False)

@@ -1,4 +1,4 @@
-"""What users of timm bring along: weights of other classes, frozen layers, optimisers, mixing; on any number of ranks."""
+"""What users of timm bring along: other classes, frozen layers, optimisers, mixing; one hash on 1 and 3 ranks."""
 
 import json
 from collections.abc import Iterator
@@ -25,10 +25,18 @@ from torusgd.train.run_dir import RunDir
 
 from .runs import TINY
 
+ADAMW = "optimizer={name: adamw, beta2: 0.99, weight_decay: 0.1}"
+LAMB = "optimizer={name: lamb, weight_decay: 0.1}"
 # case -> overrides of the tiny digits recipe, whether from the weights of other classes, and the runtime options
 CASES: dict[str, tuple[tuple[str, ...], bool, dict[str, Any]]] = {
     "plain": ((), False, {}),
     "another head": ((), True, {}),
+    "frozen": (("model.freeze=[conv1, bn1, 'blocks.0.*']",), True, {}),
+    "body frozen": (("model.freeze=[body]",), True, {}),
+    "head faster": (("optimizer.head_lr=10.0",), True, {}),
+    "layer decay": (("optimizer.layer_decay=0.5",), True, {}),
+    "adamw": ((ADAMW,), False, {}),
+    "lamb": ((LAMB,), False, {}),
 }
 
 
@@ -39,7 +47,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def train(out: Path, *overrides: str, init: str | None = None, **options: Any) -> dict[str, Any]:
+def train(
+    out: Path, *overrides: str, init: str | None = None, max_steps: int | None = None, **options: Any
+) -> dict[str, Any]:
     """One run on the ranks of this process's group; rank 0's summary."""
     world = group_of()
     recipe = load_recipe("digits", [*TINY, *overrides]).recipe
@@ -49,7 +59,7 @@ def train(out: Path, *overrides: str, init: str | None = None, **options: Any) -
         RunDir(out).claim(recipe, fresh=False)
     if world.size > 1:
         dist.barrier()
-    job = Job(recipe, RuntimeOptions(**options), "cpu", out, init=init)
+    job = Job(recipe, RuntimeOptions(**options), "cpu", out, init=init, max_steps=max_steps)
     return Run(job, world, StopFlag(), restarts=0).run().summary
 
 
@@ -76,12 +86,40 @@ def alone(tmp_path_factory: pytest.TempPathFactory, ten_classes: Path) -> dict[s
     return train_cases(str(tmp_path_factory.mktemp("alone")), str(ten_classes))
 
 
+def train_sharded(out: str) -> dict[str, str]:
+    """The hashes of AdamW and LAMB with each rank updating a shard, the second half after a resume."""
+    options: dict[str, Any] = {"update": "sharded", "allreduce": "ring"}
+    for name in ("adamw", "lamb"):
+        train(Path(out, name), *CASES[name][0], max_steps=2, **options)
+    return {name: train(Path(out, name), *CASES[name][0], **options)["weights_sha256"] for name in ("adamw", "lamb")}
+
+
+def test_adamw_and_lamb_in_shards_from_a_checkpoint(tmp_path: Path, alone: dict[str, str]) -> None:
+    for found in run_ranks(2, train_sharded, str(tmp_path)):
+        assert found == {name: alone[name] for name in ("adamw", "lamb")}
+
+
 def test_three_ranks_end_with_the_weights_of_one(tmp_path: Path, alone: dict[str, str], ten_classes: Path) -> None:
     assert run_ranks(3, train_cases, str(tmp_path), str(ten_classes))[0] == alone
 
 
 def test_each_case_is_another_run(alone: dict[str, str]) -> None:
     assert len(set(alone.values())) == len(CASES)
+
+
+def test_a_frozen_layer_keeps_its_weights_and_its_statistics(tmp_path: Path, ten_classes: Path) -> None:
+    train(tmp_path, *CASES["body frozen"][0], init=str(ten_classes))
+    before, after = load_file(ten_classes), load_file(tmp_path / "model.safetensors")
+    same = {name for name in after if torch.equal(before[name], after[name])}
+    assert after.keys() - same == {"fc.weight", "fc.bias"}
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"), [("[conf1]", "no parameter or module 'conf1'; did you mean conv1"), ("['*']", "nothing to")]
+)
+def test_freezing_what_is_not_there_is_refused(tmp_path: Path, freeze: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, f"model.freeze={freeze}")
 
 
 class TestInitialWeights:

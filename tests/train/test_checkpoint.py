@@ -56,7 +56,11 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 def checkpoint(step: int, value: float = 1.0) -> Checkpoint:
     weights = {"fc.weight": torch.full((4, 3), value), "bn.num_batches_tracked": torch.tensor(step)}
-    return Checkpoint(weights, {"momentum/fc.weight": torch.full((4, 3), -value)}, {"step": step, "samples": 10 * step})
+    return Checkpoint(
+        weights,
+        {"optimizer/momentum_buffer/fc.weight": torch.full((4, 3), -value)},
+        {"step": step, "samples": 10 * step},
+    )
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -65,7 +69,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     found = read_checkpoint(path)
     assert (found.step, found.progress) == (7, {"step": 7, "samples": 70})
     assert torch.equal(found.model["fc.weight"], torch.full((4, 3), 0.1))
-    assert torch.equal(found.state["momentum/fc.weight"], torch.full((4, 3), -0.1))
+    assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], torch.full((4, 3), -0.1))
     assert load_weights(path / FILES[0])[1] == {"classes": '["a"]'}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000007"]
 
@@ -119,7 +123,7 @@ def test_a_snapshot_is_taken_at_once_and_written_aside(tmp_path: Path) -> None:
     found = newest_checkpoint(tmp_path, pytest.fail)
     assert found is not None
     assert torch.equal(found.model["fc.weight"], torch.ones(4, 3))
-    assert torch.equal(found.state["momentum/fc.weight"], -torch.ones(4, 3))
+    assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], -torch.ones(4, 3))
 
 
 def test_a_write_that_fails_leaves_nothing_and_is_told_at_the_next(tmp_path: Path) -> None:

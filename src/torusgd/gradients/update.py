@@ -17,13 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..optim import Lars
+from ..optim import Lamb, Lars
 from ..optim.lars import Norms
 from .block_norms import BlockNorms
 from .reducer import Reducer
 from .weight_gather import WeightGather
 
-MOMENTUM = "momentum_buffer"
+STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+"""what optimizers keep for each element, by torch's names"""
+STEP = "step"
+"""what Adam's kin keep for each parameter, and here is the same for all: the number of updates"""
 
 
 class ColumnGather(Protocol):
@@ -41,7 +44,7 @@ class Update:
 
     Args:
         model: Of the reducer.
-        optimizer: `Lars` or `Sgd` over whole parameters, or column blocks: its class, groups and values are taken.
+        optimizer: Of `torusgd.optim`, over whole parameters, or column blocks: its class, groups and values are taken.
         reducer: Puts the mean into the `grad` of `owned`.
         sum_over_ranks: Sums a float32 tensor over all ranks, in place.
         columns: The layers in column blocks; None: there are none.
@@ -85,13 +88,21 @@ class Update:
         self._is_whole = True
 
     @torch.no_grad()
-    def momentum(self, keep: bool) -> dict[str, Tensor]:
-        """The momentum of each parameter, whole, by name; every rank calls it, and those that `keep` get it."""
-        buffers = [self.optimizer.state.get(tensor, {}).get(MOMENTUM) for tensor in self._reducer.owned]
-        # All have momentum or none has: `Lars` and `Sgd` make a buffer for each tensor, be it empty.
-        own = [buffer for buffer in buffers if buffer is not None]
-        if not own:
-            return {}
+    def state(self, keep: bool) -> dict[str, Tensor]:
+        """The optimizer's state, whole, as KEY/PARAMETER; every rank calls it, and those that `keep` get it."""
+        states = [self.optimizer.state.get(tensor, {}) for tensor in self._reducer.owned]
+        found: dict[str, Tensor] = {}
+        for key in STATE:
+            # All have a buffer or none has: the optimizers make one for each tensor, be it empty.
+            own = [state[key] for state in states if key in state]
+            if own:
+                found |= {f"{key}/{name}": tensor for name, tensor in self._whole(own, keep).items()}
+        if keep and states and STEP in states[0]:
+            found[f"{STEP}/"] = states[0][STEP]
+        return found
+
+    def _whole(self, own: list[Tensor], keep: bool) -> dict[str, Tensor]:
+        """Of each parameter the whole tensor that `own` are this rank's elements of, one for each it owns."""
         layout, is_needed = self._reducer.layout, keep or self._columns is not None
         held = own if self._gather is None else self._gather.gather_state(own, is_needed)
         if self._columns is None:
@@ -104,16 +115,19 @@ class Update:
         self._columns.gather(rows)
         return whole if keep else {}
 
-    def load_momentum(self, parameter: str, whole: Tensor) -> None:
-        """Takes this rank's part of what `momentum` gave for a parameter."""
+    def load_state(self, name: str, whole: Tensor) -> None:
+        """Takes this rank's elements of what `state` gave under a name."""
+        key, _, parameter = name.partition("/")
         reducer = self._reducer
         for number, (slot, tensor) in enumerate(zip(reducer.layout.held, reducer.owned, strict=True)):
-            if slot.parameter == parameter:
+            if key == STEP:
+                self.optimizer.state[tensor][STEP] = whole.cpu().clone()
+            elif slot.parameter == parameter:
                 part = _rows(slot.tensor, self._parameters[parameter], whole)
                 if reducer.spans is not None:
                     low, high = reducer.spans[number]
                     part = part.reshape(-1)[low:high]
-                self.optimizer.state[tensor][MOMENTUM] = part.to(tensor.device, copy=True)
+                self.optimizer.state[tensor][key] = part.to(tensor.device, copy=True)
 
     def close(self) -> None:
         """Takes the hooks off the model; every rank calls it."""
@@ -128,12 +142,12 @@ def over_tensors(optimizer: Optimizer, tensors: Mapping[Tensor, Tensor], norms: 
         optimizer: Left alone.
         tensors: For each tensor that it updates the one in its place, such as a shard, maybe an empty one, so that all
             ranks' groups are of one length.
-        norms: For `Lars`: of whole parameters.
+        norms: For `Lars` and `Lamb`: of whole parameters.
     """
     other = copy.copy(optimizer)
     other.param_groups = [{**g, "params": [tensors[p] for p in g["params"]]} for g in optimizer.param_groups]
     other.state = defaultdict(dict)
-    if isinstance(other, Lars):
+    if isinstance(other, Lars | Lamb):
         other.norms = norms
     return other
 

@@ -13,6 +13,7 @@ from ..errors import UserError, suggest
 from ..importing import import_factory
 from ..recipe.schema import Model, Recipe, Sides, sides
 from ..rng import INIT, keyed_hash
+from .freeze import BODY, freeze
 from .libraries import SIZE_OPTIONS, timm_classifier, torchvision_classifier
 from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
 from .resnet import resnet18, resnet34, resnet50, resnet101
@@ -41,7 +42,8 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
 
     Args:
         model: Name and options. A name is one of `MODELS`, `torchvision:NAME`, `timm:NAME`, or
-            `package.module:factory`; a factory is called like a built-in builder and must draw its weights from torch's default generator.
+            `package.module:factory`; a factory is called like a built-in builder and must draw its weights from
+            torch's default generator.
         classes: Size of the output.
         channels: Channels of the images.
         image_size: Pixels a side, or height and width; the network must take float images (N, channels, height,
@@ -64,14 +66,16 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
 
 
 def model_of(recipe: Recipe, classes: int) -> nn.Module:
-    """`build_model` by a recipe; `classes` is the data set's number, where the recipe gives none."""
-    return build_model(
+    """`build_model` by a recipe, with what it freezes; `classes` is the data set's number, where it gives none."""
+    network = build_model(
         recipe.model,
         classes=recipe.data.classes or classes,
         channels=recipe.data.channels,
         image_size=recipe.data.image_size,
         seed=recipe.seed,
     )
+    freeze(network, recipe.model.freeze, head_of(recipe, classes) if BODY in recipe.model.freeze else ())
+    return network
 
 
 def head_of(recipe: Recipe, classes: int) -> frozenset[str]:

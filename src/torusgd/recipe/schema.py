@@ -116,6 +116,9 @@ class Model(Section):
     """a built-in name (torusgd.models.MODELS), torchvision:NAME, timm:NAME, or package.module:factory"""
     options: Options = {}
     """keyword arguments of the builder, such as dropout or zero_gamma"""
+    freeze: tuple[str, ...] = ()
+    """parameters that stay as they are: names, names of modules that hold them, or patterns with * of either; body:
+    all but the head. A batch norm whose weights are frozen also keeps its statistics, and normalises by them"""
 
 
 class Warmup(Section):
@@ -178,17 +181,31 @@ class Stage(Section):
     """false: training images with the validation preprocessing (Final Polishing, first form)"""
 
 
-class Optimizer(Section):
-    """SGD or LARS with its exclusions."""
+_MEANT_FOR = {
+    "beta2": ("adamw", "lamb"),
+    "eps": ("lars", "adamw", "lamb"),
+    "nesterov": ("sgd",),
+    "no_trust": ("lars", "lamb"),
+    "trust": ("lars",),
+    "variant": ("lars",),
+}
+"""keys of the optimizer that some update rules don't read"""
 
-    name: Literal["sgd", "lars"] = "sgd"
+
+class Optimizer(Section):
+    """SGD, LARS, AdamW or LAMB with its exclusions."""
+
+    name: Literal["sgd", "lars", "adamw", "lamb"] = "sgd"
     """the update rule"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """of the first stage, and of every stage that gives none"""
+    """of the first stage, and of every stage that gives none; beta1 of adamw and lamb"""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """adamw and lamb only: decay of the mean of squares"""
     nesterov: bool = False
     """sgd only"""
     weight_decay: NotNegative = 0.0
-    """added to the gradient, times the weight"""
+    """times the weight: added to the gradient; adamw takes it off the weight itself, times the rate, and lamb adds it
+    to the direction"""
     no_decay: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
     """parameters without weight decay"""
     ramp_weight_decay: bool = False
@@ -198,21 +215,28 @@ class Optimizer(Section):
     trust: Positive = 0.001
     """lars only: trust coefficient"""
     eps: NotNegative = 0.0
-    """lars only: added to the denominator of the trust ratio"""
+    """lars: added to the denominator of the trust ratio; adamw and lamb: to that of the direction, where 0 stands for
+    the usual 1e-8 and 1e-6"""
     no_trust: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
-    """lars only: parameters updated with the plain rate"""
+    """lars and lamb only: parameters updated with the plain rate"""
+    head_lr: Positive = 1.0
+    """factor on the rate of the head: of what depends on the number of classes"""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """factor on the rate from each layer to the one before it; the head has none"""
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
-        lars_only = {"variant", "trust", "eps", "no_trust"} & self.model_fields_set
-        changed = [k for k in sorted(lars_only) if getattr(self, k) != type(self).model_fields[k].default]
-        if self.name == "sgd" and changed:
-            raise ValueError(f"{changed[0]}: has a meaning for name: lars only")
-        if self.name == "lars" and self.nesterov:
-            raise ValueError("nesterov: has a meaning for name: sgd only")
+        for key, names in _MEANT_FOR.items():
+            if self.name not in names and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: has a meaning for name: {' or '.join(names)} only")
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov: needs a momentum above 0")
         return self
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether rates depend on what the head is."""
+        return self.head_lr != 1 or self.layer_decay != 1
 
 
 class Evaluate(Section):
@@ -289,6 +313,8 @@ class Recipe(Section):
             raise ValueError("loss_scale: has a meaning with precision: float16 only")
         if self.column_blocks > 1 and self.reduction != "exact":
             raise ValueError("column_blocks: above 1 it needs reduction: exact")
+        if self.column_blocks > 1 and self.model.freeze:
+            raise ValueError("model.freeze: needs column_blocks: 1")
         return self
 
     def resolve(self, *, precision: str, memory_format: str) -> "Recipe":

@@ -19,7 +19,7 @@ from ..data.sources import open_sources
 from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
-from ..models import model_of
+from ..models import head_of, model_of
 from ..optim import BLOCK, build_optimizer
 from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
@@ -133,7 +133,13 @@ def build(
     hook_parameters(reducer)
     update = Update(
         model,
-        build_optimizer(recipe.optimizer, model, recipe.rate.lr, tail.held if tail is not None else None),
+        build_optimizer(
+            recipe.optimizer,
+            model,
+            recipe.rate.lr,
+            tail.held if tail is not None else None,
+            head=head_of(recipe, len(train.classes)) if recipe.optimizer.needs_head else (),
+        ),
         reducer,
         sum_over_ranks=lambda table: watched.start(table).wait(),
         columns=tail,

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import RunError, UserError
 from ..weights import Tensors, load_weights, save_weights, write_text
 
-FORMAT = 2
+FORMAT = 3
 """of what is in a checkpoint, written into its progress; another number is refused with a line"""
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
@@ -33,7 +33,7 @@ class Checkpoint:
     model: Tensors
     """parameters and buffers by name"""
     state: Tensors
-    """`momentum/NAME` of a parameter, `gradient_bounds`, the loss scale"""
+    """`optimizer/KEY/NAME` of a parameter, `gradient_bounds`, the loss scale"""
     progress: dict[str, Any]
     """plain JSON: format, step, totals, times, fingerprint"""
 

@@ -38,7 +38,7 @@ class WholeNetwork:
     """Each rank computes all of the network for its own virtual workers; the reducer's hooks take the gradients.
 
     Args:
-        model: In training mode from the first pass on.
+        model: Its modes are `batch_norm`'s to set.
         recipe: Its seed and label smoothing.
         precision: Of the pass.
         batch_norm: Of the model.
@@ -66,7 +66,6 @@ class WholeNetwork:
         torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, worker)) >> 1)
         images = self._precision.place(batch.images, self._device)
         targets = batch.targets.to(self._device, non_blocking=True)
-        self._model.train()
         with self._precision.autocast():
             logits = self._model(images)
         self._loss = F.cross_entropy(logits.float(), targets, label_smoothing=self._recipe.label_smoothing)
@@ -132,7 +131,6 @@ class SharedTail:
         self._columns.begin(batch.targets.to(self._world.device, non_blocking=True))
         torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, worker)) >> 1)
         images = self._precision.place(batch.images, self._world.device)
-        self._model.train()
         with self._precision.autocast():
             features = self._front(images)
         self._wait_weights()

@@ -38,7 +38,7 @@ from .membership import Membership
 from .step_stats import StepClock, StepStats
 from .stragglers import Stragglers, slowest
 
-_MODEL, _MOMENTUM = "model/", "momentum/"
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
 @dataclass
@@ -188,12 +188,12 @@ class TrainStep:
         """All tensors that the next step needs, whole, by name; every rank calls it, and those that `keep` get it.
 
         Weights and buffers are the model's own, not copies. Every rank holds what is replicated; shards and column
-        blocks are gathered from the ranks that own them (`Update.momentum`).
+        blocks are gathered from the ranks that own them (`Update.state`).
         """
         self.write_to_model(steps)
-        momentum = {f"{_MOMENTUM}{name}": tensor for name, tensor in self.update.momentum(keep).items()}
+        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in self.update.state(keep).items()}
         model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
-        return model | momentum | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
+        return model | optimizer | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
 
     def load_state_dict(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Takes this rank's part of what `state_dict` gave, a tensor at a time."""
@@ -201,8 +201,8 @@ class TrainStep:
         for name, tensor in tensors:
             if name.startswith(_MODEL):
                 model[name.removeprefix(_MODEL)].copy_(tensor)
-            elif name.startswith(_MOMENTUM):
-                self.update.load_momentum(name.removeprefix(_MOMENTUM), tensor)
+            elif name.startswith(_OPTIMIZER):
+                self.update.load_state(name.removeprefix(_OPTIMIZER), tensor)
             elif name == "gradient_bounds":
                 self.reducer.sum.load_state(tensor)
             else:
