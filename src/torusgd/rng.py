@@ -12,7 +12,7 @@ import numpy.typing as npt
 U64 = npt.NDArray[np.uint64]
 
 # The first word of every key chain, so that two uses of the same numbers never share their draws.
-ORDER, AUGMENT, DROPOUT, SUBSTITUTE, SYNTHETIC, SPLIT, INIT, FRAMES = range(1, 9)
+ORDER, AUGMENT, DROPOUT, SUBSTITUTE, SYNTHETIC, SPLIT, INIT, FRAMES, ERASE, MIX = range(1, 11)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)

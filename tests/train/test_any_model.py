@@ -37,6 +37,13 @@ CASES: dict[str, tuple[tuple[str, ...], bool, dict[str, Any]]] = {
     "layer decay": (("optimizer.layer_decay=0.5",), True, {}),
     "adamw": ((ADAMW,), False, {}),
     "lamb": ((LAMB,), False, {}),
+    "clipped": (("clip_grad_norm=0.1",), False, {}),
+    "clipped shards": (("clip_grad_norm=0.2",), False, {"update": "sharded"}),
+    "erased": (("data.augment.erase=0.5",), False, {}),
+    "mixup": (("data.augment.mixup=0.2",), False, {}),
+    "cutmix": (("data.augment.cutmix=1.0",), False, {}),
+    "both": (("data.augment.mixup=0.5", "data.augment.cutmix=1.0"), False, {}),
+    "repeated": (("data.augment.repeats=3",), False, {}),
 }
 
 

@@ -56,11 +56,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 def checkpoint(step: int, value: float = 1.0) -> Checkpoint:
     weights = {"fc.weight": torch.full((4, 3), value), "bn.num_batches_tracked": torch.tensor(step)}
-    return Checkpoint(
-        weights,
-        {"optimizer/momentum_buffer/fc.weight": torch.full((4, 3), -value)},
-        {"step": step, "samples": 10 * step},
-    )
+    state = {"optimizer/momentum_buffer/fc.weight": torch.full((4, 3), -value)}
+    return Checkpoint(weights, state, {"step": step, "samples": 10 * step})
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

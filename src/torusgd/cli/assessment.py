@@ -7,6 +7,7 @@ from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..runtime import prepare_process, resolve_auto, resolve_device
+from ..train.confusion import Confusion
 from ..train.evaluate import Evaluation, evaluate
 from ..train.load_trained import open_trained
 from ..train.polish import polish_by_recipe
@@ -34,12 +35,19 @@ class Assessment:
         self.model = self.trained.model.to(self.world.device)
         self.precision = Precision(self.recipe, self.world.device)
 
-    def evaluate(self) -> Evaluation:
-        """Classifies every held-out image."""
+    def confusion(self) -> Confusion:
+        """An empty table for this data set's classes."""
+        return Confusion(self.recipe.data.classes or len(self.trained.train.classes), self.world.device)
+
+    def evaluate(self, confusion: Confusion | None = None) -> Evaluation:
+        """Classifies every held-out image, and counts them in `confusion` where there is one."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.data, self.recipe.seed)
         chunk = self.recipe.evaluate.images_per_chunk
-        result = evaluate(self.model, pipeline, chunk, self.world, native(self.world), self.precision)
+        more = {} if confusion is None else {"observe": confusion.add}
+        result = evaluate(self.model, pipeline, chunk, self.world, native(self.world), self.precision, **more)
         assert result is not None, "nobody asks an assessment to stop"
+        if confusion is not None:
+            confusion.sum_over_ranks(native(self.world))
         return result
 
     def polish(self) -> int:

@@ -7,6 +7,9 @@ import numpy as np
 from ..rng import ORDER, keyed_permutation
 from .types import Int64
 
+COPY = 1 << 40
+"""added to the epoch of a repeated image's later copies; no run has so many epochs"""
+
 
 class StreamOrder:
     """An endless stream of sample indices; each epoch is a permutation that depends on (seed, epoch) only.
@@ -18,6 +21,8 @@ class StreamOrder:
     Args:
         length: Samples in an epoch, at least 1.
         seed: The recipe's seed.
+        repeats: Times that each image stands in the stream one after the other (repeated augmentation, Hoffer et al.,
+            arXiv 1901.09335).
 
     In a training loop of your own, with `world_size` ranks:
 
@@ -34,11 +39,12 @@ class StreamOrder:
     ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0, 1, 1, 1, 1, 1])
     """
 
-    def __init__(self, length: int, seed: int) -> None:
+    def __init__(self, length: int, seed: int, repeats: int = 1) -> None:
         if length < 1:
             raise ValueError(f"length: a stream needs at least 1 sample an epoch, got {length}")
         self.length = length
         self.seed = seed
+        self.repeats = repeats
         # A batch may span two epochs, so the last two permutations are kept.
         self._permutation = lru_cache(maxsize=2)(self.permutation)
 
@@ -51,13 +57,15 @@ class StreamOrder:
 
         Returns:
             indices: int64 [count], the samples.
-            epochs: int64 [count], the epoch (from 0) that each belongs to; augmentation is keyed by it.
+            epochs: int64 [count], the epoch (from 0) that each belongs to; augmentation is keyed by it. Copies after
+                the first have `copy * COPY` added, so that each is changed otherwise.
         """
         if start < 0 or count < 0:
             raise ValueError(f"start and count must not be negative, got {start} and {count}")
-        epochs, offsets = np.divmod(np.arange(start, start + count, dtype=np.int64), self.length)
+        places, copies = np.divmod(np.arange(start, start + count, dtype=np.int64), self.repeats)
+        epochs, offsets = np.divmod(places, self.length)
         indices = np.empty(count, dtype=np.int64)
-        for epoch in range(start // self.length, -(-(start + count) // self.length)):
+        for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             indices[here] = self._permutation(epoch)[offsets[here]]
-        return indices, epochs
+        return indices, epochs + copies * COPY

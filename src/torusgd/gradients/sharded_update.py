@@ -234,8 +234,8 @@ def _check(model: nn.Module, optimizer: Optimizer, wire: str | None) -> None:
         raise UserError(f"wire {wire}: unknown; one of exact, float16, bfloat16, or None")
     if not isinstance(optimizer, (AdamW, Lamb, Lars, Sgd)) and type(optimizer) not in _ELEMENTWISE:
         raise UserError(
-            f"{type(optimizer).__name__}: only optimizers that update each element by itself can be sharded, Lars and Lamb: "
-            f"torusgd's own, or torch.optim's {', '.join(kind.__name__ for kind in _ELEMENTWISE)}"
+            f"{type(optimizer).__name__}: only optimizers that update each element by itself can be sharded, Lars "
+            f"and Lamb: torusgd's own, or torch.optim's {', '.join(kind.__name__ for kind in _ELEMENTWISE)}"
         )
     if optimizer.state:
         raise UserError("optimizer: has a state already; make ShardedUpdate first, then call its load_state_dict")

@@ -9,6 +9,7 @@ They combine: with shards, a column block is updated in shards by the ranks that
 """
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..optim import Lamb, Lars
+from ..optim import Lamb, Lars, layer_norms
 from ..optim.lars import Norms
 from .block_norms import BlockNorms
 from .reducer import Reducer
@@ -63,10 +64,34 @@ class Update:
         self._parameters = dict(model.named_parameters())
         self._is_whole = True
         self.optimizer = optimizer
+        self._norms: Norms = layer_norms
         if self._gather is not None or columns is not None:
             complete = columns.complete_norms if self._gather is None and columns is not None else sum_over_ranks
             owned = dict(zip((slot.tensor for slot in reducer.layout.held), reducer.owned, strict=True))
-            self.optimizer = over_tensors(optimizer, owned, BlockNorms(reducer, complete))
+            self._norms = BlockNorms(reducer, complete)
+            self.optimizer = over_tensors(optimizer, owned, self._norms)
+
+    @torch.no_grad()
+    def clip(self, most: float) -> float:
+        """Scales the mean gradient down to a norm of at most `most` over all parameters; every rank calls it.
+
+        The norm is the root of the sum, by the parameters' names, of the squares of `optim.norms`' layer norms, so that
+        it has the same bits however the gradient is spread.
+
+        Returns:
+            The norm before.
+        """
+        owned = self._reducer.owned
+        grads = [tensor.grad for tensor in owned if tensor.grad is not None]
+        assert len(grads) == len(owned), "apply_mean has put a gradient into each"
+        norms = self._norms([*owned, *grads])[len(owned) :].tolist()
+        # Blocks of one parameter all have the whole parameter's norm.
+        by_name = dict(zip((slot.parameter for slot in self._reducer.layout.held), norms, strict=True))
+        norm = math.sqrt(sum(by_name[name] ** 2 for name in sorted(by_name)))
+        if norm > most:
+            for grad in grads:
+                grad.mul_(most / norm)
+        return norm
 
     def step(self) -> None:
         """Updates the weights that this rank owns, and begins to gather the others' shards."""

@@ -9,7 +9,8 @@ They are made of additions, multiplications, divisions and square roots of whole
 fused kernel, and its `lerp`, `addcmul` and `add(alpha)`, multiply and add in one rounding where a vector is full and in
 two at a tensor's end, so that a slice would not be updated as the whole is.
 
-Gradients that an exact sum rounds to zero are zeros like any other: m and v decay, and where v is zero so is the update.
+An element whose gradient an exact sum rounds to zero has a zero like any other: its m and v decay, and where v is zero
+so is the update.
 """
 
 from collections.abc import Callable, Iterable

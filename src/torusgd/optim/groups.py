@@ -49,8 +49,9 @@ def rate_factors(settings: recipe.Optimizer, model: nn.Module, head: Collection[
     (layer-wise decay as in ELECTRA, Clark et al., arXiv 2003.10555, and BEiT). The head's is `head_lr`.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 3))
-    >>> rate_factors(recipe.Optimizer(layer_decay=0.5, head_lr=10.0), net, head=["3.weight", "3.bias"])
-    {'0.weight': 0.25, '0.bias': 0.25, '1.weight': 0.25, '1.bias': 0.25, '2.weight': 0.5, '2.bias': 0.5, '3.weight': 10.0, '3.bias': 10.0}
+    >>> rates = recipe.Optimizer(layer_decay=0.5, head_lr=10.0)
+    >>> list(rate_factors(rates, net, head=["3.weight", "3.bias"]).values())
+    [0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 10.0, 10.0]
     """
     kinds = {name: kind for name, kind in parameter_kinds(model).items() if name not in head}
     weighty = {_layer(name) for name, kind in kinds.items() if kind == "weight"}

@@ -50,6 +50,16 @@ class Augment(Section):
     """width / height, with crop: resized"""
     flip: Fraction = 0.0
     """probability of a left-right mirror"""
+    erase: Fraction = 0.0
+    """probability that a box of the normalised image, of 2 to 33 % of its area, is set to zero (random erasing)"""
+    mixup: NotNegative = 0.0
+    """alpha of Beta(alpha, alpha), 1 or one over a whole number, for the share of an image that is blended with another
+    of its virtual worker, and of its target; 0: none is"""
+    cutmix: NotNegative = 0.0
+    """alpha, likewise, for the area of the box that an image takes from another; with mixup, each image draws which"""
+    repeats: Count = 1
+    """times that an image follows itself, changed otherwise each time (repeated augmentation); an epoch stays as long,
+    so it sees 1 / repeats of the images"""
 
     @model_validator(mode="after")
     def _check(self) -> "Augment":
@@ -57,6 +67,10 @@ class Augment(Section):
             low, high = getattr(self, key)
             if low > high:
                 raise ValueError(f"{key}: the first value must not be above the second")
+        for key in ("mixup", "cutmix"):
+            alpha = getattr(self, key)
+            if alpha and (alpha > 1 or abs(round(1 / alpha) - 1 / alpha) > 1e-9):
+                raise ValueError(f"{key}: 0, 1, or one over a whole number, such as 0.5, 0.25, 0.2 or 0.1")
         if self.area[1] > 1:
             raise ValueError("area: a share of the image, at most 1.0")
         if (self.crop == "shift") != (self.shift > 0):
@@ -284,6 +298,8 @@ class Recipe(Section):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     rate: Rate
     optimizer: Optimizer = Optimizer()
+    clip_grad_norm: Positive | None = None
+    """largest norm of the mean gradient over all parameters; a longer one is scaled down to it; null: none is"""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """share of the target spread evenly over all classes"""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
@@ -315,6 +331,8 @@ class Recipe(Section):
             raise ValueError("column_blocks: above 1 it needs reduction: exact")
         if self.column_blocks > 1 and self.model.freeze:
             raise ValueError("model.freeze: needs column_blocks: 1")
+        if self.column_blocks > 1 and (self.data.augment.mixup or self.data.augment.cutmix):
+            raise ValueError("data.augment: mixup and cutmix need column_blocks: 1")
         return self
 
     def resolve(self, *, precision: str, memory_format: str) -> "Recipe":

@@ -103,7 +103,8 @@ def build(
         job.plan.check(recipe.name, {span.batch for span in schedule.spans}, world.size)
     training = Pipeline(train, recipe.data, recipe.seed)
     threads = loader_threads(device)
-    loader = Loader(training, StreamOrder(len(train), recipe.seed), threads=threads, ahead=threads + 3)
+    order = StreamOrder(len(train), recipe.seed, recipe.data.augment.repeats)
+    loader = Loader(training, order, threads=threads, ahead=threads + 3)
 
     model = model_of(recipe, len(train.classes)).to(device)
     batch_norm = BatchNormStatistics(model)

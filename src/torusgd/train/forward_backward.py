@@ -68,8 +68,20 @@ class WholeNetwork:
         targets = batch.targets.to(self._device, non_blocking=True)
         with self._precision.autocast():
             logits = self._model(images)
-        self._loss = F.cross_entropy(logits.float(), targets, label_smoothing=self._recipe.label_smoothing)
+        self._loss = self._cross_entropy(logits.float(), targets, batch)
         return self._loss
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+        smoothing = self._recipe.label_smoothing
+        if batch.partners is None or batch.shares is None:
+            return F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        # Cross-entropy is linear in the target, so that mixed targets need no table of all classes.
+        own, other = (
+            F.cross_entropy(logits, each, label_smoothing=smoothing, reduction="none")
+            for each in (targets, batch.partners.to(self._device, non_blocking=True))
+        )
+        shares = batch.shares.to(self._device, non_blocking=True)
+        return (shares * own + (1 - shares) * other).mean()
 
     def backward(self) -> None:
         """See `ForwardBackward`."""

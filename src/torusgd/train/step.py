@@ -105,6 +105,8 @@ class TrainStep:
             self._check_batch_norm(step, control)
             self.reducer.apply_mean(control.counts.contributions)
             self.precision.accept(self.reducer.owned)
+            if self.recipe.clip_grad_norm is not None:
+                self.update.clip(self.recipe.clip_grad_norm)
             set_hyperparameters(
                 self.update.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
             )
