@@ -28,8 +28,7 @@ def evaluate(weights: TrainedWeights, json_file: JsonFile = None) -> None:
 
     check_writable("--json", json_file)
     assessment = Assessment(weights)
-    confusion = assessment.confusion()
-    result = assessment.evaluate(confusion)
+    result, confusion = assessment.evaluate_classes()
     if assessment.world.rank != 0:
         return
     names, accuracies = assessment.trained.train.classes, confusion.accuracies()
