@@ -64,13 +64,18 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
     low, high = augment.aspect
     for u_area, u_aspect, u_top, u_left in draws.tolist():
         area = height * width * (augment.area[0] + (augment.area[1] - augment.area[0]) * u_area)
-        aspect = low * _power(high / low, u_aspect)  # uniform in its logarithm: 3/4 is as likely as 4/3
+        aspect = log_uniform(low, high, u_aspect)  # 3/4 is as likely as 4/3
         tall, wide = math.floor(math.sqrt(area / aspect) + 0.5), math.floor(math.sqrt(area * aspect) + 0.5)
         if 0 < tall <= height and 0 < wide <= width:
             top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
             return Region(top, left, tall, wide, *size)
     tall, wide = min(height, max(1, int(width / low))), min(width, max(1, int(height * high)))
     return Region((height - tall) // 2, (width - wide) // 2, tall, wide, *size)
+
+
+def log_uniform(low: float, high: float, draw: float) -> float:
+    """A value from `low` to `high`, uniform in its logarithm, from a uniform draw in [0, 1)."""
+    return low * _power(high / low, draw)
 
 
 def _power(base: float, exponent: float) -> float:
