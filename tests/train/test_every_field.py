@@ -13,6 +13,7 @@ from .runs import events, run_here
 SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
 RESIZED = "data.augment={crop: resized, area: [0.3, 1.0], aspect: [0.75, 1.4]}"
 STEPS = "rate.decay={shape: step, milestones: [2st], factor: 0.1}"
+RAND = "data.augment.policy=randaugment"
 HALF = "precision=float16"
 # Images that must be cropped: 12 pixels a side, of which the recipe takes 8.
 LARGER = "data.resize=12"
@@ -43,6 +44,9 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "noise_scale.lr": ([], "noise_scale.lr=2.0"),
     "noise_scale.momentum": ([], "noise_scale.momentum=0.8"),
     "optimizer.bias_rate": ([], "optimizer.bias_rate=2.0"),
+    "data.augment.policy": ([], "data.augment.policy=trivialaugment"),
+    "data.augment.operations": ([RAND], "data.augment.operations=1"),
+    "data.augment.magnitude": ([RAND], "data.augment.magnitude=20"),
     "data.augment.erase": ([], "data.augment.erase=0.5"),
     "data.augment.mixup": ([], "data.augment.mixup=0.5"),
     "data.augment.cutmix": ([], "data.augment.cutmix=1.0"),

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..recipe.data_schema import Augment
 from ..rng import AUGMENT, keyed_integer, keyed_uniform
+from .policy import draw_policy
 from .types import Bools, Float64, Int64, Pixels, Region
 
 _ATTEMPTS = 10  # at a box that fits, as torchvision's RandomResizedCrop
@@ -28,12 +29,14 @@ class Changes:
         moves: int64 [n, 2], rows and columns of the padded image to leave out; None without crop: shift.
         corners: float64 [n, 2] in [0, 1), how far down and right the cut lies; None without crop: random.
         mirrored: bool [n].
+        policy: int64 [n, changes, 3], see `draw_policy`; None without one.
     """
 
     boxes: Float64 | None
     moves: Int64 | None
     corners: Float64 | None
     mirrored: Bools
+    policy: Int64 | None
 
 
 def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Changes:
@@ -50,7 +53,7 @@ def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> 
         numbers = np.array([_DOWN, _RIGHT])
         corners = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
     mirrored = keyed_uniform(AUGMENT, seed, epochs, indices, _MIRROR) < augment.flip
-    return Changes(boxes, moves, corners, mirrored)
+    return Changes(boxes, moves, corners, mirrored, draw_policy(augment, seed, epochs, indices))
 
 
 def random_region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Float64) -> Region:

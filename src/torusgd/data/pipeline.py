@@ -21,6 +21,7 @@ from ..rng import SUBSTITUTE, keyed_integer
 from . import augment as random_changes
 from .augment import Changes
 from .mixing import erase, mix
+from .policy import apply_policy
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 from .view import centre, cut_at, render, scaled
 
@@ -154,11 +155,13 @@ class Pipeline:
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
     def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
-        """Shift, mirror and normalise the images [m, channels, height, width] at these positions of the batch."""
+        """Change and normalise the images [m, channels, height, width] at these positions of the batch."""
         if drawn is not None and drawn.moves is not None:
             images = random_changes.shift(images, self._data.augment.shift, drawn.moves[at])
         if drawn is not None:
             images = random_changes.mirror(images, drawn.mirrored[at])
+            if drawn.policy is not None:
+                images = apply_policy(images, self._data.augment, drawn.policy[at])
         # Plane by plane, so that the three passes over a large image meet in the cache.
         block = max(1, (1 << 18) // max(1, images[:1].size))
         for start in range(0, len(images), block):

@@ -22,6 +22,14 @@ class Augment(Section):
     """width / height, with crop: resized"""
     flip: Fraction = 0.0
     """probability of a left-right mirror"""
+    policy: Literal["none", "randaugment", "trivialaugment"] = "none"
+    """changes in form and colour: randaugment, `operations` of 14 at strength `magnitude` (Cubuk et al., arXiv
+    1909.13719); trivialaugment, one at a strength that is drawn (Mueller and Hutter, arXiv 2103.10158); the 14, with
+    their ranges, are torchvision's"""
+    operations: Count = 2
+    """changes of each image, with policy: randaugment"""
+    magnitude: Annotated[int, Field(ge=0, le=30)] = 9
+    """strength of each, with policy: randaugment; torchvision's 31 steps"""
     erase: Fraction = 0.0
     """probability that a box of the normalised image, of 2 to 33 % of its area, is set to zero (random erasing)"""
     mixup: NotNegative = 0.0
@@ -39,6 +47,9 @@ class Augment(Section):
             low, high = getattr(self, key)
             if low > high:
                 raise ValueError(f"{key}: the first value must not be above the second")
+        for key in ("operations", "magnitude"):
+            if self.policy != "randaugment" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: has a meaning for policy: randaugment only")
         for key in ("mixup", "cutmix"):
             alpha = getattr(self, key)
             if alpha and (alpha > 1 or abs(round(1 / alpha) - 1 / alpha) > 1e-9):
