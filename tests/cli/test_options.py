@@ -27,7 +27,7 @@ COMMANDS = (
 )  # fmt: skip
 PANELS = {
     "train": {"Recipe", "Data", "Runtime", "Network", "Output"},
-    "eval": {"Recipe", "Data", "Runtime"},
+    "eval": {"Recipe", "Data", "Runtime", "Output"},
     "polish": {"Recipe", "Data", "Runtime", "Output"},
     "plan": {"Cluster", "Recipe", "Data", "Runtime", "Network", "Output"},
     "rehearse": {"Cluster", "Recipe", "Data", "Runtime", "Network", "Output"},

@@ -162,7 +162,7 @@ def test_a_rank_that_is_lost_while_groups_are_formed_anew_makes_another_generati
 def kept(step: int, evaluated: int, value: float) -> Kept:
     """What a rank keeps after `step` steps; all its tensors hold `value`."""
     state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=step, evaluated=evaluated)
-    tensors = {name: torch.full((3,), value) for name in ("model/w", "momentum/w", "gradient_bounds")}
+    tensors = {name: torch.full((3,), value) for name in ("model/w", "optimizer/momentum_buffer/w", "gradient_bounds")}
     return Kept(None, (0, 1, 2), None, 0, state, 0.0, tensors, lambda: {"step": step})  # type: ignore[arg-type]
 
 
@@ -187,9 +187,9 @@ def agreed(*each: Kept) -> list[tuple[int, int, Any, dict[str, float]]]:
 
 
 def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measured_again() -> None:
-    whole = dict.fromkeys(("model/w", "momentum/w", "gradient_bounds"), 2.0)
+    whole = dict.fromkeys(("model/w", "optimizer/momentum_buffer/w", "gradient_bounds"), 2.0)
     assert agreed(kept(3, 0, 1.0), kept(4, 0, 2.0)) == [(4, 0, {"step": 4}, whole)] * 2
-    mine = whole | {"model/w": 1.0, "momentum/w": 1.0}
+    mine = whole | {"model/w": 1.0, "optimizer/momentum_buffer/w": 1.0}
     assert agreed(kept(4, 0, 1.0), kept(4, 4, 2.0)) == [(4, 4, {"step": 4}, each) for each in (mine, whole)]
 
 

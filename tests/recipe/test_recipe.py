@@ -35,7 +35,7 @@ from torusgd.recipe.schema import Model, Recipe
         ("data.image_size=0", ["data.image_size", "0", "[height, width]"]),
         ("data.image_size=[11, 39, 1]", ["data.image_size", "[11, 39, 1]", "[height, width]"]),
         ("data={image_size: [4, 9], resize: 8, source: digits}", ["resize", "at least image_size, 9"]),
-        ("optimizer.name=sgd", ["optimizer", "lars only"]),
+        ("optimizer.name=sgd", ["optimizer", "eps", "lars or adamw or lamb only"]),
         ("optimizer.nesterov=true", ["optimizer", "nesterov", "sgd only"]),
         ("stages.0.lr=2.0", ["stages.0.lr", "rate.lr"]),
         ("loss_scale.initial=8", ["loss_scale", "float16"]),

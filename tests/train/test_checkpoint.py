@@ -64,7 +64,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 def checkpoint(step: int, value: float = 1.0) -> Checkpoint:
     weights = {"fc.weight": torch.full((4, 3), value), "bn.num_batches_tracked": torch.tensor(step)}
-    return Checkpoint(weights, {"momentum/fc.weight": torch.full((4, 3), -value)}, {"step": step, "samples": 10 * step})
+    state = {"optimizer/momentum_buffer/fc.weight": torch.full((4, 3), -value)}
+    return Checkpoint(weights, state, {"step": step, "samples": 10 * step})
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     found = read_checkpoint(path)
     assert (found.step, found.progress) == (7, {"step": 7, "samples": 70})
     assert torch.equal(found.model["fc.weight"], torch.full((4, 3), 0.1))
-    assert torch.equal(found.state["momentum/fc.weight"], torch.full((4, 3), -0.1))
+    assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], torch.full((4, 3), -0.1))
     assert load_weights(path / FILES[0])[1] == {"classes": '["a"]'}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000007"]
 
@@ -203,7 +204,7 @@ def test_a_snapshot_is_taken_at_once_and_written_aside(tmp_path: Path) -> None:
     found = newest_checkpoint(tmp_path, pytest.fail)
     assert found is not None
     assert torch.equal(found.model["fc.weight"], torch.ones(4, 3))
-    assert torch.equal(found.state["momentum/fc.weight"], -torch.ones(4, 3))
+    assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], -torch.ones(4, 3))
 
 
 def test_a_write_that_fails_leaves_nothing_and_is_told_at_the_next(tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path
     out = tmp_path / "out"
     shutil.copytree(half_way, out)
     with pytest.raises(UserError, match=r"other initial weights \(--init\)"):
-        run_alone(out, recipe, init=half_way / "model.safetensors")
+        run_alone(out, recipe, init=str(half_way / "model.safetensors"))
     progress = out / "checkpoints" / "step-00000015" / FILES[2]
     tree = json.loads(progress.read_text())
     tree["fingerprint"]["train_images"] = 97
@@ -311,7 +312,11 @@ def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("momentum/fc.weight", None), ("gradient_bounds", torch.zeros(3, dtype=torch.float64)), ("loss_scale", None)],
+    [
+        ("optimizer/momentum_buffer/fc.weight", None),
+        ("gradient_bounds", torch.zeros(3, dtype=torch.float64)),
+        ("loss_scale", None),
+    ],
 )
 def test_a_state_that_lacks_a_tensor_is_refused(
     tmp_path: Path, recipe: Path, half_way: Path, name: str, change: torch.Tensor | None
@@ -331,8 +336,8 @@ def test_a_state_that_lacks_a_tensor_is_refused(
 def test_init_from_either_kind_of_file(tmp_path: Path, recipe: Path, half_way: Path) -> None:
     weights, _ = load_weights(half_way / "model.safetensors")
     torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "w.pth")
-    first = run_alone(tmp_path / "a", recipe, init=half_way / "model.safetensors", max_steps=3)
-    second = run_alone(tmp_path / "b", recipe, init=tmp_path / "w.pth", max_steps=3)
+    first = run_alone(tmp_path / "a", recipe, init=str(half_way / "model.safetensors"), max_steps=3)
+    second = run_alone(tmp_path / "b", recipe, init=str(tmp_path / "w.pth"), max_steps=3)
     plain = run_alone(tmp_path / "c", recipe, max_steps=3)
     assert first["weights_sha256"] == second["weights_sha256"] != plain["weights_sha256"]
 
@@ -348,7 +353,7 @@ def test_init_of_another_model_is_refused(tmp_path: Path, recipe: Path, half_way
         path = tmp_path / f"{number}.safetensors"
         save_file(tensors, path)
         with pytest.raises(UserError, match=word):
-            run_alone(tmp_path / "out", recipe, init=path)
+            run_alone(tmp_path / "out", recipe, init=str(path))
 
 
 class Malicious:
@@ -362,7 +367,7 @@ def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, recipe: 
     Malicious.mark = tmp_path / "executed"
     torch.save({"fc.weight": Malicious()}, tmp_path / "w.pth")
     with pytest.raises(UserError, match=r"w.pth: can't be read as weights .*give a .safetensors or a .pth of tensors"):
-        run_alone(tmp_path / "out", recipe, init=tmp_path / "w.pth")
+        run_alone(tmp_path / "out", recipe, init=str(tmp_path / "w.pth"))
     assert not Malicious.mark.exists()
     torch.load(tmp_path / "w.pth", weights_only=False)
     assert Malicious.mark.exists()  # it would have been
@@ -396,7 +401,7 @@ def test_a_finished_run_is_no_result_of_other_initial_weights(tmp_path: Path, re
     job = Job(read_run_recipe(out / "recipe.yaml"), RuntimeOptions(), "cpu", out, max_steps=2)
     assert finished(job)["steps"] == 2
     with pytest.raises(UserError, match=r"other initial weights"):
-        finished(replace(job, init=half_way / "model.safetensors"))
+        finished(replace(job, init=str(half_way / "model.safetensors")))
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

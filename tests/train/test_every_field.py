@@ -13,6 +13,7 @@ from .runs import events, run_here
 SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
 RESIZED = "data.augment={crop: resized, area: [0.3, 1.0], aspect: [0.75, 1.4]}"
 STEPS = "rate.decay={shape: step, milestones: [2st], factor: 0.1}"
+RAND = "data.augment.policy=randaugment"
 HALF = "precision=float16"
 # Images that must be cropped: 12 pixels a side, of which the recipe takes 8.
 LARGER = "data.resize=12"
@@ -43,9 +44,17 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "noise_scale.lr": ([], "noise_scale.lr=2.0"),
     "noise_scale.momentum": ([], "noise_scale.momentum=0.8"),
     "optimizer.bias_rate": ([], "optimizer.bias_rate=2.0"),
+    "data.augment.policy": ([], "data.augment.policy=trivialaugment"),
+    "data.augment.operations": ([RAND], "data.augment.operations=1"),
+    "data.augment.magnitude": ([RAND], "data.augment.magnitude=20"),
+    "data.augment.erase": ([], "data.augment.erase=0.5"),
+    "data.augment.mixup": ([], "data.augment.mixup=0.5"),
+    "data.augment.cutmix": ([], "data.augment.cutmix=1.0"),
+    "data.augment.repeats": ([], "data.augment.repeats=2"),
     "data.max_replaced": (["data.source=tests.train.sources:Torn"], "data.max_replaced=1.0"),
     "model.name": ([], "model={name: fashion-net}"),
     "model.options": ([], "model.options={dropout: 0.5}"),
+    "model.freeze": ([], "model.freeze=[conv1]"),
     "virtual_workers": ([], "virtual_workers=3"),
     "stages.until": ([], "stages.0.until=1st"),
     "stages.images_per_worker": ([], "stages.1.images_per_worker=4"),
@@ -73,6 +82,10 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "optimizer.trust": ([], "optimizer.trust=0.1"),
     "optimizer.eps": ([], "optimizer.eps=0.1"),
     "optimizer.no_trust": ([], "optimizer.no_trust=[]"),
+    "optimizer.beta2": (["optimizer={name: adamw}"], "optimizer.beta2=0.9"),
+    "optimizer.head_lr": ([], "optimizer.head_lr=2.0"),
+    "optimizer.layer_decay": ([], "optimizer.layer_decay=0.5"),
+    "clip_grad_norm": ([], "clip_grad_norm=0.1"),
     "label_smoothing": ([], "label_smoothing=0.3"),
     "precision": ([], "precision=bfloat16"),
     "loss_scale.initial": ([HALF], "loss_scale.initial=1.0e+30"),

@@ -96,7 +96,7 @@ def test_other_data_of_equal_count_and_other_initial_weights_are_refused(tmp_pat
         with pytest.raises(UserError, match=r"the run in .* was trained with another data set \(data_sha256"):
             finished(replace(job, data=other))
     with pytest.raises(UserError, match=r"the run in .* was trained with other initial weights \(--init\)"):
-        finished(replace(job, init=out / "model.safetensors"))
+        finished(replace(job, init=str(out / "model.safetensors")))
 
 
 def test_names_sizes_labels_and_a_sample_of_pixels_make_the_data(tmp_path: Path) -> None:

@@ -115,7 +115,9 @@ def start(out: Path, init: Path) -> Run:
     out.mkdir()
     recipe = tiny()
     RunDir(out).claim(recipe, fresh=False)
-    run = Run(Job(recipe, RuntimeOptions(), "cpu", out, init=init, max_steps=1), group_of(), StopFlag(), restarts=0)
+    run = Run(
+        Job(recipe, RuntimeOptions(), "cpu", out, init=str(init), max_steps=1), group_of(), StopFlag(), restarts=0
+    )
     run.run()
     return run
 

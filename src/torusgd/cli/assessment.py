@@ -1,5 +1,9 @@
 """Trained weights, opened for `torusgd eval` and `torusgd polish`."""
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from ..comm.allreduce import native
 from ..data.pipeline import Pipeline
 from ..launch.torchrun import join
@@ -7,6 +11,7 @@ from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..runtime import prepare_process, resolve_auto, resolve_device
+from ..train.confusion import Confusion
 from ..train.evaluate import Evaluation, evaluate
 from ..train.load_trained import open_trained
 from ..train.polish import polish_by_recipe
@@ -34,13 +39,21 @@ class Assessment:
         self.model = self.trained.model.to(self.world.device)
         self.precision = Precision(self.recipe, self.world.device)
 
-    def evaluate(self) -> Evaluation:
-        """Classifies every held-out image."""
+    def evaluate(self, observe: Callable[[Tensor, Tensor], object] = lambda logits, targets: None) -> Evaluation:
+        """Classifies every held-out image; `observe` is called as by `train.evaluate.evaluate`."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.held_out_data, self.recipe.seed)
-        chunk = self.recipe.evaluate.images_per_chunk
-        result = evaluate(self.model, pipeline, chunk, self.world, native(self.world), self.precision)
+        chunk, allreduce = self.recipe.evaluate.images_per_chunk, native(self.world)
+        result = evaluate(self.model, pipeline, chunk, self.world, allreduce, self.precision, observe=observe)
         assert result is not None, "nobody asks an assessment to stop"
         return result
+
+    def evaluate_classes(self) -> tuple[Evaluation, Confusion]:
+        """Classifies every held-out image, and counts which class was taken for which."""
+        classes = self.recipe.data.classes or len(self.trained.train.classes)
+        confusion = Confusion(classes, self.world.device)
+        result = self.evaluate(confusion.add)
+        confusion.sum_over_ranks(native(self.world))
+        return result, confusion
 
     def polish(self) -> int:
         """Sets the batch-norm statistics over training images; their number."""

@@ -1,28 +1,46 @@
 """`torusgd eval` and `torusgd polish`: what trained weights are worth, and exact batch-norm statistics for them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from rich.table import Table
+from rich.text import Text
 from typer import Option
 
 from ..errors import UserError
-from .options import OUTPUT, TrainedWeights, takes_groups
-from .output import check_writable, console
+from .options import OUTPUT, JsonFile, TrainedWeights, takes_groups
+from .output import check_writable, console, write_json
 
 if TYPE_CHECKING:
     from ..train.evaluate import Evaluation
 
 
+FEW_CLASSES = 20
+"""as many as a terminal shows side by side; --json has the table of any number"""
+
+
 @takes_groups
-def evaluate(weights: TrainedWeights) -> None:
-    """Print the accuracy of trained weights on held-out images."""
+def evaluate(weights: TrainedWeights, json_file: JsonFile = None) -> None:
+    """Print the accuracy of trained weights on held-out images, and of each class where there are few."""
     from .assessment import Assessment
 
+    check_writable("--json", json_file)
     assessment = Assessment(weights)
-    result = assessment.evaluate()
-    if assessment.world.rank == 0:
-        console().print(f"{assessment.trained.path}: {describe(result)}", markup=False)
+    result, confusion = assessment.evaluate_classes()
+    if assessment.world.rank != 0:
+        return
+    names, accuracies = assessment.trained.train.classes, confusion.accuracies()
+    # A recipe may have more classes than its data: those are numbers.
+    names = (*names, *map(str, range(len(names), len(accuracies))))
+    counts = confusion.counts.tolist()
+    terminal = console()
+    terminal.print(f"{assessment.trained.path}: {describe(result)}", markup=False)
+    if len(names) <= FEW_CLASSES:
+        terminal.print(confusion_table(names, accuracies, counts))
+    classes = [{"name": name, "top1": top1} for name, top1 in zip(names, accuracies, strict=True)]
+    write_json(json_file, {**result.as_summary(), "classes": classes, "confusion": counts})
 
 
 @takes_groups
@@ -65,6 +83,17 @@ def polish(
     terminal.print(f"before  {describe(before)}")
     terminal.print(f"after   {describe(after)}  (statistics of {images} un-augmented training images)")
     terminal.print(f"in {target}  weights_sha256 {weights_sha256(tensors)}", markup=False)
+
+
+def confusion_table(names: Sequence[str], accuracies: Sequence[float | None], counts: list[list[int]]) -> Table:
+    """A row for each class: its accuracy, and how often the network took its images for which class."""
+    table = Table("class", "top-1", *map(str, range(len(names))), box=None, title="rows: class; columns: taken for")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for number, (name, top1, row) in enumerate(zip(names, accuracies, counts, strict=True)):
+        share = "-" if top1 is None else f"{top1:.1%}"
+        table.add_row(Text(f"{number} {name}"), share, *("" if count == 0 else str(count) for count in row))
+    return table
 
 
 def describe(result: "Evaluation") -> str:

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from ..errors import UserError
 from .options import DATA, OUTPUT, RECIPE, RUNTIME, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
 from .output import console
 
@@ -23,8 +22,14 @@ def train(
         int | None, Option("--max-steps", min=1, help="Stop after so many steps in all.", rich_help_panel=RECIPE)
     ] = None,
     init: Annotated[
-        Path | None,
-        Option("--init", help="Weights to start from, .safetensors or .pth.", rich_help_panel=DATA),
+        str | None,
+        Option(
+            "--init",
+            metavar="FILE|timm|hf:REPO",
+            help="Weights to start from: a .safetensors or .pth, timm's own, or a repository of the Hugging Face hub. "
+            "A head for other classes is made anew.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
     out: Annotated[
         Path | None, Option("--out", help="The run's folder. Default: runs/RECIPE.", rich_help_panel=OUTPUT)
@@ -80,6 +85,7 @@ def train(
     from ..runtime import expected_ranks, ranks_are_given, resolve_auto, resolve_device
     from ..train.build import Job
     from ..train.compare_plan import PlanComparison
+    from ..train.initial_weights import check_initial
 
     asked, block = load_recipe(recipe, overrides or [])
     options = runtime.over(
@@ -92,8 +98,8 @@ def train(
         mixed=mixed or None,
     )
     device = resolve_device(options)
-    if init is not None and not init.is_file():
-        raise UserError(f"--init {init}: no such file")
+    if init is not None:
+        check_initial(init)
     resolved = resolve_auto(asked, device)
     options = runtime.fitted(options, block, expected_ranks(options, device, resolved))
     folder = out or Path("runs") / resolved.name

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..recipe.data_schema import Augment
 from ..rng import AUGMENT, keyed_integer, keyed_uniform
+from .policy import draw_policy
 from .types import Bools, Float64, Int64, Pixels, Region
 
 _ATTEMPTS = 10  # at a box that fits, as torchvision's RandomResizedCrop
@@ -28,12 +29,14 @@ class Changes:
         moves: int64 [n, 2], rows and columns of the padded image to leave out; None without crop: shift.
         corners: float64 [n, 2] in [0, 1), how far down and right the cut lies; None without crop: random.
         mirrored: bool [n].
+        policy: int64 [n, changes, 3], see `draw_policy`; None without one.
     """
 
     boxes: Float64 | None
     moves: Int64 | None
     corners: Float64 | None
     mirrored: Bools
+    policy: Int64 | None
 
 
 def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Changes:
@@ -50,7 +53,7 @@ def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> 
         numbers = np.array([_DOWN, _RIGHT])
         corners = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
     mirrored = keyed_uniform(AUGMENT, seed, epochs, indices, _MIRROR) < augment.flip
-    return Changes(boxes, moves, corners, mirrored)
+    return Changes(boxes, moves, corners, mirrored, draw_policy(augment, seed, epochs, indices))
 
 
 def random_region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Float64) -> Region:
@@ -64,13 +67,18 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
     low, high = augment.aspect
     for u_area, u_aspect, u_top, u_left in draws.tolist():
         area = height * width * (augment.area[0] + (augment.area[1] - augment.area[0]) * u_area)
-        aspect = low * _power(high / low, u_aspect)  # uniform in its logarithm: 3/4 is as likely as 4/3
+        aspect = log_uniform(low, high, u_aspect)  # 3/4 is as likely as 4/3
         tall, wide = math.floor(math.sqrt(area / aspect) + 0.5), math.floor(math.sqrt(area * aspect) + 0.5)
         if 0 < tall <= height and 0 < wide <= width:
             top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
             return Region(top, left, tall, wide, *size)
     tall, wide = min(height, max(1, int(width / low))), min(width, max(1, int(height * high)))
     return Region((height - tall) // 2, (width - wide) // 2, tall, wide, *size)
+
+
+def log_uniform(low: float, high: float, draw: float) -> float:
+    """A value from `low` to `high`, uniform in its logarithm, from a uniform draw in [0, 1)."""
+    return low * _power(high / low, draw)
 
 
 def _power(base: float, exponent: float) -> float:

@@ -10,6 +10,8 @@ from .types import Int64
 
 EARLY = 0.9
 """share of an epoch after which the permutation of the next one is made, so that nobody waits for it at the edge"""
+COPY = 1 << 40
+"""added to the epoch of a repeated image's later copies; no run has so many epochs"""
 
 
 class StreamOrder:
@@ -22,6 +24,8 @@ class StreamOrder:
     Args:
         length: Samples in an epoch, at least 1.
         seed: The recipe's seed.
+        repeats: Times that each image stands in the stream one after the other (repeated augmentation, Hoffer et al.,
+            arXiv 1901.09335).
 
     In a training loop of your own, with `world_size` ranks:
 
@@ -38,11 +42,12 @@ class StreamOrder:
     ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0, 1, 1, 1, 1, 1])
     """
 
-    def __init__(self, length: int, seed: int) -> None:
+    def __init__(self, length: int, seed: int, repeats: int = 1) -> None:
         if length < 1:
             raise ValueError(f"length: a stream needs at least 1 sample an epoch, got {length}")
         self.length = length
         self.seed = seed
+        self.repeats = repeats
         self._epochs: dict[int, Future[Int64]] = {}
         self._lock = threading.Lock()
 
@@ -55,18 +60,20 @@ class StreamOrder:
 
         Returns:
             indices: int64 [count], the samples.
-            epochs: int64 [count], the epoch (from 0) that each belongs to; augmentation is keyed by it.
+            epochs: int64 [count], the epoch (from 0) that each belongs to; augmentation is keyed by it. Copies after
+                the first have `copy * COPY` added, so that each is changed otherwise.
         """
         if start < 0 or count < 0:
             raise ValueError(f"start and count must not be negative, got {start} and {count}")
-        epochs, offsets = np.divmod(np.arange(start, start + count, dtype=np.int64), self.length)
+        places, copies = np.divmod(np.arange(start, start + count, dtype=np.int64), self.repeats)
+        epochs, offsets = np.divmod(places, self.length)
         indices = np.empty(count, dtype=np.int64)
-        for epoch in range(start // self.length, -(-(start + count) // self.length)):
+        for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             indices[here] = self._made(epoch).result()[offsets[here]]
         if count and offsets[-1] >= EARLY * self.length:
             self._made(int(epochs[-1]) + 1)
-        return indices, epochs
+        return indices, epochs + copies * COPY
 
     def _made(self, epoch: int) -> "Future[Int64]":
         """A permutation that is made, or being made by one thread, however many ask for it."""

@@ -1,13 +1,13 @@
 """From sample indices to a batch of tensors: read, decode, augment, normalise.
 
 An image's tensor depends on (seed, epoch, index) alone, bit for bit: never on the other images of its batch, on
-the thread, or on which of a source's reading methods was used.
+the thread, or on which of a source's reading methods was used. Only mixing joins images, those of one virtual worker.
 """
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +20,8 @@ from ..recipe.section import sides
 from ..rng import SUBSTITUTE, keyed_integer
 from . import augment as random_changes
 from .augment import Changes
+from .mixing import erase, mix
+from .policy import apply_policy
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 from .view import centre, cut_at, render, scaled
 
@@ -43,12 +45,16 @@ class Batch:
         kept: int64 [n], the positions of these images in the request; shorter than the request only where
             evaluation left out undecodable ones.
         replaced: How many of these images stand in for undecodable ones.
+        partners: int64 [n], the labels that images were mixed with; None where none is mixed.
+        shares: float32 [n], the share of each image's own label.
     """
 
     images: torch.Tensor
     targets: torch.Tensor
     kept: Int64
     replaced: int
+    partners: torch.Tensor | None = None
+    shares: torch.Tensor | None = None
 
 
 class Pipeline:
@@ -94,7 +100,14 @@ class Pipeline:
             for at, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
                 image, used[at] = self._image_or_substitute(index, epoch, self._region(drawn, at), self._cut(drawn, at))
                 self._finish(image[None], drawn, slice(at, at + 1), out)
-        return self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
+        batch = self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
+        if not augment:
+            return batch
+        erase(out, self._data.augment, self._seed, epochs, indices)
+        shares = mix(out, self._data.augment, self._seed, epochs, indices)
+        if shares is None:
+            return batch
+        return replace(batch, partners=batch.targets.flip(0), shares=torch.from_numpy(shares))
 
     def validation_batch(self, indices: Int64) -> Batch:
         """The images at `indices` [n], shorter side scaled to `data.resize`, middle `data.image_size` cut out.
@@ -142,11 +155,13 @@ class Pipeline:
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
     def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
-        """Shift, mirror and normalise the images [m, channels, height, width] at these positions of the batch."""
+        """Change and normalise the images [m, channels, height, width] at these positions of the batch."""
         if drawn is not None and drawn.moves is not None:
             images = random_changes.shift(images, self._data.augment.shift, drawn.moves[at])
         if drawn is not None:
             images = random_changes.mirror(images, drawn.mirrored[at])
+            if drawn.policy is not None:
+                images = apply_policy(images, self._data.augment, drawn.policy[at])
         # Plane by plane, so that the three passes over a large image meet in the cache.
         block = max(1, (1 << 18) // max(1, images[:1].size))
         for start in range(0, len(images), block):

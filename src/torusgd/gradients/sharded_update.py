@@ -17,7 +17,7 @@ from ..comm.buckets import USUAL_MIB
 from ..comm.groups import group_of
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import UserError
-from ..optim import BLOCK, Lars, Sgd
+from ..optim import BLOCK, AdamW, Lamb, Lars, Sgd
 from .block_norms import BlockNorms
 from .reducer import Channel, Reducer, parameter_slots
 from .update import over_tensors
@@ -51,7 +51,7 @@ class ShardedUpdate:
 
     Args:
         model: Not wrapped; float32 parameters on one device, of which rank 0's values are taken, buffers too.
-        optimizer: Over its parameters: `Lars`, `Sgd` or an elementwise one of torch.optim, with no state yet.
+        optimizer: Over its parameters: one of `torusgd.optim` or an elementwise one of torch.optim, with no state yet.
         allreduce: See `torusgd.comm.allreduce.create`, as for `grid` and `profile`.
         wire: None sends gradients as float32. `float16` and `bfloat16` halve the bytes, scaled by a power of two a
             bucket. `exact` sends 32-bit integers: the same bits for any algorithm and grid, with one number of ranks.
@@ -232,10 +232,10 @@ def _check(model: nn.Module, optimizer: Optimizer, wire: str | None) -> None:
         raise UserError("ShardedUpdate: takes the model itself, not DistributedDataParallel around it")
     if wire not in (None, "exact", "float16", "bfloat16"):
         raise UserError(f"wire {wire}: unknown; one of exact, float16, bfloat16, or None")
-    if not isinstance(optimizer, (Lars, Sgd)) and type(optimizer) not in _ELEMENTWISE:
+    if not isinstance(optimizer, (AdamW, Lamb, Lars, Sgd)) and type(optimizer) not in _ELEMENTWISE:
         raise UserError(
-            f"{type(optimizer).__name__}: only optimizers that update each element by itself can be sharded, and Lars: "
-            f"torusgd's Lars and Sgd, or torch.optim's {', '.join(kind.__name__ for kind in _ELEMENTWISE)}"
+            f"{type(optimizer).__name__}: only optimizers that update each element by itself can be sharded, Lars "
+            f"and Lamb: torusgd's own, or torch.optim's {', '.join(kind.__name__ for kind in _ELEMENTWISE)}"
         )
     if optimizer.state:
         raise UserError("optimizer: has a state already; make ShardedUpdate first, then call its load_state_dict")

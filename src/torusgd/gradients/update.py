@@ -9,6 +9,7 @@ They combine: with shards, a column block is updated in shards by the ranks that
 """
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..optim import Lars
+from ..optim import AdamW, Lamb, Lars, layer_norms
 from ..optim.lars import Norms
 from .block_norms import BlockNorms
 from .reducer import Reducer
 from .weight_gather import WeightGather
 
-MOMENTUM = "momentum_buffer"
+STEP = "step"
+"""what AdamW and LAMB keep for each parameter, and here is the same for all: the number of updates"""
 
 
 class ColumnGather(Protocol):
@@ -41,7 +43,7 @@ class Update:
 
     Args:
         model: Of the reducer.
-        optimizer: `Lars` or `Sgd` over whole parameters, or column blocks: its class, groups and values are taken.
+        optimizer: Of `torusgd.optim`, over whole parameters, or column blocks: its class, groups and values are taken.
         reducer: Puts the mean into the `grad` of `owned`.
         sum_over_ranks: Sums a float32 tensor over all ranks, in place.
         columns: The layers in column blocks; None: there are none.
@@ -60,10 +62,34 @@ class Update:
         self._parameters = dict(model.named_parameters())
         self._is_whole = True
         self.optimizer = optimizer
+        self._norms: Norms = layer_norms
         if self._gather is not None or columns is not None:
             complete = columns.complete_norms if self._gather is None and columns is not None else sum_over_ranks
             owned = dict(zip((slot.tensor for slot in reducer.layout.held), reducer.owned, strict=True))
-            self.optimizer = over_tensors(optimizer, owned, BlockNorms(reducer, complete))
+            self._norms = BlockNorms(reducer, complete)
+            self.optimizer = over_tensors(optimizer, owned, self._norms)
+
+    @torch.no_grad()
+    def clip(self, most: float) -> float:
+        """Scales the mean gradient down to a norm of at most `most` over all parameters; every rank calls it.
+
+        The norm is the root of the sum, by the parameters' names, of the squares of `optim.norms`' layer norms, so that
+        it has the same bits however the gradient is spread.
+
+        Returns:
+            The norm before.
+        """
+        owned = self._reducer.owned
+        grads = [tensor.grad for tensor in owned if tensor.grad is not None]
+        assert len(grads) == len(owned), "apply_mean has put a gradient into each"
+        norms = self._norms([*owned, *grads])[len(owned) :].tolist()
+        # Blocks of one parameter all have the whole parameter's norm.
+        by_name = dict(zip((slot.parameter for slot in self._reducer.layout.held), norms, strict=True))
+        norm = math.sqrt(sum(by_name[name] ** 2 for name in sorted(by_name)))
+        if norm > most:
+            for grad in grads:
+                grad.mul_(most / norm)
+        return norm
 
     def step(self) -> None:
         """Updates the weights that this rank owns, and begins to gather the others' shards."""
@@ -85,13 +111,28 @@ class Update:
         self._is_whole = True
 
     @torch.no_grad()
-    def momentum(self, keep: bool) -> dict[str, Tensor]:
-        """The momentum of each parameter, whole, by name; every rank calls it, and those that `keep` get it."""
-        buffers = [self.optimizer.state.get(tensor, {}).get(MOMENTUM) for tensor in self._reducer.owned]
-        # All have momentum or none has: `Lars` and `Sgd` make a buffer for each tensor, be it empty.
-        own = [buffer for buffer in buffers if buffer is not None]
-        if not own:
-            return {}
+    def state(self, keep: bool) -> dict[str, Tensor]:
+        """The optimizer's state, whole, as KEY/PARAMETER; every rank calls it, and those that `keep` get it."""
+        states = [self.optimizer.state.get(tensor, {}) for tensor in self._reducer.owned]
+        found: dict[str, Tensor] = {}
+        for key in _element_state(self.optimizer):
+            # All have a buffer or none has: the optimizers make one for each tensor, be it empty.
+            own = [state[key] for state in states if key in state]
+            if own:
+                found |= {f"{key}/{name}": tensor for name, tensor in self._whole(own, keep).items()}
+        if keep and states and STEP in states[0]:
+            found[f"{STEP}/"] = states[0][STEP]
+        return found
+
+    def expected_state(self) -> dict[str, Tensor]:
+        """Tensors shaped like those of `state` once there was an update."""
+        updated = {slot.parameter for slot in self._reducer.layout.slots}
+        keys = _element_state(self.optimizer)
+        found = {f"{key}/{name}": self._parameters[name] for key in keys for name in updated}
+        return found | ({f"{STEP}/": torch.zeros(())} if isinstance(self.optimizer, AdamW) else {})
+
+    def _whole(self, own: list[Tensor], keep: bool) -> dict[str, Tensor]:
+        """Of each parameter the whole tensor that `own` are this rank's elements of, one for each it owns."""
         layout, is_needed = self._reducer.layout, keep or self._columns is not None
         held = own if self._gather is None else self._gather.gather_state(own, is_needed)
         if self._columns is None:
@@ -104,16 +145,19 @@ class Update:
         self._columns.gather(rows)
         return whole if keep else {}
 
-    def load_momentum(self, parameter: str, whole: Tensor) -> None:
-        """Takes this rank's part of what `momentum` gave for a parameter."""
+    def load_state(self, name: str, whole: Tensor) -> None:
+        """Takes this rank's elements of what `state` gave under a name."""
+        key, _, parameter = name.partition("/")
         reducer = self._reducer
         for number, (slot, tensor) in enumerate(zip(reducer.layout.held, reducer.owned, strict=True)):
-            if slot.parameter == parameter:
+            if key == STEP:
+                self.optimizer.state[tensor][STEP] = whole.cpu().clone()
+            elif slot.parameter == parameter:
                 part = _rows(slot.tensor, self._parameters[parameter], whole)
                 if reducer.spans is not None:
                     low, high = reducer.spans[number]
                     part = part.reshape(-1)[low:high]
-                self.optimizer.state[tensor][MOMENTUM] = part.to(tensor.device, copy=True)
+                self.optimizer.state[tensor][key] = part.to(tensor.device, copy=True)
 
     def close(self) -> None:
         """Takes the hooks off the model; every rank calls it."""
@@ -128,14 +172,19 @@ def over_tensors(optimizer: Optimizer, tensors: Mapping[Tensor, Tensor], norms: 
         optimizer: Left alone.
         tensors: For each tensor that it updates the one in its place, such as a shard, maybe an empty one, so that all
             ranks' groups are of one length.
-        norms: For `Lars`: of whole parameters.
+        norms: For `Lars` and `Lamb`: of whole parameters.
     """
     other = copy.copy(optimizer)
     other.param_groups = [{**g, "params": [tensors[p] for p in g["params"]]} for g in optimizer.param_groups]
     other.state = defaultdict(dict)
-    if isinstance(other, Lars):
+    if isinstance(other, Lars | Lamb):
         other.norms = norms
     return other
+
+
+def _element_state(optimizer: Optimizer) -> tuple[str, ...]:
+    """What an optimizer keeps for each element, by torch's names."""
+    return ("exp_avg", "exp_avg_sq") if isinstance(optimizer, AdamW) else ("momentum_buffer",)
 
 
 def _rows(slot: Tensor, parameter: Tensor, whole: Tensor) -> Tensor:

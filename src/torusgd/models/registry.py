@@ -14,6 +14,8 @@ from ..importing import import_factory
 from ..recipe.schema import Model, Recipe
 from ..recipe.section import Sides, sides
 from ..rng import INIT, keyed_hash
+from .freeze import BODY, freeze
+from .libraries import SIZE_OPTIONS, timm_classifier, torchvision_classifier
 from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
 from .resnet import resnet18, resnet34, resnet50, resnet101
 from .small import digits_net, fashion_net
@@ -32,25 +34,27 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 """Built-in names; each builder takes `classes`, `channels` and its options by keyword."""
 
-
-_TORCHVISION = "torchvision:"
+LIBRARIES = {"torchvision": torchvision_classifier, "timm": timm_classifier}
+"""What stands before the colon of a library's classifier."""
 
 
 def is_built_in(name: str) -> bool:
-    """Whether a model's name runs no code but torusgd's and torchvision's, so that a file's metadata may give it.
+    """Whether a model's name runs no code but torusgd's, torchvision's and timm's, so that a file may give it.
 
-    >>> is_built_in("resnet50"), is_built_in("torchvision:vgg11"), is_built_in("torch.hub:load")
+    >>> is_built_in("resnet50"), is_built_in("timm:vit_tiny_patch16_224"), is_built_in("torch.hub:load")
     (True, True, False)
     """
-    return name in MODELS or name.startswith(_TORCHVISION)
+    library, colon, _ = name.partition(":")
+    return name in MODELS or bool(colon and library in LIBRARIES)
 
 
 def build_model(model: Model, *, classes: int, channels: int, image_size: Sides, seed: int) -> nn.Module:
     """The network that a recipe names, on the CPU in float32, with initial weights that depend on the seed alone.
 
     Args:
-        model: Name and options. A name is one of `MODELS`, `torchvision:NAME`, or `package.module:factory`; a factory
-            is called like a built-in builder and must draw its weights from torch's default generator.
+        model: Name and options. A name is one of `MODELS`, `torchvision:NAME`, `timm:NAME`, or
+            `package.module:factory`; a factory is called like a built-in builder and must draw its weights from
+            torch's default generator.
         classes: Size of the output.
         channels: Channels of the images.
         image_size: Pixels a side, or height and width; the network must take float images (N, channels, height,
@@ -85,25 +89,42 @@ def _set_batch_norm_momentum(model: Model, network: nn.Module) -> None:
 
 
 def model_of(recipe: Recipe, classes: int) -> nn.Module:
-    """`build_model` by a recipe; `classes` is the data set's number, where the recipe gives none.
+    """`build_model` by a recipe, with what it freezes; `classes` is the data set's number, where the recipe gives none.
 
     Raises:
-        UserError: As `build_model`, or the network does not take images of the size at which it is evaluated.
+        UserError: As `build_model` and `freeze`, or the network does not take images of the size at which it is
+            evaluated.
     """
-    classes, channels = recipe.data.classes or classes, recipe.data.channels
+    count, channels = recipe.data.classes or classes, recipe.data.channels
     train, held_out = recipe.data.image_size, recipe.held_out_data.image_size
-    network = build_model(recipe.model, classes=classes, channels=channels, image_size=train, seed=recipe.seed)
+    network = build_model(recipe.model, classes=count, channels=channels, image_size=train, seed=recipe.seed)
     if held_out != train:
         images = torch.zeros(2, channels, *sides(held_out))
-        _check(recipe.model.name, network, images, classes, size_key="evaluate.image_size")
+        _check(recipe.model.name, network, images, count, size_key="evaluate.image_size")
+    freeze(network, recipe.model.freeze, head_of(recipe, classes) if BODY in recipe.model.freeze else ())
     return network
+
+
+def head_of(recipe: Recipe, classes: int) -> frozenset[str]:
+    """Names of the tensors whose shapes depend on the number of classes: what another data set needs anew.
+
+    Found by building the network once more for one class more, so that it holds for anybody's network.
+
+    >>> from torusgd.recipe.load import load_recipe
+    >>> sorted(head_of(load_recipe("digits").recipe, classes=10))
+    ['fc.bias', 'fc.weight']
+    """
+    count, channels = recipe.data.classes or classes, recipe.data.channels
+    with torch.random.fork_rng(devices=[]):
+        one, more = (construct(recipe.model, classes=count + i, channels=channels).state_dict() for i in (0, 1))
+    return frozenset(name for name, tensor in one.items() if more[name].shape != tensor.shape)
 
 
 def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
     """The network of that name with its options, unchecked and with whatever weights its builder draws."""
-    if model.name.startswith(_TORCHVISION):
-        name = model.name.removeprefix(_TORCHVISION)
-        return _torchvision(name, classes=classes, options=dict(model.options))
+    library, _, name = model.name.partition(":")
+    if library in LIBRARIES:
+        return LIBRARIES[library](name, classes=classes, channels=channels, options=model.options)
     if ":" in model.name:
         builder = import_factory(model.name, key="model.name")
     elif model.name in MODELS:
@@ -111,47 +132,13 @@ def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
     else:
         raise UserError(
             f"model.name: no model {model.name!r}{suggest(model.name, sorted(MODELS))} "
-            "(or torchvision:NAME, or your own as package.module:factory)"
+            "(or torchvision:NAME, timm:NAME, or your own as package.module:factory)"
         )
     _check_options(model, builder)
     network = builder(classes=classes, channels=channels, **model.options)
     if not isinstance(network, nn.Module):
         raise UserError(f"model.name: {model.name} gave a {type(network).__name__}, not a torch.nn.Module")
     return network
-
-
-def _torchvision(name: str, *, classes: int, options: dict[str, Any]) -> nn.Module:
-    """`torchvision.models.NAME(num_classes=classes, **options)`, with fresh weights; imported only when it is named.
-
-    Raises:
-        UserError: torchvision is not there or not made for this torch, or it has no such classifier or option.
-    """
-    try:
-        from torchvision import models
-    except (ImportError, OSError, RuntimeError) as error:
-        raise UserError(_torchvision_remedy(error)) from error
-    known = models.list_models(module=models)
-    if name not in known:
-        raise UserError(f"model.name: torchvision has no classifier {name!r}{suggest(name, known)}")
-    for key in ("weights", "weights_backbone"):
-        if key in options:
-            raise UserError(f"model.options.{key}: give the file of the weights to begin with as --init FILE")
-    try:
-        return models.get_model(name, weights=None, num_classes=classes, **options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"model.options: torchvision's {name} does not take them: {error}") from error
-
-
-def _torchvision_remedy(error: Exception) -> str:
-    # A torch from PyTorch's own index names its build (2.13.0+cpu); torchvision must be of the same build.
-    build = torch.__version__.partition("+")[2]
-    source = f"pip install torchvision --index-url https://download.pytorch.org/whl/{build}"
-    install = source if build else "pip install 'torusgd[torchvision]'"
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return (
-        f"model.name: torchvision can't be imported ({reason}); "
-        f"get the one made for torch {torch.__version__}: {install}"
-    )
 
 
 def _check_options(model: Model, builder: Callable[..., Any]) -> None:
@@ -220,9 +207,11 @@ def _check(name: str, network: nn.Module, images: Tensor, classes: int, size_key
     size = "x".join(map(str, images.shape[1:]))
     try:
         logits = trial(images)
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"model.name: {name} does not take {size} images ({size_key}): {reason}") from error
+        key = SIZE_OPTIONS.get(name.partition(":")[0])
+        hint = f"; where it is made for one size, give model.options.{key}" if key else ""
+        raise UserError(f"model.name: {name} does not take {size} images ({size_key}): {reason}{hint}") from error
     gave = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if gave != (len(images), classes):
         raise UserError(

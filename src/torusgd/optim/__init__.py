@@ -1,10 +1,11 @@
-"""Optimizers for large batches: SGD and LARS, whose updates can be cut into shards without a change of bits.
+"""Optimizers for large batches: SGD, LARS, AdamW, LAMB; their updates can be cut into shards without a change of bits.
 
 Norms by blocks, and an optimizer over slices, are what a sharded update stands on.
 May import: errors, recipe.
 """
 
-from .groups import build_optimizer, parameter_kinds, set_hyperparameters
+from .adam import AdamW, Lamb
+from .groups import build_optimizer, parameter_kinds, rate_factors, set_hyperparameters
 from .lars import VARIANTS, Lars, Variant, lars, layer_rates
 from .norms import BLOCK, block_norms, layer_norms, norm_from_blocks, norms_from_blocks
 from .sgd import Sgd
@@ -12,6 +13,8 @@ from .sgd import Sgd
 __all__ = [
     "BLOCK",
     "VARIANTS",
+    "AdamW",
+    "Lamb",
     "Lars",
     "Sgd",
     "Variant",
@@ -23,5 +26,6 @@ __all__ = [
     "norm_from_blocks",
     "norms_from_blocks",
     "parameter_kinds",
+    "rate_factors",
     "set_hyperparameters",
 ]

@@ -1,12 +1,14 @@
 """From a recipe's optimizer section and a model to an optimizer whose groups follow the exclusion rules."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..recipe import optimizer_schema as recipe
+from .adam import AdamW, Lamb
 from .lars import Lars, Norms
 from .norms import layer_norms
 from .sgd import Sgd
@@ -39,43 +41,82 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     return kinds
 
 
+def rate_factors(settings: recipe.Optimizer, model: nn.Module, head: Collection[str]) -> dict[str, float]:
+    """The factor on the rate of each parameter by its name: `layer_decay` to the power of its distance to the head.
+
+    A layer is what shares the name up to the first number that is a part of it or ends one after an underscore
+    (`blocks.3`, `encoder_layer_3`), or else the module; norms and biases alone belong to the layer before them
+    (layer-wise decay as in ELECTRA, Clark et al., arXiv 2003.10555, and BEiT). The head's is `head_lr`.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 3))
+    >>> rates = recipe.Optimizer(layer_decay=0.5, head_lr=10.0)
+    >>> list(rate_factors(rates, net, head=["3.weight", "3.bias"]).values())
+    [0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 10.0, 10.0]
+    """
+    kinds = {name: kind for name, kind in parameter_kinds(model).items() if name not in head}
+    weighty = {_layer(name) for name, kind in kinds.items() if kind == "weight"}
+    numbers: dict[str, int] = {}
+    last = 0
+    of_parameter: dict[str, int] = {}
+    for name in kinds:
+        layer = _layer(name)
+        if layer in weighty:
+            last = numbers.setdefault(layer, len(numbers))
+        of_parameter[name] = last
+    factors = {name: settings.layer_decay ** (max(len(numbers), 1) - number) for name, number in of_parameter.items()}
+    return {name: factors.get(name, settings.head_lr) for name, _ in model.named_parameters()}
+
+
 def build_optimizer(
     settings: recipe.Optimizer,
     model: nn.Module,
     lr: float,
     blocks: Mapping[str, Sequence[Tensor]] | None = None,
     norms: Norms = layer_norms,
+    head: Collection[str] = (),
 ) -> Optimizer:
     """The optimizer of a recipe over a model's trainable parameters.
 
     Args:
         settings: The recipe's `optimizer` section.
-        model: Its parameters become a few groups, by weight decay, trust and factor on the rate; each group carries
-            `base_weight_decay` and `rate_factor`, by which `set_hyperparameters` goes.
+        model: Its parameters become groups by weight decay, trust and factor on the rate: a few, unless layers have
+            rates of their own. Each carries `base_weight_decay` and `rate_factor`, by which `set_hyperparameters` goes.
         lr: The recipe's highest rate (`rate.lr`); each step sets its own.
         blocks: By name, the column blocks that this rank updates in a parameter's stead, maybe none.
-        norms: For LARS: of whole layers, where the groups hold blocks of them.
+        norms: For LARS and LAMB: of whole layers, where the groups hold blocks of them.
+        head: Names of the tensors that depend on the number of classes; `head_lr` and `layer_decay` need them.
 
     Returns:
-        `Sgd` or `Lars`.
+        `Sgd`, `Lars`, `AdamW` or `Lamb`.
     """
     groups: dict[tuple[bool, bool, float], list[Tensor]] = {}
+    factors = rate_factors(settings, model, head)
+    by_layer = settings.name in ("lars", "lamb")
     parameters = dict(model.named_parameters())
     for name, kind in parameter_kinds(model).items():
         given = [parameters[name]] if parameters[name].requires_grad else []
         tensors = given if blocks is None else blocks.get(name, given)
         if tensors:
-            trusts = settings.name == "lars" and kind not in settings.no_trust
-            rule = (kind not in settings.no_decay, trusts, settings.bias_rate if kind == "bias" else 1.0)
+            factor = factors[name] * (settings.bias_rate if kind == "bias" else 1.0)
+            rule = (kind not in settings.no_decay, by_layer and kind not in settings.no_trust, factor)
             groups.setdefault(rule, []).extend(tensors)
-    described = []
+    described: list[dict[str, Any]] = []
     for (decays, trusts, factor), params in groups.items():
         decay = settings.weight_decay if decays else 0.0
         group = {"params": params, "weight_decay": decay, "base_weight_decay": decay, "rate_factor": factor}
-        described.append({**group, "trust": settings.trust if trusts else None} if settings.name == "lars" else group)
+        if settings.name == "lars":
+            group["trust"] = settings.trust if trusts else None
+        if settings.name == "lamb":
+            group["trust"] = trusts
+        described.append(group)
     if settings.name == "sgd":
         return Sgd(described, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov)
-    return Lars(described, lr=lr, momentum=settings.momentum, eps=settings.eps, variant=settings.variant, norms=norms)
+    if settings.name == "lars":
+        eps, variant = settings.eps, settings.variant
+        return Lars(described, lr=lr, momentum=settings.momentum, eps=eps, variant=variant, norms=norms)
+    if settings.name == "adamw":
+        return AdamW(described, lr, settings.momentum, settings.beta2, settings.eps or 1e-8)
+    return Lamb(described, lr, settings.momentum, settings.beta2, settings.eps or 1e-6, norms=norms)
 
 
 def set_hyperparameters(optimizer: Optimizer, *, lr: float, momentum: float, weight_decay_factor: float = 1.0) -> None:
@@ -84,3 +125,8 @@ def set_hyperparameters(optimizer: Optimizer, *, lr: float, momentum: float, wei
         group["lr"] = lr * group.get("rate_factor", 1.0)
         group["momentum"] = momentum
         group["weight_decay"] = group["base_weight_decay"] * weight_decay_factor
+
+
+def _layer(name: str) -> str:
+    numbered = re.match(r"(?:[^.]+\.)*?(?:[^.]*_)?[0-9]+(?=\.)", name)
+    return numbered[0] if numbered else name.rpartition(".")[0]

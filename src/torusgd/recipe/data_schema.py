@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from .duration import Duration
-from .section import Count, Fraction, Options, Positive, Section, Sides, read_sides, sides
+from .section import Count, Fraction, NotNegative, Options, Positive, Section, Sides, read_sides, sides
 
 
 class Augment(Section):
@@ -22,6 +22,24 @@ class Augment(Section):
     """width / height, with crop: resized"""
     flip: Fraction = 0.0
     """probability of a left-right mirror"""
+    policy: Literal["none", "randaugment", "trivialaugment"] = "none"
+    """changes in form and colour: randaugment, `operations` of 14 at strength `magnitude` (Cubuk et al., arXiv
+    1909.13719); trivialaugment, one at a strength that is drawn (Mueller and Hutter, arXiv 2103.10158); the 14, with
+    their ranges, are torchvision's"""
+    operations: Count = 2
+    """changes of each image, with policy: randaugment"""
+    magnitude: Annotated[int, Field(ge=0, le=30)] = 9
+    """strength of each, with policy: randaugment; torchvision's 31 steps"""
+    erase: Fraction = 0.0
+    """probability that a box of the normalised image, of 2 to 33 % of its area, is set to zero (random erasing)"""
+    mixup: NotNegative = 0.0
+    """alpha of Beta(alpha, alpha), 1 or one over a whole number, for the share of an image that is blended with another
+    of its virtual worker, and of its target; 0: none is"""
+    cutmix: NotNegative = 0.0
+    """alpha, likewise, for the area of the box that an image takes from another; with mixup, each image draws which"""
+    repeats: Count = 1
+    """times that an image follows itself, changed otherwise each time (repeated augmentation); an epoch stays as long,
+    so it sees 1 / repeats of the images"""
 
     @model_validator(mode="after")
     def _check(self) -> "Augment":
@@ -29,6 +47,13 @@ class Augment(Section):
             low, high = getattr(self, key)
             if low > high:
                 raise ValueError(f"{key}: the first value must not be above the second")
+        for key in ("operations", "magnitude"):
+            if self.policy != "randaugment" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: has a meaning for policy: randaugment only")
+        for key in ("mixup", "cutmix"):
+            alpha = getattr(self, key)
+            if alpha and (alpha > 1 or abs(round(1 / alpha) - 1 / alpha) > 1e-9):
+                raise ValueError(f"{key}: 0, 1, or one over a whole number, such as 0.5, 0.25, 0.2 or 0.1")
         if self.area[1] > 1:
             raise ValueError("area: a share of the image, at most 1.0")
         if (self.crop == "shift") != (self.shift > 0):

@@ -84,17 +84,31 @@ class NoiseScale(Section):
     """of that run; null: optimizer.momentum"""
 
 
-class Optimizer(Section):
-    """SGD or LARS with its exclusions."""
+_MEANT_FOR = {
+    "beta2": ("adamw", "lamb"),
+    "eps": ("lars", "adamw", "lamb"),
+    "nesterov": ("sgd",),
+    "no_trust": ("lars", "lamb"),
+    "trust": ("lars",),
+    "variant": ("lars",),
+}
+"""keys of the optimizer that some update rules don't read"""
 
-    name: Literal["sgd", "lars"] = "sgd"
+
+class Optimizer(Section):
+    """SGD, LARS, AdamW or LAMB with its exclusions."""
+
+    name: Literal["sgd", "lars", "adamw", "lamb"] = "sgd"
     """the update rule"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """of the first stage, and of every stage that gives none"""
+    """of the first stage, and of every stage that gives none; beta1 of adamw and lamb"""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """adamw and lamb only: decay of the mean of squares"""
     nesterov: bool = False
     """sgd only"""
     weight_decay: NotNegative = 0.0
-    """added to the gradient, times the weight"""
+    """times the weight: added to the gradient; adamw takes it off the weight itself, times the rate, and lamb adds it
+    to the direction"""
     no_decay: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
     """parameters without weight decay"""
     bias_rate: Positive = 1.0
@@ -106,21 +120,28 @@ class Optimizer(Section):
     trust: Positive = 0.001
     """lars only: trust coefficient"""
     eps: NotNegative = 0.0
-    """lars only: added to the denominator of the trust ratio; variant nnabla: where that is below it"""
+    """lars: added to the denominator of the trust ratio, variant nnabla: where that is below it; adamw and lamb: added
+    to that of the direction, where 0 stands for the usual 1e-8 and 1e-6"""
     no_trust: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
-    """lars only: parameters updated with the plain rate"""
+    """lars and lamb only: parameters updated with the plain rate"""
+    head_lr: Positive = 1.0
+    """factor on the rate of the head: of what depends on the number of classes"""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """factor on the rate from each layer to the one before it; the head has none"""
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
-        lars_only = {"variant", "trust", "eps", "no_trust"} & self.model_fields_set
-        changed = [k for k in sorted(lars_only) if getattr(self, k) != type(self).model_fields[k].default]
-        if self.name == "sgd" and changed:
-            raise ValueError(f"{changed[0]}: has a meaning for name: lars only")
-        if self.name == "lars" and self.nesterov:
-            raise ValueError("nesterov: has a meaning for name: sgd only")
+        for key, names in _MEANT_FOR.items():
+            if self.name not in names and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: has a meaning for name: {' or '.join(names)} only")
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov: needs a momentum above 0")
         return self
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether rates depend on what the head is."""
+        return self.head_lr != 1 or self.layer_decay != 1
 
 
 class LossScale(Section):

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from .data_schema import Data, Evaluate, Polish
 from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage
-from .section import Count, Fraction, Options, Section, sides
+from .section import Count, Fraction, Options, Positive, Section, sides
 
 MOST_VIRTUAL_WORKERS = 2**20
 SCHEMA = 1
@@ -22,12 +22,15 @@ class Model(Section):
     """The network."""
 
     name: str
-    """a built-in name (torusgd.models.MODELS), torchvision:NAME, or package.module:factory"""
+    """a built-in name (torusgd.models.MODELS), torchvision:NAME, timm:NAME, or package.module:factory"""
     options: Options = {}  # noqa: RUF012, since pydantic copies a default
     """keyword arguments of the builder, such as dropout, zero_gamma or fan_in (He's rule by inputs, as Fujitsu)"""
     batch_norm_momentum: Annotated[float, Field(gt=0, le=1)] | None = None
     """share of a step's batch statistics in the running ones (torch's momentum); 1.0: no moving average (Sony, after
     Akiba et al., arXiv 1711.04325); null: the network's own, 0.1 in the built-in ones"""
+    freeze: tuple[str, ...] = ()
+    """parameters that stay as they are: names, names of modules that hold them, or patterns with * of either; body:
+    all but the head. A batch norm whose weights are frozen also keeps its statistics, and normalises by them"""
 
 
 class Recipe(Section):
@@ -48,6 +51,8 @@ class Recipe(Section):
     rate: Rate
     noise_scale: NoiseScale = NoiseScale()
     optimizer: Optimizer = Optimizer()
+    clip_grad_norm: Positive | None = None
+    """largest norm of the mean gradient over all parameters; a longer one is scaled down to it; null: none is"""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """share of the target spread evenly over all classes"""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
@@ -87,6 +92,10 @@ class Recipe(Section):
             raise ValueError(f"evaluate.resize: must be at least its image_size, {max(sides(held_out.image_size))}")
         if self.column_blocks > 1 and self.reduction != "exact":
             raise ValueError("column_blocks: above 1 it needs reduction: exact")
+        if self.column_blocks > 1 and self.model.freeze:
+            raise ValueError("model.freeze: needs column_blocks: 1")
+        if self.column_blocks > 1 and (self.data.augment.mixup or self.data.augment.cutmix):
+            raise ValueError("data.augment: mixup and cutmix need column_blocks: 1")
         return self
 
     @property

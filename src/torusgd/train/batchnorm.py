@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UserError
+from ..models.freeze import is_frozen
 
 
 class BatchNormStatistics:
@@ -18,17 +19,20 @@ class BatchNormStatistics:
     gives them back to the passes.
 
     Args:
-        model: Its batch-norm layers are changed in place.
+        model: Its batch-norm layers are changed in place, but for frozen ones, which keep their statistics.
 
     Raises:
         UserError: A layer averages cumulatively (momentum null), which has no meaning over virtual workers.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+        self._frozen = [layer for layer in layers.values() if is_frozen(layer)]
         self.layers = {
             name: layer
-            for name, layer in model.named_modules()
-            if isinstance(layer, _BatchNorm) and isinstance(layer.running_mean, Tensor)
+            for name, layer in layers.items()
+            if isinstance(layer.running_mean, Tensor) and not is_frozen(layer)
         }
         device = next(model.parameters()).device
         running, momenta = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
@@ -51,7 +55,10 @@ class BatchNormStatistics:
                 offset += layer.num_features
 
     def begin_pass(self) -> None:
-        """Clears what a pass before may have left, a nan included."""
+        """Puts the model into training mode, and clears what a pass before may have left, a nan included."""
+        self._model.train()
+        for layer in self._frozen:
+            layer.eval()
         self.batch.zero_()
 
     def update(self, mean: Tensor) -> None:

@@ -25,7 +25,7 @@ from ..data.sources import open_sources
 from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
-from ..models import model_of
+from ..models import head_of, model_of
 from ..models.repeatable import check_repeatable
 from ..optim import BLOCK, build_optimizer
 from ..precision import Precision
@@ -36,7 +36,7 @@ from ..runtime import check_world_size, loader_threads, prepare_process
 from ..tensor_parallel.layout import check_parallel, choose_parallel
 from ..tensor_parallel.parallel_tail import ParallelTail
 from ..tensor_parallel.tail import column_tail
-from ..weights import load_weights, weights_sha256
+from ..weights import weights_sha256
 from .audit import Audit, check_audit
 from .batchnorm import BatchNormStatistics
 from .compare_plan import PlanComparison
@@ -45,6 +45,7 @@ from .control_vector import ControlMessage
 from .drift import DriftWatch
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
+from .initial_weights import read_initial
 from .membership import Membership, even_shares
 from .step import TrainStep
 from .step_stats import StepClock
@@ -63,8 +64,8 @@ class Job:
     device: str
     out: Path
     data: Path | None = None
-    init: Path | None = None
-    """weights to start from"""
+    init: str | None = None
+    """weights to start from, see `initial_weights.read_initial`"""
     max_steps: int | None = None
     plan: PlanComparison | None = None
     """to stand beside what is measured"""
@@ -106,7 +107,8 @@ def open_data(job: Job, device: torch.device, liveness: Liveness) -> Data:
     train, held_out = open_sources(recipe.data, job.data, recipe.seed)
     training = Pipeline(train, recipe.data, recipe.seed)
     threads = loader_threads(device)
-    loader = Loader(training, StreamOrder(len(train), recipe.seed), threads=threads, ahead=threads + 3)
+    order = StreamOrder(len(train), recipe.seed, recipe.data.augment.repeats)
+    loader = Loader(training, order, threads=threads, ahead=threads + 3)
     return Data(training, Pipeline(held_out, recipe.held_out_data, recipe.seed), loader)
 
 
@@ -183,7 +185,13 @@ def build(
     hook_parameters(reducer)
     update = Update(
         model,
-        build_optimizer(recipe.optimizer, model, recipe.rate.lr, tail.held if tail is not None else None),
+        build_optimizer(
+            recipe.optimizer,
+            model,
+            recipe.rate.lr,
+            tail.held if tail is not None else None,
+            head=head_of(recipe, len(train.classes)) if recipe.optimizer.needs_head else (),
+        ),
         reducer,
         sum_over_ranks=lambda table: watched.start(table).wait(),
         columns=tail,
@@ -238,7 +246,7 @@ def build(
 
 def init_sha256(job: Job) -> str:
     """The hash of the weights that a job starts from; empty where they are drawn from the seed."""
-    return weights_sha256(load_weights(job.init)[0]) if job.init is not None else ""
+    return weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else ""
 
 
 def _all_reduce(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:

@@ -29,7 +29,7 @@ from ..errors import DiskError, RunError, UserError, is_transient
 from ..untrusted import parse_json
 from ..weights import Tensors, json_text, save_weights, write_text
 
-FORMAT = 3
+FORMAT = 4
 """of what is in a checkpoint, written into its progress; another number is refused with a line"""
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
@@ -51,7 +51,7 @@ class Checkpoint:
     model: Tensors
     """parameters and buffers by name"""
     state: Tensors
-    """`momentum/NAME` of a parameter, `gradient_bounds`, the loss scale"""
+    """`optimizer/KEY/NAME` of a parameter, `gradient_bounds`, the loss scale"""
     progress: dict[str, Any]
     """plain JSON: format, step, totals, times, fingerprint"""
 

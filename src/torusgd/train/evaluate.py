@@ -54,6 +54,7 @@ def evaluate(
     precision: Precision,
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[int], object] = lambda chunk: None,
+    observe: Callable[[Tensor, Tensor], object] = lambda logits, targets: None,
 ) -> Evaluation | None:
     """Classifies all images of a source; None when a rank was asked to stop meanwhile.
 
@@ -66,6 +67,7 @@ def evaluate(
         precision: As in training.
         stop_requested: Asked before every chunk.
         progress: Called before every chunk with its place among this rank's.
+        observe: Called with the logits and the targets of each of this rank's chunks.
 
     Raises:
         RunError: Images can't be read.
@@ -88,6 +90,7 @@ def evaluate(
                 if len(batch.targets):
                     logits = model(precision.place(batch.images, world.device)).float()
                     counts[:2] += count_correct(logits, batch.targets.to(world.device))
+                    observe(logits, batch.targets.to(world.device))
                     loss += encode(_loss_sum(logits, batch.targets.to(world.device)))
                 counts[2] += len(batch.targets)
                 counts[3] += size - len(batch.targets)

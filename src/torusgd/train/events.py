@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +20,7 @@ from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..weights import json_text
 from .evaluate import Evaluation
+from .initial_weights import Fit
 from .step_stats import StepStats
 
 PLAIN_SECONDS = 5.0
@@ -100,6 +102,11 @@ class Telemetry:
             last = _line_before(file, file.seek(0, os.SEEK_END))
         if not last or _name_of(json.loads(last)) != _name_of(event):
             self._write(event)
+
+    def initial(self, fit: Fit) -> None:
+        """What the network took of initial weights; the names of all tensors stand in the event."""
+        self._write({"event": "initial", "step": 0, **asdict(fit)})
+        self.say(str(fit))
 
     def say(self, text: str) -> None:
         """A line of its own, above the progress line."""

@@ -39,7 +39,7 @@ class WholeNetwork:
     """Each rank computes all of the network for its own virtual workers; the reducer's hooks take the gradients.
 
     Args:
-        model: In training mode from the first pass on.
+        model: Its modes are `batch_norm`'s to set.
         recipe: Its seed and label smoothing.
         precision: Of the pass.
         batch_norm: Of the model.
@@ -67,11 +67,22 @@ class WholeNetwork:
         torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, worker)) >> 1)
         images = self._precision.place(batch.images, self._device)
         targets = batch.targets.to(self._device, non_blocking=True)
-        self._model.train()
         with self._precision.autocast():
             logits = self._model(images)
-        self._loss = F.cross_entropy(logits.float(), targets, label_smoothing=self._recipe.label_smoothing)
+        self._loss = self._cross_entropy(logits.float(), targets, batch)
         return self._loss
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+        smoothing = self._recipe.label_smoothing
+        if batch.partners is None or batch.shares is None:
+            return F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        # Cross-entropy is linear in the target, so that mixed targets need no table of all classes.
+        own, other = (
+            F.cross_entropy(logits, each, label_smoothing=smoothing, reduction="none")
+            for each in (targets, batch.partners.to(self._device, non_blocking=True))
+        )
+        shares = batch.shares.to(self._device, non_blocking=True)
+        return (shares * own + (1 - shares) * other).mean()
 
     def backward(self) -> None:
         """See `ForwardBackward`."""
@@ -133,7 +144,6 @@ class SharedTail:
         self._columns.begin(batch.targets.to(self._world.device, non_blocking=True))
         torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, worker)) >> 1)
         images = self._precision.place(batch.images, self._world.device)
-        self._model.train()
         with self._precision.autocast():
             features = self._front(images)
         self._wait_weights()

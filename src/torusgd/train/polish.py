@@ -19,6 +19,7 @@ from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
 from ..data.pipeline import Pipeline
+from ..models.freeze import is_frozen
 from ..precision import Precision
 from ..recipe.schema import Recipe
 from .evaluate import read_ahead
@@ -26,7 +27,7 @@ from .evaluate import read_ahead
 
 @torch.no_grad()
 def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | None = None) -> int:
-    """Sets the running statistics of every batch-norm layer to those of the given images.
+    """Sets the running statistics of every batch-norm layer that isn't frozen to those of the given images.
 
     Each layer normalises with the statistics of its batch, and gets mean = E[x] and variance = E[var] + Var[mean]
     over all batches, weighted by their sizes. Dropout is off; weights and the count of updates stay.
@@ -44,7 +45,8 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     >>> polish(model, [torch.ones(4, 1, 5, 5)])
     4
     """
-    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and isinstance(m.running_mean, Tensor)]
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and not is_frozen(module)]
+    layers = [layer for layer in norms if isinstance(layer.running_mean, Tensor)]
     was_training = {module: module.training for module in model.modules()}
     momenta = [layer.momentum for layer in layers]
     tracked = [layer.num_batches_tracked.clone() if layer.num_batches_tracked is not None else None for layer in layers]

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,17 @@ from ..comm.base import CommError
 from ..comm.groups import Group
 from ..comm.liveness import Liveness, NoLiveness
 from ..errors import RunError, UserError
+from ..models import head_of
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule, Step
 from ..signals import StopFlag
-from ..weights import load_weights, match_weights, weights_sha256
+from ..weights import match_weights, weights_sha256
 from .build import Job, Trainer, build
 from .checkpoint import CheckpointTimes, CheckpointWriter, list_checkpoints, newest_checkpoint
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, evaluation_event, plan_table, warn
 from .fingerprint import changes
+from .initial_weights import fit, read_initial
 from .journal import synchronous
 from .polish import polish_by_recipe
 from .result import RunResult, write_result
@@ -245,6 +247,7 @@ class Run:
             "train_images": state.fingerprint.train_images,
             "data_sha256": state.fingerprint.data_sha256,
             "init_sha256": state.fingerprint.init_sha256,
+            "init": None if state.initial is None else asdict(state.initial),
             "conditions": state.fingerprint.conditions,
             "other_conditions": state.other_conditions,
             "mixed_conditions": state.mixed_conditions,
@@ -305,7 +308,6 @@ class Run:
         tensors: Mapping[str, Tensor] = {}
         if self._is_first:
             try:
-                initial = load_weights(self.job.init)[0] if self.job.init else {}
                 checkpoint = newest_checkpoint(self.run_dir.checkpoints, warn)
                 if checkpoint is not None:
                     self.state = resumed(checkpoint.progress, fingerprint)
@@ -313,9 +315,12 @@ class Run:
                     match_weights(checkpoint.model, step.model.state_dict(), where)
                     match_weights(checkpoint.state, step.expected_state(totals.skipped < self.state.step), where)
                     tensors = tensors_of(checkpoint)
-                elif initial:
-                    match_weights(initial, step.model.state_dict(), str(self.job.init))
-                    tensors = {f"model/{name}": tensor for name, tensor in initial.items()}
+                elif self.job.init is not None:
+                    initial = read_initial(self.job.init, self.job.recipe)
+                    classes = len(self.trainer.data.training.source.classes)
+                    taken = fit(initial, step.model.state_dict(), lambda: head_of(self.job.recipe, classes))
+                    tensors = {f"model/{name}": initial.tensors[name] for name in taken.taken}
+                    self.state.initial = taken
             except (UserError, RunError) as error:
                 problem = f"{'user' if isinstance(error, UserError) else 'disk'}:{error}"
         kind, _, problem = world.broadcast_text(problem).partition(":")
@@ -336,6 +341,8 @@ class Run:
         telemetry.console.print(plan_table(self.job.recipe, self.schedule, self.world.size))
         if self.trainer.explanation:
             telemetry.say(self.trainer.explanation)
+        if state.initial is not None and not state.step:
+            telemetry.initial(state.initial)
         if state.step:
             telemetry.say(f"resumed from the checkpoint of step {state.step}")
         now = state.fingerprint.conditions

@@ -14,6 +14,7 @@ from ..weights import Tensors
 from .checkpoint import FORMAT, Checkpoint
 from .conditions import Conditions
 from .fingerprint import Fingerprint
+from .initial_weights import Fit
 from .step_stats import StepStats, StepTotals
 
 _MODEL = "model/"
@@ -38,6 +39,8 @@ class RunState:
     """conditions of earlier parts of the run, where they were not today's"""
     mixed_conditions: list[Conditions] = field(default_factory=list)
     """of ranks, in any part of the run, whose conditions were not rank 0's"""
+    initial: Fit | None = None
+    """what the network took of --init"""
 
     def count(self, stats: StepStats) -> None:
         """Adds a step that was taken."""
@@ -52,7 +55,11 @@ class RunState:
     def from_dict(cls, tree: Mapping[str, Any]) -> "RunState":
         """From what `as_dict` gave."""
         values = {name: tree[name] for name in cls.__dataclass_fields__}
-        nested = {"fingerprint": Fingerprint.from_dict(tree["fingerprint"]), "totals": StepTotals(**tree["totals"])}
+        nested = {
+            "fingerprint": Fingerprint.from_dict(tree["fingerprint"]),
+            "totals": StepTotals(**tree["totals"]),
+            "initial": None if tree["initial"] is None else Fit(**tree["initial"]),
+        }
         return cls(**{**values, **nested})
 
 

@@ -42,7 +42,7 @@ from .membership import Membership
 from .step_stats import StepClock, StepStats
 from .stragglers import Stragglers, slowest
 
-_MODEL, _MOMENTUM = "model/", "momentum/"
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
 _LOSS, _STATISTICS = -1, -2
 """in a virtual worker's hash, beside the numbers of its slots"""
 
@@ -129,6 +129,8 @@ class TrainStep:
             audited = self.audit.compare(step.index, membership, partial(self._again, step, membership))
             self.reducer.apply_mean(control.counts.contributions)
             self.precision.accept(self.reducer.owned)
+            if self.recipe.clip_grad_norm is not None:
+                self.update.clip(self.recipe.clip_grad_norm)
             set_hyperparameters(
                 self.update.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
             )
@@ -275,20 +277,19 @@ class TrainStep:
         """All tensors that the next step needs, whole, by name; every rank calls it, and those that `keep` get it.
 
         Weights and buffers are the model's own, not copies. Every rank holds what is replicated; shards and column
-        blocks are gathered from the ranks that own them (`Update.momentum`).
+        blocks are gathered from the ranks that own them (`Update.state`).
         """
         self.write_to_model(steps)
-        momentum = {f"{_MOMENTUM}{name}": tensor for name, tensor in self.update.momentum(keep).items()}
+        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in self.update.state(keep).items()}
         model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
         bounds = {} if self.reducer.sum.needs_measure else {"gradient_bounds": self.reducer.sum.state()}
-        return model | momentum | bounds | self.precision.state_dict()
+        return model | optimizer | bounds | self.precision.state_dict()
 
     def expected_state(self, is_updated: bool) -> dict[str, Tensor]:
-        """Tensors shaped like those of `state_dict` beside the model's; momentum is there once weights are updated."""
-        parameters = dict(self.model.named_parameters())
-        updated = {slot.parameter for slot in self.reducer.layout.slots} if is_updated else set()
-        momentum = {f"{_MOMENTUM}{name}": parameters[name] for name in updated}
-        return momentum | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
+        """Tensors shaped like those of `state_dict` beside the model's; the optimizer's once weights are updated."""
+        state = self.update.expected_state() if is_updated else {}
+        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in state.items()}
+        return optimizer | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
 
     def load_state_dict(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Takes this rank's part of what `state_dict` gave, a tensor at a time."""
@@ -296,8 +297,8 @@ class TrainStep:
         for name, tensor in tensors:
             if name.startswith(_MODEL):
                 model[name.removeprefix(_MODEL)].copy_(tensor)
-            elif name.startswith(_MOMENTUM):
-                self.update.load_momentum(name.removeprefix(_MOMENTUM), tensor)
+            elif name.startswith(_OPTIMIZER):
+                self.update.load_state(name.removeprefix(_OPTIMIZER), tensor)
             elif name == "gradient_bounds":
                 self.reducer.sum.load_state(tensor)
             else:

@@ -26,7 +26,7 @@ from .build import Data, Job, open_data
 from .fingerprint import Fingerprint
 from .state import RunState, share_tensors
 
-_LARGE = ("model/", "momentum/")
+_LARGE = ("model/", "optimizer/")
 """names of tensors that are equal on all ranks after the same step; the others may have been measured again"""
 
 
@@ -60,7 +60,7 @@ class Agreed:
     tensors: Iterator[tuple[str, Tensor]]
     """to be taken one after the other, on all ranks"""
     is_own: bool
-    """each rank takes weights and momentum of its own, and none is sent those of another"""
+    """each rank takes weights and optimizer state of its own, and none is sent those of another"""
     last_event: Mapping[str, Any] | None
 
 

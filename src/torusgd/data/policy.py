@@ -1,0 +1,201 @@
+"""RandAugment and TrivialAugment: changes of a finished training image in form and colour, drawn for each sample.
+
+The 14 changes and their ranges are torchvision's (RandAugment: Cubuk et al., arXiv 1909.13719; TrivialAugmentWide:
+Mueller and Hutter, arXiv 2103.10158), with pixels from the nearest place and black beyond the edges. They are made of
+integers, and of products and sums that are rounded once each: so the bits are the same on every machine, where the
+mathematics libraries and image libraries round each in their own way. A grey level may differ by one from theirs.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..recipe.data_schema import Augment
+from ..rng import POLICY, keyed_uniform
+from .types import Float64, Int64, Pixels
+
+STRONGEST = 30
+"""strengths go from 0 to it"""
+OPERATIONS = (
+    "identity", "shear-x", "shear-y", "translate-x", "translate-y", "rotate", "brightness", "color", "contrast",
+    "sharpness", "posterize", "solarize", "autocontrast", "equalize",
+)  # fmt: skip
+_TERMS = 32
+"""of the series for sine and cosine: more than a float64 can tell apart at 135 degrees"""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """How far a change goes at the strongest."""
+
+    shear: float
+    """columns a row, and rows a column"""
+    pixels: int
+    """moved aside"""
+    share: float
+    """of the side moved aside, instead of `pixels` where that is 0"""
+    degrees: float
+    factor: float
+    """of brightness, colour, contrast and sharpness, more or less than 1"""
+    bits: int
+    """of eight that posterizing takes"""
+
+
+RAND = Ranges(shear=0.3, pixels=0, share=150 / 331, degrees=30.0, factor=0.9, bits=4)
+TRIVIAL = Ranges(shear=0.99, pixels=32, share=0.0, degrees=135.0, factor=0.99, bits=6)
+
+
+def draw_policy(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Int64 | None:
+    """What is done to the samples at `indices` [n] in their `epochs` [n].
+
+    Returns:
+        int64 [n, changes, 3]: place in `OPERATIONS`, strength and sign (0 or 1) of each; None without a policy.
+    """
+    if augment.policy == "none":
+        return None
+    changes = augment.operations if augment.policy == "randaugment" else 1
+    numbers = np.arange(3 * changes)
+    draws = keyed_uniform(POLICY, seed, epochs[:, None], indices[:, None], numbers).reshape(-1, changes, 3)
+    drawn = (draws * (len(OPERATIONS), STRONGEST + 1, 2)).astype(np.int64)
+    if augment.policy == "randaugment":
+        drawn[..., 1] = augment.magnitude
+    return drawn
+
+
+def apply_policy(images: Pixels, augment: Augment, drawn: Int64) -> Pixels:
+    """Images [n, channels, height, width] after the changes that `draw_policy` gave for them, as a new array."""
+    ranges = RAND if augment.policy == "randaugment" else TRIVIAL
+    out = np.empty_like(images)
+    for place, (image, changes) in enumerate(zip(images, drawn.tolist(), strict=True)):
+        changed = image
+        for operation, strength, sign in changes:
+            changed = change(changed, OPERATIONS[operation], strength, sign, ranges)
+        out[place] = changed
+    return out
+
+
+def change(image: Pixels, operation: str, strength: int, sign: int, ranges: Ranges) -> Pixels:
+    """One change of an image, uint8 [channels, height, width].
+
+    Args:
+        image: Left alone.
+        operation: Of `OPERATIONS`.
+        strength: 0 to `STRONGEST`.
+        sign: 0 or 1, which of two directions, where there are two.
+        ranges: What the strongest is.
+    """
+    share = (strength if sign else -strength) / STRONGEST
+    if operation in ("shear-x", "shear-y", "translate-x", "translate-y", "rotate"):
+        return _moved(image, operation, share, ranges)
+    if operation in ("brightness", "color", "contrast", "sharpness"):
+        return _blend(image, _opposite(image, operation), 1 + ranges.factor * share)
+    return _levels(image, operation, strength, ranges)
+
+
+def _levels(image: Pixels, operation: str, strength: int, ranges: Ranges) -> Pixels:
+    """Each value of a plane replaced by another; the image itself for `identity`."""
+    if operation == "posterize":
+        bits = (2 * strength * ranges.bits + STRONGEST) // (2 * STRONGEST)  # to the nearest
+        return image & np.uint8(0xFF << bits & 0xFF)
+    if operation == "solarize":
+        # From the threshold 255 - 255 * strength / STRONGEST on.
+        bright = STRONGEST * (255 - image.astype(np.int64)) <= 255 * strength
+        return np.where(bright, 255 - image, image)
+    if operation == "autocontrast":
+        return np.stack([_stretched(plane) for plane in image])
+    if operation == "equalize":
+        return np.stack([_equalized(plane) for plane in image])
+    return image
+
+
+def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixels:
+    """Each pixel from the nearest place that the shift, shear or turn brings to it."""
+    height, width = image.shape[1:]
+    rows, columns = np.meshgrid(np.arange(height) + 0.5, np.arange(width) + 0.5, indexing="ij")
+    if operation == "shear-x":
+        columns = columns + ranges.shear * share * rows
+    elif operation == "shear-y":
+        rows = rows + ranges.shear * share * columns
+    elif operation == "translate-x":
+        columns = columns + int((ranges.pixels or ranges.share * width) * share)
+    elif operation == "translate-y":
+        rows = rows + int((ranges.pixels or ranges.share * height) * share)
+    else:
+        cosine, sine = _turn(ranges.degrees * share)
+        down, right = rows - height / 2, columns - width / 2
+        rows, columns = down * cosine + right * sine + height / 2, right * cosine - down * sine + width / 2
+    return _pick(image, rows, columns)
+
+
+def _pick(image: Pixels, rows: Float64, columns: Float64) -> Pixels:
+    height, width = image.shape[1:]
+    down, right = np.floor(rows).astype(np.int64), np.floor(columns).astype(np.int64)
+    inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)
+    picked = image[:, down.clip(0, height - 1), right.clip(0, width - 1)]
+    return np.where(inside, picked, np.uint8(0))
+
+
+def _turn(degrees: float) -> tuple[float, float]:
+    """Cosine and sine by their series, since two mathematics libraries may differ in the last bit."""
+    angle, term, parts = degrees * math.pi / 180, 1.0, [0.0, 0.0]
+    for k in range(_TERMS):
+        parts[k % 2] += term if k % 4 < 2 else -term
+        term *= angle / (k + 1)
+    return parts[0], parts[1]
+
+
+def _blend(image: Pixels, other: Pixels | float, factor: float) -> Pixels:
+    """factor * image + (1 - factor) * other, cut to 0..255 and rounded down."""
+    mixed = image * np.float32(factor) + np.asarray(other, dtype=np.float32) * np.float32(1 - factor)
+    return mixed.clip(0, 255).astype(np.uint8)
+
+
+def _opposite(image: Pixels, operation: str) -> Pixels | float:
+    """What an image without any brightness, colour, contrast or sharpness is."""
+    if operation == "brightness":
+        return 0.0
+    if operation == "sharpness":
+        return _smooth(image)
+    grey = _grey(image)
+    return grey if operation == "color" else int(grey.sum(dtype=np.int64)) / grey.size
+
+
+def _grey(image: Pixels) -> Pixels:
+    """ITU-R 601's luma, [1, height, width]."""
+    if len(image) == 1:
+        return image
+    red, green, blue = image.astype(np.int64)
+    return ((2989 * red + 5870 * green + 1140 * blue) // 10000).astype(np.uint8)[None]
+
+
+def _smooth(image: Pixels) -> Pixels:
+    """Each pixel with 5/13 of itself and 1/13 of each neighbour; the edge stays as it is."""
+    if min(image.shape[1:]) < 3:
+        return image
+    wide = image.astype(np.int64)
+    total = 4 * wide[:, 1:-1, 1:-1]
+    for down in (0, 1, 2):
+        for right in (0, 1, 2):
+            total += wide[:, down : wide.shape[1] - 2 + down, right : wide.shape[2] - 2 + right]
+    out = image.copy()
+    out[:, 1:-1, 1:-1] = (2 * total + 13) // 26
+    return out
+
+
+def _stretched(plane: Pixels) -> Pixels:
+    """The values of a plane spread from 0 to 255."""
+    low, high = int(plane.min()), int(plane.max())
+    if low == high:
+        return plane
+    return ((plane.astype(np.int64) - low) * 255 // (high - low)).astype(np.uint8)
+
+
+def _equalized(plane: Pixels) -> Pixels:
+    """The values of a plane spread so that each range of them has as many pixels, as Pillow does it."""
+    counts = np.bincount(plane.reshape(-1), minlength=256)
+    step = int(counts.sum() - counts[counts.nonzero()[0][-1]]) // 255
+    if step == 0:
+        return plane
+    table = (np.cumsum(counts) - counts + step // 2) // step
+    return table.clip(0, 255).astype(np.uint8)[plane]

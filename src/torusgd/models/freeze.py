@@ -1,0 +1,60 @@
+"""Parameters that a recipe leaves as they are, and the batch norms that stay with them."""
+
+from collections.abc import Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..errors import UserError, suggest
+
+BODY = "body"
+"""in `model.freeze`: all but the head"""
+
+
+def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
+    """Takes the gradient from the parameters that a recipe names, in place.
+
+    Args:
+        model: Its parameters become trainable or not.
+        patterns: Names of parameters or of modules that hold them, as `named_parameters` has them, or patterns with
+            `*`, `?` and `[...]` of either; `body` is every parameter outside the head.
+        head: Names of the tensors that depend on the number of classes.
+
+    Raises:
+        UserError: A pattern that nothing matches, or nothing is left to train.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> freeze(net, ["0"], head=[])
+    >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+    ['1.weight', '1.bias']
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        if pattern == BODY:
+            named = [name for name in parameters if name not in head]
+        else:
+            named = [name for name in parameters if any(fnmatchcase(each, pattern) for each in _and_owners(name))]
+        if not named:
+            modules = [name for name, _ in model.named_modules() if name]
+            raise UserError(f"model.freeze: no parameter or module {pattern!r}{suggest(pattern, modules)}")
+        for name in named:
+            parameters[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(f"model.freeze: {', '.join(patterns)} leave nothing to train")
+
+
+def is_frozen(layer: _BatchNorm) -> bool:
+    """Whether a batch norm keeps its running statistics and normalises by them, in training too.
+
+    Its weights were trained with those statistics: with others they would mean something else. A batch norm without
+    weights of its own goes on learning.
+    """
+    return isinstance(layer.weight, nn.Parameter) and not layer.weight.requires_grad
+
+
+def _and_owners(name: str) -> Iterator[str]:
+    """`a.b.weight`, `a.b`, `a`."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

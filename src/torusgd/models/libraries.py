@@ -1,0 +1,125 @@
+"""Classifiers of torchvision and timm by name, with fresh weights, and timm's own pretrained ones.
+
+A library is imported only when a recipe names it: either takes seconds, and neither is required.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError, suggest
+from ..recipe.section import Options
+
+_WEIGHTS = {
+    "torchvision": ("weights", "weights_backbone"),
+    "timm": ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
+}
+"""options of the builders that would bring weights, which the recipe's hash would not know"""
+_OURS = {"torchvision": ("num_classes",), "timm": ("num_classes", "in_chans")}
+"""options that `data.classes` and `data.channels` give"""
+
+SIZE_OPTIONS = {"torchvision": "image_size", "timm": "img_size"}
+"""the option of networks that are built for one size of images, most of them transformers"""
+
+
+def torchvision_classifier(name: str, *, classes: int, channels: int, options: Options) -> nn.Module:
+    """`torchvision.models.NAME(num_classes=classes, **options)`, for images of three channels.
+
+    Raises:
+        UserError: torchvision is not there or not made for this torch, or it has no such classifier or option.
+    """
+    models = _torchvision_models()
+    known = models.list_models(module=models)
+    if name not in known:
+        raise UserError(f"model.name: torchvision has no classifier {name!r}{suggest(name, known)}")
+    _check_options("torchvision", options)
+    try:
+        return models.get_model(name, weights=None, num_classes=classes, **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model.options: torchvision's {name} does not take them: {_first_line(error)}") from error
+
+
+def timm_classifier(name: str, *, classes: int, channels: int, options: Options) -> nn.Module:
+    """`timm.create_model(NAME, num_classes=classes, in_chans=channels, **options)`; NAME may have a tag, as in timm.
+
+    Raises:
+        UserError: timm is not there, or it has no such classifier or option.
+    """
+    timm = _timm(name)
+    _check_options("timm", options)
+    return _create(timm, name, num_classes=classes, in_chans=channels, **options)
+
+
+def timm_pretrained(name: str, *, channels: int, options: Options) -> dict[str, Tensor]:
+    """The tensors of timm's pretrained network of that name, its head as it was trained, fitted to the options.
+
+    timm takes them from the Hugging Face hub's cache, or fetches them. It fits position embeddings to `img_size` and
+    the first layer to the channels.
+
+    Raises:
+        UserError: timm is not there, has no weights of that name, or can't reach them.
+    """
+    timm = _timm(name)
+    config = timm.get_pretrained_cfg(name)
+    if config is None or not config.has_weights:
+        raise UserError(f"--init timm: timm has no pretrained weights of {name}")
+    try:
+        network = _create(timm, name, pretrained=True, in_chans=channels, **options)
+    except (OSError, RuntimeError) as error:
+        where = config.hf_hub_id or config.url
+        raise UserError(
+            f"--init timm: can't get the weights of {name} ({where}): {_first_line(error)}; without a net set HF_HOME "
+            "to a folder that holds them, and HF_HUB_OFFLINE=1"
+        ) from error
+    return dict(network.state_dict())
+
+
+def _torchvision_models() -> ModuleType:
+    try:
+        from torchvision import models
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(_remedy("torchvision", error)) from error
+    return models
+
+
+def _timm(name: str) -> ModuleType:
+    try:
+        import timm
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(_remedy("timm", error)) from error
+    architecture = name.partition(".")[0]
+    known = timm.list_models()
+    if architecture not in known:
+        raise UserError(f"model.name: timm has no classifier {architecture!r}{suggest(architecture, known)}")
+    return timm
+
+
+def _create(timm: ModuleType, name: str, **options: Any) -> nn.Module:
+    try:
+        return timm.create_model(name, **options)
+    except (TypeError, ValueError, AssertionError, KeyError, AttributeError) as error:
+        raise UserError(f"model.options: timm's {name} does not take them: {_first_line(error)}") from error
+
+
+def _check_options(library: str, options: Options) -> None:
+    for key in options:
+        if key in _WEIGHTS[library]:
+            raise UserError(f"model.options.{key}: say which weights to begin with as --init, not in the recipe")
+        if key in _OURS[library]:
+            raise UserError(f"model.options.{key}: follows from data.classes and data.channels; leave it out")
+
+
+def _remedy(library: str, error: Exception) -> str:
+    # A torch from PyTorch's own index names its build (2.13.0+cpu); torchvision, which timm needs, must be of the same.
+    build = torch.__version__.partition("+")[2]
+    index = f" --extra-index-url https://download.pytorch.org/whl/{build}" if build else ""
+    return (
+        f"model.name: {library} can't be imported ({_first_line(error)}); with the torchvision that is made for torch "
+        f"{torch.__version__} it comes by: pip install 'torusgd[{library}]'{index}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

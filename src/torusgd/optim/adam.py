@@ -1,0 +1,150 @@
+"""AdamW and LAMB, whose updates are bit for bit the same when a tensor is cut at block edges.
+
+    m <- beta1 * m + (1 - beta1) * g                      v <- beta2 * v + (1 - beta2) * g * g
+    u = (m / (1 - beta1 ** t)) / (sqrt(v / (1 - beta2 ** t)) + eps)
+    AdamW:  w <- w - lr * weight_decay * w - lr * u                          (Loshchilov and Hutter, arXiv 1711.05101)
+    LAMB:   r = u + weight_decay * w;  w <- w - lr * (|w| / |r|) * r         (You et al., arXiv 1904.00962, algorithm 2)
+
+They are made of additions, multiplications, divisions and square roots of whole tensors, each rounded once. torch's
+fused kernel, and its `lerp`, `addcmul` and `add(alpha)`, multiply and add in one rounding where a vector is full and in
+two at a tensor's end, so that a slice would not be updated as the whole is.
+
+An element whose gradient an exact sum rounds to zero has a zero like any other: its m and v decay, and where v is zero
+so is the update.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import UserError
+from .lars import Norms
+from .norms import layer_norms
+from .sgd import add_param_group
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay; the groups' values are read at each step, so a schedule just sets them.
+
+    The state is that of torch.optim.AdamW (`exp_avg`, `exp_avg_sq`, `step`), and either loads the other's.
+
+    Args:
+        params: Parameters or groups.
+        lr: Rate.
+        momentum: beta1, under the name that a schedule sets for every optimizer.
+        beta2: Of the mean of squares.
+        eps: Added to the denominator; above 0.
+        weight_decay: Times the rate, of the weight itself.
+
+    Raises:
+        UserError: A value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        values = {"lr": lr, "momentum": momentum, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, values)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; UserError for a value that makes no sense."""
+        group = {**self.defaults, **param_group}
+        _check(group)
+        add_param_group(self, group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; returns the closure's value, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                self._apply(group, params, [self._direction(param, group) for param in params])
+        return loss
+
+    def _direction(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """u of one parameter, after its moments have taken in the gradient."""
+        assert param.grad is not None
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        state["step"] += 1
+        beta1, beta2, number = group["momentum"], group["beta2"], int(state["step"])
+        gradient = param.grad
+        state["exp_avg"].mul_(beta1).add_(gradient * (1 - beta1))
+        state["exp_avg_sq"].mul_(beta2).add_(gradient.square().mul_(1 - beta2))
+        denominator = state["exp_avg_sq"].div(1 - beta2**number).sqrt_().add_(group["eps"])
+        return state["exp_avg"].div(1 - beta1**number).div_(denominator)
+
+    def _apply(self, group: dict[str, Any], params: list[Tensor], directions: list[Tensor]) -> None:
+        for param, direction in zip(params, directions, strict=True):
+            param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction.mul_(group["lr"]))
+
+
+class Lamb(AdamW):
+    """LAMB: AdamW's direction with decay, each layer's length made that of its weights times the rate.
+
+    A group with `trust` False takes the plain rate: batch norm and biases, as in the published codes. The ratio is 1
+    where either norm is zero, as there too.
+
+    Args:
+        params: Parameters or groups.
+        lr: Rate of the whole model, before the ratio.
+        momentum: beta1.
+        beta2: Of the mean of squares.
+        eps: Added to the denominator; above 0.
+        weight_decay: Times the weight, added to the direction.
+        norms: As for `Lars`: called at most once a group, with its parameters and then their directions.
+
+    Raises:
+        UserError: A value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        norms: Norms = layer_norms,
+    ) -> None:
+        self.norms = norms
+        super().__init__(params, lr, momentum, beta2, eps, weight_decay)
+
+    def _apply(self, group: dict[str, Any], params: list[Tensor], directions: list[Tensor]) -> None:
+        for param, direction in zip(params, directions, strict=True):
+            direction.add_(param * group["weight_decay"])
+        rates = [group["lr"]] * len(params)
+        if group.get("trust", True):
+            weights, steps = self.norms([*params, *directions]).tensor_split(2)
+            ratios = torch.where((weights == 0) | (steps == 0), 1.0, weights / steps)
+            rates = (group["lr"] * ratios).tolist()
+        for param, direction, rate in zip(params, directions, rates, strict=True):
+            param.sub_(direction.mul_(rate))
+
+
+def _check(group: dict[str, Any]) -> None:
+    for key in ("lr", "weight_decay"):
+        if not 0 <= group[key] < float("inf"):
+            raise UserError(f"{key} = {group[key]}: must be a number of at least 0")
+    for key in ("momentum", "beta2"):
+        if not 0 <= group[key] < 1:
+            raise UserError(f"{key} = {group[key]}: must be at least 0 and below 1")
+    if not 0 < group["eps"] < float("inf"):
+        raise UserError(f"eps = {group['eps']}: must be above 0, or an element without a gradient is divided by zero")
