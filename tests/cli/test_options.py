@@ -42,6 +42,7 @@ NEUTRAL = {
     "keep_checkpoints": "of the disk",
     "tensorboard": "rank 0 writes a line a step, which a plan does not count",
     "audit": "a share of the computation on top, which the user has chosen; a plan is of the run without it",
+    "shares": "equal devices take equal shares",
     "mixed": "whether ranks are let in; a plan has none",
     "drift_every": "less than a thousandth of a step by default",
     "timeout": "of a rank that is lost; a plan has none",
@@ -64,6 +65,7 @@ CHANGED: dict[str, Any] = {
     "drift_every": 3,
     "timeout": 7.0,
     "audit": 0.5,
+    "shares": "even",
     "mixed": True,
     "start_timeout": 8.0,
 }

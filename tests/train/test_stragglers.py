@@ -19,12 +19,12 @@ def reducer(ready: float) -> SimpleNamespace:
 
 def compare(ranks: list[tuple[float, float, float]], links: list[float] | None = None):
     """Ranks as (data, compute, network) seconds; what all of them read from the summed message."""
-    total = torch.zeros(len(ranks) * 5, dtype=torch.int64)
+    total = torch.zeros(len(ranks) * 7, dtype=torch.int64)
     for rank, (data, compute, network) in enumerate(ranks):
         lateness = Stragglers(rank, len(ranks), SimpleNamespace(seconds=links[rank]) if links else None)
         lateness._last_end = time.perf_counter() - data - compute - network
         ready = lateness._last_end + data + compute
-        lateness.note(0, reducer(ready), data)
+        lateness.note(0, reducer(ready), data, lambda: 1.0)
         total += lateness.message(EVERY)
     return slowest(total)
 
@@ -54,7 +54,7 @@ def test_the_rank_with_the_slow_link_is_named() -> None:
 def test_most_steps_carry_no_notes() -> None:
     lateness = Stragglers(0, 4)
     assert not lateness.message(EVERY).numel()  # a run that goes on at this step has noted nothing yet
-    lateness.note(0, reducer(0.0), 0.0)
+    lateness.note(0, reducer(0.0), 0.0, lambda: 0.0)
     assert [step for step in range(1, 3 * EVERY) if lateness.message(step).numel()] == [EVERY, 2 * EVERY]
     assert not Stragglers(0, 1).message(EVERY).numel()
     assert slowest(torch.zeros(0, dtype=torch.int64)) is None

@@ -63,6 +63,15 @@ def train(
         float | None,
         Option("--audit", metavar="SHARE", help="Compute this share of the work twice.", rich_help_panel=RUNTIME),
     ] = None,
+    shares: Annotated[
+        str | None,
+        Option(
+            "--shares",
+            metavar="speed|even",
+            help="speed: a slow rank computes fewer virtual workers. Default: speed.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     mixed: Annotated[
         bool,
         Option(
@@ -95,6 +104,7 @@ def train(
         tensorboard=tensorboard or None,
         drift_every=drift_every,
         audit=audit,
+        shares=shares,
         mixed=mixed or None,
     )
     device = resolve_device(options)

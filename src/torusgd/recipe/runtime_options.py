@@ -58,6 +58,9 @@ class RuntimeOptions(Section):
     """also write TensorBoard files into the run's folder"""
     audit: Annotated[float, Field(ge=0, le=1)] = 0.0
     """share of the virtual workers that a second rank computes too, by which machines that compute wrongly are found"""
+    shares: Literal["speed", "even"] = "speed"
+    """speed: a slow rank computes fewer virtual workers, as the ranks' measured times say; but even ones where sums are
+    not exact or layers are in column blocks"""
     mixed: bool = False
     """ranks may differ in processor, libraries and other conditions; the weights can't be had again bit for bit"""
     drift_every: Annotated[int, Field(ge=0)] = 20

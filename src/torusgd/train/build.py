@@ -38,6 +38,7 @@ from ..tensor_parallel.parallel_tail import ParallelTail
 from ..tensor_parallel.tail import column_tail
 from ..weights import weights_sha256
 from .audit import Audit, check_audit
+from .balance import follows_speed
 from .batchnorm import BatchNormStatistics
 from .compare_plan import PlanComparison
 from .conditions import Conditions, conditions
@@ -215,6 +216,7 @@ def build(
         control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
+        follows_speed=follows_speed(options, recipe),
         drift=DriftWatch(slots, [batch_norm.running], world, options.drift_every),
         clock=StepClock(data.loader, monitor),
         world=world,

@@ -76,6 +76,8 @@ class Telemetry:
             )
         if stats.skipped:
             self.say(f"step {step.index + 1}: {stats.skipped[0]}: gradient not finite; step skipped, loss scale halved")
+        if stats.balance is not None and stats.balance.move is not None:
+            self.say(f"step {step.index + 1}: {stats.balance.move}")
         if self._board is not None:
             for key in ("loss", "lr", "momentum", "batch"):
                 self._board.add_scalar(f"train/{key}", event[key], step.index + 1)

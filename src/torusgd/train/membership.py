@@ -5,7 +5,7 @@ and in another way at the next step, without a bit of difference in the weights.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 
@@ -27,6 +27,11 @@ class Membership:
         """The virtual workers of this rank, in the order in which it computes them."""
         return self.shares[self.me]
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Of each place the number of its virtual workers."""
+        return tuple(map(len, self.shares))
+
 
 def even_shares(ranks: Sequence[int], me: int, virtual_workers: int, generation: int = 0) -> Membership:
     """Shares of neighbouring virtual workers whose sizes differ by one at most.
@@ -37,3 +42,18 @@ def even_shares(ranks: Sequence[int], me: int, virtual_workers: int, generation:
     edges = [place * virtual_workers // len(ranks) for place in range(len(ranks) + 1)]
     shares = tuple(tuple(range(low, high)) for low, high in pairwise(edges))
     return Membership(generation, tuple(ranks), me, shares)
+
+
+def with_counts(membership: Membership, counts: Sequence[int]) -> Membership:
+    """Shares of these sizes; no more virtual workers change their rank than must, since images are read in advance.
+
+    >>> with_counts(even_shares([0, 1, 2], me=0, virtual_workers=12), [5, 5, 2]).shares
+    ((0, 1, 2, 3, 10), (4, 5, 6, 7, 11), (8, 9))
+    """
+    kept = [share[:count] for share, count in zip(membership.shares, counts, strict=True)]
+    given = [each for share, count in zip(membership.shares, counts, strict=True) for each in share[count:]]
+    freed = iter(sorted(given))
+    shares = tuple(
+        (*share, *(next(freed) for _ in range(count - len(share)))) for share, count in zip(kept, counts, strict=True)
+    )
+    return replace(membership, shares=shares)

@@ -81,6 +81,7 @@ class Run:
         self.run_dir = RunDir(job.out)
         self.trainer: Trainer = build(job, kept.data, world, self.liveness, stop, kept.generation + 1, kept.fingerprint)
         self.trainer.step.check_replaced = self._check_replaced
+        self.membership = self.trainer.membership
         self.schedule: Schedule = self.trainer.step.schedule
         if job.plan is not None:
             job.plan.check(job.recipe.name, {span.batch for span in self.schedule.spans}, len(kept.began))
@@ -166,11 +167,13 @@ class Run:
                 return not is_stopping
             with saver.before_errors():
                 entry = synchronous(state.step, self.job.recipe.virtual_workers)
-                stats = trainer.step.run(trainer.membership, entry)
+                stats = trainer.step.run(self.membership, entry)
             if stats is None:
                 is_stopping = True
                 continue
             state.count(stats)
+            if stats.balance is not None and stats.balance.move is not None:
+                self.membership = stats.balance.move.membership
             self._count_seconds()
             self._last_event = partial(stats.as_event, self.schedule.train_images, state.seconds)
             rebuilt = trainer.bucket_rebuild.after_step()
@@ -240,6 +243,7 @@ class Run:
             "world_size": self.world.size,
             "resumed_from": state.resumed_from,
             "restarts": self.restarts,
+            "shares": {str(rank): count for rank, count in zip(self.world.ranks, self.membership.counts, strict=True)},
             "lost_ranks": sorted({*self.kept.began} - {*self.world.ranks}),
             "seconds_to_target": state.seconds_to_target,
             "weights_sha256": weights_sha256(tensors),

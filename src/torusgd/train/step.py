@@ -33,6 +33,7 @@ from ..precision import Precision
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from .audit import Audit
+from .balance import balance
 from .batchnorm import BatchNormStatistics
 from .control_vector import ControlMessage, ControlVector
 from .drift import DriftWatch
@@ -40,7 +41,7 @@ from .forward_backward import ForwardBackward, blank
 from .journal import JournalEntry
 from .membership import Membership
 from .step_stats import StepClock, StepStats
-from .stragglers import Stragglers, slowest
+from .stragglers import Stragglers, paces, slowest
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 _LOSS, _STATISTICS = -1, -2
@@ -71,6 +72,8 @@ class TrainStep:
     audit: Audit
     """computes some virtual workers a second time, on another rank, before a step is accepted"""
     stragglers: Stragglers
+    follows_speed: bool
+    """whether the shares do"""
     drift: DriftWatch
     clock: StepClock
     world: Group
@@ -116,7 +119,8 @@ class TrainStep:
         except _Abandoned:
             return None
         control, report = reduced.result, reduced.report
-        self.stragglers.note(step.index, self.reducer, self.clock.data_seconds())
+        self.stragglers.note(step.index, self.reducer, self.clock.data_seconds(), self.clock.pace)
+        told = paces(control.timings) if self.follows_speed else None
 
         # The same decision on every rank, for the status is the same.
         loss_scale = self.precision.loss_scale
@@ -151,6 +155,7 @@ class TrainStep:
             underflow=report.underflow,
             loss_scale=loss_scale,
             slowest=slowest(control.timings),
+            balance=None if told is None else balance(membership, *told, self.stragglers.every),
         )
 
     def _passes(self, step: Step, workers: list[int], membership: Membership) -> ControlVector:
@@ -163,6 +168,7 @@ class TrainStep:
         self.control.clear()
         self.control.counts.save = int(self.checkpoint_due(step.index + 1))
         sent = None
+        self.clock.begin_work(self.reducer.clock.mark())
         for worker in workers:
             self.control.counts.stop = int(self.stop_requested())
             is_leaving = self.control.counts.stop > 0 and not self.forward_backward.in_step
@@ -190,6 +196,7 @@ class TrainStep:
             if is_last:
                 break
         assert sent is not None, "each rank has a virtual worker in every step"
+        self.clock.end_work(self.reducer.clock.mark(), len(workers))
         if not self.reducer.is_measuring:
             self.audit.start(step.index, membership, partial(self._again, step, membership))
         self.clock.passes_done()

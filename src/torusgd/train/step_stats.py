@@ -1,13 +1,16 @@
 """What a step did and how long it took: one record for events, totals, the console and the summary."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from math import isnan
 from typing import Any
 
+from ..comm.device_clock import Mark
 from ..comm.monitor import Monitor, hidden_share
 from ..data.loader import Loader
 from ..recipe.schedule import Step
+from .balance import Balance
 from .stragglers import Straggler
 
 
@@ -54,6 +57,8 @@ class StepStats:
     """of this step; 1 unless the precision is float16"""
     slowest: Straggler | None
     """now and then, and of the step before: the rank whose gradients were ready last"""
+    balance: Balance | None
+    """now and then, where the shares follow the ranks' speed"""
 
     @property
     def hidden_share(self) -> float | None:
@@ -91,6 +96,11 @@ class StepStats:
         event |= {name: value for name in rare if (value := getattr(self, name))}
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
+        if self.balance is not None and (move := self.balance.move) is not None:
+            counts = dict(zip(move.membership.ranks, move.membership.counts, strict=True))
+            event["shares"] = {
+                "counts": counts, "moved": move.moved, "gain": round(move.gain, 4), "slow": self.balance.slow
+            }  # fmt: skip
         return event
 
 
@@ -103,6 +113,12 @@ class StepTotals:
     redone: int = 0
     skipped: int = 0
     audited: int = 0
+    moved: int = 0
+    """virtual workers that have changed their rank"""
+    saved_seconds: float = 0.0
+    """that even shares would have taken longer, by the ranks' measured speed"""
+    slow_ranks: dict[str, float] = field(default_factory=dict)
+    """from which work was moved away, and how many times the median a virtual worker took them at last"""
     step_seconds: float = 0.0
     data_seconds: float = 0.0
     sync_seconds: float = 0.0
@@ -120,6 +136,8 @@ class StepTotals:
         self.redone += stats.redone
         self.skipped += bool(stats.skipped)
         self.audited += stats.audited
+        if stats.balance is not None:
+            self._add_balance(stats.balance)
         self.underflow += stats.underflow * stats.step.batch
         self.step_seconds += stats.times.seconds
         self.data_seconds += stats.times.data_seconds
@@ -127,6 +145,12 @@ class StepTotals:
         known = self.on_way_seconds is not None and not isnan(stats.times.on_way_seconds)
         self.on_way_seconds = (self.on_way_seconds or 0.0) + stats.times.on_way_seconds if known else None
         self.train_loss = stats.loss
+
+    def _add_balance(self, balance: Balance) -> None:
+        self.saved_seconds += balance.saved
+        if balance.move is not None:
+            self.moved += balance.move.moved
+            self.slow_ranks |= {str(rank): times for rank, times in balance.slow.items()}
 
     def as_summary(self) -> dict[str, Any]:
         """Its keys of summary.json."""
@@ -138,6 +162,9 @@ class StepTotals:
             "redone_steps": self.redone,
             "skipped_steps": self.skipped,
             "audited_workers": self.audited,
+            "moved_workers": self.moved,
+            "saved_seconds": round(self.saved_seconds, 3),
+            "slow_ranks": self.slow_ranks,
             "underflow": self.underflow / max(self.samples, 1),
             "images_per_second": round(self.samples / seconds, 2),
             "data_wait_share": round(self.data_seconds / seconds, 5),
@@ -155,6 +182,11 @@ class StepClock:
     _started: float = field(default=0.0, init=False)
     _before: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), init=False)
     _passed: float = field(default=0.0, init=False)
+    _work_began: Mark = field(default=time.perf_counter, init=False)
+    _waited_before: float = field(default=0.0, init=False)
+    pace: Callable[[], float] = field(default=lambda: 0.0, init=False)
+    """the seconds that a virtual worker of the last passes took this rank, its images included; to be asked for once
+    the device has been there"""
 
     def start(self) -> None:
         """A step begins."""
@@ -163,6 +195,15 @@ class StepClock:
     def data_seconds(self) -> float:
         """Waited for images since `start`."""
         return self.loader.wait_seconds - self._before[0]
+
+    def begin_work(self, mark: Mark) -> None:
+        """This rank's first virtual worker of a step begins."""
+        self._work_began, self._waited_before = mark, self.monitor.waited
+
+    def end_work(self, mark: Mark, workers: int) -> None:
+        """The last backward pass of so many virtual workers ends."""
+        begin, waited = self._work_began, self.monitor.waited - self._waited_before
+        self.pace = lambda: (mark() - begin() - waited) / workers
 
     def passes_done(self) -> None:
         """The step's last backward pass on this rank has ended."""

@@ -1,7 +1,8 @@
 """Which rank is slow, and why: an all-reduce makes every rank as slow as the last one, and hides which it was.
 
 So each rank notes when its gradients were ready, counted from the end of its own previous all-reduce, before it waits
-for anyone. Now and then these notes travel in the step's control vector, each rank in a place of its own.
+for anyone. Now and then these notes travel in the step's control vector, each rank in a place of its own. With them
+goes how long a virtual worker took in the steps since the last time, by which `balance` shares out the work.
 
 Where the network is to blame, the all-reduce is as slow on every rank, whoever's link it is. So small messages to the
 next rank and back are timed now and then, off the step's path: a rank with a slow link is slow in both pairs that it
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -23,7 +25,9 @@ from ..gradients.reducer import Reducer
 
 EVERY = 10
 """steps from one comparison to the next; of more than 100 ranks a tenth of their number"""
-_FIELDS = 5
+_FIELDS = 7
+_FEWEST = 6
+"""steps since the last notes, of which a rank's pace can be told in two halves"""
 _UNIT = 1e-6  # seconds; the notes travel as integers
 _BYTES = 1 << 16
 _TRIPS = 3
@@ -57,12 +61,22 @@ class Stragglers:
     def __init__(self, place: int, size: int, probe: "LinkProbe | None" = None) -> None:
         self._place, self._size, self._probe = place, size, probe
         # The notes grow with the number of ranks, and a step's share of them must not.
-        self._every = max(EVERY, size // 10)
+        self.every = max(EVERY, size // 10)
+        """steps from one message to the next"""
         self._noted: Callable[[], list[float]] | None = None
+        self._paces: list[Callable[[], float]] = []
         self._last_end = time.perf_counter()
 
-    def note(self, step: int, reducer: Reducer, data_seconds: float) -> None:
-        """Notes a step whose all-reduce has just ended."""
+    def note(self, step: int, reducer: Reducer, data_seconds: float, pace: Callable[[], float]) -> None:
+        """Notes a step whose all-reduce has just ended.
+
+        Args:
+            step: Which one.
+            reducer: Has summed its gradients.
+            data_seconds: For which this rank waited for images.
+            pace: Gives the seconds that a virtual worker took, once the device has been there.
+        """
+        self._paces.append(pace)
         begin, end = self._last_end, time.perf_counter()
         first, last = reducer.first_ready, reducer.last_ready
         link = self._probe.seconds if self._probe is not None else 0.0
@@ -70,16 +84,20 @@ class Stragglers:
         self._noted = lambda: [first() - begin, last() - begin, data_seconds, end - begin, link]
         self._last_end = end
         reducer.clock.set()
-        if self._probe is not None and step % self._every == self._every // 2:
+        if self._probe is not None and step % self.every == self.every // 2:
             self._probe.measure()
 
     def message(self, step: int) -> Tensor:
         """int64: this rank's notes of the step before, in its place among all; empty in most steps."""
         # After a resume there is no step before yet, on no rank.
-        if self._size == 1 or self._noted is None or step % self._every:
+        if self._size == 1 or self._noted is None or step % self.every:
             return torch.zeros(0, dtype=torch.int64)
         places = torch.zeros(self._size, _FIELDS, dtype=torch.int64)
-        places[self._place] = torch.tensor([int(note / _UNIT) for note in self._noted()])
+        paces, self._paces = [pace() for pace in self._paces], []
+        half, is_told = len(paces) // 2, len(paces) >= _FEWEST
+        # A median: a pause in one step says nothing of the rank's speed.
+        noted = [*self._noted(), *((median(paces[:half]), median(paces[half:])) if is_told else (0.0, 0.0))]
+        places[self._place] = torch.tensor([int(note / _UNIT) for note in noted])
         return places.reshape(-1)
 
     def close(self) -> None:
@@ -88,11 +106,19 @@ class Stragglers:
             self._probe.close()
 
 
+def paces(message: Tensor) -> tuple[list[float], list[float]] | None:
+    """Of each place the seconds of a virtual worker in the earlier and in the later half of the steps since the last
+    notes: `Stragglers.message` of all ranks, summed. None where they have not been measured.
+    """
+    earlier, later = (message.view(-1, _FIELDS)[:, -2:].double() * _UNIT).T.tolist()
+    return (earlier, later) if message.numel() and min(*earlier, *later) > 0 else None
+
+
 def slowest(message: Tensor) -> Straggler | None:
     """Compares the notes of all ranks, as `Stragglers.message` sent them, summed; None without notes."""
     if not message.numel():
         return None
-    _, ready, data, total, links = (message.view(-1, _FIELDS).double() * _UNIT).unbind(dim=1)
+    _, ready, data, total, links, *_ = (message.view(-1, _FIELDS).double() * _UNIT).unbind(dim=1)
     rank = int(ready.argmax())
     compute = ready - data
     excess = {

@@ -1,0 +1,166 @@
+"""Ranks that differ in speed: steps with even shares, with the best split, and with shares that follow the speed.
+
+    python benchmarks/shares.py --rounds 3
+
+Three ranks of this machine share 12 virtual workers; computing is a timed wait, so that the cores are no limit, beside
+the passes of a network of two layers. First a virtual worker takes rank 2 twice as long as the others, so that the best
+split is 5/5/2; after half of the steps it takes rank 0 three times as long instead, best split 2/5/5. Printed for each
+half: seconds of a step with each kind of shares, its ratio to the best split, and after how many steps the shares that
+follow the speed were within 10 % of it. With `--busy` nothing waits; instead real passes of digits-net run on two ranks
+while another process takes the second one's core, and the even split is compared with shares that follow the speed.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from torusgd.comm.groups import Group
+from torusgd.comm.liveness import Liveness
+from torusgd.launch.processes import Supervisor
+from torusgd.launch.roll_call import Limits
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import resolve_auto
+from torusgd.signals import StopFlag
+from torusgd.train.build import Job
+from torusgd.train.membership import with_counts
+from torusgd.train.run import Run
+from torusgd.train.run_dir import RunDir
+
+RANKS, WORKERS = 3, 12
+SLOW = ({2: 2.0}, {0: 3.0})
+"""in each half, the times by which a virtual worker takes a rank longer"""
+BEST = ((5, 5, 2), (2, 5, 5))
+RECIPE = (
+    "data={source: synthetic, train_images: 8192, eval_images: 8, image_size: 8, channels: 1, classes: 4, "
+    "mean: [0.5], std: [0.25]}",
+    f"virtual_workers={WORKERS}",
+    "rate={lr: 0.01}",
+    "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
+    "precision=float32",
+    "polish=null",
+)
+KINDS = ("even", "best", "speed")
+
+
+def take_steps(
+    kind: str,
+    out: str,
+    steps: int,
+    wait: float,
+    images: int,
+    world: Group,
+    stop: StopFlag,
+    restarts: int,
+    live: Liveness,
+) -> list[float]:
+    """One rank's part in a run with one kind of shares; the seconds of each of its steps."""
+    given = [*RECIPE, f"stages=[{{until: {steps}st, images_per_worker: {images}}}]", f"evaluate.every={steps}st"]
+    recipe = resolve_auto(load_recipe("digits", given).recipe, "cpu")
+    if world.rank == 0:
+        RunDir(Path(out)).claim(recipe, fresh=False)
+    world.barrier()
+    options = RuntimeOptions(shares="speed" if kind == "speed" else "even", drift_every=0)
+    run = Run(Job(recipe, options, "cpu", Path(out)), world, stop, restarts, live)
+    passes, step, seconds = run.trainer.step.forward_backward, run.trainer.step, list[float]()
+    forward, take = passes.forward, step.run
+
+    def slow(at: Any, *arguments: Any) -> Tensor:
+        time.sleep(wait * SLOW[2 * at.index // steps].get(world.rank, 1.0))
+        return forward(at, *arguments)
+
+    def timed(membership: Any, entry: Any) -> Any:
+        if kind == "best":
+            membership = with_counts(membership, BEST[2 * entry.step // steps])
+        begin = time.perf_counter()
+        stats = take(membership, entry)
+        seconds.append(time.perf_counter() - begin)
+        return stats
+
+    passes.forward = slow  # type: ignore[method-assign]
+    step.run = timed  # type: ignore[method-assign]
+    run.run()
+    return seconds
+
+
+def spin() -> None:
+    """Takes a core."""
+    os.sched_setaffinity(0, {1})
+    while True:
+        pass
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Another process computes meanwhile."""
+    process = multiprocessing.get_context("spawn").Process(target=spin, daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+
+
+def pinned(*arguments: Any) -> list[float]:
+    """`take_steps` with each rank on a core of its own."""
+    world: Group = arguments[5]
+    os.sched_setaffinity(0, {world.rank})
+    return take_steps(*arguments)
+
+
+def run(kind: str, ranks: int, steps: int, wait: float, images: int, function: Any = take_steps) -> list[float]:
+    """Rank 0's seconds of each step."""
+    with tempfile.TemporaryDirectory() as out, Supervisor(ranks, "cpu", Limits()) as supervisor:
+        return supervisor.run(partial(function, kind, out, steps, wait, images))[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--wait", type=float, default=0.05, help="seconds of a virtual worker")
+    parser.add_argument("--busy", action="store_true", help="real passes, with one core shared")
+    options = parser.parse_args()
+    if options.busy:
+        with busy_core():
+            found = [
+                {kind: run(kind, 2, options.steps, 0.0, 64, pinned) for kind in ("even", "speed")}
+                for _ in range(options.rounds)
+            ]
+        half = options.steps // 2
+        for kind in ("even", "speed"):
+            each = [statistics.median(seconds[kind][half:]) for seconds in found]
+            middle = statistics.median(each)
+            print(f"{kind:<6s}{1e3 * middle:8.1f} ms a step ({1e3 * min(each):.1f} to {1e3 * max(each):.1f})")
+        return
+    rounds = [{kind: run(kind, RANKS, options.steps, options.wait, 1) for kind in KINDS} for _ in range(options.rounds)]
+    half = options.steps // 2
+    for first, name in ((0, "first half"), (half, "second half")):
+        settled = slice(first + 20, first + half)
+        best = statistics.median(statistics.median(each["best"][settled]) for each in rounds)
+        for kind in KINDS:
+            medians = [statistics.median(each[kind][settled]) for each in rounds]
+            middle = statistics.median(medians)
+            print(
+                f"{name}, {kind:<6s}{1e3 * middle:8.1f} ms a step ({1e3 * min(medians):.1f} to "
+                f"{1e3 * max(medians):.1f}), {middle / best:.3f} of the best split"
+            )
+        until = [
+            next(n for n in range(half) if statistics.median(each["speed"][first + n : first + n + 5]) <= 1.1 * best)
+            for each in rounds
+        ]
+        print(f"{name}: within 10 % of it after {', '.join(map(str, until))} steps")
+
+
+if __name__ == "__main__":
+    main()
