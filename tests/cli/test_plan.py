@@ -112,6 +112,9 @@ def test_a_sweep_plans_every_number_of_devices_with_the_same_options(plan) -> No
         (("--json", "/no/such/folder/x.json"), "can't be written"),
         (("--plot", "x.pdf"), ".svg or .png"),
         (("--profile", "p.json"), "goes with --cluster local"),
+        (("--to", "75.9%"), "known for the recipe resnet50 to 75.9% alone"),
+        (("--to", "high"), "--to high: write a top-1 accuracy as 75.9% or 0.759"),
+        (("--to", "75.9%", "--best"), "--to looks for a batch"),
     ],
 )
 def test_wrong_flags_are_one_line(flags: tuple[object, ...], message: str, run_cli: Run) -> None:
@@ -139,6 +142,21 @@ def test_the_published_table(run_cli: Run, tmp_path: Path) -> None:
     assert {"id", "metric", "published", "predicted", "low", "high", "error"} == set(records[0])
 
 
+def test_the_way_to_an_accuracy(plan) -> None:
+    command = ("resnet50", "--cluster", "hgx-h100", "--software", "mxnet-v30", "--to", "75.9%", "--cost", 2.5)
+    out, found = plan(*command, "--devices", 64)
+    for word in ("to 75.9% on 64", "quickest: batch", "leave-one-out error 3.5% at the median, 7.4% at worst", "cost"):
+        assert word in " ".join(out.split())
+    assert found["seconds"] == min(tried["seconds"] for tried in found["batches"])
+    assert found["cost"] == pytest.approx(64 * found["seconds"] / 3600 * 2.5)
+    assert found["low"] < found["seconds"] < found["high"]
+    out, swept = plan(*command, "--devices", 4, "--sweep")
+    assert "quickest: 4 devices" in out
+    assert [tried["devices"] for tried in swept["sweep"]] == [1, 2, 4]
+    assert swept["sweep"][-1]["seconds"] < swept["sweep"][0]["seconds"] / 3
+    assert swept["knee"] <= swept["useful"] == 4
+
+
 def test_a_picture_or_what_is_missing_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Run) -> None:
     path = tmp_path / "curve.svg"
     command = ("plan", "fujitsu-74s", "--cluster", "abci", "--devices", 64, "--plot", path)
@@ -149,6 +167,9 @@ def test_a_picture_or_what_is_missing_for_one(tmp_path: Path, monkeypatch: pytes
         return
     assert run_cli(*command)[0] == 0
     assert path.read_text().startswith("<?xml")
+    accuracy = tmp_path / "accuracy.svg"
+    assert run_cli("plan", "resnet50", *command[2:-1], accuracy, "--to", "75.9%")[0] == 0
+    assert "minutes to the accuracy" in accuracy.read_text()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'torusgd[plot]'" in run_cli(*command)[2]
 

@@ -14,6 +14,7 @@ from .output import check_writable, console, write_json
 if TYPE_CHECKING:
     from ..plan.cluster import Cluster, Software
     from ..plan.forecast import Workload
+    from ..plan.time_to_accuracy import AccuracyPlan
     from ..recipe.runtime_options import RuntimeOptions
     from ..recipe.schema import Recipe
 
@@ -32,6 +33,15 @@ def plan(
         Option("--sweep", help="Also for 1 to N devices, with the knee of the curve.", rich_help_panel=ASKED),
     ] = False,
     best: Annotated[bool, Option("--best", help="Also look for better settings.", rich_help_panel=ASKED)] = False,
+    to: Annotated[
+        str | None,
+        Option(
+            "--to",
+            metavar="TOP1",
+            help="Time, cost and best batch to an accuracy, such as 75.9%; with --sweep over numbers of devices.",
+            rich_help_panel=ASKED,
+        ),
+    ] = None,
     cost: Annotated[
         float | None, Option("--cost", metavar="PRICE", help="Price of a device and hour.", rich_help_panel=ASKED)
     ] = None,
@@ -58,7 +68,12 @@ def plan(
 
         check_plot(plot)
         check_writable("--plot", plot)
+    if to is not None and best:
+        raise UserError("--best: looks for settings at the recipe's batch, --to looks for a batch; give one of them")
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
+    if to is not None:
+        write_json(json_file, _show_accuracy(planned, _top1(to), sweep, cost, plot))
+        return
     write_json(json_file, _show_plan(planned, sweep, best, cost, plot))
 
 
@@ -182,6 +197,58 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
         show_best(terminal, chosen)
         found["best"] = {**chosen.forecast.as_dict(), "choices": [asdict(choice) for choice in chosen.choices]}
     return found
+
+
+def _show_accuracy(
+    planned: Planned, target: float, sweep: bool, price: float | None, plot: Path | None
+) -> dict[str, Any]:
+    """Prints time, batch and cost to an accuracy, with the curve over devices if asked for; all as plain values."""
+    from ..plan.epochs import check_known
+    from ..plan.plot import plot_accuracy
+    from ..plan.search import device_counts
+    from ..plan.time_to_accuracy import most_devices, plan_to_accuracy, quickest, sweep_to_accuracy
+    from .plan_tables import show_accuracy, show_accuracy_sweep
+
+    check_known(planned.recipe, target)
+    terminal, cluster, devices = console(), planned.cluster, planned.devices
+    program = planned.program(planned.runtime)
+    title = (
+        f"{planned.recipe.name} to {target:.1%} on {devices:,} x {cluster.device.name} ({cluster.name}, {program.name})"
+    )
+    found: dict[str, Any] = {"recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name}
+    terminal.print(title, markup=False)
+    if not sweep and plot is None:
+        plans = plan_to_accuracy(planned.recipe, planned.workload, cluster, program, devices)
+        show_accuracy(terminal, plans, price)
+        return {
+            **found,
+            "target": target,
+            "batches": [_priced(p, price) for p in plans],
+            **_priced(quickest(plans), price),
+        }
+    counts = device_counts(min(devices, most_devices()), devices)
+    curve = sweep_to_accuracy(planned.recipe, planned.workload, cluster, planned.program_on, counts)
+    show_accuracy_sweep(terminal, curve, price)
+    if plot is not None:
+        plot_accuracy(curve, title, plot)
+        terminal.print(f"wrote {plot}", markup=False)
+    sweeping = [_priced(plan, price) for plan in curve.plans]
+    return {**found, "target": target, "sweep": sweeping, "knee": curve.knee, "useful": curve.useful}
+
+
+def _priced(plan: "AccuracyPlan", price: float | None) -> dict[str, Any]:
+    return {**plan.as_dict(), **({"cost": plan.cost(price)} if price is not None else {})}
+
+
+def _top1(text: str) -> float:
+    """An accuracy as 75.9% or 0.759."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise UserError(f"--to {text}: write a top-1 accuracy as 75.9% or 0.759")
+    return round(value, 6)
 
 
 def _notes(planned: Planned, workload: "Workload", memory: float) -> list[str]:

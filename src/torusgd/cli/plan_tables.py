@@ -1,14 +1,17 @@
 """Plans on the terminal."""
 
 from collections.abc import Sequence
+from statistics import median
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..plan.epochs import LARGEST, SMALLEST, TARGET, curve, leave_one_out
 from ..plan.forecast import Forecast
 from ..plan.published import Prediction, base_of, counted_groups, left_out, number, percent, summary
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
+from ..plan.time_to_accuracy import AccuracyPlan, AccuracySweep, quickest
 
 _PARTS = ("forward", "backward", "exposed", "contention", "exchange", "coordination", "update", "input", "jitter")
 _SHORT = {
@@ -90,6 +93,59 @@ def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
         console.print(
             f"knee: {sweep.knee:,} devices; beyond, another adds less than {KNEE_EFFICIENCY:.0%} of the first"
         )
+
+
+def show_accuracy(console: Console, plans: Sequence[AccuracyPlan], price: float | None) -> None:
+    """A line for each batch that was tried, the quickest one in full, and what the epochs are known from."""
+    best = quickest(plans)
+    console.print(_accuracy_table("batch", plans, [best], price))
+    console.print(
+        f"quickest: batch {best.batch:,} ({best.images} images a virtual worker), {duration(best.seconds)} "
+        f"({duration(best.low)} to {duration(best.high)}); lay its schedule out for {best.schedule:.1f} epochs"
+    )
+    console.print(_epochs_known())
+
+
+def show_accuracy_sweep(console: Console, sweep: AccuracySweep, price: float | None) -> None:
+    """A line for each number of devices with its quickest batch, the knee, and where more bring nothing."""
+    marked = [plan for plan in sweep.plans if plan.devices in (sweep.knee, sweep.useful)]
+    console.print(_accuracy_table("devices", sweep.plans, marked, price))
+    last = sweep.plans[-1].devices
+    knee = f"knee: {sweep.knee:,} devices; beyond, another adds less than {KNEE_EFFICIENCY:.0%} of the first"
+    console.print(knee if sweep.knee < last else f"no knee up to {last:,} devices")
+    more = f"quickest: {sweep.useful:,} devices; more bring nothing"
+    console.print(more if sweep.useful < last else f"quickest: {last:,} devices, the most that were tried")
+    console.print(_epochs_known())
+
+
+def _accuracy_table(
+    first: str, plans: Sequence[AccuracyPlan], marked: Sequence[AccuracyPlan], price: float | None
+) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    other = "batch" if first == "devices" else "images a worker"
+    for heading in (first, other, "epochs", "images/s", "time", "band", *(["cost"] if price is not None else [])):
+        table.add_column(heading, justify="right")
+    for plan in plans:
+        table.add_row(
+            f"{plan.devices if first == 'devices' else plan.batch:,}",
+            f"{plan.batch if first == 'devices' else plan.images:,}",
+            f"{plan.epochs:.1f}",
+            f"{plan.images_per_second:,.0f}",
+            duration(plan.seconds),
+            f"{duration(plan.low)} to {duration(plan.high)}",
+            *([f"{plan.cost(price):,.2f}"] if price is not None else []),
+            style="bold" if plan in marked else None,
+        )
+    return table
+
+
+def _epochs_known() -> str:
+    errors, known = sorted(abs(error) for error in leave_one_out()), curve()
+    return (
+        f"epochs to {TARGET:.1%}: {known.minimum:.1f} (1 + batch / {known.critical:,.0f}), fitted to MLPerf's "
+        f"{len(errors)} reference points (batch {SMALLEST:,} to {LARGEST:,}, each with its own tuned rate); "
+        f"leave-one-out error {median(errors):.1%} at the median, {errors[-1]:.1%} at worst"
+    )
 
 
 def show_best(console: Console, best: SearchResult) -> None:

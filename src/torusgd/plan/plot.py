@@ -1,9 +1,14 @@
 """The curve over devices as an SVG or PNG picture; matplotlib comes with the extra `plot`."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from .search import Sweep
+from .time_to_accuracy import AccuracySweep
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def check_plot(path: Path) -> None:
@@ -37,6 +42,35 @@ def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:
     efficiency.plot(devices, [f.efficiency for f in sweep.forecasts], color="tab:green", linewidth=1)
     efficiency.set(ylabel="efficiency (green)", ylim=(0, 1.05))
     rate.legend(loc="lower right")
+    _write(figure, path)
+
+
+def plot_accuracy(sweep: AccuracySweep, title: str, path: Path) -> None:
+    """Draws minutes to the accuracy with their band, and device-hours, over devices; the knee and the quickest marked.
+
+    Raises:
+        UserError: matplotlib is missing, or the file is no .svg or .png or can't be written.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure
+
+    devices = [plan.devices for plan in sweep.plans]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    time = figure.add_subplot()
+    time.plot(devices, [plan.seconds / 60 for plan in sweep.plans], color="tab:blue", marker=".", label="minutes")
+    lows, highs = [plan.low / 60 for plan in sweep.plans], [plan.high / 60 for plan in sweep.plans]
+    time.fill_between(devices, lows, highs, color="tab:blue", alpha=0.2, linewidth=0)
+    time.axvline(sweep.knee, color="tab:red", linewidth=0.8, label=f"knee: {sweep.knee} devices")
+    time.axvline(sweep.useful, color="tab:gray", linewidth=0.8, label=f"quickest: {sweep.useful} devices")
+    time.set(xscale="log", yscale="log", xlabel="devices", ylabel="minutes to the accuracy", title=title)
+    spent = time.twinx()
+    spent.plot(devices, [plan.cost(1.0) for plan in sweep.plans], color="tab:green", linewidth=1)
+    spent.set(ylabel="device-hours (green)", ylim=(0, None))
+    time.legend(loc="upper center")
+    _write(figure, path)
+
+
+def _write(figure: "Figure", path: Path) -> None:
     try:
         # No date in the file: the same plan gives the same bytes.
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})

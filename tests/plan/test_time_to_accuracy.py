@@ -1,0 +1,135 @@
+"""Epochs as a function of the batch, and the time, the devices and the batch that an accuracy takes."""
+
+from statistics import median
+
+import pytest
+
+from torusgd.errors import UserError
+from torusgd.plan import load_cluster, load_software, workload_of
+from torusgd.plan.epochs import LARGEST, REFERENCE, SMALLEST, EpochCurve, check_known, curve, fit, leave_one_out
+from torusgd.plan.time_to_accuracy import (
+    AccuracyPlan,
+    most_devices,
+    plan_to_accuracy,
+    quickest,
+    sweep_to_accuracy,
+)
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.schedule import Schedule
+
+H100, MXNET = load_cluster("hgx-h100"), load_software("mxnet-v30")
+RECIPE = load_recipe("resnet50").recipe.resolve(precision="float16", memory_format="channels_last")
+WORKLOAD = workload_of(RECIPE)
+
+
+def plans(devices: int) -> list[AccuracyPlan]:
+    return plan_to_accuracy(RECIPE, WORKLOAD, H100, MXNET, devices)
+
+
+def test_the_curve_is_fitted_to_the_reference_points() -> None:
+    assert curve().minimum == pytest.approx(34.58, abs=0.005)
+    assert curve().critical == pytest.approx(46_909, rel=1e-3)
+    assert curve().epochs(curve().critical) == pytest.approx(2 * curve().minimum)
+    exact = EpochCurve(30.0, 20_000.0)
+    points = [type(REFERENCE[0])(batch, exact.epochs(batch)) for batch in (1_000, 5_000, 40_000)]
+    assert fit(points).minimum == pytest.approx(30.0)
+    assert fit(points).critical == pytest.approx(20_000.0)
+
+
+def test_each_reference_point_is_predicted_by_the_others() -> None:
+    errors = [abs(error) for error in leave_one_out()]
+    assert len(errors) == 10
+    assert median(errors) == pytest.approx(0.035, abs=0.0005)
+    assert max(errors) == pytest.approx(0.074, abs=0.0005)
+    without = fit([point for point in REFERENCE if point.batch != 4_096])
+    assert leave_one_out()[2] == pytest.approx(without.epochs(4_096) / 40.0 - 1)
+
+
+def test_the_rows_of_the_recipe_end_just_after_the_epochs_of_their_batch() -> None:
+    for point in REFERENCE:
+        if point.batch in (1_632, 3_264, 67_840):
+            continue
+        recipe = load_recipe("resnet50", [f"batch={point.batch}"]).recipe
+        length = Schedule(recipe, 1_281_167).stop / 1_281_167
+        assert 1.02 < length / point.epochs < 1.07
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("sony-224s", (), "sony-224s has another data.augment"),
+        ("digits", (), "digits has another data.train_images"),
+        ("resnet50", ("model.name=resnet101",), "another model"),
+        ("resnet50", ("optimizer.trust=0.01",), "another optimizer.trust: 0.01, there 0.001"),
+        (
+            "resnet50",
+            ("stages=[{until: 9ep, images_per_worker: 50}, {until: 37ep, images_per_worker: 100}]",),
+            "changes its batch in 2 stages",
+        ),
+    ],
+)
+def test_other_recipes_are_refused(name: str, change: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match="known for the recipe resnet50") as error:
+        check_known(load_recipe(name, change).recipe, 0.759)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_other_accuracies_are_refused_and_every_row_is_known() -> None:
+    with pytest.raises(UserError, match=r"not to 76%; write --to 75.9%"):
+        check_known(RECIPE, 0.76)
+    for batch in (3200, 4096, 65536):
+        check_known(load_recipe("resnet50", [f"batch={batch}"]).recipe, 0.759)
+
+
+def test_a_plan_counts_the_steps_of_its_batch_and_the_evaluations_up_to_the_last() -> None:
+    for plan in plans(64):
+        assert SMALLEST <= plan.batch <= LARGEST
+        assert plan.batch % (64 * plan.images) == 0
+        needed = curve().epochs(plan.batch)
+        assert needed <= plan.epochs < needed + plan.batch / 1_281_167
+        assert plan.schedule == pytest.approx(1.05 * needed)
+        assert plan.low < plan.seconds < plan.high
+        trained = plan.epochs * 1_281_167 / plan.images_per_second
+        one = MXNET.evaluation.seconds
+        evaluations = len([mark for mark in range(3, 100, 4) if mark < needed]) + 1
+        assert trained + evaluations * one < plan.seconds < 1.2 * trained + 10
+    best = quickest(plans(64))
+    assert best.cost(2.0) == pytest.approx(64 * 2.0 * best.seconds / 3600)
+
+
+def test_a_recipe_that_evaluates_at_its_end_alone_does_so_once() -> None:
+    seldom = load_recipe("resnet50", ["evaluate.every=null", "evaluate.first=null", "precision=float16"]).recipe
+    for often, once in zip(plans(64), plan_to_accuracy(seldom, WORKLOAD, H100, MXNET, 64), strict=True):
+        assert (once.batch, once.run.training) == (often.batch, often.run.training)
+        assert often.run.evaluation == pytest.approx(
+            once.run.evaluation * (len([mark for mark in range(3, 100, 4) if mark < often.epochs]) + 1), rel=1e-6
+        )
+
+
+def test_more_devices_take_a_larger_batch_until_they_bring_nothing() -> None:
+    counts = [1, 8, 64, 256, 1024, 2048]
+    found = sweep_to_accuracy(RECIPE, WORKLOAD, H100, lambda count: MXNET, counts)
+    batches = [plan.batch for plan in found.plans]
+    assert batches[0] < 5_000 < batches[2] < batches[-1]
+    assert found.knee in counts
+    assert found.knee <= found.useful
+    seconds = {plan.devices: plan.seconds for plan in found.plans}
+    assert min(seconds, key=lambda count: seconds[count]) == found.useful
+    assert seconds[8] < seconds[1] / 6
+
+
+def test_too_many_devices_and_too_little_memory_are_one_line() -> None:
+    assert most_devices() == 2120
+    with pytest.raises(UserError, match=r"131,072, and the epochs are known up to 67,840; use at most 2,120"):
+        plans(4096)
+    small = H100.model_copy(update={"device": H100.device.model_copy(update={"memory": 1e9})})
+    with pytest.raises(UserError, match="don't fit into a device's memory"):
+        plan_to_accuracy(RECIPE, WORKLOAD, small, MXNET, 8)
+
+
+def test_the_runs_that_are_published_lie_within_the_band() -> None:
+    """NVIDIA's MLPerf v4.0 on 8 H100: steps of 55.8 ms at 3,200 images, 75.9 % at epoch 35 in 14 of 15 runs."""
+    plan = next(plan for plan in plans(8) if plan.batch == 3_200)
+    published = 35 * 1_281_167 / 3_200 * 0.0558
+    assert plan.low < published + plan.run.start + plan.run.evaluation < plan.high
