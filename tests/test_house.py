@@ -28,6 +28,7 @@ ORDER = [
     "comm",
     "gradients",
     "tensor_parallel",
+    "synchrony",
     "train",
     "launch",
     "plan",

@@ -1,0 +1,206 @@
+"""Barriers in virtual time: when each worker may begin its next step, where steps take keyed times.
+
+Bulk-synchronous (BSP), stale-synchronous (SSP), asynchronous (ASP), and the sampled barriers of Probabilistic
+Synchronous Parallel (pBSP, pSSP; Wang, Catterall and Mortier, arXiv 1709.07772), which are one rule:
+
+    a worker that has completed k steps draws `sample` of the P workers, without repeats, maybe itself among them;
+    it passes if each of them has completed at least k - staleness steps;
+    otherwise it asks again at each end of any worker's step, with a fresh draw
+
+A sample of all workers is BSP or SSP, a sample of none ASP. The fresh draw matters: with one that is kept until it
+passes, progress is about a third slower.
+"""
+
+import heapq
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import UserError
+from ..rng import BARRIER, keyed_uniform
+from .delays import F64, DelayModel, Ints
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Whom a worker waits for."""
+
+    staleness: float
+    """steps by which it may be ahead of those that it looks at; may be infinite"""
+    sample: float = math.inf
+    """how many workers it looks at; infinite: all"""
+
+    def pass_chances(self, workers: int) -> F64:
+        """The chance to pass by how many workers are too far behind: float64 [workers + 1].
+
+        A draw passes if it hits none of the m that are behind: C(workers - m, sample) / C(workers, sample). To draw
+        whether it does has the same distribution as to draw the workers themselves, and costs one number.
+        """
+        if math.isinf(self.staleness):
+            return np.ones(workers + 1)
+        behind = np.arange(workers + 1)
+        chances = np.ones(workers + 1)
+        for drawn in range(int(min(self.sample, workers))):
+            chances *= np.maximum(workers - drawn - behind, 0) / (workers - drawn)
+        return chances
+
+
+def barrier(text: str) -> Barrier:
+    """`bsp`, `asp`, `ssp:S`, `pbsp:B` or `pssp:BxS`, with a staleness S and a sample B.
+
+    Raises:
+        UserError: It is none of these.
+
+    >>> barrier("pssp:10x4")
+    Barrier(staleness=4.0, sample=10.0)
+    """
+    if text in ("bsp", "asp"):
+        return Barrier(0 if text == "bsp" else math.inf)
+    match = re.fullmatch(r"ssp:(?P<s>\d+)|pbsp:(?P<b>\d+)|pssp:(?P<both>\d+)x(?P<stale>\d+)", text)
+    if match is None:
+        raise UserError(
+            f"barrier: {text!r} is none; write bsp, asp, ssp:STALENESS, pbsp:SAMPLE or pssp:SAMPLExSTALENESS"
+        )
+    staleness, sample = match["s"] or match["stale"] or 0, match["b"] or match["both"] or math.inf
+    return Barrier(float(staleness), float(sample))
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Workers that pass their barriers at one moment: what each has computed counts from here on."""
+
+    time: float
+    """virtual seconds"""
+    workers: tuple[int, ...]
+    """in order"""
+    steps: tuple[int, ...]
+    """how many each of them has completed"""
+
+
+def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, seed: int) -> Iterator[Passage]:
+    """All passages in order of time, without end; the first is at 0, when all workers begin their first step.
+
+    Events are ends of steps in the total order (time, worker), so that equal times leave nothing open.
+
+    Args:
+        workers: P.
+        rule: The barrier.
+        delays: Of a step, whose only part is 0.
+        compute: Seconds of a step without its delay.
+        seed: Of the barriers' draws; each is keyed by (worker, steps completed, attempt).
+    """
+    chances = rule.pass_chances(workers)
+    is_drawn = bool(((chances > 0) & (chances < 1)).any())
+    seconds, draws = _StepSeconds(workers, delays, compute), _Draws(workers, seed)
+    completed, attempts = np.zeros(workers, dtype=np.int64), np.zeros(workers, dtype=np.int64)
+    waits = np.zeros(workers, dtype=bool)
+    # behind[k]: how many workers have completed fewer than k steps
+    behind = np.array([0, workers])
+    ends = [(seconds.of(worker, 0), worker) for worker in range(workers)]
+    heapq.heapify(ends)
+    yield Passage(0.0, tuple(range(workers)), (0,) * workers)
+    while True:
+        now, worker = heapq.heappop(ends)
+        completed[worker] += 1
+        steps = int(completed[worker])
+        behind[steps] -= 1
+        if steps + 1 == len(behind):
+            behind = np.append(behind, workers)
+        waits[worker], attempts[worker] = True, 0
+        asking = np.flatnonzero(waits)
+        needed = np.maximum(completed[asking] - min(rule.staleness, steps + 1), 0).astype(np.int64)
+        chance = chances[behind[needed]]
+        # A draw is below 1, so that chances of 0 and 1 need none.
+        drawn = draws.of(asking, completed[asking], attempts[asking]) if is_drawn else 0.5
+        passing = asking[drawn < chance]
+        attempts[asking] += 1
+        waits[passing] = False
+        for each in passing.tolist():
+            heapq.heappush(ends, (now + seconds.of(each, int(completed[each])), each))
+        if len(passing):
+            yield Passage(now, tuple(passing.tolist()), tuple(completed[passing].tolist()))
+
+
+def steps_completed(workers: int, rule: Barrier, delays: DelayModel, compute: float, seed: int, until: float) -> Ints:
+    """Steps whose barrier each worker has passed by a virtual time: int64 [workers]. Arguments as in `passages`."""
+    steps = np.zeros(workers, dtype=np.int64)
+    for passage in passages(workers, rule, delays, compute, seed):
+        if passage.time > until:
+            break
+        steps[list(passage.workers)] = passage.steps
+    return steps
+
+
+class _StepSeconds:
+    """Seconds of steps, drawn for all workers at once."""
+
+    def __init__(self, workers: int, delays: DelayModel, compute: float) -> None:
+        self._workers, self._delays, self._compute = np.arange(workers), delays, compute
+        self._steps: list[list[float]] = []
+
+    def of(self, worker: int, step: int) -> float:
+        while step >= len(self._steps):
+            self._steps.append((self._compute + self._delays.at(self._workers, len(self._steps), 0)).tolist())
+        return self._steps[step][worker]
+
+
+class _Draws:
+    """A uniform draw for each attempt of a worker to pass, made for many attempts of all workers at once."""
+
+    BLOCK = 64
+
+    def __init__(self, workers: int, seed: int) -> None:
+        self._workers, self._seed = np.arange(workers)[:, None], seed
+        self._blocks: dict[tuple[int, int], F64] = {}
+        self._rows = np.zeros((workers, self.BLOCK))
+        """the block of attempts that each worker is in"""
+
+    def of(self, workers: Ints, steps: Ints, attempts: Ints) -> F64:
+        """For workers that have completed so many steps and ask for the so-manieth time, from 0; each time in turn."""
+        for worker in workers[attempts % self.BLOCK == 0].tolist():
+            at = np.flatnonzero(workers == worker)[0]
+            self._rows[worker] = self._block(int(steps[at]), int(attempts[at]) // self.BLOCK)[worker]
+        return self._rows[workers, attempts % self.BLOCK]
+
+    def _block(self, step: int, block: int) -> F64:
+        if (step, block) not in self._blocks:
+            attempts = np.arange(block * self.BLOCK, (block + 1) * self.BLOCK)
+            self._blocks[step, block] = keyed_uniform(BARRIER, self._seed, self._workers, step, attempts)
+        return self._blocks[step, block]
+
+
+@dataclass(frozen=True)
+class LagBounds:
+    """Bounds on how far behind the updates are that a worker under PSP has not seen."""
+
+    mean: float
+    second_moment: float
+
+
+def lag_bounds(within: float, sample: int, staleness: int, updates: int) -> LagBounds:
+    """The two bounds of Probabilistic Synchronous Parallel (arXiv 1709.07772) on the average lag over a run.
+
+    With a = F(r)^beta and S = (1 - a) / (F(r) (1 - a) + a - a^(T - r + 1)):
+
+        (1/T) sum E(lag)    <= S (r (r + 1) / 2 + a (r + 2) / (1 - a)^2)
+        (1/T) sum E(lag^2)  <  S (r (r + 1) (2 r + 1) / 6 + a (r^2 + 4) / (1 - a)^3)
+
+    Args:
+        within: F(r), the share of workers that are at most `staleness` steps behind without any barrier, below 1.
+        sample: beta, workers that are drawn, at least 1.
+        staleness: r, in steps.
+        updates: T, of the run, more than `staleness`.
+
+    Raises:
+        UserError: A value is outside of that.
+    """
+    if not 0 < within < 1 or sample < 1 or not 0 <= staleness < updates:
+        raise UserError("lag bounds: need 0 < F(r) < 1, a sample of at least 1, and 0 <= r < T")
+    a, r = within**sample, staleness
+    scale = (1 - a) / (within * (1 - a) + a - a ** (updates - r + 1))
+    mean = scale * (r * (r + 1) / 2 + a * (r + 2) / (1 - a) ** 2)
+    second = scale * (r * (r + 1) * (2 * r + 1) / 6 + a * (r**2 + 4) / (1 - a) ** 3)
+    return LagBounds(mean, second)

@@ -1,0 +1,154 @@
+"""How many gradients to wait for in a step: the cutoff that brings most of them a second.
+
+Teng and Wood (Bayesian Distributed Stochastic Gradient Descent, NeurIPS 2018, arXiv 1803.04209) predict the times of a
+step's workers together, and wait for the first c of n, with
+
+    c* = argmax over c of  c / E[x_(c)]
+
+where x_(c) is the c-th smallest time. The others' gradients are left out; their times are not known, only that they
+are above the cutoff (censored), and a predictor takes a draw of its own prediction beyond it in their place.
+
+`MovingAverage` is the plain predictor, `state_space` has the paper's. A predictor sees nothing but what a journal
+holds: the times of those that arrived, and the cutoff.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+import numpy as np
+
+from ..rng import CUTOFF, keyed_uniform
+from .delays import F64, Ints
+
+_NORMAL = NormalDist()
+_inverse = np.vectorize(_NORMAL.inv_cdf, otypes=[np.float64])
+_below = np.vectorize(_NORMAL.cdf, otypes=[np.float64])
+_SURE = 1e-9
+"""probabilities are kept so far from 0 and 1, where the normal distribution's inverse is infinite"""
+
+
+def expected_order(samples: F64) -> F64:
+    """E[x_(c)] for c = 1..n from joint draws of n workers' times: [draws, n] to [n], in the same unit."""
+    return np.sort(samples, axis=1).mean(axis=0)
+
+
+def elfving(mean: float, deviation: float, workers: int) -> F64:
+    """E[x_(c)] for c = 1..n of independent normal times, by Elfving's approximation: float64 [workers].
+
+    E[x_(c)] = mean + deviation * Phi^-1((c - pi/8) / (n - pi/4 + 1)) (Elfving, Biometrika 34, 1947).
+    """
+    ranks = np.arange(1, workers + 1)
+    return mean + deviation * _inverse((ranks - np.pi / 8) / (workers - np.pi / 4 + 1))
+
+
+def best_cutoff(expected: F64) -> int:
+    """c* for E[x_(c)], c = 1..n, in [n]; of equal rates the larger c, which leaves less out.
+
+    >>> best_cutoff(np.array([1.0, 2.0, 10.0]))
+    2
+    """
+    rates = np.arange(1, len(expected) + 1) / expected
+    return int(len(rates) - np.argmax(rates[::-1]))
+
+
+class Predictor(Protocol):
+    """Predicts the times of the coming step's workers."""
+
+    def samples(self, draws: int) -> F64:
+        """Joint draws of all workers' times in the coming step: seconds, [draws, workers]."""
+
+    def observe(self, seconds: F64, cutoff: float) -> None:
+        """Takes what is known of a step: seconds by worker, nan for those that were left out at `cutoff` seconds."""
+
+
+class MovingAverage:
+    """Each worker's times are normal by themselves, with a mean and a variance that follow what is observed.
+
+    Args:
+        workers: n.
+        seed: Of its draws.
+        weight: Of a new observation against all before.
+    """
+
+    def __init__(self, workers: int, seed: int, weight: float = 0.2) -> None:
+        self._seed, self._weight, self._steps = seed, weight, 0
+        self._mean, self._variance = np.zeros(workers), np.zeros(workers)
+
+    def samples(self, draws: int) -> F64:
+        """See `Predictor`; needs one observation."""
+        assert self._steps > 0
+        chances = keyed_uniform(CUTOFF, self._seed, self._steps, np.arange(draws)[:, None], np.arange(len(self._mean)))
+        return self._positive(self._mean + self._deviation() * _inverse(np.clip(chances, _SURE, 1 - _SURE)))
+
+    def observe(self, seconds: F64, cutoff: float) -> None:
+        """See `Predictor`."""
+        seconds = self._imputed(seconds, cutoff)
+        # As in an average of all observations until there are 1 / weight of them, so that the first has no special say.
+        self._steps += 1
+        weight = max(self._weight, 1 / self._steps)
+        change = seconds - self._mean
+        self._mean = self._mean + weight * change
+        self._variance = (1 - weight) * (self._variance + weight * change**2)
+
+    def _imputed(self, seconds: F64, cutoff: float) -> F64:
+        """With a draw beyond the cutoff from the prediction for each worker that was left out."""
+        left_out = np.isnan(seconds)
+        if not left_out.any():
+            return seconds
+        deviation = self._deviation()
+        chances = keyed_uniform(CUTOFF, self._seed, self._steps, -1, np.arange(len(seconds)))
+        arrived = _below((cutoff - self._mean) / deviation)
+        beyond = self._mean + deviation * _inverse(np.clip(arrived + chances * (1 - arrived), _SURE, 1 - _SURE))
+        return np.where(left_out, np.maximum(beyond, cutoff), seconds)
+
+    def _deviation(self) -> F64:
+        """Of each worker; at least a thousandth of its mean, so that there is a distribution before any spread."""
+        return np.maximum(np.sqrt(self._variance), 1e-3 * self._mean + 1e-12)
+
+    def _positive(self, drawn: F64) -> F64:
+        # A normal draw may be negative, a time is not: nothing is taken below a tenth of the worker's mean.
+        return np.maximum(drawn, 0.1 * self._mean)
+
+
+Choice = Callable[[F64], int]
+"""how many of n workers to wait for, by their times in the step, which only an oracle may look at"""
+
+
+@dataclass(frozen=True)
+class CutoffRun:
+    """Steps in which the first so many gradients were taken."""
+
+    counts: Ints
+    """gradients of each step"""
+    seconds: F64
+    """of each step"""
+
+    def throughput(self, first: int = 0, stop: int | None = None) -> float:
+        """Gradients a second over a range of steps."""
+        return float(self.counts[first:stop].sum() / self.seconds[first:stop].sum())
+
+
+def with_counts(times: F64, choose: Choice) -> CutoffRun:
+    """What a rule brings on known times: seconds [steps, workers]."""
+    counts = np.array([choose(row) for row in times], dtype=np.int64)
+    seconds = np.take_along_axis(np.sort(times, axis=1), counts[:, None] - 1, axis=1)[:, 0]
+    return CutoffRun(counts, seconds)
+
+
+def with_predictor(times: F64, predictor: Predictor, draws: int = 64) -> CutoffRun:
+    """What a predictor brings on known times [steps, workers], of which it learns only those within its cutoffs.
+
+    The first step waits for all, as there is nothing to predict it from.
+    """
+
+    counts: list[int] = []
+    seconds: list[float] = []
+    for row in times:
+        count = best_cutoff(expected_order(predictor.samples(draws))) if counts else len(row)
+        cutoff = float(np.sort(row)[count - 1])
+        predictor.observe(np.where(row <= cutoff, row, np.nan), cutoff)
+        counts.append(count)
+        seconds.append(cutoff)
+    return CutoffRun(np.array(counts, dtype=np.int64), np.array(seconds))

@@ -1,0 +1,238 @@
+"""Keyed delays: how much longer a piece of work takes than its computation, as a pure function of integer keys.
+
+A piece of work is (worker, step, part), where a part is a micro-batch or a virtual worker. Its delay depends on the
+seed and on these three alone, never on a clock, so that a run in virtual time is a function of its recipe. In a real
+run the same delays are slept.
+
+Delays are written as text, `NAME[:PARAMETERS][@SECONDS]`, several joined by `+`:
+
+| text | delay in units, independent for each part unless said |
+| --- | --- |
+| `constant:A` | A (1) |
+| `exponential:A` | exponential with mean A (1) |
+| `shifted-exponential` | 1 + exponential with mean 1 |
+| `gamma:KxA` | Gamma with shape K (1) and scale A (1) |
+| `lognormal:A` | the noise of DropCompute (Giladi et al., arXiv 2306.10598), with mean A (0.5) |
+| `pause:PxA` | A (2) with probability P (0.25), otherwise 0 |
+| `slow:PxF,T` | F - 1 (F is 4) from step T (0) on, for a share P (0.05) of the workers, which stays the same |
+
+A unit is what `@` says in seconds; without it, what the caller takes as the time of the computation itself. So `slow`
+makes a part F times as long as its computation.
+"""
+
+import math
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UserError, suggest
+from ..rng import DELAY, keyed_uniform
+
+F64 = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_GRID = 2.0**30
+"""Delays are whole multiples of 1/_GRID seconds, about a nanosecond, so that float64 adds them without rounding: a
+virtual time is the same in whatever order its delays are added."""
+
+
+class Delay(ABC):
+    """A distribution of delays in units; its parameters are the fields of the dataclass, in the order of the text."""
+
+    @abstractmethod
+    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+        """Delays of pieces of work. `key` begins every draw; the arrays broadcast, and the result has their shape."""
+
+
+@dataclass(frozen=True)
+class Constant(Delay):
+    """The same delay always."""
+
+    amount: float = 1.0
+
+    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+        """See `Delay`."""
+        return np.full(np.broadcast_shapes(worker.shape, step.shape, part.shape), self.amount)
+
+
+@dataclass(frozen=True)
+class Exponential(Delay):
+    """Without memory, and without a shift: half of the delays are below 0.69 of the mean, 1 % above 4.6 of it."""
+
+    mean: float = 1.0
+
+    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+        """See `Delay`."""
+        return -self.mean * np.log1p(-keyed_uniform(*key, worker, step, part))
+
+
+@dataclass(frozen=True)
+class Gamma(Delay):
+    """Gamma, drawn by Marsaglia and Tsang's rejection (ACM TOMS 26, 2000), each attempt with draws of its own."""
+
+    shape: float = 1.0
+    scale: float = 1.0
+
+    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+        """See `Delay`."""
+        worker, step, part = np.broadcast_arrays(worker, step, part)
+        # Of shapes below 1 a draw of shape + 1 is scaled by a uniform draw's power.
+        boost = 1.0 if self.shape >= 1 else (1 - keyed_uniform(*key, worker, step, part, 0)) ** (1 / self.shape)
+        d = max(self.shape, self.shape + (self.shape < 1)) - 1 / 3
+        drawn, open_, attempt = np.zeros(worker.shape), np.ones(worker.shape, dtype=bool), 0
+        while open_.any():
+            attempt += 1
+            u, v, w = (1 - keyed_uniform(*key, worker, step, part, 3 * attempt + i) for i in range(3))
+            normal = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
+            cube = np.maximum(1 + normal / np.sqrt(9 * d), 0) ** 3
+            with np.errstate(divide="ignore"):  # a cube of 0 is refused
+                accepted = np.log(w) < normal**2 / 2 + d - d * cube + d * np.log(cube)
+            drawn = np.where(open_ & accepted, d * cube, drawn)
+            open_ = open_ & ~accepted
+        return np.asarray(self.scale * drawn * boost)
+
+
+@dataclass(frozen=True)
+class LogNormal(Delay):
+    """The noise of DropCompute's simulations, as its authors' code has it.
+
+    mean * m / E[m] with m from 1 to 999 and p(m) ~ exp(-(ln m - 4)^2 / 2) / m: a log-normal cut at 18 times its median.
+    """
+
+    mean: float = 0.5
+
+    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+        """See `Delay`."""
+        cumulative, values = _drop_compute_noise()
+        drawn = np.searchsorted(cumulative, keyed_uniform(*key, worker, step, part), side="right")
+        return self.mean * values[np.minimum(drawn, len(values) - 1)]
+
+
+@dataclass(frozen=True)
+class Pause(Delay):
+    """Now and then a pause of a fixed length."""
+
+    probability: float = 0.25
+    amount: float = 2.0
+
+    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+        """See `Delay`."""
+        return np.where(keyed_uniform(*key, worker, step, part) < self.probability, self.amount, 0.0)
+
+
+@dataclass(frozen=True)
+class Slow(Delay):
+    """Persistently slow workers; which ones is drawn once, for each by itself, so that few workers may have none."""
+
+    share: float = 0.05
+    factor: float = 4.0
+    since: float = 0.0
+
+    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+        """See `Delay`."""
+        slow = (keyed_uniform(*key, worker) < self.share) & (step >= self.since)
+        return np.where(slow, self.factor - 1, 0.0) + np.zeros(part.shape)
+
+
+@dataclass(frozen=True)
+class DelayModel:
+    """A sum of delays, keyed by a seed."""
+
+    terms: tuple[tuple[Delay, float], ...]
+    """each with the seconds of its unit"""
+    seed: int
+
+    def at(self, worker: npt.ArrayLike, step: npt.ArrayLike, part: npt.ArrayLike) -> F64:
+        """Seconds for pieces of work, from integer arrays that broadcast: float64 of their shape."""
+        keys = [np.asarray(words, dtype=np.int64) for words in (worker, step, part)]
+        shape = np.broadcast_shapes(*(key.shape for key in keys))
+        total = np.zeros(shape)
+        for index, (delay, unit) in enumerate(self.terms):
+            seconds = unit * delay.units((DELAY, self.seed, index), *keys)
+            total += np.rint(seconds * _GRID) / _GRID
+        return total
+
+    def seconds(self, worker: int, step: int, part: int) -> float:
+        """Seconds of one piece of work."""
+        return float(self.at(worker, step, part))
+
+    def table(self, workers: int, step: int, parts: int) -> F64:
+        """Seconds of a whole step: float64 [workers, parts]."""
+        return self.at(np.arange(workers)[:, None], step, np.arange(parts))
+
+
+_MODELS: dict[str, tuple[type[Delay], ...]] = {
+    "constant": (Constant,),
+    "exponential": (Exponential,),
+    "shifted-exponential": (Constant, Exponential),
+    "gamma": (Gamma,),
+    "lognormal": (LogNormal,),
+    "pause": (Pause,),
+    "slow": (Slow,),
+}
+_PROBABILITIES = ("probability", "share")
+
+
+def delay_model(text: str, seed: int, unit: float = 1.0) -> DelayModel:
+    """The model that a text describes; the module's docstring has the language.
+
+    Args:
+        text: Such as `exponential`, `lognormal:0.5@0.02` or `exponential+slow:0.05x4`.
+        seed: Begins every draw.
+        unit: Seconds of a unit for what has no `@`.
+
+    Raises:
+        UserError: The text is no model; says what is.
+
+    >>> model = delay_model("constant@0.25 + slow:1x4,10", seed=0)
+    >>> model.seconds(worker=3, step=9, part=0), model.seconds(worker=3, step=10, part=0)
+    (0.25, 3.25)
+    """
+    return DelayModel(tuple(term for each in text.split("+") for term in _parse(each.strip(), text, unit)), seed)
+
+
+def _parse(term: str, text: str, unit: float) -> list[tuple[Delay, float]]:
+    match = re.fullmatch(r"([a-z-]+)(?::([^@]*))?(?:@(.*))?", term)
+    if match is None:
+        raise UserError(f"delays: {text!r} is none; write NAME[:PARAMETERS][@SECONDS], such as exponential@0.05")
+    name, parameters, seconds = match.groups()
+    if name not in _MODELS:
+        raise UserError(f"delays: no model {name!r} in {text!r}{suggest(name, _MODELS)}")
+    kinds = _MODELS[name]
+    allowed = [field.name for field in fields(kinds[0])] if len(kinds) == 1 else []  # type: ignore[arg-type]
+    given = [_number(word, term) for word in re.split("[x,]", parameters)] if parameters is not None else []
+    if len(given) > len(allowed):
+        known = f"{name} takes {', '.join(allowed)}" if allowed else f"{name} takes none"
+        raise UserError(f"delays: {term!r} has {len(given)} parameters; {known}")
+    for key, value in zip(allowed, given, strict=False):
+        if key in _PROBABILITIES and value > 1:
+            raise UserError(f"delays: {term!r} has {key} {value:g}; it is a share from 0 to 1")
+        if (key == "shape" and value == 0) or (key == "factor" and value < 1):
+            raise UserError(
+                f"delays: {term!r} has {key} {value:g}; it is {'above 0' if key == 'shape' else '1 or more'}"
+            )
+    scale = unit if seconds is None else _number(seconds, term)
+    return [(kind(*given), scale) for kind in kinds]
+
+
+def _number(word: str, term: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UserError(f"delays: {word!r} in {term!r} is no number from 0 up")
+    return value
+
+
+@cache
+def _drop_compute_noise() -> tuple[F64, F64]:
+    """The cumulative distribution of m = 1..999, and m over its mean."""
+    m = np.arange(1, 1000, dtype=np.float64)
+    weights = np.exp(-((np.log(m) - 4) ** 2) / 2) / m
+    weights /= weights.sum()
+    return np.cumsum(weights), m / (weights @ m)

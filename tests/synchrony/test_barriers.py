@@ -1,0 +1,98 @@
+"""Progress under barriers: the figures of Probabilistic Synchronous Parallel, and its limits."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from torusgd.errors import UserError
+from torusgd.synchrony.barriers import Barrier, barrier, lag_bounds, passages, steps_completed
+from torusgd.synchrony.delays import delay_model
+
+EXPONENTIAL = delay_model("exponential", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "median", "spread"),
+    [("bsp", 30, 0), ("pbsp:10", 70, 6), ("ssp:4", 79, 4), ("pssp:10x4", 98, 15), ("asp", 100, 40)],
+)
+def test_progress_of_200_workers_by_200_seconds(text: str, median: float, spread: int) -> None:
+    """The setting of the paper's first figure: P 200, steps of 1 + Exp(1) s, sample 10, staleness 4."""
+    steps = steps_completed(200, barrier(text), EXPONENTIAL, compute=1.0, seed=0, until=200.0)
+    assert abs(np.median(steps) - median) <= 1
+    assert steps.max() - steps.min() <= spread
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_a_sample_of_all_is_the_plain_barrier(staleness: int) -> None:
+    def first(sample: float) -> list[object]:
+        return list(islice(passages(12, Barrier(staleness, sample), EXPONENTIAL, compute=1.0, seed=0), 300))
+
+    assert first(12) == first(float("inf"))
+    assert first(11) != first(12)
+
+
+def test_a_sample_of_none_is_asynchronous() -> None:
+    runs = [
+        list(islice(passages(6, rule, EXPONENTIAL, compute=1.0, seed=0), 100))
+        for rule in (Barrier(0, sample=0), barrier("asp"))
+    ]
+    assert runs[0] == runs[1]
+    assert all(len(passage.workers) == 1 for passage in runs[0][1:])
+
+
+def test_nobody_is_further_ahead_than_the_staleness() -> None:
+    done = np.zeros(8, dtype=int)
+    for passage in islice(passages(8, barrier("ssp:2"), EXPONENTIAL, compute=0.0, seed=0), 500):
+        done[list(passage.workers)] = passage.steps
+        assert all(step - 2 <= done.min() + 1 for step in passage.steps)
+
+
+def test_equal_times_are_taken_in_the_order_of_workers() -> None:
+    constant = delay_model("constant", seed=0)
+    found = list(islice(passages(3, barrier("asp"), constant, compute=0.0, seed=0), 4))
+    assert [(passage.time, passage.workers) for passage in found] == [(0, (0, 1, 2)), (1, (0,)), (1, (1,)), (1, (2,))]
+
+
+def test_a_draw_passes_as_often_as_one_that_names_the_workers() -> None:
+    behind, draws = 3, 20000
+    rng = np.random.default_rng(0)
+    drawn = np.argsort(rng.random((draws, 10)), axis=1)[:, :4]
+    assert Barrier(0, 4).pass_chances(10)[behind] == pytest.approx((drawn >= behind).all(axis=1).mean(), abs=0.01)
+
+
+def test_bounds_of_the_lag() -> None:
+    """The mean's bound is the sum that it bounds, over lags weighed by a to the power of what is beyond r."""
+    within, staleness, updates = 0.8, 4, 1000
+    for sample in (1, 4, 16):
+        a = within**sample
+        lags = np.arange(updates + 1)
+        weights = np.where(lags <= staleness, 1.0, a ** np.maximum(lags - staleness, 0))
+        total = within + weights[staleness + 1 :].sum()
+        bound = lag_bounds(within, sample, staleness, updates)
+        ratio = bound.mean / ((lags * weights).sum() / total)
+        assert 1 <= ratio < (1.05 if sample == 16 else 3)
+        assert bound.second_moment > bound.mean
+    means = [lag_bounds(within, sample, staleness, updates).mean for sample in (1, 2, 4)]
+    assert means == sorted(means, reverse=True)
+
+
+def test_lags_of_a_simulated_run_lie_below_the_bound() -> None:
+    free = steps_completed(80, barrier("asp"), EXPONENTIAL, compute=1.0, seed=0, until=60.0)
+    within = float((free[:, None] - free[None, :] <= 4).mean())
+    sampled = steps_completed(80, barrier("pssp:10x4"), EXPONENTIAL, compute=1.0, seed=0, until=60.0)
+    lag = np.maximum(sampled[:, None] - sampled[None, :], 0)
+    bound = lag_bounds(within, sample=10, staleness=4, updates=60)
+    assert lag.mean() < bound.mean
+    assert (lag**2).mean() < bound.second_moment
+
+
+@pytest.mark.parametrize("text", ["", "ssp", "ssp:-1", "pbsp", "pssp:4", "bsp:1"])
+def test_a_wrong_barrier_is_one_line(text: str) -> None:
+    with pytest.raises(UserError, match=r"^barrier: [^\n]*$"):
+        barrier(text)
+
+
+def test_bounds_refuse_what_they_are_not_for() -> None:
+    with pytest.raises(UserError):
+        lag_bounds(within=1.0, sample=10, staleness=4, updates=100)
