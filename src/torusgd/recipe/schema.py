@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from .data_schema import Data, Evaluate, Polish
 from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage
 from .section import Count, Fraction, Options, Section, sides
+from .synchrony_schema import Synchrony
 
 MOST_VIRTUAL_WORKERS = 2**20
 SCHEMA = 1
@@ -59,6 +60,7 @@ class Recipe(Section):
     """how gradients are summed; only exact gives the same bits on any number of ranks"""
     threads: Count = 1
     """threads of each rank; bits differ between 1 and 2"""
+    synchrony: Synchrony = Synchrony()
     evaluate: Evaluate = Evaluate()
     column_blocks: Count = 1
     """runs of outputs in which each linear layer at the network's end is computed, each for itself; above 1, groups of
@@ -87,6 +89,8 @@ class Recipe(Section):
             raise ValueError(f"evaluate.resize: must be at least its image_size, {max(sides(held_out.image_size))}")
         if self.column_blocks > 1 and self.reduction != "exact":
             raise ValueError("column_blocks: above 1 it needs reduction: exact")
+        images = tuple(stage.images_per_worker for stage in self.stages)
+        self.synchrony.check_recipe(self.virtual_workers, images, self.reduction, self.column_blocks)
         return self
 
     @property

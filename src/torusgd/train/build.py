@@ -3,8 +3,10 @@
 Data, model, all-reduce, reducer, update, and the step that joins them.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,7 +47,9 @@ from .control_vector import ControlMessage
 from .drift import DriftWatch
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
+from .journal import Journaled
 from .membership import Membership, even_shares
+from .relaxed import check_synchrony, keep_rates, local_steps, outer_optimizer, pass_thread, scheduled_rates
 from .step import TrainStep
 from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
@@ -68,6 +72,10 @@ class Job:
     max_steps: int | None = None
     plan: PlanComparison | None = None
     """to stand beside what is measured"""
+    replay: Journaled | None = None
+    """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
+    delays: str = ""
+    """a model of delays that the ranks sleep; empty: none"""
 
 
 @dataclass(frozen=True)
@@ -137,11 +145,13 @@ def build(
     recipe, options, device = job.recipe, job.options, world.device
     check_world_size(world.size, recipe)
     check_audit(options, recipe, world.size)
+    check_synchrony(recipe, options, device, job.delays, is_live(job))
     prepare_process(recipe, device)
     train = data.training.source
     schedule = Schedule(recipe, len(train))
 
     model = model_of(recipe, len(train.classes)).to(device)
+    own_copy = copy.deepcopy(model) if recipe.synchrony.form != "synchronous" else None
     if fingerprint is None:
         fingerprint = Fingerprint(
             recipe_sha256=recipe.sha256(),
@@ -150,6 +160,7 @@ def build(
             init_sha256=init_sha256(job),
             drawn_sha256=weights_sha256(model.state_dict()),
             conditions=conditions(recipe, device),
+            replayed_sha256=job.replay.head.sha256 if job.replay is not None else "",
         )
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
@@ -181,15 +192,20 @@ def build(
         to_host=monitor.to_host,
     )
     hook_parameters(reducer)
+    local = recipe.synchrony.local_steps is not None
     update = Update(
         model,
-        build_optimizer(recipe.optimizer, model, recipe.rate.lr, tail.held if tail is not None else None),
+        outer_optimizer(recipe, model)
+        if local
+        else build_optimizer(recipe.optimizer, model, recipe.rate.lr, tail.held if tail is not None else None),
         reducer,
         sum_over_ranks=lambda table: watched.start(table).wait(),
         columns=tail,
     )
     forward_backward: ForwardBackward
-    if tail is None:
+    if local and own_copy is not None:
+        forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
+    elif tail is None:
         forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
     else:
         forward_backward = SharedTail(model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world)
@@ -204,6 +220,7 @@ def build(
         batch_norm=batch_norm,
         precision=precision,
         allreduce=watched,
+        set_rates=keep_rates if local else partial(scheduled_rates, update),
         control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
@@ -213,6 +230,9 @@ def build(
         images_at=str(job.data or recipe.data.source),
         liveness=liveness,
         stop_requested=stop_requested,
+        pass_thread=pass_thread(recipe, own_copy, model, reducer.names, precision, world, job.delays)
+        if own_copy is not None and is_live(job)
+        else None,
     )
 
     def close() -> None:
@@ -234,6 +254,12 @@ def build(
         explanation="\n".join(lines),
         _close=close,
     )
+
+
+def is_live(job: Job) -> bool:
+    """Whether clocks decide what its steps leave out."""
+    form = job.recipe.synchrony
+    return form.leaves_out and form.delays is None and job.replay is None
 
 
 def init_sha256(job: Job) -> str:

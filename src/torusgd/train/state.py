@@ -14,6 +14,7 @@ from ..weights import Tensors
 from .checkpoint import FORMAT, Checkpoint
 from .conditions import Conditions
 from .fingerprint import Fingerprint
+from .journal import JournalHead
 from .step_stats import StepStats, StepTotals
 
 _MODEL = "model/"
@@ -38,6 +39,8 @@ class RunState:
     """conditions of earlier parts of the run, where they were not today's"""
     mixed_conditions: list[Conditions] = field(default_factory=list)
     """of ranks, in any part of the run, whose conditions were not rank 0's"""
+    journal: JournalHead | None = None
+    """up to where the run has come; None: its journal follows from the recipe"""
 
     def count(self, stats: StepStats) -> None:
         """Adds a step that was taken."""
@@ -51,8 +54,13 @@ class RunState:
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> "RunState":
         """From what `as_dict` gave."""
-        values = {name: tree[name] for name in cls.__dataclass_fields__}
-        nested = {"fingerprint": Fingerprint.from_dict(tree["fingerprint"]), "totals": StepTotals(**tree["totals"])}
+        values = {name: tree[name] for name in cls.__dataclass_fields__ if name != "journal"}
+        head = tree.get("journal")  # checkpoints of before there were journals lack it
+        nested = {
+            "fingerprint": Fingerprint.from_dict(tree["fingerprint"]),
+            "totals": StepTotals(**tree["totals"]),
+            "journal": None if head is None else JournalHead(**head),
+        }
         return cls(**{**values, **nested})
 
 

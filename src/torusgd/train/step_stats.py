@@ -8,6 +8,7 @@ from typing import Any
 from ..comm.monitor import Monitor, hidden_share
 from ..data.loader import Loader
 from ..recipe.schedule import Step
+from .journal import JournalEntry
 from .stragglers import Straggler
 
 
@@ -48,6 +49,12 @@ class StepStats:
     """tensors with a non-finite gradient; not empty: the update was skipped (float16)"""
     audited: int
     """virtual workers that were computed twice, on two ranks"""
+    entry: JournalEntry
+    """whose gradients entered the update"""
+    left_out: int
+    """virtual workers whose gradients did not"""
+    finished: list[int]
+    """see `ControlVector.finished`"""
     underflow: float
     """share of the elements of all virtual workers' gradients that were rounded to zero when they were summed"""
     loss_scale: float
@@ -87,7 +94,7 @@ class StepStats:
             event["hidden_share"] = round(self.hidden_share, 4)
         if self.loss_scale != 1.0:
             event["loss_scale"] = self.loss_scale
-        rare = ("replaced", "redone", "overflowed", "skipped", "audited", "underflow")
+        rare = ("replaced", "redone", "overflowed", "skipped", "audited", "left_out", "underflow")
         event |= {name: value for name in rare if (value := getattr(self, name))}
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
@@ -103,6 +110,7 @@ class StepTotals:
     redone: int = 0
     skipped: int = 0
     audited: int = 0
+    left_out: int = 0
     step_seconds: float = 0.0
     data_seconds: float = 0.0
     sync_seconds: float = 0.0
@@ -120,6 +128,7 @@ class StepTotals:
         self.redone += stats.redone
         self.skipped += bool(stats.skipped)
         self.audited += stats.audited
+        self.left_out += stats.left_out
         self.underflow += stats.underflow * stats.step.batch
         self.step_seconds += stats.times.seconds
         self.data_seconds += stats.times.data_seconds
@@ -138,6 +147,7 @@ class StepTotals:
             "redone_steps": self.redone,
             "skipped_steps": self.skipped,
             "audited_workers": self.audited,
+            "left_out_workers": self.left_out,
             "underflow": self.underflow / max(self.samples, 1),
             "images_per_second": round(self.samples / seconds, 2),
             "data_wait_share": round(self.data_seconds / seconds, 5),
