@@ -160,7 +160,7 @@ def build(
             init_sha256=init_sha256(job),
             drawn_sha256=weights_sha256(model.state_dict()),
             conditions=conditions(recipe, device),
-            replayed_sha256=job.replay.head.sha256 if job.replay is not None else "",
+            replayed_sha256=replayed_sha256(job),
         )
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
@@ -265,6 +265,11 @@ def is_live(job: Job) -> bool:
 def init_sha256(job: Job) -> str:
     """The hash of the weights that a job starts from; empty where they are drawn from the seed."""
     return weights_sha256(load_weights(job.init)[0]) if job.init is not None else ""
+
+
+def replayed_sha256(job: Job) -> str:
+    """The head of the journal that a job replays; empty where it replays none."""
+    return job.replay.head.sha256 if job.replay is not None else ""
 
 
 def _all_reduce(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:
