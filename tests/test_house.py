@@ -48,7 +48,6 @@ SHORT_FOR_A_REASON = {
     "cli/recipes.py": "a file a command",
     "launch/forkserver.py": "must start before torch is imported, and import nothing that does",
     "launch/forkserver_preload.py": "imported by name in a fresh process, and nothing else may be in it",
-    "train/journal.py": "an interface: which gradients enter an update",
 }
 ONE_NAME_FOR_A_REASON = {
     "bench.py": "comm/ measures, cli/ prints",

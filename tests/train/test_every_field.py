@@ -17,6 +17,12 @@ RAND = "data.augment.policy=randaugment"
 HALF = "precision=float16"
 # Images that must be cropped: 12 pixels a side, of which the recipe takes 8.
 LARGER = "data.resize=12"
+CUTOFF = "synchrony={form: cutoff, count: 2, warmup: 2, delays: exponential}"
+THRESHOLD = "synchrony={form: cutoff, threshold: 0.5, warmup: 2, delays: exponential}"
+BACKUP = "synchrony={form: backup, backups: 1, warmup: 2, delays: exponential}"
+HASHED = ("recipe_sha256", "journal")
+"""keys of a summary in which the recipe's own hash is"""
+LOCAL = ["stages=[{until: 4st, images_per_worker: 6}]", "synchrony={form: local, local_steps: 1}"]
 
 # key of the recipe -> (what must be set before, the change)
 CHANGES: dict[str, tuple[list[str], str]] = {
@@ -99,6 +105,16 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "evaluate.resize": ([LARGER], "evaluate.resize=10"),
     "evaluate.images_per_chunk": ([], "evaluate.images_per_chunk=1"),
     "column_blocks": ([], "column_blocks=4"),
+    "synchrony.form": (LOCAL[:1], LOCAL[1]),
+    "synchrony.backups": ([BACKUP], "synchrony.backups=2"),
+    "synchrony.count": ([CUTOFF], "synchrony.count=3"),
+    "synchrony.threshold": ([THRESHOLD], "synchrony.threshold=2.0"),
+    "synchrony.warmup": ([CUTOFF], "synchrony.warmup=3"),
+    "synchrony.delays": ([CUTOFF], "synchrony.delays=lognormal"),
+    "synchrony.local_steps": (LOCAL, "synchrony.local_steps=2"),
+    "synchrony.outer.lr": (LOCAL, "synchrony.outer.lr=1.0"),
+    "synchrony.outer.momentum": (LOCAL, "synchrony.outer.momentum=0.5"),
+    "synchrony.outer.nesterov": (LOCAL, "synchrony.outer.nesterov=false"),
     "target_top1": ([], "target_top1=0.5"),
     "polish.images": ([], "polish.images=16"),
     "polish.images_per_batch": ([], "polish.images_per_batch=6"),
@@ -136,6 +152,6 @@ def seen(out: Path, *overrides: str) -> Any:
     except Exception as error:
         return str(error)
     told = [{k: v for k, v in event.items() if "seconds" not in k} for event in events(out)]
-    kept = {k: v for k, v in summary.items() if "second" not in k and "share" not in k and k != "recipe_sha256"}
+    kept = {k: v for k, v in summary.items() if "second" not in k and "share" not in k and k not in HASHED}
     # A memory format may change no bit; it is seen in the recipe that the run writes down.
     return plan, told, kept, (out / "recipe.yaml").read_text() if "memory_format" in str(overrides) else ""

@@ -78,6 +78,15 @@ def train(
             "--mixed", help="Ranks may differ in processor or libraries: bits don't repeat.", rich_help_panel=RUNTIME
         ),
     ] = False,
+    delays: Annotated[
+        str | None,
+        Option(
+            "--delays",
+            metavar="MODEL",
+            help="Sleep before each virtual worker: lognormal (its unit is 20 ms), exponential@0.05 (50 ms).",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     plan: Annotated[
         Path | None,
         Option("--plan", help="A plan of it (torusgd plan --json) to compare with.", rich_help_panel=OUTPUT),
@@ -114,7 +123,7 @@ def train(
     options = runtime.fitted(options, block, expected_ranks(options, device, resolved))
     folder = out or Path("runs") / resolved.name
     planned = PlanComparison.load(plan) if plan else None
-    job = Job(resolved, options, device, folder, data, init, max_steps, planned)
+    job = Job(resolved, options, device, folder, data, init, max_steps, planned, delays=delays or "")
     result = (join_and_train if ranks_are_given() else launch)(job, fresh)
     if result.summary:
         show_result(result.summary, folder)

@@ -67,7 +67,7 @@ class Group:
     ) -> None:
         self.process_group, self.ranks, self.rank, self.device = process_group, tuple(ranks), rank, device
         self.timeout, self.has_nccl = timeout, nccl
-        self._store, self._owned = store, owned
+        self.store, self._owned = store, owned
         self._splits = itertools.count() if splits is None else splits
         self._is_given_up = is_given_up
         self._parts: list[Group] = []
@@ -217,9 +217,9 @@ class Group:
                 parent.perform_nocolor_split(device)
         if color is None:
             return alone(device, self.ranks[self.rank])
-        assert self._store is not None, "a group without a store can't be split"
+        assert self.store is not None, "a group without a store can't be split"
         part = build(
-            PrefixStore(f"{prefix}/{'-'.join(map(str, sets[color]))}", self._store),
+            PrefixStore(f"{prefix}/{'-'.join(map(str, sets[color]))}", self.store),
             [self.ranks[place] for place in sets[color]],
             self.ranks[self.rank],
             device=device,
@@ -270,7 +270,7 @@ class Group:
         """
         if self.process_group is not None and self._owned and self.has_nccl:
             self._nccl.shutdown()  # Gloo's connections end with the last reference to its group
-        self.process_group, self._store = None, None
+        self.process_group, self.store = None, None
 
     @property
     def _torch(self) -> ProcessGroup:

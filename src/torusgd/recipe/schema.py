@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from .data_schema import Data, Evaluate, Polish
 from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage
 from .section import Count, Fraction, Options, Positive, Section, sides
+from .synchrony_schema import Synchrony
 
 MOST_VIRTUAL_WORKERS = 2**20
 SCHEMA = 1
@@ -64,6 +65,7 @@ class Recipe(Section):
     """how gradients are summed; only exact gives the same bits on any number of ranks"""
     threads: Count = 1
     """threads of each rank; bits differ between 1 and 2"""
+    synchrony: Synchrony = Synchrony()
     evaluate: Evaluate = Evaluate()
     column_blocks: Count = 1
     """runs of outputs in which each linear layer at the network's end is computed, each for itself; above 1, groups of
@@ -96,6 +98,13 @@ class Recipe(Section):
             raise ValueError("model.freeze: needs column_blocks: 1")
         if self.column_blocks > 1 and (self.data.augment.mixup or self.data.augment.cutmix):
             raise ValueError("data.augment: mixup and cutmix need column_blocks: 1")
+        if self.synchrony.form == "local":
+            if self.clip_grad_norm is not None:
+                raise ValueError("clip_grad_norm: has no meaning with synchrony.form: local, whose copies don't clip")
+            if self.optimizer.needs_head or self.optimizer.name not in ("sgd", "lars"):
+                raise ValueError("optimizer: synchrony.form: local takes sgd or lars, with one rate for all layers")
+        images = tuple(stage.images_per_worker for stage in self.stages)
+        self.synchrony.check_recipe(self.virtual_workers, images, self.reduction, self.column_blocks)
         return self
 
     @property

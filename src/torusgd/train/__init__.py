@@ -2,5 +2,5 @@
 
 It runs on ranks that exist already; starting them is `launch`.
 May import: errors, rng, signals, untrusted, weights, recipe, runtime, precision, data, models, optim, comm, gradients,
-    tensor_parallel.
+    tensor_parallel, synchrony.
 """

@@ -117,6 +117,8 @@ def follows_speed(options: RuntimeOptions, recipe: Recipe) -> bool:
         why = f"sums in {recipe.reduction} depend on who computes what"
     elif recipe.column_blocks > 1:
         why = "ranks that share layers in column blocks take as many virtual workers each"
+    elif recipe.synchrony.form != "synchronous":
+        why = f"with synchrony.form = {recipe.synchrony.form} time decides other things than shares"
     if why and options.shares == "speed" and "shares" in options.model_fields_set:
         raise UserError(f"shares = speed: {why}; leave it out, and the shares are even")
     return options.shares == "speed" and not why

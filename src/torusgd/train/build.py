@@ -3,8 +3,10 @@
 Data, model, all-reduce, reducer, update, and the step that joins them.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,7 +49,9 @@ from .drift import DriftWatch
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .initial_weights import read_initial
+from .journal import Journaled
 from .membership import Membership, even_shares
+from .relaxed import check_synchrony, keep_rates, local_steps, outer_optimizer, pass_thread, scheduled_rates
 from .step import TrainStep
 from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
@@ -70,6 +74,10 @@ class Job:
     max_steps: int | None = None
     plan: PlanComparison | None = None
     """to stand beside what is measured"""
+    replay: Journaled | None = None
+    """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
+    delays: str = ""
+    """a model of delays that the ranks sleep; empty: none"""
 
 
 @dataclass(frozen=True)
@@ -140,11 +148,13 @@ def build(
     recipe, options, device = job.recipe, job.options, world.device
     check_world_size(world.size, recipe)
     check_audit(options, recipe, world.size)
+    check_synchrony(recipe, options, device, job.delays, is_live(job))
     prepare_process(recipe, device)
     train = data.training.source
     schedule = Schedule(recipe, len(train))
 
     model = model_of(recipe, len(train.classes)).to(device)
+    own_copy = copy.deepcopy(model) if recipe.synchrony.form != "synchronous" else None
     if fingerprint is None:
         fingerprint = Fingerprint(
             recipe_sha256=recipe.sha256(),
@@ -153,6 +163,7 @@ def build(
             init_sha256=init_sha256(job),
             drawn_sha256=weights_sha256(model.state_dict()),
             conditions=conditions(recipe, device),
+            replayed_sha256=replayed_sha256(job),
         )
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
@@ -184,9 +195,12 @@ def build(
         to_host=monitor.to_host,
     )
     hook_parameters(reducer)
+    local = recipe.synchrony.local_steps is not None
     update = Update(
         model,
-        build_optimizer(
+        outer_optimizer(recipe, model)
+        if local
+        else build_optimizer(
             recipe.optimizer,
             model,
             recipe.rate.lr,
@@ -198,7 +212,9 @@ def build(
         columns=tail,
     )
     forward_backward: ForwardBackward
-    if tail is None:
+    if local and own_copy is not None:
+        forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
+    elif tail is None:
         forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
     else:
         forward_backward = SharedTail(model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world)
@@ -213,6 +229,7 @@ def build(
         batch_norm=batch_norm,
         precision=precision,
         allreduce=watched,
+        set_rates=keep_rates if local else partial(scheduled_rates, update),
         control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
@@ -223,6 +240,9 @@ def build(
         images_at=str(job.data or recipe.data.source),
         liveness=liveness,
         stop_requested=stop_requested,
+        pass_thread=pass_thread(recipe, own_copy, model, reducer.names, precision, world, job.delays)
+        if own_copy is not None and is_live(job)
+        else None,
     )
 
     def close() -> None:
@@ -246,9 +266,20 @@ def build(
     )
 
 
+def is_live(job: Job) -> bool:
+    """Whether clocks decide what its steps leave out."""
+    form = job.recipe.synchrony
+    return form.leaves_out and form.delays is None and job.replay is None
+
+
 def init_sha256(job: Job) -> str:
     """The hash of the weights that a job starts from; empty where they are drawn from the seed."""
     return weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else ""
+
+
+def replayed_sha256(job: Job) -> str:
+    """The head of the journal that a job replays; empty where it replays none."""
+    return job.replay.head.sha256 if job.replay is not None else ""
 
 
 def _all_reduce(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:

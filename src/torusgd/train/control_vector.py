@@ -15,7 +15,7 @@ from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode, encode
 from ..errors import RunError
 
-VERSION = 2
+VERSION = 3
 """of the record: ranks with programs that would read each other's fields otherwise find out at the first step"""
 
 
@@ -49,6 +49,9 @@ class ControlVector:
     """float32: the mean of the batch statistics, as BatchNormStatistics.update takes it"""
     is_finite: bool
     """whether all batch statistics are"""
+    finished: list[int]
+    """of each virtual worker the microseconds after which it had finished, 0 where it was left out (`closing`); empty
+    where no clock decides"""
     timings: Tensor
     """int64: what the ranks noted of their times now and then (`stragglers`); mostly empty"""
     fingerprints: Tensor
@@ -71,11 +74,13 @@ class ControlMessage:
         self._timings = 0
         self.counts = Counts()
         """of this rank, to be added to"""
+        self.finished: list[int] = []
+        """see `ControlVector`: of one length on all ranks, each of which fills in its own"""
 
     def clear(self) -> None:
         """Begins the passes of a step, also when they are repeated."""
         self._values.zero_()
-        self.counts = Counts()
+        self.counts, self.finished = Counts(), []
 
     def add(self, batch_norm: Tensor, loss: Tensor) -> None:
         """Adds a virtual worker: its batch statistics (float32, flat) and its loss (float32, 0-d)."""
@@ -86,7 +91,7 @@ class ControlMessage:
         """Begins the sum over ranks; both tensors (int64, of one length on all ranks) are summed along."""
         device = self._values.device
         counts = torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)])
-        small = torch.cat([counts, timings])
+        small = torch.cat([counts, torch.tensor(self.finished, dtype=torch.int64), timings])
         if device.type == "cuda":
             small = small.pin_memory()  # else the host waits until the GPU has taken it, and all before it
         self._timings = timings.numel()
@@ -107,11 +112,12 @@ class ControlMessage:
         words = small.tolist()
         loss, is_finite = struct.unpack("2d", struct.pack("2q", *words[:2]))
         many = 2 + len(fields(Counts))
-        counts, rest = Counts(*words[2:many]), small[many:]
+        clocks = many + len(self.finished)
+        counts, finished, rest = Counts(*words[2:many]), words[many:clocks], small[clocks:]
         if counts.version != VERSION * counts.ranks:
             raise RunError("the ranks run different versions of torusgd; install the same on all machines")
         workers = max(counts.contributions, 1)
         means = sums[:-1] / workers
         return ControlVector(
-            counts, loss / workers, means.float(), is_finite > 0, rest[: self._timings], rest[self._timings :]
+            counts, loss / workers, means.float(), is_finite > 0, finished, rest[: self._timings], rest[self._timings :]
         )

@@ -21,6 +21,7 @@ _WHAT = {
     "train_images": "another data set",
     "data_sha256": "another data set",
     "init_sha256": "other initial weights (--init)",
+    "replayed_sha256": "another journal",
 }
 _LONG = 160
 """characters of two values that are shown whole"""
@@ -39,6 +40,8 @@ class Fingerprint:
     drawn_sha256: str
     """of the network's weights as this rank drew them from the seed; another torch may draw others"""
     conditions: Conditions
+    replayed_sha256: str = ""
+    """of the journal that is replayed; empty: none"""
 
     def check_same_run(self, other: "Fingerprint", whose: str) -> None:
         """UserError where `other`, a checkpoint's, is of another recipe, data set or initial weights."""
@@ -57,6 +60,7 @@ class Fingerprint:
     @classmethod
     def from_dict(cls, tree: Mapping[str, object]) -> "Fingerprint":
         """From what `as_dict` gave; KeyError or TypeError where it is something else."""
+        tree = {"replayed_sha256": "", **tree}  # which older checkpoints lack
         return cls(**{field.name: tree[field.name] for field in fields(cls)})  # type: ignore[arg-type]
 
 

@@ -60,11 +60,12 @@ class WholeNetwork:
         self._batch_norm, self._device = batch_norm, device
         self._loss: Tensor | None = None
 
-    def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
-        """See `ForwardBackward`."""
+    def forward(self, step: Step, worker: int, batch: Batch, membership: Membership, part: int = 0) -> Tensor:
+        """See `ForwardBackward`; `part` counts the passes of a virtual worker in a step (`local_steps`)."""
         self._batch_norm.begin_pass()
         # Dropout's draws belong to the virtual worker, whichever rank computes it.
-        torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, worker)) >> 1)
+        keys = (worker, part) if part else (worker,)
+        torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, *keys)) >> 1)
         images = self._precision.place(batch.images, self._device)
         targets = batch.targets.to(self._device, non_blocking=True)
         with self._precision.autocast():

@@ -1,11 +1,37 @@
 """Which virtual workers' gradients, of which version of the weights, enter an update: data that a step takes.
 
 A synchronous run takes every virtual worker's gradient of the present weights in every step, so its journal follows
-from the recipe and is not written. A run that leaves out late work, or mixes ages, depends on time; its journal makes
-it repeatable: recipe and journal decide the result.
+from the recipe and is not written. A run that leaves out late work depends on time; its journal makes it repeatable:
+recipe and journal decide the result.
+
+The file is text. Its first line names the format, the recipe's hash and V; then comes a line for each update:
+
+    17 - 5f0c9a31          step 17 took all gradients
+    18 2,8-11 77d04be2     step 18 left out the virtual workers 2, 8, 9, 10 and 11
+
+All gradients of a line are of the weights that its step began with, so the step's number is their version too. The
+last word is the beginning of a SHA-256 over the line and over the whole digest of the line before: a line that was
+changed, removed or moved no longer fits to what stands around it. What was cut off at the end is found by the head
+(the last digest), which stands in each checkpoint and in the summary.
 """
 
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import RunError, UserError
+from ..untrusted import read_text
+
+FORMAT = "torusgd-journal-1"
+_MOST_BYTES = 1 << 30
+_CHECK = 8
+"""hexadecimal digits of each digest that are written; the chain goes on from the whole one"""
+_LINE = re.compile(r"(?P<step>\d{1,9}) (?P<left_out>-|\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*) (?P<check>[0-9a-f]{8})")
 
 
 @dataclass(frozen=True)
@@ -36,4 +62,207 @@ def synchronous(step: int, virtual_workers: int) -> JournalEntry:
     >>> synchronous(step=7, virtual_workers=2).contributions[1]
     Contribution(worker=1, version=7)
     """
-    return JournalEntry(step, tuple(Contribution(worker, step) for worker in range(virtual_workers)))
+    return entry_of(step, range(virtual_workers))
+
+
+def entry_of(step: int, workers: Iterable[int]) -> JournalEntry:
+    """These virtual workers, of the weights of this very step."""
+    return JournalEntry(step, tuple(Contribution(worker, step) for worker in sorted(workers)))
+
+
+@dataclass(frozen=True)
+class JournalHead:
+    """How far a journal has come; plain JSON values."""
+
+    size: int
+    """bytes up to here"""
+    sha256: str
+    """of the last line, which stands for all lines before it"""
+    last: str
+    """the last line"""
+
+    def as_summary(self, updates: int) -> dict[str, Any]:
+        """Of a run that is done."""
+        return {
+            "sha256": self.sha256,
+            "bytes": self.size,
+            "bytes_per_update": round(self.size / max(updates, 1), 1),
+        }
+
+
+class Journal:
+    """A journal as it grows: every rank keeps its head, and rank 0 the file.
+
+    Args:
+        recipe_sha256: Of the run.
+        virtual_workers: V.
+        head: Up to where the run has come; None: it begins.
+
+    >>> journal = Journal("ab" * 32, virtual_workers=4)
+    >>> journal.add(entry_of(0, [0, 3]))
+    >>> journal.head.last[:6]
+    '0 1-2 '
+    """
+
+    def __init__(self, recipe_sha256: str, virtual_workers: int, head: JournalHead | None = None) -> None:
+        self._workers = virtual_workers
+        self._first = _first_line(recipe_sha256, virtual_workers)
+        self.head = head or JournalHead(len(self._first), _digest("", self._first), self._first)
+        self._path = Path()
+        self._file: int | None = None
+
+    def open(self, path: Path) -> None:
+        """Goes on in a file, from the head on: what an earlier attempt wrote behind it is dropped.
+
+        Raises:
+            UserError: The file up to the head is not what the run wrote.
+            RunError: The disk doesn't take it.
+        """
+        head, self._path = self.head, path
+        try:
+            is_new = head.last == self._first
+            text = "" if is_new else path.read_bytes()[: head.size].decode(errors="replace")
+            if len(text) == head.size - len(head.last):  # rank 0 was lost before it had written this line
+                text += head.last
+            _read(text, str(path), self._first, head.as_summary(1))
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            os.truncate(self._file, head.size - len(head.last))
+        except FileNotFoundError:
+            raise UserError(
+                f"{path}: is missing, and the run can't go on without it: put it back, or give --fresh"
+            ) from None
+        except OSError as error:
+            raise _unwritten(path, error) from None
+        self._write(head.last)
+
+    def add(self, entry: JournalEntry) -> None:
+        """The next update."""
+        left_out = sorted(set(range(self._workers)) - entry.workers())
+        body = f"{entry.step} {_text(left_out)}"
+        digest = _digest(self.head.sha256, body)
+        line = f"{body} {digest[:_CHECK]}\n"
+        self.head = JournalHead(self.head.size + len(line), digest, line)
+        self._write(line)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self, line: str) -> None:
+        try:
+            if self._file is not None and os.write(self._file, line.encode()) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise _unwritten(self._path, error) from None
+
+
+@dataclass(frozen=True)
+class Journaled:
+    """A journal as it was read."""
+
+    left_out: tuple[tuple[range, ...], ...]
+    """of each update, from step 0 on, runs of virtual workers"""
+    virtual_workers: int
+    head: JournalHead
+
+    def entry(self, step: int) -> JournalEntry:
+        """The update of a step."""
+        left_out = {worker for run in self.left_out[step] for worker in run}
+        return entry_of(step, set(range(self.virtual_workers)) - left_out)
+
+
+def read_journal(
+    path: Path, recipe_sha256: str, virtual_workers: int, head: Mapping[str, Any] | None = None
+) -> Journaled:
+    """The updates of a journal.
+
+    Args:
+        path: The file.
+        recipe_sha256: Of the run that wrote it.
+        virtual_workers: Of that run.
+        head: As the summary has it (`JournalHead.as_summary`); None: the run is not done, and a cut at the end is not
+            seen.
+
+    Raises:
+        UserError: It is missing, of another recipe, or was cut, edited or reordered; one line says where.
+    """
+    try:
+        text = read_text(path, _MOST_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: the journal can't be read: {reason}; a replay needs it as the run left it") from None
+    return _read(text, str(path), _first_line(recipe_sha256, virtual_workers), head)
+
+
+def _read(text: str, where: str, first: str, told: Mapping[str, Any] | None) -> Journaled:
+    name, _, rest = text.partition("\n")
+    if f"{name}\n" != first:
+        raise UserError(f"{where}: its first line is {name[:80]!r}, not that of a journal of this recipe")
+    workers, digest, last = int(first.rsplit(maxsplit=1)[-1]), _digest("", first), first
+    updates = []
+    for number, line in enumerate(rest.splitlines()):
+        found = _LINE.fullmatch(line)
+        digest = _digest(digest, line.rpartition(" ")[0])
+        runs = _runs(found["left_out"], workers) if found is not None else None
+        if found is None or runs is None or int(found["step"]) != number or digest[:_CHECK] != found["check"]:
+            raise UserError(
+                f"{where}: line {number + 2}, of step {number}, is not what the run wrote after the lines before it; "
+                "the journal was cut, edited or reordered: put a good copy there"
+            )
+        updates.append(runs)
+        last = f"{line}\n"
+    if told is not None and (len(text), digest) != (told["bytes"], told["sha256"]):
+        raise UserError(
+            f"{where}: ends after {len(updates)} updates, otherwise than the run left it; the journal was cut or "
+            "edited: put a good copy there"
+        )
+    return Journaled(tuple(updates), workers, JournalHead(len(text), digest, last))
+
+
+def _first_line(recipe_sha256: str, virtual_workers: int) -> str:
+    return f"{FORMAT} {recipe_sha256} {virtual_workers}\n"
+
+
+def _digest(before: str, line: str) -> str:
+    return hashlib.sha256(f"{before}\n{line}".encode()).hexdigest()
+
+
+def _text(numbers: Iterable[int]) -> str:
+    """Ascending numbers as text.
+
+    >>> _text([2, 8, 9, 10]), _text([])
+    ('2,8-10', '-')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "-"
+
+
+def _runs(text: str, workers: int) -> tuple[range, ...] | None:
+    """The runs of a text that `_text` has made of some of so many virtual workers, not all; None where it has not.
+
+    >>> _runs("2,8-10", workers=16)
+    (range(2, 3), range(8, 11))
+    """
+    if text == "-":
+        return ()
+    ends = [[int(word) for word in run.split("-")] for run in text.split(",")]
+    runs = tuple(range(each[0], each[-1] + 1) for each in ends)
+    gaps = [0, *(run.stop + 1 for run in runs)]
+    is_canonical = all(run and len(run) > len(each) - 1 for run, each in zip(runs, ends, strict=True))
+    is_ascending = all(run.start >= least for run, least in zip(runs, gaps, strict=False))
+    is_some = runs[-1].stop <= workers and sum(map(len, runs)) < workers
+    return runs if is_canonical and is_ascending and is_some else None
+
+
+def _unwritten(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"{path}: can't be written: {error.strerror or error}; the last checkpoint is good: free space and give the "
+        "same command again"
+    )

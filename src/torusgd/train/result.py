@@ -10,7 +10,7 @@ from ..errors import RunError
 from ..recipe.schedule import Schedule
 from ..signals import EXIT_BASE
 from ..weights import Tensors, json_text, save_weights, write_text
-from .build import Job, init_sha256
+from .build import Job, init_sha256, replayed_sha256
 from .fingerprint import Fingerprint
 from .run_dir import RunDir
 
@@ -41,7 +41,7 @@ def finished(job: Job) -> dict[str, Any] | None:
     summary = RunDir(job.out).finished(min(steps, job.max_steps or steps))
     if summary is not None:
         data = data_sha256(source, held_out)
-        now = Fingerprint(job.recipe.sha256(), len(source), data, init_sha256(job), "", {})
+        now = Fingerprint(job.recipe.sha256(), len(source), data, init_sha256(job), "", {}, replayed_sha256(job))
         now.check_same_run(
             Fingerprint.from_dict({**now.as_dict(), **summary, "conditions": {}}), f"the run in {job.out}"
         )

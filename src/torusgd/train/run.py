@@ -22,11 +22,12 @@ from ..signals import StopFlag
 from ..weights import match_weights, weights_sha256
 from .build import Job, Trainer, build
 from .checkpoint import CheckpointTimes, CheckpointWriter, list_checkpoints, newest_checkpoint
+from .closing import as_seconds, closing_of
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, evaluation_event, plan_table, warn
 from .fingerprint import changes
 from .initial_weights import fit, read_initial
-from .journal import synchronous
+from .journal import Journal
 from .polish import polish_by_recipe
 from .result import RunResult, write_result
 from .run_dir import RunDir
@@ -87,6 +88,7 @@ class Run:
             job.plan.check(job.recipe.name, {span.batch for span in self.schedule.spans}, len(kept.began))
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self.state = RunState(self.trainer.fingerprint)
+        self.journal: Journal | None = None
         self.telemetry: Telemetry | None = None
         self._last_evaluation: Evaluation | None = None
         self._last_event: Callable[[], dict[str, Any]] | None = None
@@ -113,6 +115,7 @@ class Run:
             self._is_ready = True
             writer = CheckpointWriter(self.run_dir.checkpoints, self.job.options.keep_checkpoints, self._metadata())
             try:
+                self._open_journal()
                 if self._is_first:
                     self._open_telemetry(is_kept)
                 is_done = self._train(writer, self._saved() if is_kept else self.state.step)
@@ -121,6 +124,8 @@ class Run:
                 return result
             finally:
                 writer.close()
+                if self.journal is not None:
+                    self.journal.close()
                 if self.telemetry is not None:
                     self.telemetry.close()
         except CommError:
@@ -154,6 +159,7 @@ class Run:
         times = CheckpointTimes(self._saves, 60.0 * self.job.options.checkpoint_minutes, writer)
         trainer.step.checkpoint_due = lambda steps: self._is_first and times.is_due(steps)
         saver = Saver(state, trainer.step, writer, times, self.liveness, self._is_first, saved)
+        closing = closing_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
         is_stopping, is_due = False, saved < state.step
         while True:
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
@@ -166,14 +172,17 @@ class Run:
                 saver.wait()
                 return not is_stopping
             with saver.before_errors():
-                entry = synchronous(state.step, self.job.recipe.virtual_workers)
-                stats = trainer.step.run(self.membership, entry)
+                stats = trainer.step.run(self.membership, closing.next(state.step))
             if stats is None:
                 is_stopping = True
                 continue
             state.count(stats)
             if stats.balance is not None and stats.balance.move is not None:
                 self.membership = stats.balance.move.membership
+            closing.observe(stats.step.index, as_seconds(stats.finished), stats.times.seconds)
+            if self.journal is not None:
+                self.journal.add(stats.entry)
+                state.journal = self.journal.head
             self._count_seconds()
             self._last_event = partial(stats.as_event, self.schedule.train_images, state.seconds)
             rebuilt = trainer.bucket_rebuild.after_step()
@@ -252,10 +261,13 @@ class Run:
             "data_sha256": state.fingerprint.data_sha256,
             "init_sha256": state.fingerprint.init_sha256,
             "init": None if state.initial is None else asdict(state.initial),
+            "replayed_sha256": state.fingerprint.replayed_sha256,
             "conditions": state.fingerprint.conditions,
             "other_conditions": state.other_conditions,
             "mixed_conditions": state.mixed_conditions,
         }
+        if state.journal is not None:
+            summary["journal"] = state.journal.as_summary(state.step)
         if self.job.plan is not None and self._is_first:
             summary["predicted"] = self.job.plan.beside(self.run_dir.events)
         if self._is_first:
@@ -276,6 +288,14 @@ class Run:
         if (event := agreed.last_event) is not None:
             self._last_event = lambda: dict(event)
         return True
+
+    def _open_journal(self) -> None:
+        """Goes on with the journal of a run that keeps one; rank 0 with the file too."""
+        recipe, state = self.job.recipe, self.state
+        if recipe.synchrony.leaves_out:
+            self.journal = Journal(state.fingerprint.recipe_sha256, recipe.virtual_workers, state.journal)
+            if self._is_first:
+                self.journal.open(self.run_dir.journal)
 
     def _open_telemetry(self, is_kept: bool) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""

@@ -22,7 +22,7 @@ from .checkpoint import DAMAGED
 from .events import warn
 
 LOCK_SECONDS = 10.0
-FILES = ("events.jsonl", "summary.json", "model.safetensors")
+FILES = ("events.jsonl", "summary.json", "model.safetensors", "journal.txt")
 STEP = "step-" + 8 * "[0-9]"
 PARTS = {"checkpoints": (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial"), "tensorboard": ("events.out.tfevents.*",)}
 """sub-folders, and what a run writes into them"""
@@ -45,6 +45,7 @@ class RunDir:
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
         self.events = path / "events.jsonl"
+        self.journal = path / "journal.txt"
         self.checkpoints = path / "checkpoints"
 
     @contextmanager
@@ -98,17 +99,24 @@ class RunDir:
 
     def finished(self, steps: int) -> dict[str, Any] | None:
         """The summary, if the run in this folder has done `steps` steps; that of a shorter run is removed."""
-        try:
-            summary = parse_json(read_text(self.summary))
-        except (OSError, ValueError):
+        summary = self.told()
+        if summary is None:
             return None
-        done = summary.get("steps") if isinstance(summary, dict) else None
+        done = summary.get("steps")
         if isinstance(done, int) and done >= steps:
             return summary
         with self._telling():
             self.summary.unlink()
             self.model.unlink(missing_ok=True)
         return None
+
+    def told(self) -> dict[str, Any] | None:
+        """The summary; None where there is none, or none that can be read."""
+        try:
+            summary = parse_json(read_text(self.summary))
+        except (OSError, ValueError):
+            return None
+        return summary if isinstance(summary, dict) else None
 
     def _is_run(self) -> bool:
         try:

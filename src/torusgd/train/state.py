@@ -15,6 +15,7 @@ from .checkpoint import FORMAT, Checkpoint
 from .conditions import Conditions
 from .fingerprint import Fingerprint
 from .initial_weights import Fit
+from .journal import JournalHead
 from .step_stats import StepStats, StepTotals
 
 _MODEL = "model/"
@@ -41,6 +42,8 @@ class RunState:
     """of ranks, in any part of the run, whose conditions were not rank 0's"""
     initial: Fit | None = None
     """what the network took of --init"""
+    journal: JournalHead | None = None
+    """up to where the run has come; None: its journal follows from the recipe"""
 
     def count(self, stats: StepStats) -> None:
         """Adds a step that was taken."""
@@ -54,11 +57,13 @@ class RunState:
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> "RunState":
         """From what `as_dict` gave."""
-        values = {name: tree[name] for name in cls.__dataclass_fields__}
+        values = {name: tree[name] for name in cls.__dataclass_fields__ if name != "journal"}
+        head = tree.get("journal")  # checkpoints of before there were journals lack it
         nested = {
             "fingerprint": Fingerprint.from_dict(tree["fingerprint"]),
             "totals": StepTotals(**tree["totals"]),
             "initial": None if tree["initial"] is None else Fit(**tree["initial"]),
+            "journal": None if head is None else JournalHead(**head),
         }
         return cls(**{**values, **nested})
 

@@ -19,7 +19,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ..comm.base import AllReduce
+from ..comm.base import AllReduce, Work
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..data.loader import Loader, Share
@@ -28,18 +28,19 @@ from ..errors import DiskError, RunError, is_transient
 from ..gradients.integer_hash import IntegerHash
 from ..gradients.reducer import Reducer
 from ..gradients.update import Update
-from ..optim import set_hyperparameters
 from ..precision import Precision
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from .audit import Audit
 from .balance import balance
 from .batchnorm import BatchNormStatistics
+from .closing import Open, arrived, as_microseconds
 from .control_vector import ControlMessage, ControlVector
 from .drift import DriftWatch
 from .forward_backward import ForwardBackward, blank
-from .journal import JournalEntry
+from .journal import JournalEntry, synchronous
 from .membership import Membership
+from .pass_thread import PassThread
 from .step_stats import StepClock, StepStats
 from .stragglers import Stragglers, paces, slowest
 
@@ -50,6 +51,10 @@ _LOSS, _STATISTICS = -1, -2
 
 class _Abandoned(Exception):
     """A rank was asked to stop before it had begun all of its virtual workers."""
+
+
+class _NobodyInTime(Exception):
+    """A step was closed before any virtual worker had finished."""
 
 
 @dataclass
@@ -68,6 +73,8 @@ class TrainStep:
     precision: Precision
     allreduce: AllReduce
     """over all ranks, watched by `monitor`"""
+    set_rates: Callable[[Step], object]
+    """gives the update's optimiser the values of a step"""
     control: ControlMessage
     audit: Audit
     """computes some virtual workers a second time, on another rank, before a step is accepted"""
@@ -83,6 +90,8 @@ class TrainStep:
     """learns of this rank's progress"""
     stop_requested: Callable[[], bool]
     """asked before each virtual worker"""
+    pass_thread: PassThread | None = None
+    """runs the passes of steps that time decides"""
     checkpoint_due: Callable[[int], bool] = lambda steps: False
     """asked once a step, with the steps that are then done; what one rank says holds for all"""
     check_replaced: Callable[[Step, int], object] = lambda step, replaced: None
@@ -91,12 +100,12 @@ class TrainStep:
     def __post_init__(self) -> None:
         self._read_error, self._may_pass = "", False
 
-    def run(self, membership: Membership, entry: JournalEntry) -> StepStats | None:
+    def run(self, membership: Membership, asked: JournalEntry | Open) -> StepStats | None:
         """Takes the step of a journal entry; None, on all ranks, if one was asked to stop: then nothing has changed.
 
         Args:
             membership: Who computes which virtual workers.
-            entry: Whose gradients enter the update.
+            asked: Whose gradients enter the update; or how long it waits for those that do, as `StepStats.entry` tells.
 
         Raises:
             CorruptionError: Ranks do not hold the same weights.
@@ -105,19 +114,26 @@ class TrainStep:
                 nothing has changed.
         """
         self.clock.start()
-        step = self.schedule[entry.step]
-        assert all(each.version == step.index for each in entry.contributions), "gradients are of the present weights"
-        taking = entry.workers()
-        workers = [worker for worker in membership.mine if worker in taking]
+        step, virtual_workers = self.schedule[asked.step], self.recipe.virtual_workers
+        # A run's first sum is measured: all take part in it.
+        entry = synchronous(asked.step, virtual_workers) if self.reducer.sum.needs_measure else asked
+
+        def passes() -> ControlVector:
+            nonlocal entry
+            if isinstance(entry, JournalEntry):
+                return self._passes(step, entry, membership)
+            control = self._passes_in_time(step, entry, membership)
+            entry = arrived(step.index, control.finished)  # from now on, also if they are repeated
+            return control
 
         # The passes and the sums. A sum that leaves its range is measured, and the passes are repeated.
         try:
-            reduced = self.reducer.reduce(
-                lambda: self._passes(step, workers, membership),
-                check=lambda control: self._check_passes(step, control, len(taking)),
-            )
+            reduced = self.reducer.reduce(passes, check=lambda control: self._check_passes(step, control, entry))
+        except _NobodyInTime:
+            return self.run(membership, synchronous(step.index, virtual_workers))
         except _Abandoned:
             return None
+        assert isinstance(entry, JournalEntry), "the passes have decided it"
         control, report = reduced.result, reduced.report
         self.stragglers.note(step.index, self.reducer, self.clock.data_seconds(), self.clock.pace)
         told = paces(control.timings) if self.follows_speed else None
@@ -135,9 +151,7 @@ class TrainStep:
             self.precision.accept(self.reducer.owned)
             if self.recipe.clip_grad_norm is not None:
                 self.update.clip(self.recipe.clip_grad_norm)
-            set_hyperparameters(
-                self.update.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
-            )
+            self.set_rates(step)
             self.update.step()
             self.batch_norm.update(control.batch_norm)
 
@@ -152,26 +166,34 @@ class TrainStep:
             overflowed=reduced.overflowed,
             skipped=skipped,
             audited=audited,
+            entry=entry,
+            left_out=virtual_workers - len(entry.contributions),
+            finished=control.finished,
             underflow=report.underflow,
             loss_scale=loss_scale,
             slowest=slowest(control.timings),
             balance=None if told is None else balance(membership, *told, self.stragglers.every),
         )
 
-    def _passes(self, step: Step, workers: list[int], membership: Membership) -> ControlVector:
-        """Forward and backward of this rank's virtual workers; buckets and control vector leave meanwhile.
+    def _passes(self, step: Step, entry: JournalEntry, membership: Membership) -> ControlVector:
+        """Forward and backward of this rank's virtual workers in an entry; buckets and control vector leave meanwhile.
 
         A rank that is asked to stop leaves out the virtual workers that it has not begun, and sends its messages all
         the same: by the missing contributions all ranks know that the step is abandoned. Where ranks compute a layer
         together none can leave out its part; they stop after the step.
         """
+        assert all(each.version == step.index for each in entry.contributions), "gradients are of the present weights"
+        if self.pass_thread is not None:
+            self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
         self.control.clear()
         self.control.counts.save = int(self.checkpoint_due(step.index + 1))
+        taking = entry.workers()
+        workers = [worker for worker in membership.mine if worker in taking]
         sent = None
         self.clock.begin_work(self.reducer.clock.mark())
-        for worker in workers:
+        for worker in workers or membership.mine[:1]:
             self.control.counts.stop = int(self.stop_requested())
-            is_leaving = self.control.counts.stop > 0 and not self.forward_backward.in_step
+            is_leaving = not workers or (self.control.counts.stop > 0 and not self.forward_backward.in_step)
             is_last = is_leaving or worker == workers[-1]
             batch = None if is_leaving else self._read(step, worker, membership)
             self.liveness.progress("train", step.index, worker)
@@ -183,11 +205,7 @@ class TrainStep:
                 self._hash_beside(hash_into, loss)
                 self.control.counts.replaced += batch.replaced
             if is_last:
-                if self.drift.is_due(step.index):
-                    self.update.wait_weights()
-                sent = self.control.send(
-                    self.allreduce, self.stragglers.message(step.index), self.drift.message(step.index)
-                )
+                sent = self._send_control(step)
             # A backward pass fills the memory in which the last step's weights may still be under way.
             self.update.wait_weights()
             if batch is not None:
@@ -195,13 +213,55 @@ class TrainStep:
             self.reducer.end_worker()
             if is_last:
                 break
-        assert sent is not None, "each rank has a virtual worker in every step"
-        self.clock.end_work(self.reducer.clock.mark(), len(workers))
+        assert sent is not None, "each rank has a virtual worker"
+        self.clock.end_work(self.reducer.clock.mark(), max(1, len(workers)))
         if not self.reducer.is_measuring:
             self.audit.start(step.index, membership, partial(self._again, step, membership))
         self.clock.passes_done()
         sent.wait()
         return self.control.read()
+
+    def _passes_in_time(self, step: Step, limit: Open, membership: Membership) -> ControlVector:
+        """The sums of what finishes on this rank before the step is closed; then all messages leave at once.
+
+        The passes run in a thread of their own (`PassThread`): while it is late, or asleep, this rank sends zeros.
+        """
+        assert self.pass_thread is not None, "only a recipe that leaves out late work has steps that time decides"
+        self.control.clear()
+        self.control.counts.save = int(self.checkpoint_due(step.index + 1))
+        self.control.finished = [0] * self.recipe.virtual_workers
+        self.update.wait_weights()
+
+        def is_stopped(worker: int) -> bool:
+            self.liveness.progress("train", step.index, worker)
+            self.control.counts.stop = int(self.stop_requested())
+            return self.control.counts.stop > 0
+
+        def take(worker: int) -> Batch:
+            return self._take(step, worker, membership)
+
+        try:
+            for passed, seconds in self.pass_thread.in_time(step, membership, limit, take, is_stopped):
+                self.reducer.begin_worker(last=False)
+                for slot, gradient in passed.gradients:
+                    self.reducer.add(slot, gradient)
+                self.reducer.end_worker()
+                self.control.add(passed.statistics, passed.loss)
+                self.control.finished[passed.worker] = as_microseconds(seconds)
+                self.control.counts.replaced += passed.replaced
+        except (OSError, RunError) as error:
+            self._note_unread(error)
+        self.reducer.begin_worker(last=True)
+        sent = self._send_control(step)
+        self.reducer.end_worker()
+        self.clock.passes_done()
+        sent.wait()
+        return self.control.read()
+
+    def _send_control(self, step: Step) -> Work:
+        if self.drift.is_due(step.index):
+            self.update.wait_weights()
+        return self.control.send(self.allreduce, self.stragglers.message(step.index), self.drift.message(step.index))
 
     def _again(self, step: Step, membership: Membership, worker: int) -> IntegerHash:
         """Computes a virtual worker once more, for its hash alone: nothing but the reducer's hash takes anything."""
@@ -224,11 +284,15 @@ class TrainStep:
         self.liveness.outside("images", self.images_at)
         try:
             return self._take(step, worker, membership)
-        except (OSError, RunError) as error:  # of this rank alone: the others must learn of it before any of them ends
-            self._read_error = f" (rank {self.world.ranks[self.world.rank]}: {error})"
-            self._may_pass = isinstance(error, OSError) and is_transient(error)
-            self.control.counts.failed = 1
+        except (OSError, RunError) as error:
+            self._note_unread(error)
             return blank(self.recipe, step) if self.forward_backward.in_step else None
+
+    def _note_unread(self, error: OSError | RunError) -> None:
+        """Of this rank alone: the others must learn of it before any of them ends."""
+        self._read_error = f" (rank {self.world.ranks[self.world.rank]}: {error})"
+        self._may_pass = isinstance(error, OSError) and is_transient(error)
+        self.control.counts.failed = 1
 
     def _take(self, step: Step, worker: int, membership: Membership) -> Batch:
         share = _share(step, worker)
@@ -247,15 +311,18 @@ class TrainStep:
         workers = [*membership.mine, *(check.worker for check in checks if check.auditor == membership.me)]
         return [_share(self.schedule[index], worker) for worker in workers]
 
-    def _check_passes(self, step: Step, control: ControlVector, workers: int) -> None:
-        """Ends the step, on all ranks alike, unless all of its virtual workers were computed."""
+    def _check_passes(self, step: Step, control: ControlVector, entry: JournalEntry | Open) -> None:
+        """Ends the step, on all ranks alike, unless all virtual workers of its entry were computed."""
+        assert isinstance(entry, JournalEntry)
         self.drift.check(control.fingerprints, step.index)
         if control.counts.failed:
             share = f"{control.counts.failed} of {control.counts.ranks} ranks"
             kind = DiskError if self._may_pass else RunError
             raise kind(f"step {step.index}: {share} can't read training images{self._read_error}")
-        if control.counts.contributions < workers:
+        if control.counts.contributions < len(entry.contributions) or (control.counts.stop and not entry.contributions):
             raise _Abandoned
+        if not entry.contributions:
+            raise _NobodyInTime
         self.check_replaced(step, control.counts.replaced)
 
     def _check_batch_norm(self, step: Step, control: ControlVector) -> None:
@@ -316,6 +383,8 @@ class TrainStep:
         """Ends what the steps began beside themselves; every rank calls it after the last one."""
         self.update.close()
         self.stragglers.close()
+        if self.pass_thread is not None:
+            self.pass_thread.close()
 
 
 def _share(step: Step, worker: int) -> Share:

@@ -11,6 +11,7 @@ from ..comm.monitor import Monitor, hidden_share
 from ..data.loader import Loader
 from ..recipe.schedule import Step
 from .balance import Balance
+from .journal import JournalEntry
 from .stragglers import Straggler
 
 
@@ -51,6 +52,12 @@ class StepStats:
     """tensors with a non-finite gradient; not empty: the update was skipped (float16)"""
     audited: int
     """virtual workers that were computed twice, on two ranks"""
+    entry: JournalEntry
+    """whose gradients entered the update"""
+    left_out: int
+    """virtual workers whose gradients did not"""
+    finished: list[int]
+    """see `ControlVector.finished`"""
     underflow: float
     """share of the elements of all virtual workers' gradients that were rounded to zero when they were summed"""
     loss_scale: float
@@ -92,7 +99,7 @@ class StepStats:
             event["hidden_share"] = round(self.hidden_share, 4)
         if self.loss_scale != 1.0:
             event["loss_scale"] = self.loss_scale
-        rare = ("replaced", "redone", "overflowed", "skipped", "audited", "underflow")
+        rare = ("replaced", "redone", "overflowed", "skipped", "audited", "left_out", "underflow")
         event |= {name: value for name in rare if (value := getattr(self, name))}
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
@@ -119,6 +126,7 @@ class StepTotals:
     """that even shares would have taken longer, by the ranks' measured speed"""
     slow_ranks: dict[str, float] = field(default_factory=dict)
     """from which work was moved away, and how many times the median a virtual worker took them at last"""
+    left_out: int = 0
     step_seconds: float = 0.0
     data_seconds: float = 0.0
     sync_seconds: float = 0.0
@@ -138,6 +146,7 @@ class StepTotals:
         self.audited += stats.audited
         if stats.balance is not None:
             self._add_balance(stats.balance)
+        self.left_out += stats.left_out
         self.underflow += stats.underflow * stats.step.batch
         self.step_seconds += stats.times.seconds
         self.data_seconds += stats.times.data_seconds
@@ -165,6 +174,7 @@ class StepTotals:
             "moved_workers": self.moved,
             "saved_seconds": round(self.saved_seconds, 3),
             "slow_ranks": self.slow_ranks,
+            "left_out_workers": self.left_out,
             "underflow": self.underflow / max(self.samples, 1),
             "images_per_second": round(self.samples / seconds, 2),
             "data_wait_share": round(self.data_seconds / seconds, 5),

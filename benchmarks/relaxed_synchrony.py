@@ -1,0 +1,158 @@
+"""Cutoff where a rank pauses, and local steps on a slow link, each beside the synchronous run.
+
+    .venv/bin/python benchmarks/relaxed_synchrony.py pauses
+    sudo .venv/bin/python benchmarks/relaxed_synchrony.py slow-link
+
+`pauses`: 4 ranks, 16 virtual workers, each of whose passes takes 40 ms more than its computation, so that ranks on few
+cores don't wait for each other's. On rank 1 a pass sleeps 2 s more with probability 0.02, which nothing can end. The
+cutoff's journal is replayed on 1, 2, 3 and 5 ranks, which must give the same weights.
+
+`slow-link`: 4 emulated hosts, 100 Mb/s and 1 ms; the same updates of each virtual worker, with a message for each, and
+with one for eight. Bytes are those that the kernel counted at each host's interface.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from torusgd.models import MODELS
+from torusgd.rehearse.lab import Host, Lab, interface_bytes
+
+HERE = Path(__file__)
+PAUSES, PASS = "TORUSGD_BENCHMARK_PAUSES", "TORUSGD_BENCHMARK_PASS"
+COMMON = ("--set", "evaluate.every=null", "--set", "polish=null", "--set", "model.options={}")
+SMALL = (*COMMON, "--set", "virtual_workers=16", "--set", "stages=[{until: 120st, images_per_worker: 8}]")
+CUTOFF = ("--set", "synchrony={form: cutoff, threshold: measured, warmup: 20}")
+WARM = 22
+"""steps before the ones that count: the warm-up, in which the threshold is measured"""
+
+
+class Pausing(nn.Module):
+    """digits-net whose training passes take longer, by what the environment says."""
+
+    def __init__(self, classes: int, channels: int) -> None:
+        super().__init__()
+        self.net = MODELS["digits-net"](classes=classes, channels=channels)
+        self._random = random.Random(os.environ.get("RANK"))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(float(os.environ.get(PASS, "0")))
+            if os.environ.get(PAUSES) == os.environ.get("RANK", "-") and self._random.random() < 0.02:
+                time.sleep(2.0)
+        return self.net(images)
+
+
+def run(words: list[str], out: Path, **environment: str) -> dict[str, Any]:
+    """The summary of a run of the command line into `out`."""
+    path = f"{HERE.parent}:{HERE.parents[1] / 'src'}"
+    told = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, "-m", "torusgd", *words, "--out", str(out)],
+        env=told,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return dict(json.loads((out / "summary.json").read_text()))
+
+
+def step_seconds(out: Path, first: int) -> list[float]:
+    """Of the steps from `first` on."""
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [event["step_seconds"] for event in events if "event" not in event][first:]
+
+
+def pauses(folder: Path) -> None:
+    """One of four ranks pauses."""
+    model = ("--set", "model.name=relaxed_synchrony:Pausing")
+    train = ["train", "digits", *model, *SMALL, "--workers", "4"]
+    print("| run | step: median ms | 90 % | longest | mean | left out |", "|---|---|---|---|---|---|", sep="\n")
+    hashes = {}
+    for name, flags, paused in (
+        ("synchronous", (), ""), ("synchronous, pauses", (), "1"),
+        ("cutoff", CUTOFF, ""), ("cutoff, pauses", CUTOFF, "1"),
+    ):  # fmt: skip
+        summary = run([*train, *flags], folder / name, **{PASS: "0.04", PAUSES: paused})
+        times = [1e3 * seconds for seconds in step_seconds(folder / name, WARM)]
+        high = statistics.quantiles(times, n=10)[-1]
+        print(
+            f"| {name} | {statistics.median(times):.0f} | {high:.0f} | {max(times):.0f} | {statistics.mean(times):.0f} "
+            f"| {summary['left_out_workers']} |", flush=True,
+        )  # fmt: skip
+        hashes[name] = summary["weights_sha256"]
+    for ranks in (1, 2, 3, 5):
+        out = folder / f"replay{ranks}"
+        began = time.perf_counter()
+        summary = run(["replay", str(folder / "cutoff, pauses"), "--workers", str(ranks)], out)
+        assert summary["weights_sha256"] == hashes["cutoff, pauses"], ranks
+        updates = summary["steps"] / summary["seconds"]
+        print(
+            f"replay on {ranks} ranks: the same weights; {updates:.0f} updates/s ({time.perf_counter() - began:.0f} s)"
+        )
+    assert hashes["synchronous"] == hashes["synchronous, pauses"]
+    print(f"journal: {summary['journal']['bytes_per_update']} bytes an update")
+
+
+def slow_link(folder: Path) -> None:
+    """Local steps beside synchronous ones on 100 Mb/s."""
+    wide = ("--set", "model.options={dropout: 0.1, zero_gamma: true, width: 96}", "--set", "virtual_workers=4")
+    rate = ("--set", "rate={lr: 0.05, decay: {shape: constant}}", "--set", "optimizer={name: sgd, momentum: 0.9}")
+    usual = ("--set", "evaluate.every=null", "--set", "polish=null", *wide, *rate)
+    variants = {
+        "synchronous": (48, ("--set", "stages=[{until: 48st, images_per_worker: 16}]")),
+        "local, 8 steps": (
+            6,
+            (
+                "--set",
+                "stages=[{until: 6st, images_per_worker: 128}]",
+                "--set",
+                "synchrony={form: local, local_steps: 8}",
+            ),
+        ),
+    }
+    print(
+        "| run | updates of each | seconds | MB sent by rank 0 | loss at the end |", "|---|---|---|---|---|", sep="\n"
+    )
+    for name, keys in variants.items():
+        flags = [word for key in keys for word in ("--set", key)]
+        out = folder / name
+        with Lab([Host(latency=1e-3, rate=100e6)] * 4) as lab:
+            words = [str(HERE), "inside", "train", "digits", "--out", str(out), *usual, *flags]
+            output = lab.run(words, timeout=300, environment={"PYTHONPATH": str(HERE.parents[1] / "src")})[0]
+        sent = json.loads(output.splitlines()[-1])
+        summary = json.loads((out / "summary.json").read_text())
+        seconds, loss = sum(step_seconds(out, 0)), summary["loss"]
+        print(f"| {name} | 48 | {seconds:.1f} | {sent / 1e6:.1f} | {loss:.3f} |", flush=True)
+
+
+def main() -> None:
+    """One of the two, or a command of torusgd inside of a host of the lab."""
+    if sys.argv[1:2] == ["inside"]:
+        from torusgd.cli import main as torusgd
+
+        sys.argv = ["torusgd", *sys.argv[2:]]
+        try:
+            torusgd()
+        finally:
+            print(interface_bytes()["tun0"].sent, flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["pauses", "slow-link"])
+    with tempfile.TemporaryDirectory() as folder:
+        {"pauses": pauses, "slow-link": slow_link}[parser.parse_args().what](Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""`torusgd replay`: trains a run again from its recipe and its journal, on any number of ranks, to the same bits."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from ..errors import RunError, UserError
+from .options import DATA, OUTPUT, DataPath, RuntimeFlags, takes_groups
+from .output import console
+from .train import show_result
+
+
+@takes_groups
+def replay(
+    run: Annotated[Path, Argument(metavar="RUN", help="A run's folder.")],
+    runtime: RuntimeFlags,
+    data: DataPath = None,
+    init: Annotated[
+        Path | None, Option("--init", help="The weights that the run started from.", rich_help_panel=DATA)
+    ] = None,
+    out: Annotated[
+        Path | None, Option("--out", help="The replay's folder. Default: RUN-replay.", rich_help_panel=OUTPUT)
+    ] = None,
+    fresh: Annotated[
+        bool, Option("--fresh", help="Delete an earlier replay in --out and begin anew.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Train a run again from its recipe and journal, and compare the weights."""
+    from ..launch.forkserver import start_forkserver
+
+    if "RANK" not in os.environ:
+        start_forkserver()
+    from ..launch.local import launch
+    from ..launch.torchrun import join_and_train
+    from ..recipe.runtime_options import RuntimeOptions
+    from ..runtime import ranks_are_given, resolve_device
+    from ..train.build import Job
+    from ..train.journal import read_journal
+    from ..train.run_dir import RunDir, read_run_recipe
+
+    original = RunDir(run)
+    if not original.recipe.is_file():
+        raise UserError(f"{run}: holds no run; give the folder that torusgd train wrote")
+    recipe, told = read_run_recipe(original.recipe), original.told() or {}
+    folder = out or run.with_name(f"{run.name}-replay")
+    if folder.resolve() == run.resolve():
+        raise UserError(f"--out {folder}: is the run itself; choose another folder")
+    options = runtime.over(RuntimeOptions())
+    journaled, steps = None, told.get("steps")
+    if recipe.synchrony.leaves_out:
+        journaled = read_journal(original.journal, recipe.sha256(), recipe.virtual_workers, told.get("journal"))
+        steps = len(journaled.left_out)
+    if steps == 0:
+        raise UserError(f"{original.journal}: holds no update yet; there is nothing to replay")
+    job = Job(recipe, options, resolve_device(options), folder, data, init, steps, replay=journaled)
+    result = (join_and_train if ranks_are_given() else launch)(job, fresh)
+    if result.summary:
+        show_result(result.summary, folder)
+        compare(run, told, result.summary)
+    raise typer.Exit(result.code)
+
+
+def compare(run: Path, told: dict[str, Any], replayed: dict[str, Any]) -> None:
+    """Says that a replay has the weights of the run; RunError where it hasn't, with what differs between the two."""
+    if "weights_sha256" not in told:
+        console().print(f"{run}: not finished, so there are no weights to compare with", markup=False)
+    elif told["weights_sha256"] == replayed["weights_sha256"]:
+        console().print(f"{run}: the same weights, bit for bit", markup=False)
+    else:
+        differing = [key for key in ("data_sha256", "init_sha256", "conditions") if told.get(key) != replayed[key]]
+        reason = f"the two differ in {', '.join(differing)}" if differing else "the same data under the same conditions"
+        raise RunError(f"{run}: its weights are {told['weights_sha256']}, not those of the replay; {reason}")

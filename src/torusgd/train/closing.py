@@ -1,0 +1,233 @@
+"""When a step is closed: what it waits for, chosen from the times of earlier steps, and how a rank learns of it.
+
+    count        the step is closed when so many virtual workers have finished, on whichever ranks
+    seconds      each rank closes it for itself, so long after it has begun it
+
+By count the first so many are taken, in the order of the ranks' common store (`comm/arrivals.py`). By seconds no rank
+asks another. In both cases each rank tells in its control vector which virtual workers it has summed, and when they had
+finished; that sum of all ranks alone decides what is in the update, and it is what the journal keeps. So ranks need not
+agree on anything beforehand: if they chose differently, or their clocks ran differently, the update and the journal
+would still tell the same on all of them.
+
+With a model of delays in the recipe no clock is read: each virtual worker takes the time that the model gives it.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from ..comm.arrivals import Arrivals
+from ..recipe.schema import Recipe
+from ..recipe.synchrony_schema import Synchrony
+from ..synchrony.cutoff import MovingAverage, best_cutoff, expected_order
+from ..synchrony.delays import F64, DelayModel, delay_model
+from ..synchrony.dropcompute import choose_threshold
+from .journal import Journaled, JournalEntry, entry_of, synchronous
+
+DRAWS = 64
+"""of the coming step's times, from which the best count is taken"""
+POLL = 2e-3
+"""seconds after which a rank asks the store again whether the step is closed"""
+_MICRO = 1_000_000
+_LEAST = 1e-6
+"""seconds that a step takes at least beside its passes"""
+
+
+@dataclass(frozen=True)
+class Open:
+    """An update whose contributions are decided while it is computed."""
+
+    step: int
+    count: int
+    """virtual workers that it takes at most"""
+    seconds: float = inf
+    """from each rank's own beginning of the step until the rank closes it"""
+
+
+class Closing:
+    """Chooses, step by step, what the next one waits for; every rank has one and tells it the same.
+
+    Args:
+        recipe: With `synchrony.form` backup or cutoff.
+        shares: Of each rank its virtual workers.
+        first_step: From which on it is asked; so many steps as `synchrony.warmup` says wait for all.
+    """
+
+    def __init__(self, recipe: Recipe, shares: Sequence[Sequence[int]], first_step: int) -> None:
+        self._form, self._workers, self._shares = recipe.synchrony, recipe.virtual_workers, shares
+        self._warm = first_step + self._form.warmup
+        self._delays: DelayModel | None = None
+        if self._form.delays is not None:
+            self._delays, self._shares = delay_model(self._form.delays, recipe.seed), _each_alone(self._workers)
+            self._warm = self._form.warmup  # the same steps in a run that is resumed
+        self._predictor = MovingAverage(self._workers, recipe.seed) if self._form.count == "predicted" else None
+        self._measured: list[F64] = []
+        self._overhead: list[float] = []
+        self._seconds = _given_seconds(self._form)
+
+    def next(self, step: int) -> JournalEntry | Open:
+        """What the step of this number takes, or waits for."""
+        limit = Open(step, self._workers) if step < self._warm else Open(step, self._count(), self._seconds)
+        return limit if self._delays is None else _in_virtual_time(limit, self._virtual(step))
+
+    def observe(self, step: int, finished: F64, seconds: float) -> None:
+        """Takes the times of a step that was taken.
+
+        Args:
+            step: Its number.
+            seconds: Of the whole step on this rank.
+            finished: Of each virtual worker the seconds from the step's beginning until it had finished, nan where it
+                was left out; empty where nobody looked at a clock.
+        """
+        if self._delays is not None:
+            finished, seconds = self._virtual(step), 0.0
+        if not len(finished):
+            return
+        if self._predictor is not None:
+            self._predictor.observe(finished, float(np.nanmax(finished)))
+        if self._form.threshold == "measured" and self._seconds == inf:
+            self._measured.append(finished)
+            self._overhead.append(max(seconds - finished.max(), _LEAST))
+            if len(self._measured) == self._form.warmup:
+                passes = _passes(np.array(self._measured), self._shares)
+                self._seconds = choose_threshold(passes, overhead=float(np.mean(self._overhead))).seconds
+
+    def _count(self) -> int:
+        if self._form.backups is not None:
+            return self._workers - self._form.backups
+        if self._predictor is not None:
+            return best_cutoff(expected_order(self._predictor.samples(DRAWS)))
+        return self._form.count if isinstance(self._form.count, int) else self._workers
+
+    def _virtual(self, step: int) -> F64:
+        assert self._delays is not None
+        return self._delays.table(self._workers, step, parts=1)[:, 0]
+
+
+class AsWritten:
+    """In the place of `Closing` where no time decides: all virtual workers take part, or those of a journal."""
+
+    def __init__(self, virtual_workers: int, replay: Journaled | None) -> None:
+        self._workers, self._replay = virtual_workers, replay
+
+    def next(self, step: int) -> JournalEntry:
+        """What the step of this number takes."""
+        return synchronous(step, self._workers) if self._replay is None else self._replay.entry(step)
+
+    def observe(self, step: int, finished: F64, seconds: float) -> None:
+        """Learns nothing."""
+
+
+def closing_of(
+    recipe: Recipe, replay: Journaled | None, shares: Sequence[Sequence[int]], first_step: int
+) -> Closing | AsWritten:
+    """What says whose gradients the steps of a run take; see `Closing`.
+
+    Args:
+        recipe: Of the run.
+        replay: The journal that is taken again, if any.
+        shares: Of each rank its virtual workers.
+        first_step: The run's next.
+    """
+    if recipe.synchrony.leaves_out and replay is None:
+        return Closing(recipe, shares, first_step)
+    return AsWritten(recipe.virtual_workers, replay)
+
+
+class StepClosing:
+    """Whether a step is closed, as one rank learns of it; made when the rank begins the step.
+
+    Args:
+        limit: What closes it.
+        virtual_workers: V.
+        arrivals: Shared by all ranks.
+    """
+
+    def __init__(self, limit: Open, virtual_workers: int, arrivals: Arrivals) -> None:
+        self._limit, self._workers, self._arrivals = limit, virtual_workers, arrivals
+        self._is_counted = limit.count < virtual_workers
+        self._began = time.perf_counter()
+        self._is_closed = False
+        arrivals.begin(limit.step)
+
+    def takes_one(self) -> bool:
+        """One more virtual worker has finished here: whether it is among those that the step takes."""
+        if self._is_counted and not self._is_closed:
+            number = self._arrivals.add()
+            if number >= self._limit.count:
+                self.close()
+            return number <= self._limit.count
+        return not self._is_closed
+
+    def is_closed(self) -> bool:
+        """Whether the step takes nothing more."""
+        if not self._is_closed:
+            is_full = self._is_counted and self._arrivals.total() >= self._workers
+            self._is_closed = is_full or self.seconds() >= self._limit.seconds
+        return self._is_closed
+
+    def close(self) -> None:
+        """Closes it; where it is closed by count, on all ranks."""
+        if self._is_counted:
+            self._arrivals.add(self._workers)
+        self._is_closed = True
+
+    def seconds(self) -> float:
+        """Since this rank has begun the step."""
+        return time.perf_counter() - self._began
+
+    def pause(self, longest: float) -> float:
+        """Seconds that this rank may wait before it asks again, at most `longest`."""
+        until = max(0.0, self._limit.seconds - self.seconds())
+        return min(longest, until, POLL if self._is_counted else inf)
+
+
+def arrived(step: int, microseconds: Sequence[int]) -> JournalEntry:
+    """The update that all ranks have told of: of each virtual worker when it had finished, 0 where it was left out."""
+    return entry_of(step, (worker for worker, when in enumerate(microseconds) if when > 0))
+
+
+def as_microseconds(seconds: float) -> int:
+    """A time as it travels, at least 1.
+
+    >>> as_microseconds(0.25), as_microseconds(0.0)
+    (250000, 1)
+    """
+    return max(1, round(seconds * _MICRO))
+
+
+def as_seconds(microseconds: Sequence[int]) -> F64:
+    """Times that have travelled: float64, nan for 0."""
+    told = np.array(microseconds, dtype=np.float64)
+    return np.where(told > 0, told / _MICRO, np.nan)
+
+
+def _given_seconds(form: Synchrony) -> float:
+    return form.threshold if isinstance(form.threshold, float) else inf
+
+
+def _in_virtual_time(limit: Open, seconds: F64) -> JournalEntry:
+    """The first so many by (time, number), and of these those in time; at least the first of all."""
+    order = np.argsort(seconds, kind="stable")[: limit.count]
+    in_time = order[seconds[order] <= limit.seconds]
+    return entry_of(limit.step, (in_time if len(in_time) else order[:1]).tolist())
+
+
+def _each_alone(workers: int) -> list[list[int]]:
+    return [[worker] for worker in range(workers)]
+
+
+def _passes(finished: F64, shares: Sequence[Sequence[int]]) -> F64:
+    """When each virtual worker had finished [steps, V], as what each took: [steps, ranks, most of a rank].
+
+    A rank with fewer virtual workers than others gets some of 0 seconds before its first.
+    """
+    most = max(map(len, shares))
+    took = np.zeros((len(finished), len(shares), most))
+    for rank, workers in enumerate(shares):
+        ends = finished[:, list(workers)]
+        took[:, rank, most - len(workers) :] = np.diff(ends, axis=1, prepend=0.0)
+    return took
