@@ -15,7 +15,7 @@ from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode, encode
 from ..errors import RunError
 
-VERSION = 2
+VERSION = 3
 """of the record: ranks with programs that would read each other's fields otherwise find out at the first step"""
 
 
@@ -36,6 +36,8 @@ class Counts:
     """ranks that could not read their images"""
     save: int = 0
     """rank 0 wants a checkpoint after this step"""
+    change: int = 0
+    """ranks that know of others that are to join, or to leave, after this step"""
 
 
 @dataclass(frozen=True)
