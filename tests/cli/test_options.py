@@ -23,7 +23,8 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 
 Run = Callable[..., tuple[int, str, str]]
 COMMANDS = (
-    "train", "eval", "polish", "plan", "rehearse", "recipes", "tune", "bench allreduce", "data fetch", "data info",
+    "train", "status", "stop", "scale", "eval", "polish", "plan", "rehearse", "recipes", "tune", "bench allreduce",
+    "data fetch", "data info",
 )  # fmt: skip
 PANELS = {
     "train": {"Recipe", "Data", "Runtime", "Network", "Output"},

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,65 @@ def test_ranks_are_lost_one_after_the_other_rank_0_first_then_in_an_evaluation_a
     assert (told["lost_ranks"], told["world_size"]) == ([0, 1], 1)
 
 
+def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
+    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any], run_cli: Any
+) -> None:
+    out, held = tmp_path / "out", tmp_path / "held"
+    held.touch()
+    source = ["--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.05"]
+    process = torusgd(tmp_path, out, recipe, "--workers", "1", *source, TORUSGD_HELD=str(held))
+
+    def wait_for(**expected: Any) -> None:
+        def status() -> dict[str, Any]:
+            code, told, _ = run_cli("status", out, "--json")
+            assert code == 0
+            return json.loads(told)
+
+        until(lambda: expected.items() <= status().items(), f"{expected}", process, pause=0.1)
+
+    wait_for_step(out, 1, process)
+    wait_for(state="running", shares={"0": 4})
+    began = process.ranks()
+    assert run_cli("scale", out, "--workers", "3")[0] == 0
+    wait_for(shares={"0": 1, "1": 1, "2": 2})
+    assert len(process.ranks()) == 3
+    kill(process.rank(out, 1))
+    assert run_cli("scale", out, "--workers", "1")[0] == 0
+    wait_for(shares={"0": 4})
+    assert process.ranks() == began
+    held.unlink()
+    told = assert_went_on(process, out, undisturbed, lost=1)
+    assert (told["world_size"], told["shares"]) == (1, {"0": 4})
+    assert "ranks 1, 2 join; ranks 0, 1, 2 go on" in process.err
+    assert " leaves; rank 0 goes on" in process.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+def test_10_seeded_changes(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any], run_cli: Any, seed: int) -> None:
+    """Losses, joins, leaves, and losses while ranks join, at random moments."""
+    draw, out, held = random.Random(seed), tmp_path / "out", tmp_path / "held"
+    held.touch()
+    source = ["--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.5"]
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", *source, TORUSGD_HELD=str(held))
+    until((out / "events.jsonl").exists, "it has begun", process)
+    for _ in range(10):
+        kind = draw.choice(("loss", "scale", "scale and loss", "scale and loss"))
+        if "scale" in kind:
+            assert run_cli("scale", out, "--workers", draw.randrange(1, 5))[0] == 0
+            time.sleep(draw.uniform(0, 4))
+        ranks = process.ranks()
+        if "loss" in kind and len(ranks) > 1:
+            kill(draw.choice(ranks))
+        time.sleep(draw.uniform(0, 3))
+    held.unlink()
+    assert process.end() == 0, process.output
+    told = summary(out)
+    assert results(told) == undisturbed
+    assert_told_once(out, STEPS)
+    print(f"seed {seed}: {told['lost_ranks']} lost, {told['restarts']} restarts; {process.err}")
+
+
 @pytest.mark.slow
 def test_20_seeded_kills_at_random_moments(tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]) -> None:
     draw, kills = random.Random(20261122), 0
@@ -175,7 +235,8 @@ def agreed(*each: Kept) -> list[tuple[int, int, Any, dict[str, float]]]:
         world = groups.build(store, range(len(each)), rank, device=cpu, timeout=60)
         taken = agree(each[rank], world)
         assert taken is not None
-        tensors = {name: float(tensor[0]) for name, tensor in taken.tensors}
+        own = each[rank].tensors if rank in taken.holders else {}
+        tensors = {name: float(tensor[0]) for name, tensor in (*own.items(), *taken.tensors)}
         found[rank] = taken.state.step, taken.state.evaluated, taken.last_event, tensors
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(len(each))]
@@ -191,6 +252,11 @@ def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measur
     assert agreed(kept(3, 0, 1.0), kept(4, 0, 2.0)) == [(4, 0, {"step": 4}, whole)] * 2
     mine = whole | {"model/w": 1.0, "optimizer/momentum_buffer/w": 1.0}
     assert agreed(kept(4, 0, 1.0), kept(4, 4, 2.0)) == [(4, 4, {"step": 4}, each) for each in (mine, whole)]
+    # Two of them can be compared with each other, the third one's newer state with nothing; a joiner has none.
+    joiner = replace(kept(0, 0, 0.0), state=None, tensors={}, last_event=None)
+    assert agreed(kept(4, 0, 1.0), kept(5, 0, 3.0), kept(4, 4, 2.0), joiner) == [
+        (4, 4, {"step": 4}, each) for each in (whole, whole, whole, whole)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +284,7 @@ def test_a_new_rank_0_writes_what_is_missing_and_drops_what_is_done_again(tmp_pa
     step, evaluation = {"step": 3}, {"step": 3, "event": "evaluation"}
 
     def events(evaluated: int, *, complete: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        telemetry = Telemetry(tmp_path, schedule, 3, evaluated, tensorboard=False)
+        telemetry = Telemetry(tmp_path, schedule, 3, evaluated, tensorboard=False, about={})
         if complete is not None:
             telemetry.complete(complete)
         telemetry.close()

@@ -16,6 +16,7 @@ from torusgd.plan import (
     sweep,
     workload_of,
 )
+from torusgd.plan.cluster import Cluster
 from torusgd.plan.forecast import Workload, with_communication
 from torusgd.plan.run_time import staged
 from torusgd.plan.search import device_counts, fixed_batch, fixed_share, knee_of
@@ -78,6 +79,30 @@ def test_devices_share_virtual_workers() -> None:
     assert third.efficiency > whole.efficiency
     with pytest.raises(UserError, match="2048 virtual workers to share"):
         forecast(found, ABCI, program, 2049)
+
+
+def test_a_slow_device_takes_fewer_virtual_workers_where_the_shares_follow_the_speed() -> None:
+    """Compute alone: 12 virtual workers on 3 devices of which one is half as fast, 5/5/2 against 4/4/4."""
+    free = {"alpha": 0.0, "bandwidth": 1e18}
+    link = ABCI.inside.model_copy(update=free)
+    equal = ABCI.model_copy(update={"inside": link, "between": link})
+    mixed = equal.model_copy(update={"speeds": (1.0, 1.0, 0.5)})
+    planned = workload("resnet50", "virtual_workers=12")
+
+    def compute(cluster: Cluster, shares: str) -> float:
+        recipe = load_recipe("resnet50", ["virtual_workers=12"]).recipe
+        program = program_for(recipe, RuntimeOptions(workers=3, shares=shares), cluster, load_software("torusgd"))
+        return forecast(planned, cluster, program, 3).steps[0].compute
+
+    one = compute(equal, "speed") / 4
+    assert compute(equal, "even") == pytest.approx(4 * one)
+    assert compute(mixed, "even") == pytest.approx(8 * one)
+    assert compute(mixed, "speed") == pytest.approx(5 * one)
+    software = program_for(load_recipe("resnet50").recipe, RuntimeOptions(workers=3), mixed, load_software("torusgd"))
+    assert software.shares == "speed"
+    floats = load_recipe("resnet50", ["reduction=float32"]).recipe
+    assert program_for(floats, RuntimeOptions(workers=3), mixed, software).shares == "even"
+    assert 0.5 < forecast(planned, mixed, software, 3).efficiency < 1.0
 
 
 def test_the_parts_add_up() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.comm.gloo_world import run_ranks
+from torusgd.comm.base import ConnectionLost, Done
 from torusgd.comm.groups import Group, group_of
 from torusgd.comm.liveness import NoLiveness
 from torusgd.data.pipeline import Batch
@@ -17,10 +18,11 @@ from torusgd.gradients.integer_hash import IntegerHash
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
-from torusgd.train.audit import check_audit
+from torusgd.train.audit import Audit, check_audit
 from torusgd.train.build import Job, Trainer, build, open_data
 from torusgd.train.checkpoint import list_checkpoints, read_checkpoint
 from torusgd.train.journal import synchronous
+from torusgd.train.membership import even_shares
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 from torusgd.weights import weights_sha256
@@ -121,6 +123,34 @@ def test_a_flipped_bit_is_found_in_its_step_and_its_rank_named() -> None:
         assert plain == audited == sharded, "an audit changes no bit"
         assert (none, all_four) == (0, 16)
         assert 0 < some < 16
+
+
+class Losing:
+    """Hashes that differ, and then ranks are gone."""
+
+    name = "losing"
+
+    def __init__(self) -> None:
+        self.is_sent = False
+
+    def start(self, tensor: Tensor) -> Done:
+        if self.is_sent:
+            raise ConnectionLost("rank 2 is gone")
+        self.is_sent = True
+        tensor.view(3, -1).copy_(torch.tensor([[1], [2], [0]]))
+        return Done()
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def test_where_the_third_rank_is_lost_both_in_question_are_named_and_nobody_goes_on() -> None:
+    membership = even_shares(range(3), me=0, virtual_workers=3)
+    audit = Audit(1.0, seed=0, world=Group(None, range(3), 0, CPU, None, 1.0), allreduce=Losing())
+    audit.hash_of(0, 0, membership)
+    audit.start(0, membership, lambda worker: IntegerHash(CPU))
+    with pytest.raises(CorruptionError, match=r"step 0: rank 0 and rank [12] found other integers .* could say which"):
+        audit.compare(0, membership, lambda worker: IntegerHash(CPU))
 
 
 def run_with_a_fault(out: str) -> str:

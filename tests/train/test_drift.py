@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 
 from tests.comm.gloo_world import run_ranks
 from torusgd.comm.allreduce import create
+from torusgd.comm.base import ConnectionLost
 from torusgd.comm.buckets import Slot
 from torusgd.comm.groups import Group, alone, group_of
+from torusgd.comm.liveness import NoLiveness
 from torusgd.errors import CorruptionError
 from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
@@ -21,6 +24,8 @@ from torusgd.train.build import Job, Trainer
 from torusgd.train.drift import DriftWatch
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
+from torusgd.train.state import RunState
+from torusgd.train.survival import Kept, nothing_yet
 
 from .runs import TINY
 
@@ -98,6 +103,68 @@ def test_a_flipped_bit_is_found_and_its_rank_named_before_anything_is_saved(tmp_
         assert steps == ["step-00000002"], flipped
 
 
+def copied(kept: Kept) -> Kept:
+    """What a rank keeps at this moment, whatever it does then."""
+    assert kept.state is not None
+    tensors = {name: tensor.clone() for name, tensor in kept.tensors.items()}
+    return replace(kept, state=RunState.from_dict(kept.state.as_dict()), tensors=tensors)
+
+
+def go_on(out: Path, case: str) -> str:
+    """Three ranks lose each other's connections after four steps and go on; how that ended, or the weights' hash.
+
+    `flipped`: a bit of rank 2's weights flips meanwhile. `ahead`: only rank 0 has received the fourth step's last
+    message, and a bit of its weights has flipped. `joined`: rank 2 is a new one.
+    """
+    world = group_of()
+    recipe = load_recipe("digits", [*TINY, f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"]).recipe
+    job = Job(recipe.resolve(precision="float32", memory_format="contiguous"), RuntimeOptions(), "cpu", out)
+    if world.rank == 0:
+        out.mkdir()
+        RunDir(out).claim(job.recipe, fresh=False)
+    world.barrier()
+    first = Run(job, world.duplicate(), StopFlag(), restarts=0)
+    take, before = first.trainer.step.run, list[Kept]()
+
+    def take_and_lose(membership: Any, entry: Any) -> Any:
+        if entry.step == 3:
+            first.trainer.step.write_to_model(3)
+            tensors = first.trainer.step.state_dict(3, keep=True)
+            before.append(copied(replace(first.kept, generation=0, state=first.state, tensors=tensors)))
+        if entry.step == 4 and case != "nothing":
+            raise ConnectionLost("rank 3 is gone")
+        return take(membership, entry)
+
+    first.trainer.step.run = take_and_lose  # type: ignore[method-assign]
+    try:
+        return first.run().summary["weights_sha256"]
+    except ConnectionLost:
+        kept = first.keep()
+    if case == "joined" and world.rank == 2:
+        kept = nothing_yet(job, world, NoLiveness(), range(3))
+    if case == "ahead" and world.rank > 0:
+        kept = replace(kept, state=before[0].state, tensors=before[0].tensors)
+    if (case, world.rank) in (("ahead", 0), ("flipped", 2)):
+        flip(next(tensor for name, tensor in kept.tensors.items() if name.startswith("model/")))
+    again = Run(job, world.duplicate(), StopFlag(), restarts=0, kept=kept)
+    try:
+        return again.run().summary["weights_sha256"]
+    except CorruptionError as error:
+        again.trainer.close()
+        return str(error)
+
+
+def go_on_in_all_cases(out: str) -> dict[str, str]:
+    return {case: go_on(Path(out, case), case) for case in ("nothing", "flipped", "ahead", "joined")}
+
+
+def test_ranks_that_go_on_compare_what_they_hold_before_any_takes_the_weights_of_another(tmp_path: Path) -> None:
+    told, second, third = run_ranks(3, go_on_in_all_cases, str(tmp_path))
+    assert told == second == third
+    assert told["flipped"].startswith(f"step 4: rank 2 on {socket.gethostname()} holds other weights than most ranks")
+    assert told["joined"] == told["ahead"] == told["nothing"]
+
+
 class Place(Group):
     """A place among ranks that are not there, each on a host of its own."""
 
@@ -121,6 +188,25 @@ def watches(size: int, parallel: int) -> list[tuple[DriftWatch, torch.Tensor, to
         slots.append(Slot("conv", "conv", whole))
         found.append((DriftWatch(slots, [], Place(rank, size), every=10), whole, blocks[rank % parallel]))
     return found
+
+
+def test_a_corruption_is_told_though_a_rank_is_lost_while_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Place, text: str, source: int = 0) -> str:
+        raise ConnectionLost("rank 0 is gone")
+
+    monkeypatch.setattr(Place, "broadcast_text", lost)
+    ranks = watches(3, parallel=1)
+    flip(ranks[2][1])
+    with pytest.raises(CorruptionError, match="step 10: rank 2 holds other weights than most ranks"):
+        ranks[1][0].check(message(ranks), 10)
+
+
+def test_only_the_ranks_that_should_hold_the_same_are_compared() -> None:
+    ranks = watches(4, parallel=1)
+    flip(ranks[3][1])
+    ranks[0][0].check(message(ranks), 10, places={0, 1, 2})
+    with pytest.raises(CorruptionError, match="rank 0 on host0, rank 3 on host3 hold different weights"):
+        ranks[0][0].check(message(ranks), 10, places={0, 3})
 
 
 def message(ranks: list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]) -> torch.Tensor:

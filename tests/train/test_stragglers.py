@@ -26,7 +26,7 @@ def compare(ranks: list[tuple[float, float, float]], links: list[float] | None =
         ready = lateness._last_end + data + compute
         lateness.note(0, reducer(ready), data, lambda: 1.0)
         total += lateness.message(EVERY)
-    return slowest(total)
+    return slowest(total, range(len(ranks)))
 
 
 def test_a_rank_that_waits_for_data_is_named() -> None:
@@ -57,7 +57,7 @@ def test_most_steps_carry_no_notes() -> None:
     lateness.note(0, reducer(0.0), 0.0, lambda: 0.0)
     assert [step for step in range(1, 3 * EVERY) if lateness.message(step).numel()] == [EVERY, 2 * EVERY]
     assert not Stragglers(0, 1).message(EVERY).numel()
-    assert slowest(torch.zeros(0, dtype=torch.int64)) is None
+    assert slowest(torch.zeros(0, dtype=torch.int64), []) is None
 
 
 def _probe_and_close(pause: float) -> float:

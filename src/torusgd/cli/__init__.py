@@ -13,7 +13,7 @@ import typer
 
 from ..errors import RunError, UserError
 from ..signals import EXIT_BASE, Stopped, raise_on_stop
-from . import bench, data, eval, plan, recipes, rehearse, replay, train, tune
+from . import bench, control, data, eval, plan, recipes, rehearse, replay, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
 
@@ -23,6 +23,9 @@ OTHER_PRECISION = ("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE")
 app = typer.Typer(help=ABOUT, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(train.train)
 app.command()(replay.replay)
+app.command()(control.status)
+app.command()(control.stop)
+app.command()(control.scale)
 app.command("eval")(eval.evaluate)
 app.command()(eval.polish)
 app.command()(plan.plan)

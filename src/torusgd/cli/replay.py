@@ -19,7 +19,13 @@ def replay(
     runtime: RuntimeFlags,
     data: DataPath = None,
     init: Annotated[
-        Path | None, Option("--init", help="The weights that the run started from.", rich_help_panel=DATA)
+        str | None,
+        Option(
+            "--init",
+            metavar="FILE|timm|hf:REPO",
+            help="The weights that the run started from.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
     out: Annotated[
         Path | None, Option("--out", help="The replay's folder. Default: RUN-replay.", rich_help_panel=OUTPUT)

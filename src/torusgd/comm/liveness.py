@@ -39,6 +39,10 @@ class LateRank:
 class Liveness(Protocol):
     """What all ranks are doing. `launch` implements it by heartbeats through the ranks' common store."""
 
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks that were lost since all were last started, and whose work the others have taken over."""
+
     def progress(self, phase: str, step: int, unit: int) -> None:
         """This rank begins a unit (a virtual worker, a bucket) of a phase (such as `forward`) of a step."""
 
@@ -48,9 +52,14 @@ class Liveness(Protocol):
     def late(self) -> list[LateRank]:
         """The ranks for which nobody needs to wait any longer; a wait asks it every `monitor.SLICE` seconds."""
 
+    def ranks_change(self) -> bool:
+        """Whether ranks are to join or to leave as soon as a step is done."""
+
 
 class NoLiveness:
     """Knows of no late rank, ever: waits end by the timeout of their group."""
+
+    lost: tuple[int, ...] = ()
 
     def progress(self, phase: str, step: int, unit: int) -> None:
         """Does nothing."""
@@ -61,3 +70,7 @@ class NoLiveness:
     def late(self) -> list[LateRank]:
         """Nobody."""
         return []
+
+    def ranks_change(self) -> bool:
+        """Never."""
+        return False

@@ -1,15 +1,17 @@
 """Generations: which ranks make up a run by now, announced by the launcher, and the group that they form.
 
-The launcher writes one record into the store of an attempt: the number of the generation and its ranks. When ranks are
-lost it writes the next one, and the ranks that are left follow in their living processes: they fail what is under way,
-meet under a prefix that no earlier generation has used (addresses of dead ranks would be found under an old one), and
-connect anew. A rank may be lost at any moment of that; then the launcher announces another generation, and whoever
-waits for ranks of an old one gives it up.
+The launcher writes one record into the store of an attempt: the number of the generation, its ranks, those that were
+lost, and whether it can wait for a step to end. When ranks are lost, join or shall leave, it writes the next one. Ranks
+that join say first that they are ready, and take part from the generation on that names them; one that a generation no
+longer names leaves. The others follow in their living processes: they fail what is under way, meet under a prefix that
+no earlier generation has used (addresses of dead ranks would be found under an old one), and connect anew. A rank may
+be lost at any moment of that; then the launcher announces another generation, and whoever waits for ranks of an old one
+gives it up.
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -20,12 +22,28 @@ from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from .gpus import compare_gpus, tell_gpu
 
+
+class Released(Exception):
+    """This rank is not needed any more: the others go on without it."""
+
+
 GROUP_SECONDS = 7 * 24 * 3600.0
 """timeout of a run's groups: no message is given up for its age, since liveness knows which ranks are late"""
 _KEY = "generation"
 _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 0.1
 """from one question whether ranks were lost to the next, while a rank computes"""
+
+
+def ranks_do(ranks: Sequence[int], verb: str) -> str:
+    """For people.
+
+    >>> ranks_do([2], "go"), ranks_do([0, 3], "join")
+    ('rank 2 goes', 'ranks 0, 3 join')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {verb}{'es' if verb.endswith('o') else 's'}"
+    return f"ranks {', '.join(map(str, ranks))} {verb}"
 
 
 class Generations:
@@ -39,12 +57,39 @@ class Generations:
         self._store = store
         self.number = -1
         """of the generation that this process has announced, or has joined"""
+        self.lost: tuple[int, ...] = ()
+        """the ranks that were lost until then"""
+        self.is_planned = False
+        """there is a next generation, to be joined after the step under way"""
         self._looked = 0.0
 
-    def announce(self, ranks: Sequence[int]) -> None:
-        """The launcher says which ranks make up the next generation; none: those that are left shall end."""
+    def announce(self, ranks: Sequence[int], lost: Iterable[int] = (), planned: bool = False) -> None:
+        """The launcher says which ranks make up the next generation; none: those that are left shall end.
+
+        Args:
+            ranks: In the order of the group's places.
+            lost: Ranks that were lost since the generation before.
+            planned: The ranks of the generation before are well, and shall end their step first.
+        """
         self.number += 1
-        self._store.set(_KEY, json.dumps([self.number, list(ranks)]))
+        self.lost = (*self.lost, *lost)
+        self._store.set(_KEY, json.dumps([self.number, list(ranks), self.lost, planned]))
+
+    def are_ready(self, ranks: Iterable[int]) -> bool:
+        """Whether all these ranks wait to take part; asked by the launcher."""
+        return all(self._store.check([f"ready/{rank}"]) for rank in ranks)
+
+    def wait_for_admission(self, rank: int) -> None:
+        """A rank that joins says that it is ready, and waits for the generation from which on it takes part.
+
+        Raises:
+            ConnectionLost: All ranks shall end.
+        """
+        self._store.set(f"ready/{rank}", "")
+        while rank not in (ranks := self._newest()[1]):
+            if not ranks:
+                raise ConnectionLost("ranks were lost, and the others do not go on")
+            time.sleep(_POLL_SECONDS)
 
     def join(self, rank: int, device: torch.device, ranks_per_gpu: int, liveness: Liveness) -> Group:
         """The group of the newest generation, once all of its ranks have come; a later one where some never come.
@@ -58,11 +103,15 @@ class Generations:
         Raises:
             UserError: Ranks share a GPU without knowing.
             ConnectionLost: The ranks that are left shall end.
+            Released: The others go on without this rank.
         """
         while True:
-            self.number, ranks = self._newest()
-            if rank not in ranks:
+            self.number, ranks, self.lost, _ = self._newest()
+            self.is_planned = False
+            if not ranks:
                 raise ConnectionLost("ranks were lost, and the others do not go on")
+            if rank not in ranks:
+                raise Released
             try:
                 return self._meet(rank, ranks, device, ranks_per_gpu, liveness)
             except ConnectionLost:
@@ -84,17 +133,21 @@ class Generations:
     def check(self) -> None:
         """Asked by a rank between two pieces of its work, which is in vain once ranks of its generation are lost.
 
+        It also finds out whether another generation `is_planned`.
+
         Raises:
             ConnectionLost: They are.
         """
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
-            if self._is_over():
+            number, _, _, is_planned = self._newest()
+            self.is_planned = number > self.number and is_planned
+            if number > self.number and not is_planned:
                 raise ConnectionLost("ranks were lost, says the launcher")
 
-    def _newest(self) -> tuple[int, list[int]]:
-        number, ranks = json.loads(self._store.get(_KEY))
-        return number, ranks
+    def _newest(self) -> tuple[int, list[int], tuple[int, ...], bool]:
+        number, ranks, lost, is_planned = json.loads(self._store.get(_KEY))
+        return number, ranks, tuple(lost), is_planned
 
     def _is_over(self) -> bool:
         return self._newest()[0] > self.number
@@ -107,7 +160,7 @@ class Generations:
             store.set("all here", "")
         while not store.check(["all here"]):
             if self._is_over():
-                raise ConnectionLost("a rank was lost before it came")
+                raise ConnectionLost("the ranks have changed before all came")
             if late := liveness.late():
                 raise CommTimeout("; ".join(map(str, late)), late)
             time.sleep(_POLL_SECONDS)

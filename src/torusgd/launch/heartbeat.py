@@ -18,6 +18,7 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm.liveness import LateRank
+from .generations import Generations
 from .roll_call import BEAT_SECONDS, STORE_KEY, Beat, Follower, Limits, Unchanged, Watch
 
 QUIET_SECONDS = 2.0
@@ -40,6 +41,7 @@ class Heartbeat:
             blocked in a wait that asks nobody.
         tell: Called from the thread with a line for people, such as what all ranks wait for.
         follows: The rank that calls the roll; None: this one, or the launcher.
+        generations: That the main thread follows; None: the ranks never change.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Heartbeat:
         on_late: Callable[[list[LateRank]], None] = lambda late: None,
         tell: Callable[[str], object] = lambda line: None,
         follows: int | None = None,
+        generations: Generations | None = None,
     ) -> None:
         own: Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=limits.beat))
@@ -60,6 +63,7 @@ class Heartbeat:
         self.watch: Watch | Follower = (
             Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)
         )
+        self._generations = generations
         self._tell = tell
         self._main, self._host = threading.get_ident(), socket.gethostname()
         self._place, self._failed, self._ended = ("start", 0, 0), "", False
@@ -93,6 +97,15 @@ class Heartbeat:
             late = [_unreachable("no answer")]
         self._is_known = self._is_known or bool(late)
         return late
+
+    def ranks_change(self) -> bool:
+        """See `Liveness`."""
+        return self._generations is not None and self._generations.is_planned
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """See `Liveness`."""
+        return self._generations.lost if self._generations is not None else ()
 
     def fail(self, why: str) -> None:
         """Lets all others know that this rank will not answer any more; it goes on beating until `close`."""

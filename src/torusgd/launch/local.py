@@ -25,7 +25,8 @@ from ..train.events import warn
 from ..train.result import RunResult, finished
 from ..train.run import Run
 from ..train.run_dir import RunDir
-from ..train.survival import fewest_ranks, nothing_yet
+from ..train.status import Asked, was_asked_to_stop
+from ..train.survival import fewest_ranks, nothing_yet, obstacle
 from .failures import Failure, FailureKind
 from .processes import RankFailed, Supervisor
 from .roll_call import Limits
@@ -99,12 +100,14 @@ def _supervise(job: Job, workers: int, folder: RunDir) -> RunResult:
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
     restarts, pause = Restarts(), 0.0
     fewest = fewest_ranks(job, workers)
+    asked = Asked(folder.path)
     with Supervisor(workers, job.device, limits_of(job), job.options.ranks_per_gpu, warn) as supervisor:
         while True:
             try:
                 time.sleep(pause)
                 with asking_to_stop(supervisor.ask_to_stop, STOP_SECONDS) as stop:
-                    told = supervisor.run(_TrainRank(job, workers), restarts.total, fewest)
+                    rank = _TrainRank(job, supervisor.size)
+                    told = supervisor.run(rank, restarts.total, fewest, partial(_ranks_asked_for, asked, job, fewest))
                     results = [RunResult(**tree) for tree in told]
             except RankFailed as error:
                 failure, in_vain = error.failure, restarts.in_vain
@@ -131,6 +134,12 @@ def _supervise(job: Job, workers: int, folder: RunDir) -> RunResult:
                 _show_cursor()
 
 
+def _ranks_asked_for(asked: Asked, job: Job, fewest: int) -> int | None:
+    """With how many ranks `torusgd scale` asks a run to go on, within what it allows; None: with no other number."""
+    workers = None if obstacle(job) else asked.workers()
+    return None if workers is None else max(fewest, min(workers, job.recipe.virtual_workers))
+
+
 class _TrainRank:
     """A run on one rank, called again in the same process with the ranks that are left; sent to it before it begins."""
 
@@ -146,7 +155,8 @@ class _TrainRank:
 
 
 def _stopped(number: int, folder: RunDir) -> RunResult:
-    warn(f"stopped by {signal.Signals(number).name}; the same command goes on from {last_checkpoint(folder)}")
+    who = "torusgd stop" if was_asked_to_stop(folder.path) else signal.Signals(number).name
+    warn(f"stopped by {who}; the same command goes on from {last_checkpoint(folder)}")
     return RunResult(signal=number)
 
 

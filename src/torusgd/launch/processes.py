@@ -4,7 +4,8 @@ The launcher owns the store, so it outlives every rank. The store listens on a l
 bound itself; ranks are told its port when they are started, so nothing is looked up in the network and nothing that
 comes from there is unpickled. `Supervisor.wait` gives what happens to ranks as events; what to do about them is the
 caller's business. By the rule of `Supervisor.run` ranks that are lost leave the others to go on, in the same processes
-and as the next generation, where the function can; any other failure ends all ranks.
+and as the next generation, where the function can; any other failure ends all ranks. Where other numbers of ranks are
+asked for in mid-run, ranks are started beside those at work, or let go, which is a new generation as well.
 """
 
 import json
@@ -32,7 +33,7 @@ from ..comm.liveness import LateRank, Liveness
 from ..signals import StopFlag, die_with_launcher, held_back
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import start_forkserver
-from .generations import GROUP_SECONDS, Generations
+from .generations import GROUP_SECONDS, Generations, Released, ranks_do
 from .gpus import compare_gpus, device_of, tell_gpu
 from .heartbeat import Heartbeat
 from .roll_call import BEAT_SECONDS, Limits, Watch
@@ -74,6 +75,8 @@ class RankSpec:
     ranks_per_gpu: int
     limits: Limits
     function: RankFunction
+    joins: bool
+    """beside ranks that are at work already"""
 
 
 class Supervisor:
@@ -108,7 +111,13 @@ class Supervisor:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
-    def run(self, function: RankFunction, attempt: int = 0, fewest: int | None = None) -> list[Any]:
+    def run(
+        self,
+        function: RankFunction,
+        attempt: int = 0,
+        fewest: int | None = None,
+        asked: Callable[[], int | None] = lambda: None,
+    ) -> list[Any]:
         """Runs `function` on all ranks.
 
         Args:
@@ -117,9 +126,11 @@ class Supervisor:
             attempt: Its third argument; another one than any time before.
             fewest: Ranks with which it can go on when others die, freeze or hang: as many are called again, in the same
                 processes, with the group of those that are left. None: all of them are needed.
+            asked: Asked now and then for another number of ranks to go on with; None: for no other. Of later attempts
+                it is the number too (`size`).
 
         Returns:
-            What it returned, by rank, without those that were lost.
+            What it returned, by rank, without those that were lost or let go.
 
         Raises:
             RankFailed: A rank has failed; none runs any more.
@@ -132,11 +143,18 @@ class Supervisor:
         while self._processes:
             events = self.wait()
             late = [event for event in events if isinstance(event, LateRank)]
-            exits += [event for event in events if isinstance(event, Exit)]
+            ended = [event for event in events if isinstance(event, Exit)]
+            self._watch.forget(exit.rank for exit in ended if exit.rank in self._let_go)
+            exits += [exit for exit in ended if exit.rank not in self._let_go]
             failed = [exit for exit in exits if exit.code or not self._has_result(exit.rank)]
             if not late and not failed:
+                if exits and (self._generations.number or self._joining):  # some may wait for more ranks, in vain
+                    self._generations.announce([])
+                    self._end_within(EXPLAIN_SECONDS)
+                    break
+                self._resize(function, None if self._joining else asked())
                 continue
-            if any(map(self._has_result, range(self.size))):
+            if any(map(self._has_result, range(self._count))):
                 break  # the last barrier has been passed: what was lost had nothing left to do
             if all(exit.code < 0 for exit in failed) and self._go_on(failed, late, fewest):
                 exits = []
@@ -147,28 +165,27 @@ class Supervisor:
             self.kill()
             raise RankFailed(self._explain(failed, late))
         self.kill()
-        ended = filter(self._has_result, range(self.size))
-        return [json.loads(self._store.get(f"result/{rank}")) for rank in ended]
+        found = filter(self._has_result, range(self._count))
+        return [json.loads(self._store.get(f"result/{rank}")) for rank in found]
 
-    def start(self, rank: int, function: RankFunction) -> None:
-        """Starts the process of a rank in the attempt that is open."""
-        spec = RankSpec(
-            rank, self.size, self._root.port, self._attempt, self._device, self._ranks_per_gpu, self._limits, function
-        )
+    def start(self, rank: int, function: RankFunction, joins: bool = False) -> None:
+        """Starts the process of a rank in the attempt that is open; it `joins` those that are at work already."""
+        port, device, per_gpu = self._root.port, self._device, self._ranks_per_gpu
+        spec = RankSpec(rank, self.size, port, self._attempt, device, per_gpu, self._limits, function, joins)
         process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(spec,))
         with held_back():  # else a signal could come between the two
             process.start()
             self._processes[rank] = process
 
     def wait(self) -> list[Exit | LateRank]:
-        """Blocks until processes have ended or ranks are late; a process that has ended is reported once."""
-        while True:
-            if ended := self._ended(BEAT_SECONDS):
-                return [*ended]
-            if late := self._watch.look():
-                return [*late]
-            if told := self._watch.outside_wait():
-                self._tell(told)
+        """What happens within a second: processes that have ended, each reported once, or ranks that are late."""
+        if ended := self._ended(BEAT_SECONDS):
+            return [*ended]
+        if late := self._watch.look():
+            return [*late]
+        if told := self._watch.outside_wait():
+            self._tell(told)
+        return []
 
     def ask_to_stop(self) -> None:
         """Asks the ranks to stop after their step, those of later attempts too."""
@@ -185,26 +202,60 @@ class Supervisor:
     def _open_attempt(self, attempt: int) -> None:
         # A prefix of its own, since addresses of dead ranks would be found under an old one.
         self._attempt, self._store = attempt, PrefixStore(f"attempt-{attempt}", self._root)
-        self._failures = FailureChannel(self._store, self.size)
         self._watch = Watch(self._store, range(self.size), self._limits)
         self._generations = Generations(self._store)
-        self._generations.announce(range(self.size))
+        self._members = list(range(self.size))
+        self._joining, self._joining_since = list[int](), 0.0
+        self._let_go: set[int] = set()
+        self._count = self.size  # ranks that were ever started: each has a number of its own
+        self._generations.announce(self._members)
+
+    def _resize(self, function: RankFunction, asked: int | None) -> None:
+        """Lets ranks go, or starts some, which take part as soon as all of them are ready."""
+        if asked is not None and asked != len(self._members):
+            self.size = asked
+            leaving, self._members = self._members[asked:], self._members[:asked]
+            if leaving:
+                self._let_go.update(leaving)
+                self._generations.announce(self._members, planned=True)
+                self._tell(f"{ranks_do(leaving, 'leave')}; {ranks_do(self._members, 'go')} on")
+            self._joining = [*range(self._count, self._count + asked - len(self._members))]
+            self._count += len(self._joining)
+            self._joining_since = time.monotonic()
+            for rank in self._joining:
+                self.start(rank, function, joins=True)
+        elif self._joining and self._generations.are_ready(self._joining):
+            self._watch.follow(self._joining)
+            self._members += self._joining
+            self._generations.announce(self._members, planned=True)
+            self._tell(f"{ranks_do(self._joining, 'join')}; {ranks_do(self._members, 'go')} on")
+            self._joining = []
+        elif self._joining and time.monotonic() - self._joining_since > self._limits.start:
+            self._let_go.update(self._joining)
+            for rank in self._joining:
+                self._processes[rank].kill()
+            who = ", ".join(map(str, self._joining))
+            self._tell(f"rank {who} has not begun in {self._limits.start:g} s; {ranks_do(self._members, 'go')} on")
+            self._joining = []
 
     def _go_on(self, failed: list[Exit], late: list[LateRank], fewest: int) -> bool:
         """Ends the ranks that are lost for good, and tells the others to go on; False if they are too few."""
         lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
-        left = sorted(self._processes.keys() - lost)
+        left = [rank for rank in self._members if rank in self._processes and rank not in lost]
         failure = self._explain(failed, late)
         if len(left) < fewest or not failure.is_loss:
             return False
+        lost_members = [rank for rank in self._members if rank not in left]
+        self._joining = [rank for rank in self._joining if rank not in lost]
         for rank in self._processes.keys() & lost:
             process = self._processes.pop(rank)
             process.kill()
             process.join()
         self._watch.forget(lost)
-        self._generations.announce(left)
-        who = f"rank {left[0]} goes" if len(left) == 1 else f"ranks {', '.join(map(str, left))} go"
-        self._tell(f"{failure.text}; {who} on")
+        self._members = left
+        if lost_members:  # and not only some that have not taken part yet
+            self._generations.announce(left, lost_members)
+        self._tell(f"{failure.text}; {ranks_do(left, 'go')} on")
         return True
 
     def _ended(self, seconds: float) -> list[Exit]:
@@ -228,7 +279,7 @@ class Supervisor:
 
     def _explain(self, failed: list[Exit], late: list[LateRank]) -> Failure:
         """Why the ranks end: what one of them reported, or what became of its process."""
-        reported = self._failures.reported()
+        reported = FailureChannel(self._store, self._count).reported()
         cause = cause_of(reported.values())
         if cause is not None:
             return cause
@@ -296,9 +347,11 @@ def meet(
     return groups.build(PrefixStore("world", store), range(size), rank, device=target, timeout=timeout, nccl=nccl)
 
 
-def _run_through_losses(spec: RankSpec, generations: Generations, stop: StopFlag, heartbeat: Heartbeat) -> Any:
-    """Calls the function of a rank, and again with the ranks that are left each time that others are lost."""
+def _run_through_generations(spec: RankSpec, generations: Generations, stop: StopFlag, heartbeat: Heartbeat) -> Any:
+    """Calls the function of a rank, and again with the others of the next generation each time that ranks change."""
     device = device_of(spec.device, spec.ranks_per_gpu)
+    if spec.joins:
+        generations.wait_for_admission(spec.rank)
     while True:
         world = generations.join(spec.rank, device, spec.ranks_per_gpu, heartbeat)
         try:
@@ -328,10 +381,13 @@ def _be_rank(spec: RankSpec) -> None:
 
     stop = StopFlag(also=is_asked_to_stop)
     stop.install()
-    heartbeat = Heartbeat(store, spec.rank, spec.limits)
+    heartbeat = Heartbeat(store, spec.rank, spec.limits, generations=generations)
     try:
-        result = _run_through_losses(spec, generations, stop, heartbeat)
+        result = _run_through_generations(spec, generations, stop, heartbeat)
         store.set(f"result/{spec.rank}", json.dumps(result))
+    except Released:
+        heartbeat.close()
+        os._exit(0)  # the groups that this rank was in are aborted, and nothing waits for it
     except (Exception, SystemExit) as error:
         with suppress(RuntimeError):  # the launcher is gone, and this process with it in a moment
             FailureChannel(store, spec.size).report(Failure.of(error, spec.rank))

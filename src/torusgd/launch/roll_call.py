@@ -131,6 +131,11 @@ class Watch:
             silent = list(islice(self.silent(SILENT_SECONDS), MOST_NAMED))
             self._store.set(_ROLL, json.dumps([self._number, late, silent, is_last]))
 
+    def follow(self, ranks: Iterable[int]) -> None:
+        """Watches these ranks too, from now on."""
+        for rank in ranks:
+            self.beats[rank], self._silence[rank], self._seconds[rank] = None, Unchanged(), 0.0
+
     def forget(self, ranks: Iterable[int]) -> None:
         """Watches these ranks no longer."""
         for rank in ranks:

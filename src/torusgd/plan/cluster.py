@@ -54,7 +54,7 @@ class Link(Section):
 
 
 class Cluster(Section):
-    """A machine: equal nodes of equal devices, a network inside each node and one between them."""
+    """A machine: nodes of as many devices each, a network inside each node and one between them."""
 
     name: str
     source: str
@@ -66,6 +66,9 @@ class Cluster(Section):
     crowding: Annotated[dict[Count, Annotated[float, Field(ge=1)]], Field(default_factory=dict)]
     """devices at work: how many times longer compute takes than with one, as they share cores, memory or power; from
     one number to the next it grows evenly, and stays as it is beyond the last"""
+    speeds: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
+    """of each device in turn its speed against `device`, such as [1, 1, 0.5]; after the last one they repeat; none: all
+    devices are equal"""
     inside: Link
     between: Link
     rack_nodes: Count | None = None
@@ -177,6 +180,8 @@ class Software(Section):
     """relative spread (standard deviation of the logarithm) of a device's step time"""
     sharded_update: bool = False
     """each rank updates a shard of the weights"""
+    shares: Literal["even", "speed"] = "even"
+    """of devices that differ in speed; speed: a slow one computes fewer virtual workers"""
     update_bytes: NotNegative = 24.0
     """bytes that the optimiser reads and writes a weight"""
     weights_first: bool = False

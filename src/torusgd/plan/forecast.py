@@ -1,9 +1,9 @@
 """A recipe on a cluster: the same Recipe and Schedule that a run takes, walked through the cost model instead."""
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..recipe.section import sides
 from .cluster import Cluster, Communication, Software
 from .model_cost import ModelCost, read_model
 from .roofline import memory_bytes
-from .run_time import HIGH, LOW, PlannedStage, RunTime, run_time, widened
+from .run_time import HIGH, LOW, PlannedStage, RunTime, longest_share, run_time, widened
 from .timeline import StepTime, step_time
 
 
@@ -162,13 +162,14 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
     ]
     low, high = widened([run.seconds for run in runs], software.error)
     run = runs[0]
-    shares = [math.ceil(stage.workers / devices) for stage in workload.stages]
+    shares = [longest_share(cluster, software, devices, stage.workers)[1] for stage in workload.stages]
+    speed = sum(islice(cycle(cluster.speeds or (1.0,)), devices))
     alone = sum(
         stage.steps * step_time(workload.cost, cluster, software, 1, stage.images, share).seconds
         for stage, share in zip(workload.stages, shares, strict=True)
     )
     balance = sum(
-        stage.steps * stage.batch / (stage.images * devices * share)
+        stage.steps * stage.batch / (stage.images * speed * share)
         for stage, share in zip(workload.stages, shares, strict=True)
     )
     efficiency = alone / run.training * balance / sum(stage.steps for stage in workload.stages)
@@ -196,11 +197,8 @@ def _limit(workload: Workload, cluster: Cluster, software: Software, run: RunTim
 
     compute = total("compute")
     quick = software.model_copy(update={"launch": 0.0})
-    without = sum(
-        weight
-        * step_time(workload.cost, cluster, quick, devices, stage.images, math.ceil(stage.workers / devices)).compute
-        for weight, stage in zip(weights, workload.stages, strict=True)
-    )
+    quick_run = run_time(workload.cost, cluster, quick, devices, workload.stages, workload.evaluations)
+    without = sum(weight * step.compute for weight, step in zip(weights, quick_run.steps, strict=True))
     remedies = {
         "communication": (total("communication"), "try --best for another grid, algorithm or bucket size"),
         "kernel launches": (compute - without, "more images a virtual worker, fused kernels or CUDA graphs"),

@@ -21,8 +21,10 @@ from ..comm.exact_sum import gradient_integers
 from ..errors import UserError, suggest
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
+from ..recipe.shares import why_even
 from .cluster import Buckets, Cluster, Software, load_software
 from .forecast import Workload, with_communication
+from .run_time import longest_share
 from .timeline import step_time
 
 
@@ -59,14 +61,15 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
         changes["linear_groups"] = _groups(runtime, runtime.workers)
     precision = software.precision if recipe.precision == "auto" else recipe.precision
     program = with_communication(software, **changes)
-    return program.model_copy(update={"precision": precision, "sharded_update": sharded})
+    shares = "even" if why_even(recipe) else runtime.shares if "shares" in given else software.shares
+    return program.model_copy(update={"precision": precision, "sharded_update": sharded, "shares": shares})
 
 
 def as_torusgd(software: Software) -> Software:
     """torusgd with another program's efficiencies: its own messages, of which each costs what that program's does."""
     own, theirs = load_software("torusgd"), software.communication
     changes = {"message": theirs.message, "contention": theirs.contention}
-    kept = {key: getattr(own, key) for key in ("sharded_update", "weights_first", "norm_group")}
+    kept = {key: getattr(own, key) for key in ("sharded_update", "shares", "weights_first", "norm_group")}
     return software.model_copy(update={**kept, "communication": own.communication.model_copy(update=changes)})
 
 
@@ -87,8 +90,8 @@ def resolve_model_parallel(
 
     def seconds(options: RuntimeOptions) -> float:
         program = program_for(recipe, options, cluster, software)
-        passes = math.ceil(stage.workers / devices)
-        return step_time(workload.cost, cluster, program, devices, stage.images, passes).seconds
+        like_last, passes = longest_share(cluster, program, devices, stage.workers)
+        return step_time(workload.cost, like_last, program, devices, stage.images, passes).seconds
 
     return min(tried, key=seconds)
 

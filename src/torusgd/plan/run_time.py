@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..recipe.shares import best_counts, even_counts
 from .cluster import Cluster, Software
 from .model_cost import ModelCost
 from .network import phases
@@ -48,6 +49,32 @@ class RunTime:
         return self.start + self.training + self.evaluation
 
 
+def longest_share(cluster: Cluster, software: Software, devices: int, workers: int) -> tuple[Cluster, int]:
+    """The cluster as if all its devices were like the one that is done last, and the virtual workers of that one.
+
+    A plan is of one device that stands for all: where they differ in speed, of the one for which the others wait.
+
+    Args:
+        cluster: The machine.
+        software: The program; its `shares` say whether slow devices take fewer virtual workers.
+        devices: How many take part.
+        workers: Virtual workers of a step, at least as many.
+
+    >>> from torusgd.plan.cluster import load_cluster, load_software
+    >>> mixed = load_cluster("abci").model_copy(update={"speeds": (1.0, 1.0, 0.5)})
+    >>> slow, passes = longest_share(mixed, load_software("torusgd"), devices=3, workers=12)
+    >>> passes, slow.slowdown(3)
+    (5, 1.0)
+    """
+    if not cluster.speeds:
+        return cluster, math.ceil(workers / devices)
+    seconds = [1 / cluster.speeds[place % len(cluster.speeds)] for place in range(devices)]
+    counts = best_counts(workers, seconds) if software.shares == "speed" else even_counts(workers, devices)
+    last = max(range(devices), key=lambda place: counts[place] * seconds[place])
+    slowdown = seconds[last] * cluster.slowdown(devices)
+    return cluster.model_copy(update={"crowding": {devices: slowdown}, "speeds": ()}), counts[last]
+
+
 def run_time(
     cost: ModelCost,
     cluster: Cluster,
@@ -66,16 +93,21 @@ def run_time(
         eval_images: How many those are.
         quantile: As in `step_time`.
     """
-    steps = tuple(
-        step_time(cost, cluster, software, devices, stage.images, math.ceil(stage.workers / devices), quantile)
-        for stage in stages
-    )
+    steps = tuple(_step(cost, cluster, software, devices, stage, quantile) for stage in stages)
     training = sum(stage.steps * step.seconds for stage, step in zip(stages, steps, strict=True))
     share = math.ceil(eval_images / devices)
     forward = pass_seconds(cost, cluster.device, software, share).forward if share else 0.0
+    forward /= min(cluster.speeds[:devices], default=1.0)  # held-out images are shared out evenly
     small = sum(phase.seconds for phase in phases(cluster, software.communication, devices, 4096.0))
     each = forward + software.evaluation.seconds + software.evaluation.norm_sums * cost.norms * small
     return RunTime(software.start, training, evaluations * each, steps)
+
+
+def _step(
+    cost: ModelCost, cluster: Cluster, software: Software, devices: int, stage: PlannedStage, quantile: float
+) -> StepTime:
+    like_last, passes = longest_share(cluster, software, devices, stage.workers)
+    return step_time(cost, like_last, software, devices, stage.images, passes, quantile)
 
 
 def staged(

@@ -13,6 +13,7 @@ from ..comm.algorithms import GRIDS
 from ..plan.cluster import Cluster, Software
 from ..plan.forecast import Workload
 from ..plan.network import grid_of
+from ..plan.run_time import longest_share
 from ..plan.step_script import Send, compose
 from ..plan.timeline import StepTime, compute_seconds, price_of, step_time, step_work, waited_seconds
 from .ceiling import measure_ceiling, result_line
@@ -123,7 +124,7 @@ def rehearse(
         RunError: There is no lab here (no root, no Linux), or a rank failed.
     """
     stage = workload.stages[-1]
-    passes = math.ceil(stage.workers / devices)
+    cluster, passes = longest_share(cluster, software, devices, stage.workers)
     planned = step_time(workload.cost, cluster, software, devices, stage.images, passes)
     work = step_work(workload.cost, cluster, software, devices, stage.images)
     script = compose(workload.cost, cluster, software, devices, stage.images, passes, work)

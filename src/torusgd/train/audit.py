@@ -10,20 +10,20 @@ virtual workers of such a turn are computed again by the ranks that are a keyed 
 the same time, none waits for another, and each audits and is audited as often as any other.
 """
 
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ..comm.base import AllReduce, Work
+from ..comm.base import AllReduce, CommError, Work
 from ..comm.groups import Group
 from ..errors import CorruptionError, RunError, UserError
 from ..gradients.integer_hash import IntegerHash
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..rng import AUDIT, keyed_integer, keyed_uniform
+from .drift import named_with_host
 from .membership import Membership
 
 Again = Callable[[int], IntegerHash]
@@ -140,7 +140,14 @@ class Audit:
         answer = torch.zeros(2, dtype=torch.int64, device=self._world.device)
         if third == self._world.rank:
             answer.copy_(torch.tensor(_value(again, check.worker)))
-        self._allreduce.start(answer).wait()
+        try:
+            self._allreduce.start(answer).wait()
+        except CommError as error:  # the step must not be taken by those who are left: one of them may be the wrong one
+            two = " and ".join(f"rank {self._world.ranks[place]}" for place in pair)
+            raise CorruptionError(
+                f"step {step}: {two} found other integers for the same virtual worker ({check.worker}), and ranks "
+                f"were lost before a third could say which is right{remedy}"
+            ) from error
         value, unread = answer.tolist()
         alone = [place for place, found in zip(pair, (first, second), strict=True) if found != value or unread]
         names = [self._name(place) for place in [*alone, *(place for place in (*pair, third) if place not in alone)]]
@@ -151,8 +158,7 @@ class Audit:
         )
 
     def _name(self, place: int) -> str:
-        host = self._world.broadcast_text(socket.gethostname(), place)
-        return f"rank {self._world.ranks[place]} on {host}"
+        return named_with_host(self._world, place)
 
 
 def check_audit(options: RuntimeOptions, recipe: Recipe, ranks: int) -> None:

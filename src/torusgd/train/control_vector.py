@@ -36,6 +36,8 @@ class Counts:
     """ranks that could not read their images"""
     save: int = 0
     """rank 0 wants a checkpoint after this step"""
+    change: int = 0
+    """ranks that know of others that are to join, or to leave, after this step"""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ flip there is found in steps that are compared only, and one in a rank's own sha
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.base import AllReduce
+from ..comm.base import AllReduce, CommError
 from ..comm.buckets import Slot
 from ..comm.groups import Group
 from ..errors import CorruptionError
@@ -67,8 +67,13 @@ class DriftWatch:
         """int64: this rank's fingerprints in its place among all, to be summed; empty where none are due."""
         return self._places() if self.is_due(step) else torch.zeros(0, dtype=torch.int64)
 
-    def check(self, message: Tensor, step: int) -> None:
+    def check(self, message: Tensor, step: int, places: Collection[int] | None = None) -> None:
         """Compares all ranks' fingerprints: `message` of each of them, summed. Every rank calls it.
+
+        Args:
+            message: See above.
+            step: For people.
+            places: Of the ranks that should hold the same; None: all. Others only without column blocks.
 
         Raises:
             CorruptionError: On every rank, naming those that differ from the majority, or without one all.
@@ -77,21 +82,23 @@ class DriftWatch:
             return
         columns = message.view(self._world.size, -1).T.tolist()
         suspects, is_clear = set[int](), True
+        compared = set(range(self._world.size) if places is None else places)
         for parallel, found in zip(self._held, columns, strict=True):
             for first in range(parallel):
-                places = range(first, self._world.size, parallel)
-                odd, by_majority = differing({place: found[place] for place in places})
+                group = compared.intersection(range(first, self._world.size, parallel))
+                odd, by_majority = differing({place: found[place] for place in sorted(group)})
                 suspects |= odd
                 is_clear &= by_majority
         if suspects:
             raise CorruptionError(self._told(sorted(suspects), is_clear, step))
 
-    def compare(self, steps: int, allreduce: AllReduce) -> None:
+    def compare(self, steps: int, allreduce: AllReduce, places: Collection[int] | None = None) -> None:
         """Compares at once, before what so many steps left is saved; every rank calls it.
 
         Args:
             steps: Done.
             allreduce: Over all ranks.
+            places: As for `check`.
 
         Raises:
             CorruptionError: As `check`.
@@ -99,7 +106,7 @@ class DriftWatch:
         if self._every:
             message = self._places()
             allreduce.start(message).wait()
-            self.check(message.cpu(), steps)
+            self.check(message.cpu(), steps, places)
 
     def _places(self) -> Tensor:
         places = torch.zeros(self._world.size, len(self._held), dtype=torch.int64, device=self._world.device)
@@ -117,10 +124,7 @@ class DriftWatch:
         return (torch.stack(sums) * self._run_keys[: len(sums)]).sum()
 
     def _told(self, suspects: Sequence[int], is_clear: bool, step: int) -> str:
-        named = []
-        for place in suspects[:_MOST_NAMED]:
-            host = self._world.broadcast_text(socket.gethostname(), place)
-            named.append(f"rank {self._world.ranks[place]} on {host}")
+        named = [named_with_host(self._world, place) for place in suspects[:_MOST_NAMED]]
         more = f" and {len(suspects) - _MOST_NAMED} more" if len(suspects) > _MOST_NAMED else ""
         who = ", ".join(named) + more
         what = "other weights than most ranks: its memory or processor has failed" if is_clear else (
@@ -131,6 +135,18 @@ class DriftWatch:
             f"step {step}: {who} {verb} {what}; nothing of it was saved: leave that machine out and give the same "
             "command again, which goes on from the last checkpoint"
         )
+
+
+def named_with_host(world: Group, place: int) -> str:
+    """A rank to blame, for people; every rank calls it. Without its host where ranks are lost at that very moment.
+
+    A corruption that is found must be told all the same: else the ranks that are left would go on with it.
+    """
+    name = f"rank {world.ranks[place]}"
+    try:
+        return f"{name} on {world.broadcast_text(socket.gethostname(), place)}"
+    except CommError:
+        return name
 
 
 def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:

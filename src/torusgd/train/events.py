@@ -16,11 +16,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..errors import RunError, UserError
-from ..recipe.schedule import Schedule
+from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from ..weights import json_text
 from .evaluate import Evaluation
 from .initial_weights import Fit
+from .membership import Membership
+from .status import StatusFile
 from .step_stats import StepStats
 
 PLAIN_SECONDS = 5.0
@@ -41,18 +43,30 @@ class Telemetry:
         first_step: Steps done before; later events of an earlier attempt are dropped.
         evaluated: The last step that was evaluated; later evaluations are dropped.
         tensorboard: Also write TensorBoard files under `folder/tensorboard`.
+        about: What `status.json` tells from the first to the last step.
 
     Raises:
         UserError: TensorBoard is asked for and not installed.
     """
 
-    def __init__(self, folder: Path, schedule: Schedule, first_step: int, evaluated: int, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        schedule: Schedule,
+        first_step: int,
+        evaluated: int,
+        tensorboard: bool,
+        about: Mapping[str, Any],
+    ) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self._schedule = schedule
         self._path = folder / "events.jsonl"
         self._board = _open_tensorboard(folder / "tensorboard", first_step) if tensorboard else None
         _drop_later_events(self._path, first_step, evaluated)
         self._file = self._path.open("ab", buffering=0)  # one write a line: what was written survives a killed process
+        self.status = StatusFile(folder, about)
+        """to be told of what is no step"""
+        self.status.tell(now=True, phase="start", step=first_step, steps=len(schedule))
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()
         self._speed = 0.0
@@ -64,8 +78,14 @@ class Telemetry:
             self._task = self._progress.add_task("starting", total=len(schedule), completed=first_step)
             self._progress.start()
 
-    def step(self, stats: StepStats, seconds: float) -> None:
-        """One step; `seconds` is the training time so far."""
+    def step(self, stats: StepStats, seconds: float, membership: Membership) -> None:
+        """One step.
+
+        Args:
+            stats: What it did.
+            seconds: The training time so far.
+            membership: Who takes the next one.
+        """
         step = stats.step
         event = stats.as_event(self._schedule.train_images, seconds)
         self._write(event)
@@ -87,6 +107,18 @@ class Telemetry:
             for name, share in (board | ({} if hidden is None else {"sync_hidden": hidden})).items():
                 self._board.add_scalar(f"share/{name}", share, step.index + 1)
         self._show(stats)
+        if stats.balance is not None:
+            self.status.tell(slow_ranks=stats.balance.slow)
+        self.status.tell(
+            phase="train",
+            step=step.index + 1,
+            epoch=event["epoch"],
+            loss=event["loss"],
+            seconds=event["seconds"],
+            images_per_second=round(self._speed, 1),
+            seconds_left=round(self._left(step)),
+            shares=dict(zip(membership.ranks, membership.counts, strict=True)),
+        )
 
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
         """An evaluation after `step` steps."""
@@ -140,13 +172,16 @@ class Telemetry:
         data, sync = stats.times.data_seconds / stats.times.seconds, stats.times.sync_seconds / stats.times.seconds
         share = stats.hidden_share
         hidden = "" if share is None else f", {share:.0%} hidden"
-        left = (schedule.stop - step.start - step.batch) / self._speed
         return (
             f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
             f"/{schedule.stop / schedule.train_images:.4g}  step {step.index + 1}/{len(schedule)}  "
             f"loss {stats.loss:.4f}  lr {step.lr:.4g}{gap}{self._speed:,.0f} images/s  "
-            f"data {data:.0%}  sync {sync:.0%}{hidden}  {_clock(left)} left{self._slowest}"
+            f"data {data:.0%}  sync {sync:.0%}{hidden}  {clock(self._left(step))} left{self._slowest}"
         )
+
+    def _left(self, step: Step) -> float:
+        """Seconds."""
+        return (self._schedule.stop - step.start - step.batch) / self._speed
 
     def _schedule_epoch(self, step: int) -> float:
         last = self._schedule[step - 1]
@@ -209,7 +244,7 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     return table
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -6,7 +6,9 @@ and in another way at the next step, without a bit of difference in the weights.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+
+from ..recipe.shares import even_counts
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def even_shares(ranks: Sequence[int], me: int, virtual_workers: int, generation:
     >>> even_shares(ranks=[0, 1, 2], me=1, virtual_workers=8).shares
     ((0, 1), (2, 3, 4), (5, 6, 7))
     """
-    edges = [place * virtual_workers // len(ranks) for place in range(len(ranks) + 1)]
+    edges = accumulate(even_counts(virtual_workers, len(ranks)), initial=0)
     shares = tuple(tuple(range(low, high)) for low, high in pairwise(edges))
     return Membership(generation, tuple(ranks), me, shares)
 

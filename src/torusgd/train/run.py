@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,29 +11,30 @@ from typing import Any
 
 from torch import Tensor
 
-from ..comm.base import CommError
+from ..comm.base import CommError, ConnectionLost
 from ..comm.groups import Group
 from ..comm.liveness import Liveness, NoLiveness
 from ..errors import RunError, UserError
-from ..models import head_of
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule, Step
+from ..runtime import ranks_are_given
 from ..signals import StopFlag
-from ..weights import match_weights, weights_sha256
+from ..weights import weights_sha256
 from .build import Job, Trainer, build
-from .checkpoint import CheckpointTimes, CheckpointWriter, list_checkpoints, newest_checkpoint
+from .checkpoint import CheckpointTimes, CheckpointWriter, list_checkpoints
 from .closing import as_seconds, closing_of
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, evaluation_event, plan_table, warn
 from .fingerprint import changes
-from .initial_weights import fit, read_initial
 from .journal import Journal
 from .polish import polish_by_recipe
+from .restore import restore
 from .result import RunResult, write_result
 from .run_dir import RunDir
 from .saving import Saver
-from .state import RunState, resumed, share_tensors, tensors_of
-from .survival import Kept, agree, fitting, nothing_yet
+from .state import RunState
+from .status import Asked
+from .survival import Kept, agree, fitting, nothing_yet, obstacle
 
 
 def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
@@ -80,7 +81,10 @@ class Run:
             job = replace(job, options=options)
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
         self.run_dir = RunDir(job.out)
-        self.trainer: Trainer = build(job, kept.data, world, self.liveness, stop, kept.generation + 1, kept.fingerprint)
+        self._asked = Asked(job.out)
+        self.trainer: Trainer = build(
+            job, kept.data, world, self.liveness, self._is_asked_to_stop, kept.generation + 1, kept.fingerprint
+        )
         self.trainer.step.check_replaced = self._check_replaced
         self.membership = self.trainer.membership
         self.schedule: Schedule = self.trainer.step.schedule
@@ -110,7 +114,12 @@ class Run:
         try:
             is_kept = self._take_kept()
             if not is_kept:
-                self._restore()
+                self.state = restore(self.job, self.trainer, self.run_dir.checkpoints, self.liveness)
+                if self.state.step > self.steps:
+                    raise UserError(
+                        f"--max-steps {self.steps}: the run in {self.job.out} has done {self.state.step} steps "
+                        "already; give at least as many, or --fresh"
+                    )
                 self._counted = time.perf_counter()
             self._is_ready = True
             writer = CheckpointWriter(self.run_dir.checkpoints, self.job.options.keep_checkpoints, self._metadata())
@@ -170,6 +179,8 @@ class Run:
                 saver.save()
             if is_stopping or state.step == self.steps:
                 saver.wait()
+                if self.telemetry is not None:
+                    self.telemetry.status.tell(now=True, phase="stopped" if is_stopping else "finish")
                 return not is_stopping
             with saver.before_errors():
                 stats = trainer.step.run(self.membership, closing.next(state.step))
@@ -187,10 +198,12 @@ class Run:
             self._last_event = partial(stats.as_event, self.schedule.train_images, state.seconds)
             rebuilt = trainer.bucket_rebuild.after_step()
             if self.telemetry is not None:
-                self.telemetry.step(stats, state.seconds)
+                self.telemetry.step(stats, state.seconds, self.membership)
                 if rebuilt:
                     self.telemetry.say(rebuilt)
             is_stopping, is_due = stats.stop, stats.save
+            if stats.change:
+                raise ConnectionLost("ranks join or leave")
 
     def _count_seconds(self) -> None:
         now = time.perf_counter()
@@ -201,7 +214,9 @@ class Run:
         """Evaluates the weights of this step; False when a rank was asked to stop meanwhile."""
         state, target = self.state, self.job.recipe.target_top1
         started = time.perf_counter()
-        evaluation = self._evaluate(self.stop)
+        if self.telemetry is not None:
+            self.telemetry.status.tell(now=True, phase="evaluate")
+        evaluation = self._evaluate(self._is_asked_to_stop)
         if evaluation is None:
             return False
         seconds = state.seconds + time.perf_counter() - started
@@ -253,7 +268,7 @@ class Run:
             "resumed_from": state.resumed_from,
             "restarts": self.restarts,
             "shares": {str(rank): count for rank, count in zip(self.world.ranks, self.membership.counts, strict=True)},
-            "lost_ranks": sorted({*self.kept.began} - {*self.world.ranks}),
+            "lost_ranks": sorted(self.liveness.lost),
             "seconds_to_target": state.seconds_to_target,
             "weights_sha256": weights_sha256(tensors),
             "recipe_sha256": state.fingerprint.recipe_sha256,
@@ -275,16 +290,17 @@ class Run:
         return summary
 
     def _take_kept(self) -> bool:
-        """Goes on from the newest state that one of the ranks has kept; False where none has begun."""
-        if self.kept.began == self.world.ranks:
-            return False
+        """Goes on from the newest state that ranks have kept; False where none has begun."""
         agreed = agree(self.kept, self.world)
         if agreed is None:
             return False
-        self.trainer.step.load_state_dict(agreed.tensors)
-        if agreed.is_own:  # else the next comparison may fall to ranks that have got over it by another's weights
-            self.trainer.step.check_weights(agreed.state.step)
-        self.state, self._counted = agreed.state, self.kept.counted
+        step = self.trainer.step
+        if self.world.rank in agreed.holders:
+            step.load_state_dict(iter(self.kept.tensors.items()))
+        # Before any rank takes the weights of another: then those who hold wrong ones could no longer be told.
+        step.check_weights(agreed.state.step, agreed.holders)
+        step.load_state_dict(agreed.tensors)
+        self.state, self._counted = agreed.state, self.kept.counted or time.perf_counter()
         if (event := agreed.last_event) is not None:
             self._last_event = lambda: dict(event)
         return True
@@ -301,7 +317,10 @@ class Run:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
         state, path = self.state, self.run_dir.path
         tensorboard = self.job.options.tensorboard
-        self.telemetry = Telemetry(path, self.schedule, state.step, state.evaluated, tensorboard)
+        recipe = self.job.recipe
+        fixed = "another launcher has started them" if ranks_are_given() else obstacle(self.job)
+        about = {"recipe": recipe.name, "virtual_workers": recipe.virtual_workers, "fixed_ranks": fixed}
+        self.telemetry = Telemetry(path, self.schedule, state.step, state.evaluated, tensorboard, about)
         if not is_kept:
             self._greet(self.telemetry)
             return
@@ -323,42 +342,6 @@ class Run:
                 saved = self.state.step
         # The same on all ranks, since all compare their weights before one is written.
         return int(self.world.broadcast_text(str(saved)))
-
-    def _restore(self) -> None:
-        """Takes the newest good checkpoint, or the weights of --init; rank 0 reads, all ranks get."""
-        step, world, fingerprint = self.trainer.step, self.world, self.trainer.fingerprint
-        self.liveness.outside("the checkpoint", str(self.run_dir.checkpoints))
-        problem = ""
-        tensors: Mapping[str, Tensor] = {}
-        if self._is_first:
-            try:
-                checkpoint = newest_checkpoint(self.run_dir.checkpoints, warn)
-                if checkpoint is not None:
-                    self.state = resumed(checkpoint.progress, fingerprint)
-                    where, totals = f"checkpoint of step {checkpoint.step}", self.state.totals
-                    match_weights(checkpoint.model, step.model.state_dict(), where)
-                    match_weights(checkpoint.state, step.expected_state(totals.skipped < self.state.step), where)
-                    tensors = tensors_of(checkpoint)
-                elif self.job.init is not None:
-                    initial = read_initial(self.job.init, self.job.recipe)
-                    classes = len(self.trainer.data.training.source.classes)
-                    taken = fit(initial, step.model.state_dict(), lambda: head_of(self.job.recipe, classes))
-                    tensors = {f"model/{name}": initial.tensors[name] for name in taken.taken}
-                    self.state.initial = taken
-            except (UserError, RunError) as error:
-                problem = f"{'user' if isinstance(error, UserError) else 'disk'}:{error}"
-        kind, _, problem = world.broadcast_text(problem).partition(":")
-        if kind:
-            raise (UserError if kind == "user" else RunError)(problem)
-        self.state = RunState.from_dict(json.loads(world.broadcast_text(json.dumps(self.state.as_dict()))))
-        known = self.state.mixed_conditions
-        known += [each for each in self.trainer.mixed_conditions if each not in known]
-        step.load_state_dict(share_tensors(tensors, world))
-        if self.state.step > self.steps:
-            raise UserError(
-                f"--max-steps {self.steps}: the run in {self.job.out} has done {self.state.step} steps already; give "
-                "at least as many, or --fresh"
-            )
 
     def _greet(self, telemetry: Telemetry) -> None:
         state = self.state
@@ -392,6 +375,9 @@ class Run:
     def _is_first(self) -> bool:
         """Rank 0 alone prints and writes."""
         return self.world.rank == 0
+
+    def _is_asked_to_stop(self) -> bool:
+        return self.stop() or (self._is_first and self._asked.to_stop())
 
     def _boundaries(self, every: Duration | None, first: Duration | None = None) -> set[int]:
         return {step for step in self.schedule.boundaries(every, first) if step < self.steps} | {self.steps}

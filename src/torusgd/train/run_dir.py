@@ -20,16 +20,16 @@ from ..untrusted import MOST_YAML, parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED
 from .events import warn
+from .status import HEAD, HOLDER, LOCK, STATUS, forget_what_was_asked
 
 LOCK_SECONDS = 10.0
-FILES = ("events.jsonl", "summary.json", "model.safetensors", "journal.txt")
+FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt")
 STEP = "step-" + 8 * "[0-9]"
 PARTS = {"checkpoints": (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial"), "tensorboard": ("events.out.tfevents.*",)}
 """sub-folders, and what a run writes into them"""
 OWN = ("recipe.yaml", *FILES, *PARTS)
 _LOCAL_LOCKS = {"nfs": {"nolock", "local_lock=all", "local_lock=flock"}, "lustre": {"localflock"}}
 """by file system, options of its mount that keep locks on one host"""
-HEAD = "# The complete recipe of this run, defaults included."
 
 
 class RunDir:
@@ -56,10 +56,10 @@ class RunDir:
             UserError: Another run, which is named, holds it for 10 s; or it can't be written.
             RunError: The disk is full or broken.
         """
-        holder = self.path / ".holder"
+        holder = self.path / HOLDER
         with self._telling():
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / ".lock", timeout=LOCK_SECONDS)
+            lock = FileLock(self.path / LOCK, timeout=LOCK_SECONDS)
             try:
                 lock.acquire()
             except Timeout:
@@ -94,6 +94,7 @@ class RunDir:
             else:
                 self._compare(recipe)
             self.sweep()
+            forget_what_was_asked(self.path)
             if not self.recipe.exists():
                 write_text(self.recipe, dump_recipe(recipe))
 

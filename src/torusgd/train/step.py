@@ -13,7 +13,7 @@ Beside it goes the control vector: losses, batch-norm statistics and counts of a
 forward pass is done. Nothing outside the reducer changes until a step is accepted, so that it can be redone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -162,6 +162,7 @@ class TrainStep:
             replaced=control.counts.replaced,
             stop=control.counts.stop > 0,
             save=control.counts.save > 0,
+            change=control.counts.change > 0,
             redone=reduced.redone,
             overflowed=reduced.overflowed,
             skipped=skipped,
@@ -171,7 +172,7 @@ class TrainStep:
             finished=control.finished,
             underflow=report.underflow,
             loss_scale=loss_scale,
-            slowest=slowest(control.timings),
+            slowest=slowest(control.timings, self.world.ranks),
             balance=None if told is None else balance(membership, *told, self.stragglers.every),
         )
 
@@ -193,6 +194,7 @@ class TrainStep:
         self.clock.begin_work(self.reducer.clock.mark())
         for worker in workers or membership.mine[:1]:
             self.control.counts.stop = int(self.stop_requested())
+            self.control.counts.change = int(self.liveness.ranks_change())
             is_leaving = not workers or (self.control.counts.stop > 0 and not self.forward_backward.in_step)
             is_last = is_leaving or worker == workers[-1]
             batch = None if is_leaving else self._read(step, worker, membership)
@@ -234,6 +236,7 @@ class TrainStep:
 
         def is_stopped(worker: int) -> bool:
             self.liveness.progress("train", step.index, worker)
+            self.control.counts.change = int(self.liveness.ranks_change())
             self.control.counts.stop = int(self.stop_requested())
             return self.control.counts.stop > 0
 
@@ -333,14 +336,18 @@ class TrainStep:
                 "lower rate.lr or lengthen rate.warmup.length"
             )
 
-    def check_weights(self, steps: int) -> None:
-        """Compares what the ranks hold after so many steps, before it is saved; every rank calls it.
+    def check_weights(self, steps: int, places: Collection[int] | None = None) -> None:
+        """Compares what the ranks hold after so many steps, before it is saved or handed on; every rank calls it.
+
+        Args:
+            steps: Done.
+            places: Of the ranks that should hold the same; None: all.
 
         Raises:
             CorruptionError: They do not hold the same.
         """
         self.update.wait_weights()
-        self.drift.compare(steps, self.allreduce)
+        self.drift.compare(steps, self.allreduce, places)
 
     def write_to_model(self, steps: int) -> None:
         """Puts all updated weights and running statistics into the model, to be read; every rank calls it."""

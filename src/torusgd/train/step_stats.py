@@ -44,6 +44,8 @@ class StepStats:
     """a rank was asked to stop: end the run after this step"""
     save: bool
     """a checkpoint is due after this step"""
+    change: bool
+    """ranks join or leave after this step"""
     redone: int
     """times that the step was measured and redone after an overflow"""
     overflowed: list[str]

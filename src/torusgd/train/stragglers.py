@@ -76,7 +76,8 @@ class Stragglers:
             data_seconds: For which this rank waited for images.
             pace: Gives the seconds that a virtual worker took, once the device has been there.
         """
-        self._paces.append(pace)
+        if self._size > 1:
+            self._paces.append(pace)
         begin, end = self._last_end, time.perf_counter()
         first, last = reducer.first_ready, reducer.last_ready
         link = self._probe.seconds if self._probe is not None else 0.0
@@ -114,8 +115,13 @@ def paces(message: Tensor) -> tuple[list[float], list[float]] | None:
     return (earlier, later) if message.numel() and min(*earlier, *later) > 0 else None
 
 
-def slowest(message: Tensor) -> Straggler | None:
-    """Compares the notes of all ranks, as `Stragglers.message` sent them, summed; None without notes."""
+def slowest(message: Tensor, ranks: Sequence[int]) -> Straggler | None:
+    """Compares the notes of all ranks, as `Stragglers.message` sent them, summed; None without notes.
+
+    Args:
+        message: See above.
+        ranks: In the order of their places.
+    """
     if not message.numel():
         return None
     _, ready, data, total, links, *_ = (message.view(-1, _FIELDS).double() * _UNIT).unbind(dim=1)
@@ -130,7 +136,7 @@ def slowest(message: Tensor) -> Straggler | None:
     behind = float(ready[rank] - ready.median())
     if cause == "network" and (culprit := slow_link(links.tolist())) is not None:
         rank, behind = culprit, float(links[culprit] - links.median())
-    return Straggler(rank, behind, cause)
+    return Straggler(ranks[rank], behind, cause)
 
 
 class LinkProbe:

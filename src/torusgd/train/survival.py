@@ -1,8 +1,10 @@
-"""When ranks are lost, those that are left go on: what a rank keeps of its run, and how the ranks agree on a state.
+"""When ranks are lost or join, the run goes on: what a rank keeps of it, and how the ranks agree on a state.
 
 With replicated updates every rank holds the whole state after each step, and nothing outside the reducer changes until
-a step is accepted. So the state of any rank that is left is enough. Two of them may differ by a step, or by an
-evaluation: one has received its last message, another has not. They take the newest state, and redo at most one step.
+a step is accepted. So the state of any rank that is left is enough, for ranks that join too. Two of them may differ by
+a step, or by an evaluation: one has received its last message, another has not. They take the newest state that two
+of them can compare, if any two hold the same step, and redo at most one step: of a state that a single rank holds,
+nobody could tell whether its memory has failed.
 
 Sums of integers have the same bits whoever computes which virtual worker. So the weights are those of a run that
 nothing has happened to, and that holds for exact reductions only.
@@ -57,10 +59,10 @@ class Agreed:
     """The state from which all ranks go on."""
 
     state: RunState
+    holders: frozenset[int]
+    """places of the ranks that hold this state, and go on from their own"""
     tensors: Iterator[tuple[str, Tensor]]
-    """to be taken one after the other, on all ranks"""
-    is_own: bool
-    """each rank takes weights and optimizer state of its own, and none is sent those of another"""
+    """what is sent, to be taken one after the other, on all ranks; if all hold the state, what may differ even so"""
     last_event: Mapping[str, Any] | None
 
 
@@ -88,30 +90,34 @@ def obstacle(job: Job) -> str:
 
 
 def agree(kept: Kept, world: Group) -> Agreed | None:
-    """Finds the newest state that one of the ranks keeps; every rank calls it. None where no rank has begun.
-
-    Of equal tensors each rank takes its own, unless one is a step behind: then all are sent.
-    """
+    """Finds the newest state that two ranks keep, or else one; every rank calls it. None where no rank has begun."""
     state = kept.state
     progress = -1 if state is None else 2 * state.step + (state.evaluated == state.step)
-    all_progress = [int(each) for each in world.all_gather(torch.tensor([progress]))]
-    newest = max(all_progress)
-    if newest < 0:
+    all_progress = [int(each) for each in world.all_gather(torch.tensor([progress], device=world.small_device))]
+    if max(all_progress) < 0:
         return None
-    source = all_progress.index(newest)
+    holders = holders_of([each // 2 for each in all_progress])
+    source = max(holders, key=lambda place: (all_progress[place], -place))
     last_event = kept.last_event() if kept.last_event is not None else None
     mine = json.dumps({"state": state.as_dict(), "last_event": last_event} if state is not None else {})
     told = json.loads(world.broadcast_text(mine, source))
-    is_alike = all(each // 2 == newest // 2 for each in all_progress)
-    tensors = _tensors(kept, world, source, is_alike)
-    return Agreed(RunState.from_dict(told["state"]), tensors, is_alike, told["last_event"])
+    is_alike = len(holders) == world.size
+    sent = {name: each for name, each in kept.tensors.items() if not (is_alike and name.startswith(_LARGE))}
+    tensors = share_tensors(sent, world, source)
+    return Agreed(RunState.from_dict(told["state"]), holders, tensors, told["last_event"])
 
 
-def _tensors(kept: Kept, world: Group, source: int, is_alike: bool) -> Iterator[tuple[str, Tensor]]:
-    large = {name: tensor for name, tensor in kept.tensors.items() if name.startswith(_LARGE)}
-    yield from share_tensors({n: t for n, t in kept.tensors.items() if not (is_alike and n in large)}, world, source)
-    if is_alike:
-        yield from large.items()
+def holders_of(steps: Sequence[int]) -> frozenset[int]:
+    """The places whose state all ranks go on from, by the steps that each has done (below 0: it has not begun).
+
+    >>> holders_of([4, 5, 5]), holders_of([4, 5, 4]), holders_of([4, 5]), holders_of([7, -1])
+    (frozenset({1, 2}), frozenset({0, 2}), frozenset({1}), frozenset({0}))
+    """
+    by_step: dict[int, list[int]] = {}
+    for place, step in enumerate(steps):
+        if step >= 0:
+            by_step.setdefault(step, []).append(place)
+    return frozenset(max(by_step.items(), key=lambda each: (len(each[1]) > 1, each[0]))[1])
 
 
 def fitting(options: RuntimeOptions, ranks: int) -> tuple[RuntimeOptions, str]:

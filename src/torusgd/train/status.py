@@ -1,0 +1,223 @@
+"""What others can see of a run and ask of it, through its folder alone: no run listens for anybody.
+
+Rank 0 writes `status.json` about once a second, whole or not at all. Who may write into the folder may ask the run to
+stop, or to go on with another number of ranks, by a small file; rank 0 or the launcher looks for it once a second. So
+both work from another terminal, and from another node that has the folder. This module imports no torch, since whoever
+asks should not wait for it.
+"""
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ..errors import UserError
+from ..untrusted import parse_json, read_text
+
+STATUS = "status.json"
+LOCK, HOLDER = ".lock", ".holder"
+HEAD = "# The complete recipe of this run, defaults included."
+"""first words of the recipe.yaml that a run writes"""
+SECONDS = 1.0
+"""from one status to the next, and from one look at what is asked to the next"""
+FRESH = 30.0
+"""seconds for which a status of another host counts as a sign of life"""
+_STOP, _WORKERS = ".stop", ".workers"
+
+
+class StatusFile:
+    """Writes a run's status; rank 0 has one.
+
+    Args:
+        folder: The run's.
+        about: What stays as it is, of plain JSON.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self._path = folder / STATUS
+        self._told = {**about, "host": socket.gethostname(), "process": os.getpid()}
+        self._written = 0.0
+
+    def tell(self, now: bool = False, **news: Any) -> None:
+        """Adds news, plain JSON by name; they are written once a second, or `now`.
+
+        A disk that takes no status at the moment ends no run.
+        """
+        self._told |= news
+        if now or time.monotonic() - self._written >= SECONDS:
+            self._written = time.monotonic()
+            temporary = self._path.with_name(f".{STATUS}.{secrets.token_hex(4)}")
+            with suppress(OSError):
+                temporary.write_text(json.dumps(self._told, indent=1) + "\n")
+                os.replace(temporary, self._path)
+
+
+class Asked:
+    """What has been asked of a run since this was made.
+
+    Args:
+        folder: The run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._looked = time.monotonic()
+        self._is_stopping = False
+
+    def to_stop(self) -> bool:
+        """Whether to stop; it costs a look at the disk once a second."""
+        if not self._is_stopping and self._is_time():
+            self._is_stopping = (self._folder / _STOP).exists()
+        return self._is_stopping
+
+    def workers(self) -> int | None:
+        """The number of ranks asked for, which is then forgotten; None: none was."""
+        path = self._folder / _WORKERS
+        if not self._is_time() or not path.exists():
+            return None
+        try:
+            asked = parse_json(read_text(path))
+            path.unlink()
+        except (OSError, ValueError):
+            return None
+        return asked if isinstance(asked, int) and asked > 0 else None
+
+    def _is_time(self) -> bool:
+        if time.monotonic() - self._looked < SECONDS:
+            return False
+        self._looked = time.monotonic()
+        return True
+
+
+def was_asked_to_stop(folder: Path) -> bool:
+    """Whether somebody has asked the run to stop since it began."""
+    return (folder / _STOP).exists()
+
+
+def forget_what_was_asked(folder: Path) -> None:
+    """Removes what was asked of an earlier run in this folder."""
+    for name in (_STOP, _WORKERS):
+        (folder / name).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What a run's folder tells of it at a time."""
+
+    state: str
+    """running, finished, stopped, or gone: not finished, and no process is at work on it"""
+    told: dict[str, Any]
+    """by the run itself, see `Telemetry`; of a finished run its summary"""
+    age: float
+    """seconds since it told that"""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"state": self.state, "age": round(self.age, 1), **self.told}
+
+
+def read_status(folder: Path) -> RunStatus:
+    """How a run is.
+
+    Raises:
+        UserError: The folder holds no run, or one whose status can't be read.
+    """
+    _check_run(folder)
+    is_running = _is_locked(folder)
+    try:
+        if not is_running and (folder / "summary.json").exists():
+            return RunStatus("finished", _tree(folder / "summary.json"), _age(folder / "summary.json"))
+        told, age = (_tree(folder / STATUS), _age(folder / STATUS)) if (folder / STATUS).exists() else ({}, 0.0)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: its status can't be read: {error}") from None
+    # Where locks do not bind other hosts, the status of a run elsewhere is its only sign of life.
+    is_elsewhere = told.get("host") not in (None, socket.gethostname()) and abs(age) < FRESH
+    ended = "stopped" if told.get("phase") == "stopped" else "gone"
+    return RunStatus("running" if is_running or (is_elsewhere and ended == "gone") else ended, told, age)
+
+
+def running(folder: Path, to: str) -> RunStatus:
+    """The status of a run that is at work.
+
+    Args:
+        folder: The run's.
+        to: What is asked of it, for the error.
+
+    Raises:
+        UserError: There is none; one line says why.
+    """
+    status = read_status(folder)
+    if status.state == "finished":
+        raise UserError(f"{folder}: the run is finished; there is nothing to {to}")
+    if status.state != "running":
+        raise UserError(f"{folder}: {gone(status)}; there is nothing to {to}")
+    return status
+
+
+def gone(status: RunStatus) -> str:
+    """Why a run that is not finished does not run."""
+    at = f" after step {status.told['step']}" if "step" in status.told else ""
+    why = "was stopped" if status.state == "stopped" else "is not running, its process is gone"
+    return f"the run {why}{at}; the same `torusgd train` goes on with it"
+
+
+def ask_to_stop(folder: Path) -> None:
+    """Asks a run for a checkpoint and its end."""
+    _ask(folder / _STOP, "")
+
+
+def ask_for_workers(folder: Path, workers: int) -> None:
+    """Asks a run to go on with so many ranks."""
+    _ask(folder / _WORKERS, str(workers))
+
+
+def _ask(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path.parent}: can't be written, so nothing can be asked: {error.strerror}") from None
+
+
+def _check_run(folder: Path) -> None:
+    try:
+        with (folder / "recipe.yaml").open(errors="replace") as file:
+            is_run = file.readline().startswith(HEAD)
+    except (OSError, ValueError):
+        is_run = False
+    if not is_run:
+        raise UserError(f"{folder}: holds no run; give the folder that was --out of torusgd train, such as runs/digits")
+
+
+def _is_locked(folder: Path) -> bool:
+    if not (folder / LOCK).exists():
+        return False
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return True
+    except OSError:  # this user may not write there
+        return (folder / HOLDER).exists()
+    lock.release()
+    return False
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    tree = parse_json(read_text(path))
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path.name} is damaged")
+    return tree
+
+
+def _age(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
