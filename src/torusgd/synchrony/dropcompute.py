@@ -28,30 +28,38 @@ class Threshold:
 
 
 def choose_threshold(seconds: F64, overhead: float = 0.0) -> Threshold:
-    """The threshold that brings the most micro-batches a second, as the authors' code chooses it.
-
-    For each step, saved = (longest - longest within the threshold) / (longest + overhead), where `longest` is the
-    slowest rank's whole time, and the gain is (1 - dropped) / (1 - saved) - 1, averaged over the steps.
+    """The threshold with the highest gain on measured times.
 
     Args:
-        seconds: Of each micro-batch, [steps, ranks, micro-batches]; at least 6 micro-batches.
+        seconds: Of each micro-batch, [steps, ranks, micro-batches]; the authors look at steps 6 to 49.
         overhead: Seconds of a step beside the slowest rank's passes, such as its all-reduce.
 
     Returns:
-        The best of 200 thresholds, evenly spread from the shortest time of 6 micro-batches to the longest step. The
-        last leaves nothing out, so the gain is never negative.
+        The best of 200 thresholds, evenly spread from the shortest time of 6 micro-batches to the longest step; of
+        equal ones the highest. The last leaves nothing out, so the gain is never negative.
     """
     ends = np.cumsum(seconds, axis=2)
-    longest = ends[:, :, -1].max(axis=1)
     first = min(FIRST_CANDIDATE, ends.shape[2]) - 1
-    candidates = np.linspace(ends[:, :, first].min(), longest.max(), CANDIDATES)
-    found = [_threshold(float(tau), ends, longest, overhead) for tau in candidates]
-    return max(found, key=lambda threshold: threshold.gain)
+    candidates = np.linspace(ends[:, :, first].min(), ends[:, :, -1].max(), CANDIDATES)
+    found = [_at(float(tau), ends, overhead) for tau in candidates]
+    return max(found, key=lambda threshold: (threshold.gain, threshold.seconds))
 
 
-def _threshold(tau: float, ends: F64, longest: F64, overhead: float) -> Threshold:
-    within = ends <= tau
-    dropped = 1 - within.mean(axis=(1, 2))
-    last = np.where(within, ends, 0.0).max(axis=(1, 2))
-    saved = (longest - last) / (longest + overhead)
-    return Threshold(tau, float(dropped.mean()), float(((1 - dropped) / (1 - saved)).mean() - 1))
+def threshold_at(tau: float, seconds: F64, overhead: float = 0.0) -> Threshold:
+    """What a threshold of `tau` seconds brings on such times; arguments as in `choose_threshold`.
+
+    A step that takes `longest` without a threshold takes min(tau, longest) with it. The gain is the mean over steps of
+    (1 - dropped) (longest + overhead) / (min(tau, longest) + overhead) - 1. The authors' code takes the last end before
+    tau in place of tau, as if ranks knew that the next micro-batch will not end in time; it finds the same thresholds.
+
+    >>> threshold_at(2.0, np.array([[[1.0, 1.0], [1.0, 3.0]]]))
+    Threshold(seconds=2.0, dropped=0.25, gain=0.5)
+    """
+    return _at(tau, np.cumsum(seconds, axis=2), overhead)
+
+
+def _at(tau: float, ends: F64, overhead: float) -> Threshold:
+    kept = (ends <= tau).mean(axis=(1, 2))
+    longest = ends[:, :, -1].max(axis=1)
+    gains = kept * (longest + overhead) / (np.minimum(tau, longest) + overhead) - 1
+    return Threshold(tau, float(1 - kept.mean()), float(gains.mean()))
