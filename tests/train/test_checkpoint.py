@@ -421,7 +421,16 @@ def test_what_is_not_finite_is_null_in_every_json_file() -> None:
     step = SimpleNamespace(start=0, batch=12)
     times = StepTimes(1.0, 0.1, 0.2, on_way_seconds=math.nan, update_seconds=0.1)
     stats = SimpleNamespace(
-        step=step, times=times, loss=1.0, replaced=0, redone=0, skipped=[], audited=0, underflow=0.0
+        step=step,
+        times=times,
+        loss=1.0,
+        replaced=0,
+        redone=0,
+        skipped=[],
+        audited=0,
+        balance=None,
+        left_out=0,
+        underflow=0.0,
     )
     totals = StepTotals()
     totals.add(stats)
