@@ -111,8 +111,10 @@ def paces(message: Tensor) -> tuple[list[float], list[float]] | None:
     """Of each place the seconds of a virtual worker in the earlier and in the later half of the steps since the last
     notes: `Stragglers.message` of all ranks, summed. None where they have not been measured.
     """
+    if not message.numel():
+        return None
     earlier, later = (message.view(-1, _FIELDS)[:, -2:].double() * _UNIT).T.tolist()
-    return (earlier, later) if message.numel() and min(*earlier, *later) > 0 else None
+    return (earlier, later) if min(*earlier, *later) > 0 else None
 
 
 def slowest(message: Tensor, ranks: Sequence[int]) -> Straggler | None:
