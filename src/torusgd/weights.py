@@ -38,8 +38,17 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file whole or not at all; OSError as it comes."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """Writes a safetensors file whole or not at all; OSError as it comes.
+
+    A tensor that a network has under several names is written under each, as its `state_dict` gives it.
+    """
+    plain: Tensors = {}
+    memory: set[int] = set()
+    for name, tensor in tensors.items():
+        kept = tensor.detach().cpu().contiguous()
+        # safetensors takes no two tensors of one memory.
+        plain[name] = kept.clone() if kept.numel() and kept.data_ptr() in memory else kept
+        memory.add(kept.data_ptr())
     with replacing(path) as temporary:
         try:
             save_file(plain, temporary, metadata=dict(metadata))

@@ -135,6 +135,11 @@ def test_a_plan_needs_the_size_of_the_data() -> None:
     assert workload("folder", "data.train_images=1000", "data.classes=5").train_images == 1000
 
 
+def test_frozen_layers_are_not_planned() -> None:
+    with pytest.raises(UserError, match=r"model.freeze: a plan is of networks that train as a whole"):
+        workload("resnet50", "model.freeze=[body]")
+
+
 def test_staged_batches_of_a_published_row() -> None:
     stages = staged(90, (16, 32), 2176)
     assert [stage.steps for stage in stages] == [math.ceil(30 * 1281167 / 34816), math.ceil(60 * 1281167 / 69632)]

@@ -1,8 +1,10 @@
-"""What users of timm bring along: other classes, frozen layers, optimisers, mixing; one hash on 1 and 3 ranks."""
+"""What users of timm bring along: other classes, frozen layers, optimisers, mixing; one hash on 1, 2 and 3 ranks."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,8 +47,8 @@ CASES: dict[str, tuple[tuple[str, ...], bool, dict[str, Any]]] = {
     "mixed": (("data.augment={mixup: 0.5, cutmix: 1.0, erase: 0.5, policy: randaugment}",), False, {}),
     "repeated": (("data.augment={repeats: 3, cutmix: 1.0, policy: trivialaugment}",), False, {}),
 }
-ONCE = ("evaluate.every=null", "polish=null")
-"""one evaluation, at the end: what is compared are the weights"""
+SHORT = ("stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
+"""two steps, and one evaluation at the end: what is compared are the weights"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +77,7 @@ def train(
 def train_cases(out: str, init: str) -> dict[str, str]:
     """The weights' hash of every case."""
     return {
-        name: train(Path(out, name), *ONCE, *overrides, init=init if other else None, **options)["weights_sha256"]
+        name: train(Path(out, name), *SHORT, *overrides, init=init if other else None, **options)["weights_sha256"]
         for name, (overrides, other, options) in CASES.items()
     }
 
@@ -95,19 +97,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory, ten_classes: Path) -> dict[s
     return train_cases(str(tmp_path_factory.mktemp("alone")), str(ten_classes))
 
 
-def resumed_shards(out: str) -> dict[str, str]:
-    """The hashes of AdamW and LAMB with each rank updating a shard, the second half after a resume."""
+def train_shards(out: str) -> dict[str, str]:
+    """The hashes of AdamW and LAMB with each rank updating a shard, AdamW's second step after a resume."""
     options: dict[str, Any] = {"update": "sharded", "allreduce": "ring"}
-    found = {}
-    for name in ("adamw", "lamb"):
-        overrides = (*ONCE, *CASES[name][0])
-        train(Path(out, name), *overrides, max_steps=2, **options)
-        found[name] = train(Path(out, name), *overrides, **options)["weights_sha256"]
-    return found
+    train(Path(out, "adamw"), *SHORT, *CASES["adamw"][0], max_steps=1, **options)
+    return {
+        name: train(Path(out, name), *SHORT, *CASES[name][0], **options)["weights_sha256"] for name in ("adamw", "lamb")
+    }
 
 
 def on_two_ranks(out: str, init: str) -> tuple[dict[str, str], dict[str, str]]:
-    return train_cases(f"{out}/whole", init), resumed_shards(f"{out}/shards")
+    return train_cases(f"{out}/whole", init), train_shards(f"{out}/shards")
 
 
 def test_two_ranks_end_with_the_weights_of_one_also_in_shards_from_a_checkpoint(
@@ -175,15 +175,15 @@ class TestInitialWeights:
     def test_mistakes_are_told_in_one_line(self) -> None:
         recipe = load_recipe("digits").recipe
         with pytest.raises(UserError, match=r"--init nowhere: no such file"):
-            check_initial("nowhere")
+            check_initial("nowhere", recipe)
         with pytest.raises(UserError, match=r"--init timm: needs model.name timm:NAME, not digits-net"):
-            read_initial("timm", recipe)
+            check_initial("timm", recipe)
+        for name in ("hf:", "hf:net", "hf:me/net/file", "hf:me/net@"):
+            with pytest.raises(UserError, match=f"--init {name}: write hf:ORG/NAME or hf:ORG/NAME@REVISION"):
+                check_initial(name, recipe)
 
-    def test_a_repository_of_the_hub_comes_from_the_cache(
-        self, tmp_path: Path, ten_classes: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        hub = pytest.importorskip("huggingface_hub")
-        asked = []
+    def test_a_repository_of_the_hub(self, tmp_path: Path, ten_classes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        recipe, asked = load_recipe("digits").recipe, []
 
         def download(repository: str, name: str, revision: str | None) -> str:
             asked.append((repository, name, revision))
@@ -192,15 +192,19 @@ class TestInitialWeights:
             (folder / name).write_bytes(ten_classes.read_bytes())
             return str(folder / name)
 
-        monkeypatch.setattr(hub, "hf_hub_download", download)
-        found = read_initial("hf:me/net@v2", load_recipe("digits").recipe)
+        def no_net(repository: str, name: str, revision: str | None) -> str:
+            raise ConnectionError("no net\nmore")
+
+        monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
+        found = read_initial("hf:me/net@v2", recipe)
         assert asked == [("me/net", "model.safetensors", "v2")]
         assert found.source == "hf:me/net@abc123"
         assert found.tensors["fc.weight"].shape[0] == 10
 
-        def no_net(repository: str, name: str, revision: str | None) -> str:
-            raise ConnectionError("no net\nmore")
-
-        monkeypatch.setattr(hub, "hf_hub_download", no_net)
+        monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=no_net))
         with pytest.raises(UserError, match=r"--init hf:me/net: can't get model.safetensors of it: no net; without"):
-            read_initial("hf:me/net", load_recipe("digits").recipe)
+            read_initial("hf:me/net", recipe)
+
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+        with pytest.raises(UserError, match=r"--init hf:me/net: needs huggingface_hub: pip install 'torusgd\[hub\]'"):
+            read_initial("hf:me/net", recipe)

@@ -38,7 +38,7 @@ from torusgd.train.checkpoint import (
 from torusgd.train.result import finished
 from torusgd.train.run_dir import read_run_recipe
 from torusgd.train.step_stats import StepTimes, StepTotals
-from torusgd.weights import json_text, load_weights
+from torusgd.weights import json_text, load_weights, save_weights
 
 from .processes import RECIPE, STEPS, assert_told_once, results, run_alone
 
@@ -402,6 +402,15 @@ def test_a_finished_run_is_no_result_of_other_initial_weights(tmp_path: Path, re
     assert finished(job)["steps"] == 2
     with pytest.raises(UserError, match=r"other initial weights"):
         finished(replace(job, init=str(half_way / "model.safetensors")))
+
+
+def test_a_tensor_with_two_names_is_written_under_both(tmp_path: Path) -> None:
+    shared = torch.nn.Linear(2, 2)
+    network = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
+    save_weights(tmp_path / "w.safetensors", network.state_dict(), {})
+    tensors, _ = load_weights(tmp_path / "w.safetensors")
+    assert tensors.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert all(torch.equal(tensors[f"{place}.weight"], shared.weight) for place in (0, 2))
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

@@ -21,6 +21,10 @@ TIMEOUT = 1800.0
 """seconds that ranks of an evaluation wait for one another"""
 
 
+MOST_CLASSES = 4096
+"""whose confusion matrix is counted: 128 MiB"""
+
+
 class Assessment:
     """Trained weights on this rank's device, ready to be evaluated and polished.
 
@@ -47,9 +51,11 @@ class Assessment:
         assert result is not None, "nobody asks an assessment to stop"
         return result
 
-    def evaluate_classes(self) -> tuple[Evaluation, Confusion]:
-        """Classifies every held-out image, and counts which class was taken for which."""
+    def evaluate_classes(self) -> tuple[Evaluation, Confusion | None]:
+        """Classifies every held-out image, and counts which class was taken for which, unless there are too many."""
         classes = self.recipe.data.classes or len(self.trained.train.classes)
+        if classes > MOST_CLASSES:
+            return self.evaluate(), None
         confusion = Confusion(classes, self.world.device)
         result = self.evaluate(confusion.add)
         confusion.sum_over_ranks(native(self.world))

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -31,16 +31,18 @@ def evaluate(weights: TrainedWeights, json_file: JsonFile = None) -> None:
     result, confusion = assessment.evaluate_classes()
     if assessment.world.rank != 0:
         return
-    names, accuracies = assessment.trained.train.classes, confusion.accuracies()
-    # A recipe may have more classes than its data: those are numbers.
-    names = (*names, *map(str, range(len(names), len(accuracies))))
-    counts = confusion.counts.tolist()
     terminal = console()
     terminal.print(f"{assessment.trained.path}: {describe(result)}", markup=False)
-    if len(names) <= FEW_CLASSES:
-        terminal.print(confusion_table(names, accuracies, counts))
-    classes = [{"name": name, "top1": top1} for name, top1 in zip(names, accuracies, strict=True)]
-    write_json(json_file, {**result.as_summary(), "classes": classes, "confusion": counts})
+    told: dict[str, Any] = {**result.as_summary()}
+    if confusion is not None:
+        names, accuracies, counts = assessment.trained.train.classes, confusion.accuracies(), confusion.counts.tolist()
+        # A recipe may have more classes than its data: those are numbers.
+        names = (*names, *map(str, range(len(names), len(accuracies))))
+        if len(names) <= FEW_CLASSES:
+            terminal.print(confusion_table(names, accuracies, counts))
+        classes = [{"name": name, "top1": top1} for name, top1 in zip(names, accuracies, strict=True)]
+        told |= {"classes": classes, "confusion": counts}
+    write_json(json_file, told)
 
 
 @takes_groups

@@ -118,7 +118,7 @@ def train(
     )
     device = resolve_device(options)
     if init is not None:
-        check_initial(init)
+        check_initial(init, asked)
     resolved = resolve_auto(asked, device)
     options = runtime.fitted(options, block, expected_ranks(options, device, resolved))
     folder = out or Path("runs") / resolved.name

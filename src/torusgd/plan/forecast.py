@@ -89,8 +89,11 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
         path: Its data, looked at only where the recipe does not say how many training images there are.
 
     Raises:
-        UserError: The number of images or classes is neither given nor found, or the network can't be read.
+        UserError: The number of images or classes is neither given nor found, or the network can't be read, or part of
+            it is frozen.
     """
+    if recipe.model.freeze:
+        raise UserError("model.freeze: a plan is of networks that train as a whole; give --set model.freeze=[]")
     train, held_out, classes = _counts(recipe, path)
     schedule = Schedule(recipe, train)
     stages = tuple(

@@ -4,6 +4,7 @@ A head that fits is kept. One for another number of classes stays as the recipe'
 drawn first and the body is put over it, so that the head's values don't depend on where the body comes from.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +60,9 @@ def read_initial(init: str, recipe: Recipe) -> InitialWeights:
     Raises:
         UserError: There is no such thing, it can't be reached, or it holds no weights.
     """
+    check_initial(init, recipe)
     if init == "timm":
-        library, _, name = recipe.model.name.partition(":")
-        if library != "timm":
-            raise UserError(f"--init timm: needs model.name timm:NAME, not {recipe.model.name}; or give a weight file")
+        name = recipe.model.name.removeprefix("timm:")
         tensors = timm_pretrained(name, channels=recipe.data.channels, options=recipe.model.options)
         return InitialWeights(recipe.model.name, tensors)
     if init.startswith("hf:"):
@@ -73,9 +73,19 @@ def read_initial(init: str, recipe: Recipe) -> InitialWeights:
     return InitialWeights(init, load_weights(Path(init))[0])
 
 
-def check_initial(init: str) -> None:
-    """UserError where `--init` names a file that isn't there; asked before any rank is started."""
-    if init != "timm" and not init.startswith("hf:") and not Path(init).is_file():
+def check_initial(init: str, recipe: Recipe) -> None:
+    """What can be said of `--init` before any rank is started.
+
+    Raises:
+        UserError: It names a file that isn't there, a network that isn't timm's, or no repository.
+    """
+    if init == "timm":
+        if not recipe.model.name.startswith("timm:"):
+            raise UserError(f"--init timm: needs model.name timm:NAME, not {recipe.model.name}; or give a weight file")
+    elif init.startswith("hf:"):
+        if not re.fullmatch(r"hf:[\w.-]+/[\w.-]+(@[^@]+)?", init):
+            raise UserError(f"--init {init}: write hf:ORG/NAME or hf:ORG/NAME@REVISION")
+    elif not Path(init).is_file():
         raise UserError(f"--init {init}: no such file")
 
 

@@ -1,0 +1,105 @@
+"""timm's classifiers by name and its pretrained weights, with a stand-in for timm, which the tests don't install."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torusgd.errors import UserError
+from torusgd.models import build_model
+from torusgd.models.libraries import timm_pretrained
+from torusgd.recipe.schema import Model
+
+
+def create_model(
+    name: str, pretrained: bool = False, num_classes: int = 1000, in_chans: int = 3, width: int = 2
+) -> nn.Module:
+    """A network of timm's making; pretrained, its weights are ones."""
+    if name == "net.unreachable" and pretrained:
+        raise OSError("no net\nmore")
+    layers = nn.Sequential(nn.Conv2d(in_chans, width, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    network = layers.append(nn.Linear(width, num_classes))
+    for parameter in network.parameters() if pretrained else ():
+        nn.init.ones_(parameter)
+    return network
+
+
+@pytest.fixture(autouse=True)
+def timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = {
+        "net": SimpleNamespace(has_weights=True, hf_hub_id="timm/net", url=""),
+        "net.unreachable": SimpleNamespace(has_weights=True, hf_hub_id="", url="https://example.org/net.pth"),
+        "bare": SimpleNamespace(has_weights=False, hf_hub_id="", url=""),
+    }
+    stand_in = SimpleNamespace(
+        create_model=create_model, list_models=lambda: ["bare", "net"], get_pretrained_cfg=configs.get
+    )
+    monkeypatch.setitem(sys.modules, "timm", stand_in)
+
+
+def build(name: str, channels: int = 1, **options: Any) -> nn.Module:
+    model = Model(name=name, options=options)
+    return build_model(model, classes=5, channels=channels, image_size=8, seed=0)
+
+
+def test_a_network_has_the_datas_classes_and_channels_and_its_options() -> None:
+    network = build("timm:net.some_tag", width=4)
+    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
+    assert {name: len(tensor) for name, tensor in network.named_parameters() if "bias" in name} == {
+        "0.bias": 4,
+        "3.bias": 5,
+    }
+
+
+def test_its_weights_follow_from_the_seed() -> None:
+    assert all(torch.equal(*pair) for pair in zip(*(build("timm:net").parameters() for _ in "ab"), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("timm:nett", {}, "model.name: timm has no classifier 'nett'; did you mean net"),
+        ("timm:hf-hub:me/net", {}, "model.name: timm has no classifier 'hf-hub:me/net'"),
+        ("timm:net", {"pretrained": True}, "model.options.pretrained: say which weights to begin with as --init"),
+        ("timm:net", {"num_classes": 3}, "model.options.num_classes: follows from data.classes"),
+        ("timm:net", {"depth": 3}, "model.options: timm's net does not take them: .*depth"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(name, **options)
+
+
+def test_without_timm_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=r"model.name: timm can't be imported .* pip install 'torusgd\[timm\]'"):
+        build("timm:net")
+
+
+def test_pretrained_weights_have_the_head_they_were_trained_with() -> None:
+    tensors = timm_pretrained("net", channels=1, options={"width": 3})
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {
+        "0.weight": [3, 1, 3, 3],
+        "0.bias": [3],
+        "3.weight": [1000, 3],
+        "3.bias": [1000],
+    }
+    assert all((tensor == 1).all() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bare", "--init timm: timm has no pretrained weights of bare"),
+        (
+            "net.unreachable",
+            r"can't get the weights of net.unreachable \(https://example.org/net.pth\): no net; w",
+        ),
+    ],
+)
+def test_weights_that_are_not_to_be_had_are_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        timm_pretrained(name, channels=1, options={})
