@@ -174,7 +174,7 @@ class Run:
                 is_stopping = True
                 continue
             state.count(stats)
-            closing.observe(stats.step.index, as_seconds(stats.finished), stats.times.seconds)
+            closing.observe(as_seconds(stats.finished), stats.times.seconds)
             if self.journal is not None:
                 self.journal.add(stats.entry)
                 state.journal = self.journal.head
