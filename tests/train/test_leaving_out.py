@@ -16,7 +16,8 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
 from torusgd.train.build import Job
-from torusgd.train.journal import read_journal
+from torusgd.train.closing import closing_of
+from torusgd.train.journal import JournalEntry, read_journal
 from torusgd.train.pass_thread import PassThread
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
@@ -124,6 +125,14 @@ def test_virtual_time_makes_the_run_a_function_of_the_recipe(live: Path, tmp_pat
     train(tmp_path / "virtual", VIRTUAL)
     assert results(tmp_path / "virtual") == results(live / "virtual")
     assert results(live / "virtual")["left_out_workers"] > 0
+
+
+def test_in_virtual_time_a_run_that_goes_on_decides_as_if_it_had_not_stopped() -> None:
+    recipe = load_recipe("digits", [*BASE, f"synchrony={VIRTUAL}"]).recipe
+    through, again = (closing_of(recipe, None, [range(8)], first) for first in (0, 6))
+    entries = [through.next(step) for step in range(8)]
+    assert [again.next(6), again.next(7)] == entries[6:]
+    assert len({len(entry.contributions) for entry in entries if isinstance(entry, JournalEntry)}) > 1
 
 
 def test_a_rank_asleep_in_a_pass_holds_up_nobody(tmp_path: Path) -> None:

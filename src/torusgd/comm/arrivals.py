@@ -17,7 +17,7 @@ _KEPT = 2
 
 
 class Arrivals:
-    """Counts the arrivals of a step over the ranks of a group; each rank makes one.
+    """Counts the arrivals of a step over the ranks of a group; all ranks make one at the same time.
 
     Args:
         group: Its members' store is asked; a rank alone counts by itself.
@@ -31,7 +31,11 @@ class Arrivals:
 
     def __init__(self, group: Group) -> None:
         assert group.store is not None or group.size == 1, "ranks without a common store can't count together"
-        self._store: Store | None = None if group.store is None else PrefixStore("arrivals", group.store)
+        self._store: Store | None = None
+        if group.store is not None:
+            # Counters of its own: a store outlives the runs of a group.
+            number = group.broadcast_text(str(group.store.add("arrivals", 1)) if group.rank == 0 else "")
+            self._store = PrefixStore(f"arrivals{number}", group.store)
         self._deletes = group.rank == 0
         self._step = self._alone = 0
 

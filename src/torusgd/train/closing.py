@@ -60,6 +60,7 @@ class Closing:
         self._form, self._workers, self._shares = recipe.synchrony, recipe.virtual_workers, shares
         self._warm = first_step + self._form.warmup
         self._delays: DelayModel | None = None
+        self._learnt = 0
         if self._form.delays is not None:
             self._delays, self._shares = delay_model(self._form.delays, recipe.seed), _each_alone(self._workers)
             self._warm = self._form.warmup  # the same steps in a run that is resumed
@@ -70,22 +71,29 @@ class Closing:
 
     def next(self, step: int) -> JournalEntry | Open:
         """What the step of this number takes, or waits for."""
-        limit = Open(step, self._workers) if step < self._warm else Open(step, self._count(), self._seconds)
-        return limit if self._delays is None else _in_virtual_time(limit, self._virtual(step))
+        if self._delays is None:
+            return self._limit(step)
+        # A run that is resumed, or goes on with other ranks, learns again from all the steps before.
+        for earlier in range(self._learnt, step):
+            seconds, taken = self._virtual(earlier), sorted(self._in_virtual_time(earlier).workers())
+            finished = np.full(self._workers, np.nan)
+            finished[taken] = seconds[taken]
+            self._learn(finished, 0.0)
+        self._learnt = max(self._learnt, step)
+        return self._in_virtual_time(step)
 
-    def observe(self, step: int, finished: F64, seconds: float) -> None:
+    def observe(self, finished: F64, seconds: float) -> None:
         """Takes the times of a step that was taken.
 
         Args:
-            step: Its number.
-            seconds: Of the whole step on this rank.
             finished: Of each virtual worker the seconds from the step's beginning until it had finished, nan where it
                 was left out; empty where nobody looked at a clock.
+            seconds: Of the whole step on this rank.
         """
-        if self._delays is not None:
-            finished, seconds = self._virtual(step), 0.0
-        if not len(finished):
-            return
+        if len(finished):
+            self._learn(finished, seconds)
+
+    def _learn(self, finished: F64, seconds: float) -> None:
         if self._predictor is not None:
             self._predictor.observe(finished, float(np.nanmax(finished)))
         if self._form.threshold == "measured" and self._seconds == inf:
@@ -95,12 +103,22 @@ class Closing:
                 passes = _passes(np.array(self._measured), self._shares)
                 self._seconds = choose_threshold(passes, overhead=float(np.mean(self._overhead))).seconds
 
+    def _limit(self, step: int) -> Open:
+        return Open(step, self._workers) if step < self._warm else Open(step, self._count(), self._seconds)
+
     def _count(self) -> int:
         if self._form.backups is not None:
             return self._workers - self._form.backups
         if self._predictor is not None:
             return best_cutoff(expected_order(self._predictor.samples(DRAWS)))
         return self._form.count if isinstance(self._form.count, int) else self._workers
+
+    def _in_virtual_time(self, step: int) -> JournalEntry:
+        """The first so many by (time, number), and of these those in time; at least the first of all."""
+        limit, seconds = self._limit(step), self._virtual(step)
+        order = np.argsort(seconds, kind="stable")[: limit.count]
+        in_time = order[seconds[order] <= limit.seconds]
+        return entry_of(step, (in_time if len(in_time) else order[:1]).tolist())
 
     def _virtual(self, step: int) -> F64:
         assert self._delays is not None
@@ -117,7 +135,7 @@ class AsWritten:
         """What the step of this number takes."""
         return synchronous(step, self._workers) if self._replay is None else self._replay.entry(step)
 
-    def observe(self, step: int, finished: F64, seconds: float) -> None:
+    def observe(self, finished: F64, seconds: float) -> None:
         """Learns nothing."""
 
 
@@ -207,13 +225,6 @@ def as_seconds(microseconds: Sequence[int]) -> F64:
 
 def _given_seconds(form: Synchrony) -> float:
     return form.threshold if isinstance(form.threshold, float) else inf
-
-
-def _in_virtual_time(limit: Open, seconds: F64) -> JournalEntry:
-    """The first so many by (time, number), and of these those in time; at least the first of all."""
-    order = np.argsort(seconds, kind="stable")[: limit.count]
-    in_time = order[seconds[order] <= limit.seconds]
-    return entry_of(limit.step, (in_time if len(in_time) else order[:1]).tolist())
 
 
 def _each_alone(workers: int) -> list[list[int]]:

@@ -190,7 +190,7 @@ class Run:
             state.count(stats)
             if stats.balance is not None and stats.balance.move is not None:
                 self.membership = stats.balance.move.membership
-            closing.observe(stats.step.index, as_seconds(stats.finished), stats.times.seconds)
+            closing.observe(as_seconds(stats.finished), stats.times.seconds)
             if self.journal is not None:
                 self.journal.add(stats.entry)
                 state.journal = self.journal.head
