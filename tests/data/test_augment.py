@@ -104,3 +104,14 @@ def test_shifts_reach_every_offset_equally() -> None:
     assert len(counts) == 25
     assert counts.min() > 140
     assert counts.max() < 260
+
+
+def test_alternating_mirrors_turn_every_image_each_epoch_and_half_of_them_at_first() -> None:
+    augment = Augment(flip="alternating")
+    first, second, third = (changes(augment, 2000, epoch=epoch).mirrored for epoch in (0, 1, 2))
+    assert np.array_equal(first, ~second)
+    assert np.array_equal(first, third)
+    assert abs(first.mean() - 0.5) < 0.04
+    assert not np.array_equal(first, changes(augment, 2000, seed=1).mirrored)
+    mixed = draw_changes(augment, 0, np.arange(4), np.zeros(4, dtype=np.int64)).mirrored
+    assert mixed.tolist() == [bool(first[0]) ^ bool(epoch % 2) for epoch in range(4)]

@@ -37,8 +37,8 @@ class Assessment:
     def evaluate(self) -> Evaluation:
         """Classifies every held-out image."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.held_out_data, self.recipe.seed)
-        chunk = self.recipe.evaluate.images_per_chunk
-        result = evaluate(self.model, pipeline, chunk, self.world, native(self.world), self.precision)
+        settings = self.recipe.evaluate
+        result = evaluate(self.model, pipeline, settings, self.world, native(self.world), self.precision)
         assert result is not None, "nobody asks an assessment to stop"
         return result
 

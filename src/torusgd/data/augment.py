@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..recipe.data_schema import Augment
-from ..rng import AUGMENT, keyed_integer, keyed_uniform
+from ..rng import ALTERNATE, AUGMENT, keyed_integer, keyed_uniform
 from .types import Bools, Float64, Int64, Pixels, Region
 
 _ATTEMPTS = 10  # at a box that fits, as torchvision's RandomResizedCrop
@@ -49,8 +49,14 @@ def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> 
     if augment.crop == "random":
         numbers = np.array([_DOWN, _RIGHT])
         corners = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
-    mirrored = keyed_uniform(AUGMENT, seed, epochs, indices, _MIRROR) < augment.flip
-    return Changes(boxes, moves, corners, mirrored)
+    return Changes(boxes, moves, corners, _mirrored(augment, seed, epochs, indices))
+
+
+def _mirrored(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Bools:
+    if augment.flip != "alternating":
+        return keyed_uniform(AUGMENT, seed, epochs, indices, _MIRROR) < augment.flip
+    # The draw knows no epoch: by its parity an image is seen from both sides in any two epochs that follow each other.
+    return (keyed_uniform(ALTERNATE, seed, indices) < 0.5) ^ (epochs % 2 == 1)
 
 
 def random_region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Float64) -> Region:

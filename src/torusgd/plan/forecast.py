@@ -15,7 +15,6 @@ from ..errors import UserError
 from ..models.registry import construct
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Model, Recipe
-from ..recipe.section import sides
 from .cluster import Cluster, Communication, Software
 from .model_cost import ModelCost, read_model
 from .roofline import memory_bytes
@@ -31,7 +30,12 @@ class Workload:
     stages: tuple[PlannedStage, ...]
     train_images: int
     eval_images: int
+    """passes of an evaluation through the network"""
     evaluations: int
+
+    def cost_of(self, stage: PlannedStage) -> ModelCost:
+        """Of the network at a stage's image size."""
+        return stage.cost or self.cost
 
     @property
     def images(self) -> int:
@@ -93,15 +97,25 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
     """
     train, held_out, classes = _counts(recipe, path)
     schedule = Schedule(recipe, train)
-    stages = tuple(
-        PlannedStage(span.stop_step - span.first_step, span.stage.images_per_worker, recipe.virtual_workers)
-        for span in schedule.spans
-    )
     evaluations = len(schedule.boundaries(recipe.evaluate.every, recipe.evaluate.first))
     data = recipe.data
     options = json.dumps(dict(recipe.model.options), sort_keys=True)
-    cost = _cost(recipe.model.name, options, classes, data.channels, sides(data.image_size))
-    return Workload(cost, stages, train, held_out, evaluations)
+
+    def cost_at(size: tuple[int, int]) -> ModelCost:
+        return _cost(recipe.model.name, options, classes, data.channels, size)
+
+    stages = tuple(
+        PlannedStage(
+            span.stop_step - span.first_step,
+            span.stage.images_per_worker,
+            recipe.virtual_workers,
+            cost=None if span.sizes.sides == data.sizes.sides else cost_at(span.sizes.sides),
+        )
+        for span in schedule.spans
+    )
+    # With a mirror image beside each, twice as many images pass through the network.
+    held_out *= 2 if recipe.evaluate.flip else 1
+    return Workload(cost_at(data.sizes.sides), stages, train, held_out, evaluations)
 
 
 def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
@@ -164,7 +178,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
     run = runs[0]
     shares = [math.ceil(stage.workers / devices) for stage in workload.stages]
     alone = sum(
-        stage.steps * step_time(workload.cost, cluster, software, 1, stage.images, share).seconds
+        stage.steps * step_time(workload.cost_of(stage), cluster, software, 1, stage.images, share).seconds
         for stage, share in zip(workload.stages, shares, strict=True)
     )
     balance = sum(
@@ -181,7 +195,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
         high=high,
         images_per_second=workload.images / run.training,
         efficiency=efficiency,
-        memory=memory_bytes(workload.cost, software, max(stage.images for stage in workload.stages)),
+        memory=max(memory_bytes(workload.cost_of(stage), software, stage.images) for stage in workload.stages),
         limit=_limit(workload, cluster, software, run, devices),
     )
 
@@ -198,7 +212,9 @@ def _limit(workload: Workload, cluster: Cluster, software: Software, run: RunTim
     quick = software.model_copy(update={"launch": 0.0})
     without = sum(
         weight
-        * step_time(workload.cost, cluster, quick, devices, stage.images, math.ceil(stage.workers / devices)).compute
+        * step_time(
+            workload.cost_of(stage), cluster, quick, devices, stage.images, math.ceil(stage.workers / devices)
+        ).compute
         for weight, stage in zip(weights, workload.stages, strict=True)
     )
     remedies = {

@@ -88,7 +88,7 @@ def resolve_model_parallel(
     def seconds(options: RuntimeOptions) -> float:
         program = program_for(recipe, options, cluster, software)
         passes = math.ceil(stage.workers / devices)
-        return step_time(workload.cost, cluster, program, devices, stage.images, passes).seconds
+        return step_time(workload.cost_of(stage), cluster, program, devices, stage.images, passes).seconds
 
     return min(tried, key=seconds)
 

@@ -26,6 +26,8 @@ class PlannedStage:
     """virtual workers"""
     spare: int = 0
     """how many images fewer than that a batch has, where the workers don't share it evenly"""
+    cost: ModelCost | None = None
+    """of the network at this stage's image size; None: as the workload's"""
 
     @property
     def batch(self) -> int:
@@ -67,7 +69,9 @@ def run_time(
         quantile: As in `step_time`.
     """
     steps = tuple(
-        step_time(cost, cluster, software, devices, stage.images, math.ceil(stage.workers / devices), quantile)
+        step_time(
+            stage.cost or cost, cluster, software, devices, stage.images, math.ceil(stage.workers / devices), quantile
+        )
         for stage in stages
     )
     training = sum(stage.steps * step.seconds for stage, step in zip(stages, steps, strict=True))

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from .duration import Duration
-from .section import Count, Fraction, Options, Positive, Section, Sides, read_sides, sides
+from .section import Count, Fraction, ImageSizes, Options, Positive, Section, Sides, read_sides, sides
 
 
 class Augment(Section):
@@ -20,8 +20,9 @@ class Augment(Section):
     """share of the image's area, with crop: resized"""
     aspect: tuple[Positive, Positive] = (0.75, 4 / 3)
     """width / height, with crop: resized"""
-    flip: Fraction = 0.0
-    """probability of a left-right mirror"""
+    flip: Fraction | Literal["alternating"] = 0.0
+    """probability of a left-right mirror; alternating: every image in every other epoch, a keyed half of them in the
+    first (Jordan, arXiv 2404.00498)"""
 
     @model_validator(mode="after")
     def _check(self) -> "Augment":
@@ -76,6 +77,11 @@ class Data(Section):
             raise ValueError("augment.crop: random needs resize, the shorter side of what it cuts from, such as 256")
         return self
 
+    @property
+    def sizes(self) -> ImageSizes:
+        """`image_size` and `resize`."""
+        return ImageSizes(sides(self.image_size), self.resize)
+
 
 class Evaluate(Section):
     """When and how the held-out images are classified."""
@@ -91,6 +97,8 @@ class Evaluate(Section):
     data.image_size"""
     resize: Count | None = None
     """shorter side before its centre crop; null: data.resize"""
+    flip: bool = False
+    """true: logits are the mean over an image and its mirror image, which takes twice the time"""
 
     _check_size = field_validator("image_size", mode="wrap")(read_sides)
 

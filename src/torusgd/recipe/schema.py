@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from .data_schema import Data, Evaluate, Polish
-from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage
-from .section import Count, Fraction, Options, Section, sides
+from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage, WeightAverage
+from .section import Count, Fraction, ImageSizes, Options, Section, sides
 
 MOST_VIRTUAL_WORKERS = 2**20
 SCHEMA = 1
@@ -48,6 +48,10 @@ class Recipe(Section):
     rate: Rate
     noise_scale: NoiseScale = NoiseScale()
     optimizer: Optimizer = Optimizer()
+    average: WeightAverage | None = None
+    loss: Literal["cross-entropy", "binary-cross-entropy"] = "cross-entropy"
+    """binary-cross-entropy: each class for itself against a sigmoid, summed over classes (Wightman et al., arXiv
+    2110.00476)"""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """share of the target spread evenly over all classes"""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
@@ -82,12 +86,24 @@ class Recipe(Section):
             raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it keeps")
         if self.loss_scale != LossScale() and self.precision != "float16":
             raise ValueError("loss_scale: has a meaning with precision: float16 only")
+        for number, stage in enumerate(self.stages):
+            size, resize = self.training_sizes(stage)
+            if resize is not None and resize < max(size):
+                raise ValueError(f"stages.{number}.resize: must be at least its image_size, {max(size)}")
+        if self.loss != "cross-entropy" and self.column_blocks > 1:
+            raise ValueError("loss: binary-cross-entropy is computed by a whole network only; set column_blocks: 1")
         held_out = self.held_out_data
         if held_out.resize is not None and held_out.resize < max(sides(held_out.image_size)):
             raise ValueError(f"evaluate.resize: must be at least its image_size, {max(sides(held_out.image_size))}")
         if self.column_blocks > 1 and self.reduction != "exact":
             raise ValueError("column_blocks: above 1 it needs reduction: exact")
         return self
+
+    def training_sizes(self, stage: Stage) -> ImageSizes:
+        """Of the images of a stage."""
+        default = self.data.sizes
+        size = default.sides if stage.image_size is None else sides(stage.image_size)
+        return ImageSizes(size, default.resize if stage.resize is None else stage.resize)
 
     @property
     def held_out_data(self) -> Data:

@@ -49,6 +49,7 @@ from .membership import Membership, even_shares
 from .step import TrainStep
 from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
+from .weight_average import MovingAverage
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
 
@@ -156,6 +157,7 @@ def build(
     if device.type == "cuda" and recipe.reduction == "exact":
         check_repeatable(model, recipe)
     batch_norm = BatchNormStatistics(model)
+    average = MovingAverage(recipe.average, len(train), model, batch_norm.running) if recipe.average else None
     precision = Precision(recipe, device)
 
     allreduce = _all_reduce(options, world, options.grid_size)
@@ -202,12 +204,15 @@ def build(
         reducer=reducer,
         update=update,
         batch_norm=batch_norm,
+        average=average,
         precision=precision,
         allreduce=watched,
         control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
-        drift=DriftWatch(slots, [batch_norm.running], world, options.drift_every),
+        drift=DriftWatch(
+            slots, [batch_norm.running, *([average.values] if average else [])], world, options.drift_every
+        ),
         clock=StepClock(data.loader, monitor),
         world=world,
         images_at=str(job.data or recipe.data.source),

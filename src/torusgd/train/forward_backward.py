@@ -14,7 +14,6 @@ from ..gradients.reducer import Reducer
 from ..precision import Precision
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
-from ..recipe.section import sides
 from ..rng import DROPOUT, keyed_hash
 from ..tensor_parallel.column_pass import ColumnPass
 from ..tensor_parallel.parallel_tail import ParallelTail
@@ -70,7 +69,7 @@ class WholeNetwork:
         self._model.train()
         with self._precision.autocast():
             logits = self._model(images)
-        self._loss = F.cross_entropy(logits.float(), targets, label_smoothing=self._recipe.label_smoothing)
+        self._loss = loss_of(self._recipe, logits.float(), targets)
         return self._loss
 
     def backward(self) -> None:
@@ -146,8 +145,27 @@ class SharedTail:
         self._columns.backward()
 
 
+def loss_of(recipe: Recipe, logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of images, float32 [].
+
+    Args:
+        recipe: Its loss and label smoothing.
+        logits: float32 [n, classes].
+        targets: int64 [n].
+
+    Binary cross-entropy takes each class for itself and is summed over classes: a mean over them would be a thousandth
+    of it on ImageNet, and with it the gradient.
+    """
+    if recipe.loss == "cross-entropy":
+        return F.cross_entropy(logits, targets, label_smoothing=recipe.label_smoothing)
+    classes = logits.shape[1]
+    smoothed = torch.full_like(logits, recipe.label_smoothing / classes)
+    smoothed.scatter_(1, targets[:, None], 1 - recipe.label_smoothing + recipe.label_smoothing / classes)
+    return F.binary_cross_entropy_with_logits(logits, smoothed, reduction="sum") / len(logits)
+
+
 def blank(recipe: Recipe, step: Step) -> Batch:
     """Images of nothing, for a rank that can't read its own while the ranks of its group wait for it."""
     images = step.images_per_worker
-    shape = (images, recipe.data.channels, *sides(recipe.data.image_size))
+    shape = (images, recipe.data.channels, *step.sizes.sides)
     return Batch(torch.zeros(shape), torch.zeros(images, dtype=torch.int64), np.arange(images), replaced=0)

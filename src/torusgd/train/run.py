@@ -87,7 +87,6 @@ class Run:
         self.telemetry: Telemetry | None = None
         self._last_evaluation: Evaluation | None = None
         self._last_event: Callable[[], dict[str, Any]] | None = None
-        self._unpolished: Tensor | None = None
         self._counted = 0.0
         self._is_ready = False
         recipe = job.recipe
@@ -134,8 +133,6 @@ class Run:
         if not self._is_ready:
             return replace(self.kept, generation=generation, fingerprint=self.trainer.fingerprint)
         step, fingerprint = self.trainer.step, self.trainer.fingerprint
-        if self._unpolished is not None:
-            step.batch_norm.running.copy_(self._unpolished)
         tensors = step.state_dict(self.state.step, keep=True)
         data, began = self.kept.data, self.kept.began
         return Kept(data, began, fingerprint, generation, self.state, self._counted, tensors, self._last_event)
@@ -201,37 +198,57 @@ class Run:
         return True
 
     def _evaluate(self, stop: Callable[[], bool]) -> Evaluation | None:
-        step, chunk = self.trainer.step, self.job.recipe.evaluate.images_per_chunk
-        step.write_to_model(self.state.step)
+        with self.trainer.step.result_in_model(self.state.step):
+            return self._classify(stop)
+
+    def _classify(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Evaluates what the model holds."""
+        step, settings = self.trainer.step, self.job.recipe.evaluate
         return evaluate(
-            step.model, self.trainer.data.held_out, chunk, self.world, step.allreduce, step.precision, stop,
+            step.model, self.trainer.data.held_out, settings, self.world, step.allreduce, step.precision, stop,
             partial(self.liveness.progress, "evaluate", self.state.step),
         )  # fmt: skip
 
     def _finish(self) -> dict[str, Any]:
         """Polishes, evaluates a last time, and leaves the weights and the summary."""
-        recipe, state, step = self.job.recipe, self.state, self.trainer.step
         # A stop that comes now is too late: what is left is short, and the last checkpoint already stands.
         evaluation = self._last_evaluation or self._evaluate(lambda: False)
         assert evaluation is not None
-        before = evaluation.top1
-        if recipe.polish is not None:
-            polish_by_recipe(
-                step.model, self.trainer.data.training, recipe, self.world, step.allreduce, step.precision,
-                partial(self.liveness.progress, "polish", state.step),
-            )  # fmt: skip
-            self._unpolished = step.batch_norm.running.clone()
-            step.batch_norm.read_from_model()
-            evaluation = self._evaluate(lambda: False)
-            assert evaluation is not None
+        top1 = {"top1_before_polish": evaluation.top1}
+        if self.trainer.step.average is not None:
+            self.trainer.step.write_to_model(self.state.step)
+            without = self._classify()
+            assert without is not None
+            top1["top1_without_average"] = without.top1
             if self.telemetry is not None:
-                self.telemetry.evaluation(state.step, evaluation, state.seconds, polished=True)
+                self.telemetry.say(f"without the average of the weights top-1 is {without.top1:.2%}")
+        with self.trainer.step.result_in_model(self.state.step):
+            if self.job.recipe.polish is not None:
+                evaluation = self._polish()
+            return self._leave_result(evaluation, top1)
+
+    def _polish(self) -> Evaluation:
+        """Polishes what the model holds, and evaluates it."""
+        state, step = self.state, self.trainer.step
+        polish_by_recipe(
+            step.model, self.trainer.data.training, self.job.recipe, self.world, step.allreduce, step.precision,
+            partial(self.liveness.progress, "polish", state.step),
+        )  # fmt: skip
+        evaluation = self._classify()
+        assert evaluation is not None
+        if self.telemetry is not None:
+            self.telemetry.evaluation(state.step, evaluation, state.seconds, polished=True)
+        return evaluation
+
+    def _leave_result(self, evaluation: Evaluation, top1: Mapping[str, float]) -> dict[str, Any]:
+        """Writes what the model holds, and the summary, in which `top1` stands beside the evaluation."""
+        state = self.state
         self.liveness.outside("the disk that takes the result", str(self.run_dir.path))
-        tensors = step.model.state_dict()
+        tensors = self.trainer.step.model.state_dict()
         summary = {
-            "recipe": recipe.name,
+            "recipe": self.job.recipe.name,
             **evaluation.as_summary(),
-            "top1_before_polish": before,
+            **top1,
             "steps": state.step,
             **state.totals.as_summary(),
             "seconds": round(state.seconds, 3),

@@ -14,6 +14,7 @@ forward pass is done. Nothing outside the reducer changes until a step is accept
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,8 +42,9 @@ from .journal import JournalEntry
 from .membership import Membership
 from .step_stats import StepClock, StepStats
 from .stragglers import Stragglers, slowest
+from .weight_average import MovingAverage
 
-_MODEL, _MOMENTUM = "model/", "momentum/"
+_MODEL, _MOMENTUM, _AVERAGE = "model/", "momentum/", "average"
 _LOSS, _STATISTICS = -1, -2
 """in a virtual worker's hash, beside the numbers of its slots"""
 
@@ -64,6 +66,7 @@ class TrainStep:
     reducer: Reducer
     update: Update
     batch_norm: BatchNormStatistics
+    average: MovingAverage | None
     precision: Precision
     allreduce: AllReduce
     """over all ranks, watched by `monitor`"""
@@ -134,6 +137,9 @@ class TrainStep:
             )
             self.update.step()
             self.batch_norm.update(control.batch_norm)
+        if self.average is not None and self.average.is_due(step):
+            self.update.gather_all()
+            self.average.update(step)
 
         return StepStats(
             step=step,
@@ -271,6 +277,17 @@ class TrainStep:
         self.update.gather_all()
         self.batch_norm.write_to_model(steps)
 
+    @contextmanager
+    def result_in_model(self, steps: int) -> Iterator[None]:
+        """The model holds what the run would leave now, the average where there is one; every rank calls it.
+
+        Inside it may be evaluated, polished and saved. Afterwards weights and running statistics are training's again.
+        """
+        self.update.gather_all()
+        with self.average.in_model() if self.average is not None else nullcontext():
+            self.batch_norm.write_to_model(steps)
+            yield
+
     def state_dict(self, steps: int, keep: bool) -> dict[str, Tensor]:
         """All tensors that the next step needs, whole, by name; every rank calls it, and those that `keep` get it.
 
@@ -281,28 +298,36 @@ class TrainStep:
         momentum = {f"{_MOMENTUM}{name}": tensor for name, tensor in self.update.momentum(keep).items()}
         model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
         bounds = {} if self.reducer.sum.needs_measure else {"gradient_bounds": self.reducer.sum.state()}
-        return model | momentum | bounds | self.precision.state_dict()
+        average = {_AVERAGE: self.average.values} if self.average is not None else {}
+        return model | momentum | average | bounds | self.precision.state_dict()
 
     def expected_state(self, is_updated: bool) -> dict[str, Tensor]:
         """Tensors shaped like those of `state_dict` beside the model's; momentum is there once weights are updated."""
         parameters = dict(self.model.named_parameters())
         updated = {slot.parameter for slot in self.reducer.layout.slots} if is_updated else set()
         momentum = {f"{_MOMENTUM}{name}": parameters[name] for name in updated}
-        return momentum | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
+        average = {_AVERAGE: self.average.values} if self.average is not None else {}
+        return momentum | average | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
 
     def load_state_dict(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Takes this rank's part of what `state_dict` gave, a tensor at a time."""
-        model = self.model.state_dict()
+        model, average = self.model.state_dict(), None
         for name, tensor in tensors:
             if name.startswith(_MODEL):
                 model[name.removeprefix(_MODEL)].copy_(tensor)
             elif name.startswith(_MOMENTUM):
                 self.update.load_momentum(name.removeprefix(_MOMENTUM), tensor)
+            elif name == _AVERAGE:
+                average = tensor
             elif name == "gradient_bounds":
                 self.reducer.sum.load_state(tensor)
             else:
                 self.precision.load_state(name, tensor)
         self.batch_norm.read_from_model()
+        if self.average is not None:
+            self.average.begin()
+            if average is not None:
+                self.average.values.copy_(average)
 
     def close(self) -> None:
         """Ends what the steps began beside themselves; every rank calls it after the last one."""
@@ -311,4 +336,4 @@ class TrainStep:
 
 
 def _share(step: Step, worker: int) -> Share:
-    return Share(step.index, worker, step.share(worker), step.images_per_worker, step.augment)
+    return Share(step.index, worker, step.share(worker), step.images_per_worker, step.augment, step.sizes)
