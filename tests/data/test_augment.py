@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.data.augment import _power, draw_changes, mirror, random_region, shift
+from torusgd.data.augment import draw_changes, mirror, power, random_region, shift
 from torusgd.recipe.data_schema import Augment
 
 
@@ -55,7 +55,7 @@ def test_where_no_box_fits_the_largest_one_with_an_allowed_aspect_is_taken_from_
 @settings(deadline=None, max_examples=100)
 def test_powers_by_square_roots(base: float, exponent: float) -> None:
     cut = int(exponent * 65536) / 65536
-    assert math.isclose(_power(base, exponent), base**cut, rel_tol=1e-12)
+    assert math.isclose(power(base, exponent), base**cut, rel_tol=1e-12)
 
 
 def test_draws_are_keyed_by_seed_epoch_and_sample_only() -> None:

@@ -18,7 +18,7 @@ from torusgd.precision import Precision
 from torusgd.recipe.data_schema import Evaluate
 from torusgd.recipe.load import load_recipe
 from torusgd.train.evaluate import count_correct, evaluate
-from torusgd.train.polish import polish
+from torusgd.train.polish import polish, refresh
 
 from .runs import TINY
 
@@ -137,3 +137,33 @@ def test_polish_is_public(tmp_path: Path) -> None:
     import torusgd
 
     assert torusgd.polish is polish
+
+
+def test_extra_forward_passes_are_the_running_average_of_training() -> None:
+    batches = [torch.randn(6, 2, 9, 9, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    model, expected = small_net(), small_net()
+    images = refresh(model, [batches[:2], batches[2:]], workers=2, momentum=0.3, allreduce=native())
+    assert images == 24
+    for layer, seen in zip(model, expected, strict=True):
+        if not isinstance(layer, nn.BatchNorm2d):
+            continue
+        assert isinstance(seen, nn.BatchNorm2d)
+        assert layer.momentum == 0.1
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        for step in (batches[:2], batches[2:]):
+            own = []
+            for batch in step:
+                alone = copy.deepcopy(expected).train()
+                alone[3].eval()
+                for each in alone:
+                    if isinstance(each, nn.BatchNorm2d):
+                        each.momentum = 1.0
+                alone(batch)
+                own.append(alone[list(expected).index(seen)])
+            mean = torch.stack([each.running_mean for each in own]).mean(dim=0)
+            var = torch.stack([each.running_var for each in own]).mean(dim=0)
+            seen.running_mean = 0.7 * seen.running_mean + 0.3 * mean
+            seen.running_var = 0.7 * seen.running_var + 0.3 * var
+        torch.testing.assert_close(layer.running_mean, seen.running_mean)
+        torch.testing.assert_close(layer.running_var, seen.running_var)

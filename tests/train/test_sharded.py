@@ -84,7 +84,11 @@ def train_cases(out: str, names: list[str], floats: bool) -> dict[str, Any]:
     found = {name: train_case(Path(out), name, update="sharded") for name in names}
     for wire, allreduce in FLOATS.items() if floats else ():
         told = [
-            train(Path(out, f"{wire} {update}"), (f"reduction={wire}",), {"allreduce": allreduce, "update": update})
+            train(
+                Path(out, f"{wire} {update}"),
+                (f"reduction={wire}", f"float32_norms={str(wire == 'float16').lower()}"),
+                {"allreduce": allreduce, "update": update},
+            )
             for update in ("replicated", "sharded")
         ]
         found[wire] = [summary["train_loss"] for summary in told]

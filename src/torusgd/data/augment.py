@@ -70,7 +70,7 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
     low, high = augment.aspect
     for u_area, u_aspect, u_top, u_left in draws.tolist():
         area = height * width * (augment.area[0] + (augment.area[1] - augment.area[0]) * u_area)
-        aspect = low * _power(high / low, u_aspect)  # uniform in its logarithm: 3/4 is as likely as 4/3
+        aspect = low * power(high / low, u_aspect)  # uniform in its logarithm: 3/4 is as likely as 4/3
         tall, wide = math.floor(math.sqrt(area / aspect) + 0.5), math.floor(math.sqrt(area * aspect) + 0.5)
         if 0 < tall <= height and 0 < wide <= width:
             top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
@@ -79,7 +79,7 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
     return Region((height - tall) // 2, (width - wide) // 2, tall, wide, *size)
 
 
-def _power(base: float, exponent: float) -> float:
+def power(base: float, exponent: float) -> float:
     """base ** exponent for an exponent in [0, 1), cut to 16 bits, with the same bits on every machine.
 
     The exponent's binary digits say which of base ** 1/2, base ** 1/4, ... are multiplied.

@@ -22,6 +22,7 @@ from . import augment as random_changes
 from .augment import Changes
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 from .view import centre, cut_at, render, scaled
+from .warp import Warps, bend, draw_warps, tone
 
 T = TypeVar("T")
 Cut = Callable[[Pixels], Pixels]
@@ -86,17 +87,20 @@ class Pipeline:
             RunError: One substitute after the other is undecodable.
             UserError: An image's size or channels don't fit the recipe.
         """
-        drawn = random_changes.draw_changes(self._data.augment, self._seed, epochs, indices) if augment else None
+        drawn = warps = None
+        if augment:
+            drawn = random_changes.draw_changes(self._data.augment, self._seed, epochs, indices)
+            warps = draw_warps(self._data.augment, self._data.channels, self._seed, epochs, indices)
         sizes = sizes or self._sizes
         out = self._empty(len(indices), sizes)
         used = indices.copy()
         if (images := self._whole_batch(indices, drawn, sizes)) is not None:
-            self._finish(images, drawn, slice(None), out)
+            self._finish(images, drawn, slice(None), out, warps)
         else:
             for at, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
                 region, cut = self._region(drawn, at, sizes), self._cut(drawn, at, sizes)
                 image, used[at] = self._image_or_substitute(index, epoch, region, cut)
-                self._finish(image[None], drawn, slice(at, at + 1), out)
+                self._finish(image[None], drawn, slice(at, at + 1), out, warps)
         return self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
 
     def validation_batch(self, indices: Int64) -> Batch:
@@ -145,10 +149,16 @@ class Pipeline:
         images = _retried(lambda: source.read_many(indices))
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
-    def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
-        """Shift, mirror and normalise the images [m, channels, height, width] at these positions of the batch."""
+    def _finish(
+        self, images: Pixels, drawn: Changes | None, at: slice, out: Float32, warps: Warps | None = None
+    ) -> None:
+        """Shift, warp, mirror and normalise the images [m, channels, height, width] at these positions of the batch."""
         if drawn is not None and drawn.moves is not None:
             images = random_changes.shift(images, self._data.augment.shift, drawn.moves[at])
+        places = range(*at.indices(len(out)))
+        if warps is not None:
+            turns = zip(images, warps.angles[at], warps.distortions[at], strict=True)
+            images = np.stack([bend(image, angle, distortion) for image, angle, distortion in turns])
         if drawn is not None:
             images = random_changes.mirror(images, drawn.mirrored[at])
         # Plane by plane, so that the three passes over a large image meet in the cache.
@@ -158,6 +168,9 @@ class Pipeline:
             for channel in range(images.shape[1]):
                 plane = out[at][some, channel]
                 plane[...] = images[some, channel]
+                if warps is not None:
+                    for values, place in zip(plane, places[some], strict=True):
+                        tone(values, warps, place, channel)
                 plane *= self._scale[channel]
                 plane += self._offset[channel]
 

@@ -1,5 +1,6 @@
 """The images of a recipe: where they come from, how they become tensors, and which passes read them after training."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -24,8 +25,23 @@ class Augment(Section):
     """probability of a left-right mirror; alternating: every image in every other epoch, a keyed half of them in the
     first (Jordan, arXiv 2404.00498)"""
 
+    rotation: Annotated[float, Field(ge=0, le=math.pi)] = 0.0
+    """radians; each image by an angle from -rotation to rotation (this key and those below as in Sony's NNabla)"""
+    distortion: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """how far straight lines bend, from exp(-distortion) to exp(distortion) in scale between middle and border"""
+    brightness: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """added to values in 0..1: from -brightness to brightness"""
+    contrast: Annotated[float, Field(ge=1)] = 1.0
+    """factor about a middle grey: from 1 / contrast to contrast"""
+    noise: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """standard deviation of what is added to each pixel's values in 0..1; of each image from 0 to noise"""
+    by_channel: bool = False
+    """brightness and contrast of each colour by itself"""
+
     @model_validator(mode="after")
     def _check(self) -> "Augment":
+        if self.by_channel and self.brightness == 0 and self.contrast == 1:
+            raise ValueError("by_channel: has a meaning with brightness or contrast")
         for key in ("area", "aspect"):
             low, high = getattr(self, key)
             if low > high:
@@ -105,6 +121,10 @@ class Evaluate(Section):
 
 class Polish(Section):
     """After training: exact batch-norm statistics over un-augmented training images, weights frozen."""
+
+    steps: Count | None = None
+    """null: exact; else the running averages go on for so many steps of forward passes, each virtual worker with a
+    batch of its own, as a switch of Fujitsu's MLPerf v0.6 code does between updates"""
 
     images: Count | None = None
     """the first so many; null: all"""

@@ -61,6 +61,9 @@ class Recipe(Section):
     """of the activations"""
     reduction: Literal["exact", "float32", "float16", "bfloat16"] = "exact"
     """how gradients are summed; only exact gives the same bits on any number of ranks"""
+    float32_norms: bool = False
+    """true: beside a 16-bit reduction batch norm's gradients are summed as float32, and leave last (Fujitsu's records);
+    exact and float32 sums need no such care, and stay as they are"""
     threads: Count = 1
     """threads of each rank; bits differ between 1 and 2"""
     evaluate: Evaluate = Evaluate()

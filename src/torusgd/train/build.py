@@ -166,7 +166,8 @@ def build(
     watched = monitor.over(allreduce)
     tail = _shared_tail(model, recipe, options, world, monitor.watch)
     channels, groups_closed = _channels(options, allreduce, watched, monitor, tail)
-    slots = [*(tail.slots if tail is not None else ()), *parameter_slots(model)]
+    wide_norms = recipe.float32_norms and recipe.reduction in ("float16", "bfloat16")
+    slots = [*(tail.slots if tail is not None else ()), *parameter_slots(model, wide_norms=wide_norms)]
 
     def maximum_over_ranks(maxima: Tensor) -> None:
         if world.size > 1:
