@@ -88,7 +88,7 @@ def test_flat_algorithms_move_no_more_than_the_least_possible(name, ranks):
         assert elements_sent(parse_algorithm(name, ranks), rank, length) == 2 * (ranks - 1) * length // ranks
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("binomial-tree", 2 * 4), ("chain", 2 * 12)])
+@pytest.mark.parametrize(("name", "rounds"), [("binomial-tree", 2 * 4), ("double-tree", 2 * 4), ("chain", 2 * 12)])
 def test_a_tree_moves_the_whole_over_each_of_its_edges_up_and_down(name, rounds):
     how = parse_algorithm(name, 13)
     assert {len(how.rounds(rank, 10)[0]) for rank in range(13)} == {rounds}

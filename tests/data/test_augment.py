@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.data.augment import _power, draw_changes, mirror, random_region, shift
+from torusgd.data.augment import draw_changes, mirror, power, random_region, shift
 from torusgd.recipe.data_schema import Augment
 
 
@@ -55,7 +55,7 @@ def test_where_no_box_fits_the_largest_one_with_an_allowed_aspect_is_taken_from_
 @settings(deadline=None, max_examples=100)
 def test_powers_by_square_roots(base: float, exponent: float) -> None:
     cut = int(exponent * 65536) / 65536
-    assert math.isclose(_power(base, exponent), base**cut, rel_tol=1e-12)
+    assert math.isclose(power(base, exponent), base**cut, rel_tol=1e-12)
 
 
 def test_draws_are_keyed_by_seed_epoch_and_sample_only() -> None:
@@ -104,3 +104,14 @@ def test_shifts_reach_every_offset_equally() -> None:
     assert len(counts) == 25
     assert counts.min() > 140
     assert counts.max() < 260
+
+
+def test_alternating_mirrors_turn_every_image_each_epoch_and_half_of_them_at_first() -> None:
+    augment = Augment(flip="alternating")
+    first, second, third = (changes(augment, 2000, epoch=epoch).mirrored for epoch in (0, 1, 2))
+    assert np.array_equal(first, ~second)
+    assert np.array_equal(first, third)
+    assert abs(first.mean() - 0.5) < 0.04
+    assert not np.array_equal(first, changes(augment, 2000, seed=1).mirrored)
+    mixed = draw_changes(augment, 0, np.arange(4), np.zeros(4, dtype=np.int64)).mirrored
+    assert mixed.tolist() == [bool(first[0]) ^ bool(epoch % 2) for epoch in range(4)]

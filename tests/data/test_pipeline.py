@@ -153,6 +153,19 @@ def test_without_augmentation_training_images_look_as_in_evaluation(tmp_path: Pa
     assert torch.equal(plain.images, pipeline.validation_batch(indices).images)
 
 
+@pytest.mark.parametrize("crop", ["none", "random", "resized"])
+def test_another_size_is_that_of_a_pipeline_made_for_it(crop: str, tmp_path: Path) -> None:
+    augment = Augment(crop=crop, flip=0.5)
+    large, small = (folder_data(image_size=size, resize=size + 8, augment=augment) for size in (40, 24))
+    source, _ = open_sources(large, write_folder(tmp_path), 0)
+    indices, epochs = np.arange(len(source)), np.full(len(source), 2)
+    for is_augmented in (True, False):
+        resized = Pipeline(source, large, 0).training_batch(indices, epochs, is_augmented, small.sizes)
+        assert torch.equal(
+            resized.images, Pipeline(source, small, 0).training_batch(indices, epochs, is_augmented).images
+        )
+
+
 def test_a_random_crop_is_a_window_of_the_scaled_image_at_each_place_in_some_epoch() -> None:
     data = own_data(augment=Augment(crop="random"), mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     source, pipeline = stripes(data=data)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from torusgd.comm.allreduce import create
-from torusgd.comm.buckets import Slot, plan_buckets
+from torusgd.comm.buckets import Slot, lay_out_slots, plan_buckets
 from torusgd.gradients.float_sum import FloatGradientSum
 from torusgd.gradients.integer_sum import HEADROOM, LIMITS, IntegerGradientSum, power_of_two_scale
-from torusgd.gradients.reducer import Channel, Reducer
+from torusgd.gradients.reducer import Channel, Reducer, parameter_slots
 
 INT32_MAX = LIMITS[torch.int32]
 CPU = torch.device("cpu")
@@ -170,6 +171,34 @@ def test_float_wires_are_close_and_scaled(wire: torch.dtype) -> None:
     for slot in (1, 3):
         expected = torch.stack([w[slot] for w in grads]).mean(dim=0)
         torch.testing.assert_close(mean[slot], expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+def test_a_wide_bucket_travels_as_float32_beside_16_bit_ones() -> None:
+    grads = gradients(6, seed=9)
+    layout = plan_buckets(SIZES, 2048)
+    narrow, mixed = (
+        measured(FloatGradientSum(layout, 6, CPU, torch.float16, wide=wide), grads) for wide in ((), (len(layout) - 1,))
+    )
+    assert [mixed.message(bucket).dtype for bucket in range(len(layout))] == [
+        *[torch.float16] * (len(layout) - 1), torch.float32,
+    ]  # fmt: skip
+    means = [run(total, [grads[:2], grads[2:4], grads[4:]])[1] for total in (narrow, mixed)]
+    for slot in range(len(SIZES)):
+        exact = torch.stack([w[slot] for w in grads]).double().mean(dim=0)
+        errors = [float((mean[slot] - exact).abs().max() / exact.abs().max()) for mean in means]
+        if slot < layout[-1].first:
+            assert torch.equal(means[0][slot], means[1][slot])
+        else:
+            assert errors[1] < 1e-6 < errors[0]
+
+
+def test_batch_norms_gradients_leave_last_and_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 3))
+    slots = parameter_slots(model, wide_norms=True)
+    assert [slot.name for slot in slots] == ["3.bias", "3.weight", "0.bias", "0.weight", "1.bias", "1.weight"]
+    layout = lay_out_slots(slots, 4.0, 4096)
+    assert [(b.first, b.stop) for b in layout.buckets] == [(0, 4), (4, 6)]
+    assert not any(slot.is_wide for slot in parameter_slots(model))
 
 
 def test_float16_wire_tells_overflow_nonfinite_and_underflow() -> None:

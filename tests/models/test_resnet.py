@@ -1,15 +1,19 @@
 """The ResNets are torchvision's in names, order and shapes, and v1.5 in their cost."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from torusgd.errors import UserError
 from torusgd.models import MODELS
+from torusgd.models.pooling import Blur2d
 from torusgd.models.resnet import BasicBlock, Bottleneck
 
 
-def build(name: str, *, classes: int = 1000, channels: int = 3, **options: bool) -> nn.Module:
+def build(name: str, *, classes: int = 1000, channels: int = 3, **options: bool | str) -> nn.Module:
     """Only shapes matter in most tests here, so no memory is taken."""
     with torch.device("meta"):
         return MODELS[name](classes=classes, channels=channels, **options)
@@ -137,3 +141,38 @@ def test_zero_gamma_makes_each_block_its_shortcut(name: str, block: type[nn.Modu
 
 def _gamma_is_zero(module: nn.Module) -> bool:
     return isinstance(module, nn.BatchNorm2d) and not module.weight.any()
+
+
+@pytest.mark.parametrize(("blur", "convolutions"), [("strides", 6), ("strides+pool", 6)])
+def test_a_blur_goes_before_strides_and_leaves_the_names_of_weights(blur: str, convolutions: int) -> None:
+    plain, blurred = build("resnet50"), build("resnet50", blur=blur)
+    assert list(blurred.state_dict()) == list(plain.state_dict())
+    kinds = [type(module).__name__ for module in blurred.modules()]
+    assert kinds.count("_BlurredConv2d") == convolutions
+    assert kinds.count("Blur2d") == convolutions + (blur == "strides+pool")
+    images = torch.zeros(2, 3, 64, 64, device="meta")
+    assert blurred.layer1(blurred.maxpool(blurred.conv1(images))).shape == (2, 256, 16, 16)
+
+
+def test_a_blur_is_a_convolution_with_binomial_weights() -> None:
+    image = torch.zeros(1, 2, 5, 5)
+    image[0, 1, 2, 2] = 16.0
+    expected = torch.tensor([[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]])
+    assert torch.equal(Blur2d(2)(image)[0, 1, 1:4, 1:4], expected)
+    assert not Blur2d(2)(image)[0, 0].any()
+    assert torch.equal(Blur2d(2, stride=2)(image)[0, 1], torch.tensor([[0.0, 0, 0], [0, 4, 0], [0, 0, 0]]))
+
+
+def test_first_weights_of_mosaicml() -> None:
+    torch.manual_seed(0)
+    model = MODELS["resnet18"](classes=20, channels=3, uniform_gamma=True, rare=True)
+    assert torch.allclose(model.fc.bias, torch.full((20,), -math.log(20)))
+    gammas = torch.cat([m.weight.detach() for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
+    assert 0 <= gammas.min() < 0.01
+    assert 0.99 < gammas.max() <= 1
+    assert gammas.mean().item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_an_unknown_blur_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model.options.blur: 'all' is not one of none, strides, strides"):
+        build("resnet18", blur="all")

@@ -107,7 +107,7 @@ def faults_and_hashes() -> tuple[list[tuple[str, int, bool]], list[str]]:
         audited = 0
         for index in range(4):
             audited += trainer.step.run(trainer.membership, synchronous(index, 4)).audited
-        trainer.step.write_to_model(4)
+        trainer.step.state.write_to_model(4)
         hashes.append((audited, weights_sha256(trainer.step.model.state_dict())))
     return found, hashes
 

@@ -112,7 +112,7 @@ def hash_of_shuffled_steps(world: Group, options: RuntimeOptions) -> str:
     trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
     for index in range(len(trainer.step.schedule)):
         trainer.step.run(shuffled(trainer.membership, index), synchronous(index, recipe.virtual_workers))
-    trainer.step.write_to_model(len(trainer.step.schedule))
+    trainer.step.state.write_to_model(len(trainer.step.schedule))
     found = weights_sha256(trainer.step.model.state_dict())
     trainer.close()
     return found

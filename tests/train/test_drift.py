@@ -128,8 +128,8 @@ def go_on(out: Path, case: str) -> str:
 
     def take_and_lose(membership: Any, entry: Any) -> Any:
         if entry.step == 3:
-            first.trainer.step.write_to_model(3)
-            tensors = first.trainer.step.state_dict(3, keep=True)
+            first.trainer.step.state.write_to_model(3)
+            tensors = first.trainer.step.state.state_dict(3, keep=True)
             before.append(copied(replace(first.kept, generation=0, state=first.state, tensors=tensors)))
         if entry.step == 4 and case != "nothing":
             raise ConnectionLost("rank 3 is gone")

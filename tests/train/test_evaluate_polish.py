@@ -15,9 +15,10 @@ from torusgd.data.pipeline import Pipeline
 from torusgd.data.sources import open_sources
 from torusgd.models import build_model
 from torusgd.precision import Precision
+from torusgd.recipe.data_schema import Evaluate
 from torusgd.recipe.load import load_recipe
 from torusgd.train.evaluate import count_correct, evaluate
-from torusgd.train.polish import polish
+from torusgd.train.polish import polish, refresh
 
 from .runs import TINY
 
@@ -40,7 +41,8 @@ def test_every_image_is_counted_once(chunk: int) -> None:
     _, held_out = open_sources(recipe.data, None, 0)
     model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
     device = torch.device("cpu")
-    result = evaluate(model, Pipeline(held_out, recipe.data, 0), chunk, group_of(), native(), Precision(recipe, device))
+    settings, precision = Evaluate(images_per_chunk=chunk), Precision(recipe, device)
+    result = evaluate(model, Pipeline(held_out, recipe.data, 0), settings, group_of(), native(), precision)
     assert result is not None
     assert (result.images, result.excluded) == (24, 0)
     batch = Pipeline(held_out, recipe.data, 0).validation_batch(torch.arange(24).numpy())
@@ -55,7 +57,21 @@ def test_a_stop_during_evaluation_gives_no_result() -> None:
     model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
     device = torch.device("cpu")
     pipeline = Pipeline(held_out, recipe.data, 0)
-    assert evaluate(model, pipeline, 5, group_of(), native(), Precision(recipe, device), lambda: True) is None
+    settings, precision = Evaluate(images_per_chunk=5), Precision(recipe, device)
+    assert evaluate(model, pipeline, settings, group_of(), native(), precision, lambda: True) is None
+
+
+def test_with_a_flip_logits_are_the_mean_over_image_and_mirror_image() -> None:
+    recipe = load_recipe("digits", TINY).recipe.resolve(precision="float32", memory_format="contiguous")
+    _, held_out = open_sources(recipe.data, None, 0)
+    model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
+    pipeline, precision = Pipeline(held_out, recipe.data, 0), Precision(recipe, torch.device("cpu"))
+    result = evaluate(model, pipeline, Evaluate(flip=True), group_of(), native(), precision)
+    batch = pipeline.validation_batch(torch.arange(24).numpy())
+    logits = (model(batch.images) + model(batch.images.flip(-1))) / 2
+    assert result is not None
+    assert result.loss == pytest.approx(float(nn.functional.cross_entropy(logits, batch.targets)), rel=1e-5)
+    assert result.top1 == float((logits.argmax(1) == batch.targets).float().mean())
 
 
 def small_net() -> nn.Sequential:
@@ -121,3 +137,33 @@ def test_polish_is_public(tmp_path: Path) -> None:
     import torusgd
 
     assert torusgd.polish is polish
+
+
+def test_extra_forward_passes_are_the_running_average_of_training() -> None:
+    batches = [torch.randn(6, 2, 9, 9, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    model, expected = small_net(), small_net()
+    images = refresh(model, [batches[:2], batches[2:]], workers=2, momentum=0.3, allreduce=native())
+    assert images == 24
+    for layer, seen in zip(model, expected, strict=True):
+        if not isinstance(layer, nn.BatchNorm2d):
+            continue
+        assert isinstance(seen, nn.BatchNorm2d)
+        assert layer.momentum == 0.1
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        for step in (batches[:2], batches[2:]):
+            own = []
+            for batch in step:
+                alone = copy.deepcopy(expected).train()
+                alone[3].eval()
+                for each in alone:
+                    if isinstance(each, nn.BatchNorm2d):
+                        each.momentum = 1.0
+                alone(batch)
+                own.append(alone[list(expected).index(seen)])
+            mean = torch.stack([each.running_mean for each in own]).mean(dim=0)
+            var = torch.stack([each.running_var for each in own]).mean(dim=0)
+            seen.running_mean = 0.7 * seen.running_mean + 0.3 * mean
+            seen.running_var = 0.7 * seen.running_var + 0.3 * var
+        torch.testing.assert_close(layer.running_mean, seen.running_mean)
+        torch.testing.assert_close(layer.running_var, seen.running_var)

@@ -44,6 +44,15 @@ CASES: dict[str, tuple[str, ...]] = {
         "optimizer.eps=1.0e-6",
         "evaluate={every: 3st, images_per_chunk: 50, image_size: 10, resize: 12}",
     ),
+    "fewer epochs": (
+        "stages=[{until: 3st, images_per_worker: 3, image_size: 6, resize: 7}, {until: 5st, images_per_worker: 5}]",
+        "data.augment={crop: shift, shift: 1, flip: alternating, rotation: 0.3, distortion: 0.2, brightness: 0.1, "
+        "contrast: 1.2, noise: 0.05}",
+        "average={half_life: 2st, every: 2}",
+        "loss=binary-cross-entropy",
+        "polish={steps: 3, images_per_batch: 7}",
+        "evaluate={every: 3st, images_per_chunk: 50, flip: true}",
+    ),
 }
 # Synchronous SGD as Das et al. (arXiv 1602.06709) leave it, and its three networks: narrow, with few pixels.
 FEW = ("column_blocks=1", "stages=[{until: 4st, images_per_worker: 2}]", "evaluate={every: 2st, images_per_chunk: 10}")

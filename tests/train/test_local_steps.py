@@ -28,7 +28,7 @@ def trained(*overrides: str) -> Trainer:
     trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
     for index in range(len(trainer.step.schedule)):
         trainer.step.run(trainer.membership, synchronous(index, recipe.virtual_workers))
-    trainer.step.write_to_model(index + 1)
+    trainer.step.state.write_to_model(index + 1)
     return trainer
 
 

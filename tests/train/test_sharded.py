@@ -32,7 +32,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "LARS, ring": ((), {"allreduce": "ring", "buckets": 0.05}),
     "LARS, bfloat16, torus": (("precision=bfloat16",), {"allreduce": "torus", "buckets": 0.02}),
     "LARS of tensorflow, halving": (("optimizer.variant=tensorflow",), {"allreduce": "halving-doubling"}),
-    "SGD, native": (SGD, {}),
+    "SGD with an average, native": ((*SGD, "average={half_life: 2st}"), {}),
     "SGD, bfloat16, doubling": ((*SGD, "precision=bfloat16"), {"allreduce": "doubling", "buckets": 0.1}),
     "skipped steps": (("precision=float16", "loss_scale.initial=1.0e+6"), {"allreduce": "hierarchical"}),
     "redone steps": ((), {"allreduce": "direct", "buckets": 0.05}),
@@ -84,7 +84,11 @@ def train_cases(out: str, names: list[str], floats: bool) -> dict[str, Any]:
     found = {name: train_case(Path(out), name, update="sharded") for name in names}
     for wire, allreduce in FLOATS.items() if floats else ():
         told = [
-            train(Path(out, f"{wire} {update}"), (f"reduction={wire}",), {"allreduce": allreduce, "update": update})
+            train(
+                Path(out, f"{wire} {update}"),
+                (f"reduction={wire}", f"float32_norms={str(wire == 'float16').lower()}"),
+                {"allreduce": allreduce, "update": update},
+            )
             for update in ("replicated", "sharded")
         ]
         found[wire] = [summary["train_loss"] for summary in told]

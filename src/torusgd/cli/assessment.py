@@ -46,8 +46,8 @@ class Assessment:
     def evaluate(self, observe: Callable[[Tensor, Tensor], object] = lambda logits, targets: None) -> Evaluation:
         """Classifies every held-out image; `observe` is called as by `train.evaluate.evaluate`."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.held_out_data, self.recipe.seed)
-        chunk, allreduce = self.recipe.evaluate.images_per_chunk, native(self.world)
-        result = evaluate(self.model, pipeline, chunk, self.world, allreduce, self.precision, observe=observe)
+        settings, allreduce = self.recipe.evaluate, native(self.world)
+        result = evaluate(self.model, pipeline, settings, self.world, allreduce, self.precision, observe=observe)
         assert result is not None, "nobody asks an assessment to stop"
         return result
 

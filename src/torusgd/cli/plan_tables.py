@@ -21,6 +21,7 @@ _SHORT = {
     "scaling_efficiency": "efficiency",
     "allreduce_speedup_vs_ring": "all-reduce",
 }
+_MOST_STAGES = 5
 _NAMES = {"exposed": "exposed communication", "exchange": "exchange within layers", "jitter": "slow devices"}
 
 
@@ -43,15 +44,19 @@ def price_of(forecast: Forecast, price: float) -> float:
 def show_forecast(console: Console, forecast: Forecast, price: float | None) -> None:
     """Step by part, rate, efficiency, time to train with its band, and the limit."""
     table = Table(box=box.SIMPLE, pad_edge=False)
+    # Of many stages (progressive resizing) the first and the last one.
+    shown = range(len(forecast.steps)) if len(forecast.steps) <= _MOST_STAGES else (0, len(forecast.steps) - 1)
+    steps = [forecast.steps[stage] for stage in shown]
     table.add_column("a step, ms")
-    for batch in forecast.batches:
-        table.add_column(f"batch {batch:,}", justify="right")
+    for stage in shown:
+        which = "" if len(steps) == len(forecast.steps) else f"stage {stage + 1}: "
+        table.add_column(f"{which}batch {forecast.batches[stage]:,}", justify="right")
     for part in _PARTS:
-        values = [getattr(step, part) for step in forecast.steps]
+        values = [getattr(step, part) for step in steps]
         if any(values):
             table.add_row(_NAMES.get(part, part), *(f"{1e3 * value:.2f}" for value in values))
-    table.add_row("all", *(f"{1e3 * step.seconds:.2f}" for step in forecast.steps), style="bold")
-    table.add_row("hidden communication", *(f"{1e3 * step.hidden:.2f}" for step in forecast.steps), style="dim")
+    table.add_row("all", *(f"{1e3 * step.seconds:.2f}" for step in steps), style="bold")
+    table.add_row("hidden communication", *(f"{1e3 * step.hidden:.2f}" for step in steps), style="dim")
     console.print(table)
     run = forecast.run
     console.print(
@@ -124,7 +129,7 @@ def _accuracy_table(
     table = Table(box=box.SIMPLE, pad_edge=False)
     other = "batch" if first == "devices" else "images a worker"
     for heading in (first, other, "epochs", "images/s", "time", "band", *(["cost"] if price is not None else [])):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=heading == "band")
     for plan in plans:
         table.add_row(
             f"{plan.devices if first == 'devices' else plan.batch:,}",

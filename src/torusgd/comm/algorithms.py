@@ -7,9 +7,9 @@ from itertools import pairwise
 from ..errors import UserError
 from .rounds import METHODS, Axis, Round, all_reduce, cut, hierarchical, reduce_scatter
 
-TREES = {"binomial-tree": "binomial", "chain": "chain"}
-"""flat algorithms by way of one rank, for comparison: halving-doubling has no more latency and fewer bytes than a tree,
-and never loses to one; a chain needs many chunks to come near a ring"""
+TREES = {"binomial-tree": "binomial", "double-tree": "double-tree", "chain": "chain"}
+"""flat algorithms by way of one rank or two, for comparison: halving-doubling has no more latency and fewer bytes than
+a tree, and never loses to one; a double tree and a chain need many chunks to come near a ring"""
 FLAT = {"ring": "ring", "halving-doubling": "halving", "doubling": "doubling", "direct": "direct", **TREES}
 """algorithms along one axis of all ranks, and the method that each uses there"""
 GRIDS = ("torus", "hierarchical")

@@ -86,6 +86,8 @@ class Slot(NamedTuple):
     """whether this rank computes, sums and updates it"""
     is_owner: bool = True
     """of all ranks of a group that hold it, the one that reports it to the others"""
+    is_wide: bool = False
+    """travels as float32, in buckets of its own, where the others travel in 16 bits"""
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,14 @@ class ParameterLayout:
 
 
 def lay_out_slots(slots: Sequence[Slot], rule: BucketRule, block: int) -> ParameterLayout:
-    """The layout of slots by a rule. A bucket holds no two layers in column blocks, whose gradients come in turn."""
+    """The layout of slots by a rule.
+
+    A bucket holds no two layers in column blocks, whose gradients come in turn, and no wide slot beside another.
+    """
     held = [slot for slot in slots if slot.held]
     buckets: list[Bucket] = []
-    for layer in dict.fromkeys(slot.layer for slot in held):
-        numels = [slot.tensor.numel() for slot in held if slot.layer == layer]
+    for layer, is_wide in dict.fromkeys((slot.layer, slot.is_wide) for slot in held):
+        numels = [slot.tensor.numel() for slot in held if (slot.layer, slot.is_wide) == (layer, is_wide)]
         first = buckets[-1].stop if buckets else 0
         cut = lay_out(rule, numels) if layer is None else plan_buckets(numels, largest(rule))
         buckets += [Bucket(first + b.first, first + b.stop, b.offsets, b.numels) for b in cut]

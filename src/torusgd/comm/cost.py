@@ -2,12 +2,13 @@
 
 The usual alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds. Ranks are numbered host
 by host, hosts are alike, and all ranks do the same at once. So a method along an axis has a closed formula, and 100,000
-ranks are priced as quickly as eight. tests/comm/test_cost.py counts the real schedule (`rounds`), message by message,
-and holds every formula to it.
+ranks are priced as quickly as eight; only the double tree, which is there for comparison, is counted. The file
+tests/comm/test_cost.py counts the real schedule (`rounds`), message by message, and holds every formula to it.
 
 `auto`, `tune`, the planner and its search all take their candidates and their prices from here.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -164,6 +165,8 @@ def price(algorithm: Algorithm, topology: Topology) -> tuple[tuple[str, Cost], .
 
 def all_reduce(topology: Topology, axis: Axis, method: str) -> Cost:
     """Along one axis: a reduce-scatter and the all-gather that mirrors it, or rounds that move the whole."""
+    if method == "double-tree":
+        return _double_tree(topology, axis.size)
     if method in TREES.values():
         return _to_root(topology, axis.size, method).repeated(2)
     if method != "doubling":
@@ -220,6 +223,38 @@ def _to_root(topology: Topology, ranks: int, method: str) -> Cost:
         beta = max(card_beta(topology, 1.0, max(1, hop // host)), topology.stream)
         rounds.append(near if host % (2 * hop) == 0 else Cost(far.alpha, topology.message, beta, 0.0, beta))
     return total(rounds)
+
+
+def _double_tree(topology: Topology, ranks: int) -> Cost:
+    """Up and down two binary trees of half the tensor each, counted from the rounds: no formula says which edges cross.
+
+    In one chunk a round is as late as its busiest link; once chunks follow each other, the rank and the host with most
+    bytes over all rounds are the limit.
+    """
+    host, rounds = topology.per_host, []
+    beta = max(card_beta(topology, 1.0, 1), topology.stream)
+    inside, between = defaultdict[tuple[int, int], float](float), defaultdict[tuple[int, int], float](float)
+    """seconds a byte of each rank and of each host, by way, over all rounds"""
+    routes = (parse_algorithm("double-tree", ranks).rounds(rank, 2)[0] for rank in range(ranks))
+    for turns in zip(*routes, strict=True):
+        near, far = defaultdict[tuple[int, int], float](float), defaultdict[tuple[int, int], float](float)
+        peers = 0
+        for rank, turn in enumerate(turns):
+            for way, messages in enumerate((turn.sends, turn.adds + turn.copies)):
+                peers = max(peers, len({message.peer for message in messages}))
+                for message in messages:  # each of one element of two
+                    if message.peer // host == rank // host:
+                        near[way, rank] += topology.inside.beta / 2
+                    else:
+                        far[way, rank // host] += beta / 2
+        for whole, part in ((inside, near), (between, far)):
+            for end, seconds_a_byte in part.items():
+                whole[end] += seconds_a_byte
+        alpha = topology.between.alpha if far else topology.inside.alpha
+        busiest = max([*near.values(), *far.values()], default=0.0)
+        rounds.append(Cost(alpha, peers * topology.message, busiest))
+    most = {"inside": max(inside.values(), default=0.0), "between": max(between.values(), default=0.0)}
+    return total(rounds)._replace(**most)
 
 
 def card_beta(topology: Topology, flows: float, distance: int) -> float:

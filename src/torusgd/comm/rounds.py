@@ -181,10 +181,65 @@ def _chain(axis: Axis, low: int, high: int) -> list[Round]:
     return up + mirror(up)
 
 
+def _double_tree(axis: Axis, low: int, high: int) -> list[Round]:
+    """Up two binary trees, each with half of the elements, ceil(log2 P) rounds, and down again.
+
+    Half of the ranks of a binary tree are leaves, and receive nothing on the way up. In the second tree, which is the
+    first one mirrored, or for an odd P shifted by one, the leaves of the first are inner nodes: all ranks send and
+    receive about as much (Sanders, Speck and Traeff, Parallel Computing 35, 2009; NCCL since 2.4).
+    """
+    size, me, middle = len(axis.members), axis.place, (low + high) // 2
+    is_odd = size % 2
+
+    def second(place: int) -> int:
+        """The place in the first tree's numbers of a rank in the second tree."""
+        return (place - 1) % size if is_odd else size - 1 - place
+
+    def rank_of(number: int) -> int:
+        return (number + 1) % size if is_odd else size - 1 - number
+
+    ups = zip(
+        _up_tree(axis, me, low, middle, lambda number: number),
+        _up_tree(axis, second(me), middle, high, rank_of),
+        strict=True,
+    )
+    up = [Round(a.sends + b.sends, a.adds + b.adds) for a, b in ups]
+    return up + mirror(up)
+
+
+def _up_tree(axis: Axis, me: int, low: int, high: int, place: Callable[[int], int]) -> list[Round]:
+    """Up the binary tree in order: rank 0 is the root, the others' heights are the zeros that end their numbers.
+
+    In round h the nodes of height h send what they have summed to their parent. `place` gives the place of a number.
+    """
+    size = len(axis.members)
+    rounds = []
+    for height in range((size - 1).bit_length()):
+        senders = range(1 << height, size, 2 << height)
+        children = [number for number in _children(me, height, size) if number in senders]
+        sends = _whole(axis, place(_parent(me, size)), low, high) if me in senders else ()
+        rounds.append(Round(sends, tuple(m for child in children for m in _whole(axis, place(child), low, high))))
+    return rounds
+
+
+def _parent(number: int, size: int) -> int:
+    """The node above: the lowest one of its bits moves up, or is cleared where that is beyond the last number."""
+    bit = number & -number
+    above = (number ^ bit) | (bit << 1)
+    return above if above < size else number ^ bit
+
+
+def _children(number: int, height: int, size: int) -> list[int]:
+    """Those of so many zeros at the end whose parent is `number`."""
+    near = {number + step for step in (-(1 << height), 1 << height)}
+    return [child for child in sorted(near) if 0 < child < size and _parent(child, size) == number]
+
+
 _UNCUT: dict[str, Callable[[Axis, int, int], list[Round]]] = {
     "doubling": _doubling,
     "binomial": _binomial,
     "chain": _chain,
+    "double-tree": _double_tree,
 }
 """methods that move the whole tensor and leave no shards: a reduce-scatter takes halving in their place"""
 

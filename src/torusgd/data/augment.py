@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..recipe.data_schema import Augment
-from ..rng import AUGMENT, keyed_integer, keyed_uniform
+from ..rng import ALTERNATE, AUGMENT, keyed_integer, keyed_uniform
 from .policy import draw_policy
 from .types import Bools, Float64, Int64, Pixels, Region
 
@@ -52,8 +52,15 @@ def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> 
     if augment.crop == "random":
         numbers = np.array([_DOWN, _RIGHT])
         corners = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
-    mirrored = keyed_uniform(AUGMENT, seed, epochs, indices, _MIRROR) < augment.flip
+    mirrored = _mirrored(augment, seed, epochs, indices)
     return Changes(boxes, moves, corners, mirrored, draw_policy(augment, seed, epochs, indices))
+
+
+def _mirrored(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Bools:
+    if augment.flip != "alternating":
+        return keyed_uniform(AUGMENT, seed, epochs, indices, _MIRROR) < augment.flip
+    # The draw knows no epoch: by its parity an image is seen from both sides in any two epochs that follow each other.
+    return (keyed_uniform(ALTERNATE, seed, indices) < 0.5) ^ (epochs % 2 == 1)
 
 
 def random_region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Float64) -> Region:
@@ -78,10 +85,10 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
 
 def log_uniform(low: float, high: float, draw: float) -> float:
     """A value from `low` to `high`, uniform in its logarithm, from a uniform draw in [0, 1)."""
-    return low * _power(high / low, draw)
+    return low * power(high / low, draw)
 
 
-def _power(base: float, exponent: float) -> float:
+def power(base: float, exponent: float) -> float:
     """base ** exponent for an exponent in [0, 1), cut to 16 bits, with the same bits on every machine.
 
     The exponent's binary digits say which of base ** 1/2, base ** 1/4, ... are multiplied.

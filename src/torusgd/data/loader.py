@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
+from ..recipe.section import ImageSizes
 from .order import StreamOrder
 from .pipeline import Batch, Pipeline
 
@@ -19,6 +20,8 @@ class Share:
     start: int
     count: int
     augment: bool
+    sizes: ImageSizes | None = None
+    """None: those of the pipeline's data"""
 
 
 class Loader:
@@ -83,4 +86,4 @@ class Loader:
 
     def _make(self, share: Share) -> Batch:
         indices, epochs = self._order.at(share.start, share.count)
-        return self._pipeline.training_batch(indices, epochs, share.augment)
+        return self._pipeline.training_batch(indices, epochs, share.augment, share.sizes)

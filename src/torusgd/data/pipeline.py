@@ -16,7 +16,7 @@ import torch
 
 from ..errors import RunError, UserError
 from ..recipe.data_schema import Data
-from ..recipe.section import sides
+from ..recipe.section import ImageSizes
 from ..rng import SUBSTITUTE, keyed_integer
 from . import augment as random_changes
 from .augment import Changes
@@ -24,6 +24,7 @@ from .mixing import erase, mix
 from .policy import apply_policy
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 from .view import centre, cut_at, render, scaled
+from .warp import Warps, bend, draw_warps, tone
 
 T = TypeVar("T")
 Cut = Callable[[Pixels], Pixels]
@@ -71,35 +72,41 @@ class Pipeline:
         self._arrays = source if isinstance(source, ArraySource) else None
         self._regions = source if isinstance(source, RegionSource) else None
         self._data = data
-        self._size = sides(data.image_size)
+        self._sizes = data.sizes
         self._seed = seed
         # Two roundings for each value, a product and a sum: equal bits in any batch and at any alignment.
         mean, std = np.array(data.mean), np.array(data.std)
         self._scale = (1 / (255 * std)).astype(np.float32)
         self._offset = (-mean / std).astype(np.float32)
 
-    def training_batch(self, indices: Int64, epochs: Int64, augment: bool) -> Batch:
+    def training_batch(self, indices: Int64, epochs: Int64, augment: bool, sizes: ImageSizes | None = None) -> Batch:
         """The images at `indices` [n] as epoch `epochs` [n] sees them.
 
         An undecodable image is replaced by one that a hash of (seed, epoch, index, attempt) names, and counted.
 
         Args:
             augment: False: with the validation preprocessing (Final Polishing).
+            sizes: How large to make them; None: as the recipe's `data` says. No draw depends on it.
 
         Raises:
             OSError: An image can't be read, after further attempts.
             RunError: One substitute after the other is undecodable.
             UserError: An image's size or channels don't fit the recipe.
         """
-        drawn = random_changes.draw_changes(self._data.augment, self._seed, epochs, indices) if augment else None
-        out = self._empty(len(indices))
+        drawn = warps = None
+        if augment:
+            drawn = random_changes.draw_changes(self._data.augment, self._seed, epochs, indices)
+            warps = draw_warps(self._data.augment, self._data.channels, self._seed, epochs, indices)
+        sizes = sizes or self._sizes
+        out = self._empty(len(indices), sizes)
         used = indices.copy()
-        if (images := self._whole_batch(indices, drawn)) is not None:
-            self._finish(images, drawn, slice(None), out)
+        if (images := self._whole_batch(indices, drawn, sizes)) is not None:
+            self._finish(images, drawn, slice(None), out, warps)
         else:
             for at, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
-                image, used[at] = self._image_or_substitute(index, epoch, self._region(drawn, at), self._cut(drawn, at))
-                self._finish(image[None], drawn, slice(at, at + 1), out)
+                region, cut = self._region(drawn, at, sizes), self._cut(drawn, at, sizes)
+                image, used[at] = self._image_or_substitute(index, epoch, region, cut)
+                self._finish(image[None], drawn, slice(at, at + 1), out, warps)
         batch = self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
         if not augment:
             return batch
@@ -118,15 +125,16 @@ class Pipeline:
             OSError: An image can't be read, after further attempts.
             UserError: An image's size or channels don't fit the recipe.
         """
-        out = self._empty(len(indices))
+        sizes = self._sizes
+        out = self._empty(len(indices), sizes)
         kept = np.arange(len(indices))
-        if (images := self._whole_batch(indices, None)) is not None:
+        if (images := self._whole_batch(indices, None, sizes)) is not None:
             self._finish(images, None, slice(None), out)
         else:
             decodable = np.ones(len(indices), dtype=bool)
             for at, index in enumerate(indices.tolist()):
                 try:
-                    image = self._image(index, self._validation_region, self._centre)
+                    image = self._image(index, self._whole_region(sizes), self._centre(sizes))
                 except CorruptImage as error:
                     decodable[at] = False
                     log.warning("left out of evaluation: %s", error)
@@ -136,28 +144,34 @@ class Pipeline:
                 out, kept = out[decodable], kept[decodable]
         return self._batch(out, indices[kept], kept, 0)
 
-    def _empty(self, count: int) -> Float32:
+    def _empty(self, count: int, sizes: ImageSizes) -> Float32:
         # torch's memory, since numpy asks the kernel for huge pages, which cost more to clear than an image to make.
-        return torch.empty(count, self._data.channels, *self._size).numpy()
+        return torch.empty(count, self._data.channels, *sizes.sides).numpy()
 
     def _batch(self, out: Float32, indices: Int64, kept: Int64, replaced: int) -> Batch:
         targets = self.source.labels[indices].astype(np.int64)
         return Batch(torch.from_numpy(out), torch.from_numpy(targets), kept, replaced)
 
-    def _whole_batch(self, indices: Int64, drawn: Changes | None) -> Pixels | None:
+    def _whole_batch(self, indices: Int64, drawn: Changes | None, sizes: ImageSizes) -> Pixels | None:
         """The images at their final size without a loop, uint8 [n, channels, height, width], where that can be."""
         source = self._arrays
-        if source is None or source.shape[:2] != self._size:
+        if source is None or source.shape[:2] != sizes.sides:
             return None
-        if self._data.resize not in (None, min(self._size)) or (drawn is not None and drawn.boxes is not None):
+        if sizes.resize not in (None, min(sizes.sides)) or (drawn is not None and drawn.boxes is not None):
             return None
         images = _retried(lambda: source.read_many(indices))
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
-    def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
-        """Change and normalise the images [m, channels, height, width] at these positions of the batch."""
+    def _finish(
+        self, images: Pixels, drawn: Changes | None, at: slice, out: Float32, warps: Warps | None = None
+    ) -> None:
+        """Shift, warp, mirror and normalise the images [m, channels, height, width] at these positions of the batch."""
         if drawn is not None and drawn.moves is not None:
             images = random_changes.shift(images, self._data.augment.shift, drawn.moves[at])
+        places = range(*at.indices(len(out)))
+        if warps is not None:
+            turns = zip(images, warps.angles[at], warps.distortions[at], strict=True)
+            images = np.stack([bend(image, angle, distortion) for image, angle, distortion in turns])
         if drawn is not None:
             images = random_changes.mirror(images, drawn.mirrored[at])
             if drawn.policy is not None:
@@ -169,22 +183,29 @@ class Pipeline:
             for channel in range(images.shape[1]):
                 plane = out[at][some, channel]
                 plane[...] = images[some, channel]
+                if warps is not None:
+                    for values, place in zip(plane, places[some], strict=True):
+                        tone(values, warps, place, channel)
                 plane *= self._scale[channel]
                 plane += self._offset[channel]
 
-    def _region(self, drawn: Changes | None, at: int) -> Choose:
+    def _region(self, drawn: Changes | None, at: int, sizes: ImageSizes) -> Choose:
         if drawn is None or drawn.boxes is None:
-            return self._validation_region
-        return partial(random_changes.random_region, size=self._size, augment=self._data.augment, draws=drawn.boxes[at])
+            return self._whole_region(sizes)
+        augment, draws = self._data.augment, drawn.boxes[at]
+        return partial(random_changes.random_region, size=sizes.sides, augment=augment, draws=draws)
 
-    def _cut(self, drawn: Changes | None, at: int) -> Cut:
+    def _cut(self, drawn: Changes | None, at: int, sizes: ImageSizes) -> Cut:
         if drawn is None or drawn.corners is None:
-            return self._centre
+            return self._centre(sizes)
         down, right = drawn.corners[at].tolist()
-        return partial(cut_at, size=self._size, corner=(down, right))
+        return partial(cut_at, size=sizes.sides, corner=(down, right))
 
-    def _centre(self, image: Pixels) -> Pixels:
-        return centre(image, self._size)
+    def _centre(self, sizes: ImageSizes) -> Cut:
+        return partial(centre, size=sizes.sides)
+
+    def _whole_region(self, sizes: ImageSizes) -> Choose:
+        return partial(_validation_region, sizes=sizes)
 
     def _image_or_substitute(self, index: int, epoch: int, choose: Choose, cut: Cut) -> tuple[Pixels, int]:
         taken = index
@@ -211,16 +232,17 @@ class Pipeline:
             image = render(pixels, choose(*pixels.shape[:2]))
         return cut(image)
 
-    def _validation_region(self, height: int, width: int) -> Region:
-        rows, columns = self._size
-        if self._data.resize is not None:
-            return scaled(height, width, self._data.resize)
-        if (height, width) != self._size:
-            raise UserError(
-                f"data.resize: null wants images of {columns} x {rows} pixels, but there is one of {width} x {height};"
-                " set data.resize to the shorter side before the centre crop"
-            )
-        return Region(0, 0, height, width, height, width)
+
+def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:
+    rows, columns = sizes.sides
+    if sizes.resize is not None:
+        return scaled(height, width, sizes.resize)
+    if (height, width) != sizes.sides:
+        raise UserError(
+            f"data.resize: null wants images of {columns} x {rows} pixels, but there is one of {width} x {height};"
+            " set data.resize (stages.N.resize for one stage) to the shorter side before the centre crop"
+        )
+    return Region(0, 0, height, width, height, width)
 
 
 def _retried(read: Callable[[], T]) -> T:

@@ -22,8 +22,8 @@ class BucketRebuild:
     """Watches a reducer's first steps and then rebuilds its buckets; those of column blocks stay.
 
     A gradient's time is the quickest of a rank's steps, and of the ranks the slowest. On CPUs only, since on a GPU the
-    host does not know when a gradient is there; and not with shards, which follow the buckets as momentum follows the
-    shards.
+    host does not know when a gradient is there; not with shards, which follow the buckets as momentum follows the
+    shards; and not where batch norm's gradients have buckets of their own.
 
     Args:
         reducer: Every rank's alike.
@@ -35,6 +35,7 @@ class BucketRebuild:
         held = reducer.layout.held
         self._places = [i for i, slot in enumerate(held) if slot.layer is None]
         can_rebuild = bool(self._places) and not reducer.is_sharded and held[0].tensor.device.type == "cpu"
+        can_rebuild &= not any(slot.is_wide for slot in held)
         self._reducer, self._world, self._profile = reducer, world, profile if can_rebuild else None
         self._steps = 0
         self._ready = torch.full((len(self._places),), torch.inf, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Gradients that travel as floats, the papers' way; `integer_sum` has the exact sums and what both have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -16,16 +16,25 @@ class FloatGradientSum:
 
     A rank adds its virtual workers in float32. A 16-bit message is scaled by a power of two a bucket, agreed from the
     last accepted step, so that no partial sum of ranks overflows. Its trailer holds the bound of the bucket, a count of
-    ranks with a non-finite value, and the share of elements that became zero. float32 needs no scale and no trailer.
+    ranks with a non-finite value, and the share of elements that became zero. float32 needs no scale and no trailer;
+    a wide bucket beside 16-bit ones has both all the same, and loses no bit by a power of two.
 
     Args:
         buckets: All of them.
         addends: V, the most addends of a step over all ranks.
         device: Where gradients live.
         wire: dtype of the messages.
+        wide: Numbers of buckets that travel as float32 all the same.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], addends: int, device: torch.device, wire: torch.dtype) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        addends: int,
+        device: torch.device,
+        wire: torch.dtype,
+        wide: Collection[int] = (),
+    ) -> None:
         self.buckets = buckets
         self._addends = addends
         self._wire = wire
@@ -41,7 +50,12 @@ class FloatGradientSum:
         """this rank's part of each bucket's bound"""
         self._totals = [torch.zeros(b.length, device=device) for b in buckets]
         self._messages = (
-            [torch.zeros(b.length + 3, dtype=wire, device=device) for b in buckets] if self._is_scaled else self._totals
+            [
+                torch.zeros(b.length + 3, dtype=torch.float32 if number in wide else wire, device=device)
+                for number, b in enumerate(buckets)
+            ]
+            if self._is_scaled
+            else self._totals
         )
         self._views = [view for b, total in zip(buckets, self._totals, strict=True) for view in b.views(total)]
         self._filled = [False] * slots
@@ -119,7 +133,7 @@ class FloatGradientSum:
         bad = ~_largest(views).isfinite()
         if not self._is_scaled:
             return SumStatus(torch.stack([torch.zeros_like(bad), bad]))
-        ends = torch.stack([m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)])
+        ends = torch.stack([m[b.length :].float() for b, m in zip(self.buckets, self._messages, strict=True)])
         self._pending = ends[:, 0].to(torch.float64) / self._scales
         # A sum that is not finite where no addend was bad has overflowed; the bucket's first slot stands for it.
         was_bad = ends[:, 1] > 0

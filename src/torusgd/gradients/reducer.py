@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.base import AllReduce, Work
@@ -129,7 +130,13 @@ class Reducer:
                 elements=sum(slot.tensor.numel() for slot in layout.slots),
             )
             if self._reduction == "exact"
-            else FloatGradientSum(layout.buckets, self._addends, self._device, WIRES[self._reduction])
+            else FloatGradientSum(
+                layout.buckets,
+                self._addends,
+                self._device,
+                WIRES[self._reduction],
+                wide=[number for number, b in enumerate(layout.buckets) if layout.held[b.first].is_wide],
+            )
         )
         if state is not None:
             self.sum.load_state(state)
@@ -290,10 +297,15 @@ class Reducer:
         return allreduce.start(self.sum.message(index) if self.layout.is_whole else self.sum.payload(index))
 
 
-def parameter_slots(model: nn.Module) -> list[Slot]:
-    """A slot for each trained parameter, in the order in which backward completes them: the last comes first."""
+def parameter_slots(model: nn.Module, *, wide_norms: bool = False) -> list[Slot]:
+    """A slot for each trained parameter, in the order in which backward completes them: the last comes first.
+
+    With `wide_norms` batch norm's are wide (`Slot.is_wide`) and come after all others, as in Fujitsu's records.
+    """
+    norms = {id(p) for m in model.modules() if isinstance(m, _BatchNorm) for p in m.parameters(recurse=False)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [Slot(name, name, parameter) for name, parameter in reversed(named)]
+    slots = [Slot(name, name, p, is_wide=wide_norms and id(p) in norms) for name, p in reversed(named)]
+    return sorted(slots, key=lambda slot: slot.is_wide)
 
 
 def hook_parameters(reducer: Reducer) -> list[RemovableHandle]:

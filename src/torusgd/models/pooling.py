@@ -1,4 +1,4 @@
-"""Max pooling whose gradient has the same bits on every run, on GPUs too.
+"""Pooling: max pooling whose gradient has the same bits on every run, on GPUs too, and a blur before a stride.
 
 CUDA's own gradient of max pooling adds with atomics, in no fixed order, and refuses to run where deterministic
 algorithms are asked for. This one adds the k * k positions of the window one after the other.
@@ -51,3 +51,24 @@ class OrderedMaxPool(torch.autograd.Function):
                 down, right = i + ctx.stride * grad.shape[2], j + ctx.stride * grad.shape[3]
                 padded[:, :, i : down : ctx.stride, j : right : ctx.stride] += share
         return padded[:, :, ctx.padding : ctx.padding + h, ctx.padding : ctx.padding + w], None, None, None, None
+
+
+class Blur2d(nn.Module):
+    """A small low-pass filter for each channel, so that a stride after it skips less (Zhang, arXiv 1904.11486).
+
+    The kernel is [1 2 1] x [1 2 1] / 16 with a border of one zero, as in MosaicML's Composer and in FFCV's ResNets:
+    (n, c, h, w) -> (n, c, h / stride, w / stride).
+    """
+
+    def __init__(self, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.stride = stride
+        row = torch.tensor([1.0, 2.0, 1.0])
+        kernel = (torch.outer(row, row) / 16).expand(channels, 1, 3, 3).contiguous()
+        # No part of the state: files of weights stay those of a network without a blur.
+        self.register_buffer("kernel", kernel, persistent=False)
+        self.kernel: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, c, h, w) -> (n, c, oh, ow)."""
+        return F.conv2d(x, self.kernel, stride=self.stride, padding=1, groups=x.shape[1])

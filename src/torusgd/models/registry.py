@@ -92,15 +92,19 @@ def model_of(recipe: Recipe, classes: int) -> nn.Module:
     """`build_model` by a recipe, with what it freezes; `classes` is the data set's number, where the recipe gives none.
 
     Raises:
-        UserError: As `build_model` and `freeze`, or the network does not take images of the size at which it is
-            evaluated.
+        UserError: As `build_model` and `freeze`, or the network does not take images of the size of a stage or of an
+            evaluation.
     """
     count, channels = recipe.data.classes or classes, recipe.data.channels
-    train, held_out = recipe.data.image_size, recipe.held_out_data.image_size
+    train = recipe.data.image_size
     network = build_model(recipe.model, classes=count, channels=channels, image_size=train, seed=recipe.seed)
-    if held_out != train:
-        images = torch.zeros(2, channels, *sides(held_out))
-        _check(recipe.model.name, network, images, count, size_key="evaluate.image_size")
+    others = {f"stages.{n}.image_size": recipe.training_sizes(s).sides for n, s in enumerate(recipe.stages)}
+    others["evaluate.image_size"] = recipe.held_out_data.sizes.sides
+    checked = {sides(train)}
+    for key, size in others.items():
+        if size not in checked:
+            _check(recipe.model.name, network, torch.zeros(2, channels, *size), count, size_key=key)
+            checked.add(size)
     freeze(network, recipe.model.freeze, head_of(recipe, classes) if BODY in recipe.model.freeze else ())
     return network
 

@@ -3,11 +3,14 @@
 Names, order and shapes of parameters and buffers are torchvision's, so that weights can be exchanged both ways.
 """
 
+import math
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
-from .pooling import MaxPool2d
+from ..errors import UserError
+from .pooling import Blur2d, MaxPool2d
 
 
 class BasicBlock(nn.Module):
@@ -63,7 +66,42 @@ def shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
-def init_residual(model: nn.Module, *, zero_gamma: bool, fan_in: bool = False) -> None:
+_BLURS = ("none", "strides", "strides+pool")
+_BLURRED_FROM = 16
+"""input channels from which a strided convolution gets a blur; the first one, which sees the image, has fewer"""
+
+
+def blur_before_strides(model: "ResNet", *, pool: bool) -> None:
+    """Puts a blur before each strided convolution of 16 input channels or more, and with `pool` into the max pooling.
+
+    With `pool` the maximum is taken at every pixel and the blur has the stride (MosaicML); without it the max pooling
+    stays (FFCV). Names of parameters stay: a convolution becomes its own subclass.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Conv2d and child.stride[0] > 1 and child.in_channels >= _BLURRED_FROM:
+                setattr(module, name, _BlurredConv2d(child))
+    if pool:
+        blurred = Blur2d(model.conv1.out_channels, stride=2)
+        model.maxpool = nn.Sequential(MaxPool2d(3, stride=1, padding=1), blurred)
+
+
+class _BlurredConv2d(nn.Conv2d):
+    """A convolution with a blur of its input; the weight is that of the convolution in whose place it stands."""
+
+    def __init__(self, plain: nn.Conv2d) -> None:
+        sizes = (plain.in_channels, plain.out_channels, plain.kernel_size, plain.stride, plain.padding)
+        super().__init__(*sizes, bias=False)  # type: ignore[arg-type]
+        self.weight = plain.weight
+        self.blur = Blur2d(plain.in_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.blur(x))
+
+
+def init_residual(
+    model: nn.Module, *, zero_gamma: bool, fan_in: bool = False, uniform_gamma: bool = False, rare: bool = False
+) -> None:
     """Draws the weights anew: He's normal rule for convolutions, N(0, 0.01) and no bias for linear layers.
 
     He's variance (arXiv 1502.01852) is 2 over the inputs of an output with `fan_in` (Fujitsu's MLPerf v0.6 code), else
@@ -71,13 +109,17 @@ def init_residual(model: nn.Module, *, zero_gamma: bool, fan_in: bool = False) -
 
     The linear layers' deviation is that of the large-batch records (Goyal et al., arXiv 1706.02677, section 5.1).
     With `zero_gamma` each residual block begins as its shortcut: the gamma of its last batch norm is zero.
+    MosaicML draws every gamma uniformly from 0 to 1 (`uniform_gamma`), and gives the last layer the bias -ln(classes)
+    (`rare`): to a sigmoid each class then is as rare as it is, where 0 would say that every second image has it.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_in" if fan_in else "fan_out", nonlinearity="relu")
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.01)
-            nn.init.zeros_(module.bias)
+            nn.init.constant_(module.bias, -math.log(module.out_features) if rare else 0.0)
+        elif isinstance(module, nn.BatchNorm2d) and uniform_gamma:
+            nn.init.uniform_(module.weight)
     if zero_gamma:
         for module in model.modules():
             if isinstance(module, BasicBlock):
@@ -96,6 +138,9 @@ class ResNet(nn.Module):
         channels: Channels of the input.
         zero_gamma: Begin with every residual block as the identity (`init_residual`).
         fan_in: By what convolutions' first weights are scaled (`init_residual`).
+        uniform_gamma: First gammas, from 0 to 1 (`init_residual`).
+        rare: The last layer's first bias, -ln(classes), for binary cross-entropy (`init_residual`).
+        blur: none, strides or strides+pool: what a blur goes before (`blur_before_strides`).
     """
 
     def __init__(
@@ -107,19 +152,26 @@ class ResNet(nn.Module):
         channels: int,
         zero_gamma: bool = False,
         fan_in: bool = False,
+        uniform_gamma: bool = False,
+        rare: bool = False,
+        blur: str = "none",
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = MaxPool2d(3, stride=2, padding=1)
+        self.maxpool: nn.Module = MaxPool2d(3, stride=2, padding=1)
         self.layer1 = _layer(block, 64, 64, depths[0], stride=1)
         self.layer2 = _layer(block, 64 * block.expansion, 128, depths[1], stride=2)
         self.layer3 = _layer(block, 128 * block.expansion, 256, depths[2], stride=2)
         self.layer4 = _layer(block, 256 * block.expansion, 512, depths[3], stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(512 * block.expansion, classes)
-        init_residual(self, zero_gamma=zero_gamma, fan_in=fan_in)
+        init_residual(self, zero_gamma=zero_gamma, fan_in=fan_in, uniform_gamma=uniform_gamma, rare=rare)
+        if blur not in _BLURS:
+            raise UserError(f"model.options.blur: {blur!r} is not one of {', '.join(_BLURS)}")
+        if blur != "none":
+            blur_before_strides(self, pool=blur == "strides+pool")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
@@ -132,21 +184,11 @@ def _layer(block: Block, inputs: int, width: int, depth: int, stride: int) -> nn
     return nn.Sequential(first, *(block(width * block.expansion, width) for _ in range(depth - 1)))
 
 
-def resnet18(*, classes: int, channels: int, zero_gamma: bool = False, fan_in: bool = False) -> ResNet:
-    """11.7 M parameters, 1.8 GMAC at 224 px (1,000 classes)."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), classes=classes, channels=channels, zero_gamma=zero_gamma, fan_in=fan_in)
-
-
-def resnet34(*, classes: int, channels: int, zero_gamma: bool = False, fan_in: bool = False) -> ResNet:
-    """21.8 M parameters, 3.7 GMAC at 224 px."""
-    return ResNet(BasicBlock, (3, 4, 6, 3), classes=classes, channels=channels, zero_gamma=zero_gamma, fan_in=fan_in)
-
-
-def resnet50(*, classes: int, channels: int, zero_gamma: bool = False, fan_in: bool = False) -> ResNet:
-    """25.6 M parameters, 4.1 GMAC at 224 px."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), classes=classes, channels=channels, zero_gamma=zero_gamma, fan_in=fan_in)
-
-
-def resnet101(*, classes: int, channels: int, zero_gamma: bool = False, fan_in: bool = False) -> ResNet:
-    """44.5 M parameters, 7.8 GMAC at 224 px."""
-    return ResNet(Bottleneck, (3, 4, 23, 3), classes=classes, channels=channels, zero_gamma=zero_gamma, fan_in=fan_in)
+resnet18 = partial(ResNet, BasicBlock, (2, 2, 2, 2))
+"""11.7 M parameters, 1.8 GMAC at 224 px (1,000 classes); takes ResNet's keywords, as those below do"""
+resnet34 = partial(ResNet, BasicBlock, (3, 4, 6, 3))
+"""21.8 M parameters, 3.7 GMAC at 224 px"""
+resnet50 = partial(ResNet, Bottleneck, (3, 4, 6, 3))
+"""25.6 M parameters, 4.1 GMAC at 224 px"""
+resnet101 = partial(ResNet, Bottleneck, (3, 4, 23, 3))
+"""44.5 M parameters, 7.8 GMAC at 224 px"""

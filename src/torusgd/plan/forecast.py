@@ -15,7 +15,6 @@ from ..errors import UserError
 from ..models.registry import construct
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Model, Recipe
-from ..recipe.section import sides
 from .cluster import Cluster, Communication, Software
 from .model_cost import ModelCost, read_model
 from .roofline import memory_bytes
@@ -31,7 +30,12 @@ class Workload:
     stages: tuple[PlannedStage, ...]
     train_images: int
     eval_images: int
+    """passes of an evaluation through the network"""
     evaluations: int
+
+    def cost_of(self, stage: PlannedStage) -> ModelCost:
+        """Of the network at a stage's image size."""
+        return stage.cost or self.cost
 
     @property
     def images(self) -> int:
@@ -96,15 +100,25 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
         raise UserError("model.freeze: a plan is of networks that train as a whole; give --set model.freeze=[]")
     train, held_out, classes = _counts(recipe, path)
     schedule = Schedule(recipe, train)
-    stages = tuple(
-        PlannedStage(span.stop_step - span.first_step, span.stage.images_per_worker, recipe.virtual_workers)
-        for span in schedule.spans
-    )
     evaluations = len(schedule.boundaries(recipe.evaluate.every, recipe.evaluate.first))
     data = recipe.data
     options = json.dumps(dict(recipe.model.options), sort_keys=True)
-    cost = _cost(recipe.model.name, options, classes, data.channels, sides(data.image_size))
-    return Workload(cost, stages, train, held_out, evaluations)
+
+    def cost_at(size: tuple[int, int]) -> ModelCost:
+        return _cost(recipe.model.name, options, classes, data.channels, size)
+
+    stages = tuple(
+        PlannedStage(
+            span.stop_step - span.first_step,
+            span.stage.images_per_worker,
+            recipe.virtual_workers,
+            cost=None if span.sizes.sides == data.sizes.sides else cost_at(span.sizes.sides),
+        )
+        for span in schedule.spans
+    )
+    # With a mirror image beside each, twice as many images pass through the network.
+    held_out *= 2 if recipe.evaluate.flip else 1
+    return Workload(cost_at(data.sizes.sides), stages, train, held_out, evaluations)
 
 
 def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
@@ -168,7 +182,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
     shares = [longest_share(cluster, software, devices, stage.workers)[1] for stage in workload.stages]
     speed = sum(islice(cycle(cluster.speeds or (1.0,)), devices))
     alone = sum(
-        stage.steps * step_time(workload.cost, cluster, software, 1, stage.images, share).seconds
+        stage.steps * step_time(workload.cost_of(stage), cluster, software, 1, stage.images, share).seconds
         for stage, share in zip(workload.stages, shares, strict=True)
     )
     balance = sum(
@@ -185,7 +199,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
         high=high,
         images_per_second=workload.images / run.training,
         efficiency=efficiency,
-        memory=memory_bytes(workload.cost, software, max(stage.images for stage in workload.stages)),
+        memory=max(memory_bytes(workload.cost_of(stage), software, stage.images) for stage in workload.stages),
         limit=_limit(workload, cluster, software, run, devices),
     )
 

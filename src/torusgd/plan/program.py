@@ -91,7 +91,7 @@ def resolve_model_parallel(
     def seconds(options: RuntimeOptions) -> float:
         program = program_for(recipe, options, cluster, software)
         like_last, passes = longest_share(cluster, program, devices, stage.workers)
-        return step_time(workload.cost, like_last, program, devices, stage.images, passes).seconds
+        return step_time(workload.cost_of(stage), like_last, program, devices, stage.images, passes).seconds
 
     return min(tried, key=seconds)
 

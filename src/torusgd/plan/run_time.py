@@ -27,6 +27,8 @@ class PlannedStage:
     """virtual workers"""
     spare: int = 0
     """how many images fewer than that a batch has, where the workers don't share it evenly"""
+    cost: ModelCost | None = None
+    """of the network at this stage's image size; None: as the workload's"""
 
     @property
     def batch(self) -> int:
@@ -93,7 +95,7 @@ def run_time(
         eval_images: How many those are.
         quantile: As in `step_time`.
     """
-    steps = tuple(_step(cost, cluster, software, devices, stage, quantile) for stage in stages)
+    steps = tuple(_step(stage.cost or cost, cluster, software, devices, stage, quantile) for stage in stages)
     training = sum(stage.steps * step.seconds for stage, step in zip(stages, steps, strict=True))
     share = math.ceil(eval_images / devices)
     forward = pass_seconds(cost, cluster.device, software, share).forward if share else 0.0

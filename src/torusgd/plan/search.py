@@ -9,7 +9,6 @@ from typing import Any
 from ..comm.cost import candidates
 from .cluster import Buckets, Cluster, Software
 from .forecast import Forecast, Workload, forecast, with_communication
-from .run_time import PlannedStage
 
 KNEE_EFFICIENCY = 0.8
 """the knee is the last point of the curve where one more device still gives this share of one device's work"""
@@ -41,14 +40,15 @@ def fixed_batch(workload: Workload, devices: int) -> Workload:
         workers = max(stage.workers, devices)
         images = math.ceil(stage.batch / workers)
         spare = images * workers - stage.batch
-        stages.append(stage if workers == stage.workers else PlannedStage(stage.steps, images, workers, spare))
+        cut = replace(stage, images=images, workers=workers, spare=spare)
+        stages.append(stage if workers == stage.workers else cut)
     return replace(workload, stages=tuple(stages))
 
 
 def fixed_share(workload: Workload, devices: int) -> Workload:
     """One virtual worker a device and as many epochs, so that the batch grows: weak scaling."""
     stages = [
-        PlannedStage(math.ceil(stage.steps * stage.workers / devices), stage.images, devices)
+        replace(stage, steps=math.ceil(stage.steps * stage.workers / devices), workers=devices, spare=0)
         for stage in workload.stages
     ]
     return replace(workload, stages=tuple(stages))
@@ -202,7 +202,8 @@ def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int
     most = max(stage.workers for stage in workload.stages)
     even = [w for w in range(devices, most + 1, devices) if all(batch % w == 0 for batch in batches)]
     cuts = [
-        replace(workload, stages=tuple(PlannedStage(s.steps, s.batch // w, w) for s in workload.stages)) for w in even
+        replace(workload, stages=tuple(replace(s, images=s.batch // w, workers=w, spare=0) for s in workload.stages))
+        for w in even
     ]
     limit = cluster.device.memory
     fitting = [cut for cut in cuts if limit is None or forecast(cut, cluster, software, devices).memory <= limit]

@@ -1,11 +1,12 @@
 """The images of a recipe: where they come from, how they become tensors, and which passes read them after training."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from .duration import Duration
-from .section import Count, Fraction, NotNegative, Options, Positive, Section, Sides, read_sides, sides
+from .section import Count, Fraction, ImageSizes, NotNegative, Options, Positive, Section, Sides, read_sides, sides
 
 
 class Augment(Section):
@@ -20,8 +21,21 @@ class Augment(Section):
     """share of the image's area, with crop: resized"""
     aspect: tuple[Positive, Positive] = (0.75, 4 / 3)
     """width / height, with crop: resized"""
-    flip: Fraction = 0.0
-    """probability of a left-right mirror"""
+    flip: Fraction | Literal["alternating"] = 0.0
+    """probability of a left-right mirror; alternating: every image in every other epoch, a keyed half of them in the
+    first (Jordan, arXiv 2404.00498)"""
+    rotation: Annotated[float, Field(ge=0, le=math.pi)] = 0.0
+    """radians; each image by an angle from -rotation to rotation (this key and those below as in Sony's NNabla)"""
+    distortion: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """how far straight lines bend, from exp(-distortion) to exp(distortion) in scale between middle and border"""
+    brightness: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """added to values in 0..1: from -brightness to brightness"""
+    contrast: Annotated[float, Field(ge=1)] = 1.0
+    """factor about a middle grey: from 1 / contrast to contrast"""
+    noise: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """standard deviation of what is added to each pixel's values in 0..1; of each image from 0 to noise"""
+    by_channel: bool = False
+    """brightness and contrast of each colour by itself"""
     policy: Literal["none", "randaugment", "trivialaugment"] = "none"
     """changes in form and colour: randaugment, `operations` of 14 at strength `magnitude` (Cubuk et al., arXiv
     1909.13719); trivialaugment, one at a strength that is drawn (Mueller and Hutter, arXiv 2103.10158); the 14, with
@@ -43,6 +57,8 @@ class Augment(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Augment":
+        if self.by_channel and self.brightness == 0 and self.contrast == 1:
+            raise ValueError("by_channel: has a meaning with brightness or contrast")
         for key in ("area", "aspect"):
             low, high = getattr(self, key)
             if low > high:
@@ -101,6 +117,11 @@ class Data(Section):
             raise ValueError("augment.crop: random needs resize, the shorter side of what it cuts from, such as 256")
         return self
 
+    @property
+    def sizes(self) -> ImageSizes:
+        """`image_size` and `resize`."""
+        return ImageSizes(sides(self.image_size), self.resize)
+
 
 class Evaluate(Section):
     """When and how the held-out images are classified."""
@@ -116,12 +137,18 @@ class Evaluate(Section):
     data.image_size"""
     resize: Count | None = None
     """shorter side before its centre crop; null: data.resize"""
+    flip: bool = False
+    """true: logits are the mean over an image and its mirror image, which takes twice the time"""
 
     _check_size = field_validator("image_size", mode="wrap")(read_sides)
 
 
 class Polish(Section):
     """After training: exact batch-norm statistics over un-augmented training images, weights frozen."""
+
+    steps: Count | None = None
+    """null: exact; else the running averages go on for so many steps of forward passes, each virtual worker with a
+    batch of its own, as a switch of Fujitsu's MLPerf v0.6 code does between updates"""
 
     images: Count | None = None
     """the first so many; null: all"""

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .duration import Duration
-from .section import Count, Fraction, NotNegative, Positive, Section
+from .section import Count, Fraction, NotNegative, Positive, Section, Sides, read_sides
 
 
 class Warmup(Section):
@@ -54,7 +54,7 @@ class Rate(Section):
 
 
 class Stage(Section):
-    """A span with one batch size and one rate rule (batch-size control)."""
+    """A span with one batch size, one image size and one rate rule (batch-size control, progressive resizing)."""
 
     until: Duration
     """from the start of the run; the stage ends at the first step boundary at or after it"""
@@ -66,6 +66,12 @@ class Stage(Section):
     """noise-scale keeps the noise scale of `noise_scale`; null: optimizer.momentum"""
     augment: bool = True
     """false: training images with the validation preprocessing (Final Polishing, first form)"""
+    image_size: Sides | None = None
+    """pixels a side in this stage, small ones first (progressive resizing); null: data.image_size"""
+    resize: Count | None = None
+    """shorter side before a cut to that size; null: data.resize"""
+
+    _check_size = field_validator("image_size", mode="wrap")(read_sides)
 
 
 class NoiseScale(Section):
@@ -142,6 +148,15 @@ class Optimizer(Section):
     def needs_head(self) -> bool:
         """Whether rates depend on what the head is."""
         return self.head_lr != 1 or self.layer_decay != 1
+
+
+class WeightAverage(Section):
+    """A moving average of the weights and of batch norm's statistics, which is evaluated and saved as the result."""
+
+    half_life: Duration
+    """training after which the weights of a step count half"""
+    every: Count = 1
+    """steps from one update of the average to the next"""
 
 
 class LossScale(Section):

@@ -13,6 +13,7 @@ from ..errors import UserError
 from .duration import Duration
 from .optimizer_schema import Decay, Stage
 from .schema import Recipe
+from .section import ImageSizes
 
 _MOST_MARKS = 1_000_000
 """evaluations or checkpoints of a run"""
@@ -31,6 +32,7 @@ class Span:
     lr: float
     """the rate before warm-up and decay"""
     momentum: float
+    sizes: ImageSizes
 
     @property
     def stop(self) -> int:
@@ -56,6 +58,7 @@ class Step:
     weight_decay_factor: float
     """on the recipe's weight decay; 1.0 unless ramp_weight_decay"""
     augment: bool
+    sizes: ImageSizes
 
     def share(self, worker: int) -> int:
         """First position in the stream of a virtual worker's images."""
@@ -118,6 +121,7 @@ class Schedule:
             momentum=span.momentum,
             weight_decay_factor=factor if self.recipe.optimizer.ramp_weight_decay else 1.0,
             augment=span.stage.augment,
+            sizes=span.sizes,
         )
 
     def __iter__(self) -> Iterator[Step]:
@@ -179,7 +183,8 @@ class Schedule:
                     f"stages.{number}.until = {stage.until}: the stage has no steps; it must end after "
                     f"step {first_step} ({start} samples)"
                 )
-            spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum))
+            sizes = recipe.training_sizes(stage)
+            spans.append(Span(stage, first_step, stop_step, start, batch, lr, momentum, sizes))
         return spans
 
     def _momentum(self, number: int, batch: int, lr: float, first_batch: int) -> float:

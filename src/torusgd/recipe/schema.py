@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from .data_schema import Data, Evaluate, Polish
-from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage
-from .section import Count, Fraction, Options, Positive, Section, sides
+from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage, WeightAverage
+from .section import Count, Fraction, ImageSizes, Options, Positive, Section, sides
 from .synchrony_schema import Synchrony
 
 MOST_VIRTUAL_WORKERS = 2**20
@@ -54,6 +54,10 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     clip_grad_norm: Positive | None = None
     """largest norm of the mean gradient over all parameters; a longer one is scaled down to it; null: none is"""
+    average: WeightAverage | None = None
+    loss: Literal["cross-entropy", "binary-cross-entropy"] = "cross-entropy"
+    """binary-cross-entropy: each class for itself against a sigmoid, summed over classes (Wightman et al., arXiv
+    2110.00476)"""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """share of the target spread evenly over all classes"""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
@@ -63,6 +67,9 @@ class Recipe(Section):
     """of the activations"""
     reduction: Literal["exact", "float32", "float16", "bfloat16"] = "exact"
     """how gradients are summed; only exact gives the same bits on any number of ranks"""
+    float32_norms: bool = False
+    """true: beside a 16-bit reduction batch norm's gradients are summed as float32, and leave last (Fujitsu's records);
+    exact and float32 sums need no such care, and stay as they are"""
     threads: Count = 1
     """threads of each rank; bits differ between 1 and 2"""
     synchrony: Synchrony = Synchrony()
@@ -89,15 +96,31 @@ class Recipe(Section):
             raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it keeps")
         if self.loss_scale != LossScale() and self.precision != "float16":
             raise ValueError("loss_scale: has a meaning with precision: float16 only")
+        for number, stage in enumerate(self.stages):
+            size, resize = self.training_sizes(stage)
+            if resize is not None and resize < max(size):
+                raise ValueError(f"stages.{number}.resize: must be at least its image_size, {max(size)}")
+        if self.loss != "cross-entropy" and self.column_blocks > 1:
+            raise ValueError("loss: binary-cross-entropy is computed by a whole network only; set column_blocks: 1")
         held_out = self.held_out_data
         if held_out.resize is not None and held_out.resize < max(sides(held_out.image_size)):
             raise ValueError(f"evaluate.resize: must be at least its image_size, {max(sides(held_out.image_size))}")
-        if self.column_blocks > 1 and self.reduction != "exact":
+        return self
+
+    @model_validator(mode="after")
+    def _check_column_blocks(self) -> "Recipe":
+        if self.column_blocks == 1:
+            return self
+        if self.reduction != "exact":
             raise ValueError("column_blocks: above 1 it needs reduction: exact")
-        if self.column_blocks > 1 and self.model.freeze:
+        if self.model.freeze:
             raise ValueError("model.freeze: needs column_blocks: 1")
-        if self.column_blocks > 1 and (self.data.augment.mixup or self.data.augment.cutmix):
+        if self.data.augment.mixup or self.data.augment.cutmix:
             raise ValueError("data.augment: mixup and cutmix need column_blocks: 1")
+        return self
+
+    @model_validator(mode="after")
+    def _check_synchrony(self) -> "Recipe":
         if self.synchrony.form == "local":
             if self.clip_grad_norm is not None:
                 raise ValueError("clip_grad_norm: has no meaning with synchrony.form: local, whose copies don't clip")
@@ -106,6 +129,12 @@ class Recipe(Section):
         images = tuple(stage.images_per_worker for stage in self.stages)
         self.synchrony.check_recipe(self.virtual_workers, images, self.reduction, self.column_blocks)
         return self
+
+    def training_sizes(self, stage: Stage) -> ImageSizes:
+        """Of the images of a stage."""
+        default = self.data.sizes
+        size = default.sides if stage.image_size is None else sides(stage.image_size)
+        return ImageSizes(size, default.resize if stage.resize is None else stage.resize)
 
     @property
     def held_out_data(self) -> Data:

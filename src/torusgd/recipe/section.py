@@ -1,7 +1,7 @@
 """What every section of a recipe has in common: strictness, and the types of its values."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -31,6 +31,15 @@ def sides(size: Sides) -> tuple[int, int]:
     ((224, 224), (11, 39))
     """
     return (size, size) if isinstance(size, int) else size
+
+
+class ImageSizes(NamedTuple):
+    """How large images are made: scaled until the shorter side is `resize`, then cut to `sides`."""
+
+    sides: tuple[int, int]
+    """height and width that the network takes"""
+    resize: int | None
+    """None: not scaled; a random box is scaled to `sides` at once"""
 
 
 def read_sides(value: Any, check: Callable[[Any], Any]) -> Any:

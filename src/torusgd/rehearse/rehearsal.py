@@ -125,9 +125,10 @@ def rehearse(
     """
     stage = workload.stages[-1]
     cluster, passes = longest_share(cluster, software, devices, stage.workers)
-    planned = step_time(workload.cost, cluster, software, devices, stage.images, passes)
-    work = step_work(workload.cost, cluster, software, devices, stage.images)
-    script = compose(workload.cost, cluster, software, devices, stage.images, passes, work)
+    cost = workload.cost_of(stage)
+    planned = step_time(cost, cluster, software, devices, stage.images, passes)
+    work = step_work(cost, cluster, software, devices, stage.images)
+    script = compose(cost, cluster, software, devices, stage.images, passes, work)
     how = software.communication
 
     def exposed(late: float) -> float:
@@ -138,7 +139,7 @@ def rehearse(
     hosts = math.ceil(devices / each)
     size = sum(action.bytes for action in script if isinstance(action, Send))
     ceiling = measure_ceiling(hosts, each)
-    alone = step_time(workload.cost, cluster, software, 1, stage.images * stage.workers).seconds
+    alone = step_time(cost, cluster, software, 1, stage.images * stage.workers).seconds
     scale = choose_scale(cluster, how, ceiling, planned.seconds, size, devices, limit)
     where = ""
     if how.algorithm.partition(":")[0] in GRIDS:

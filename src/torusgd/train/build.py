@@ -53,8 +53,10 @@ from .journal import Journaled
 from .membership import Membership, even_shares
 from .relaxed import check_synchrony, keep_rates, local_steps, outer_optimizer, pass_thread, scheduled_rates
 from .step import TrainStep
+from .step_state import StepState
 from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
+from .weight_average import MovingAverage
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
 
@@ -170,6 +172,7 @@ def build(
     if device.type == "cuda" and recipe.reduction == "exact":
         check_repeatable(model, recipe)
     batch_norm = BatchNormStatistics(model)
+    average = MovingAverage(recipe.average, len(train), model, batch_norm.running) if recipe.average else None
     precision = Precision(recipe, device)
 
     allreduce = _all_reduce(options, world, options.grid_size)
@@ -178,7 +181,8 @@ def build(
     watched = monitor.over(allreduce)
     tail = _shared_tail(model, recipe, options, world, monitor.watch)
     channels, groups_closed = _channels(options, allreduce, watched, monitor, tail)
-    slots = [*(tail.slots if tail is not None else ()), *parameter_slots(model)]
+    wide_norms = recipe.float32_norms and recipe.reduction in ("float16", "bfloat16")
+    slots = [*(tail.slots if tail is not None else ()), *parameter_slots(model, wide_norms=wide_norms)]
 
     def maximum_over_ranks(maxima: Tensor) -> None:
         if world.size > 1:
@@ -227,6 +231,8 @@ def build(
         reducer=reducer,
         update=update,
         batch_norm=batch_norm,
+        state=StepState(model, reducer, update, batch_norm, precision, average),
+        average=average,
         precision=precision,
         allreduce=watched,
         set_rates=keep_rates if local else partial(scheduled_rates, update),
@@ -234,7 +240,9 @@ def build(
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         follows_speed=follows_speed(options, recipe),
-        drift=DriftWatch(slots, [batch_norm.running], world, options.drift_every),
+        drift=DriftWatch(
+            slots, [batch_norm.running, *([average.values] if average else [])], world, options.drift_every
+        ),
         clock=StepClock(data.loader, monitor),
         world=world,
         images_at=str(job.data or recipe.data.source),

@@ -18,6 +18,7 @@ from ..comm.groups import Group
 from ..data.pipeline import Batch, Pipeline
 from ..errors import DiskError, RunError, is_transient
 from ..precision import Precision
+from ..recipe.data_schema import Evaluate
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Evaluation:
 def evaluate(
     model: nn.Module,
     pipeline: Pipeline,
-    images_per_chunk: int,
+    settings: Evaluate,
     world: Group,
     allreduce: AllReduce,
     precision: Precision,
@@ -61,7 +62,7 @@ def evaluate(
     Args:
         model: In any mode; left in evaluation mode.
         pipeline: Of the held-out images.
-        images_per_chunk: Images of a forward pass.
+        settings: Images of a forward pass, and whether each is seen mirrored too.
         world: All ranks.
         allreduce: Sums the counts.
         precision: As in training.
@@ -75,10 +76,9 @@ def evaluate(
     model.eval()
     counts = torch.zeros(6, dtype=torch.int64, device=world.device)  # top-1, top-5, seen, excluded, stop, failed
     loss = torch.zeros(FULL.rows, dtype=torch.int64, device=world.device)
-    total = len(pipeline.source)
+    total, size = len(pipeline.source), settings.images_per_chunk
     chunks = [
-        np.arange(start, min(start + images_per_chunk, total))
-        for start in range(world.rank * images_per_chunk, total, world.size * images_per_chunk)
+        np.arange(start, min(start + size, total)) for start in range(world.rank * size, total, world.size * size)
     ]
     reason, kind = "", RunError
     try:
@@ -88,7 +88,10 @@ def evaluate(
                     counts[4] += 1
                     break
                 if len(batch.targets):
-                    logits = model(precision.place(batch.images, world.device)).float()
+                    images = precision.place(batch.images, world.device)
+                    logits = model(images).float()
+                    if settings.flip:
+                        logits = (logits + model(images.flip(-1)).float()) / 2
                     counts[:2] += count_correct(logits, batch.targets.to(world.device))
                     observe(logits, batch.targets.to(world.device))
                     loss += encode(_loss_sum(logits, batch.targets.to(world.device)))

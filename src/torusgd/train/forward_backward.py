@@ -14,7 +14,6 @@ from ..gradients.reducer import Reducer
 from ..precision import Precision
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
-from ..recipe.section import sides
 from ..rng import DROPOUT, keyed_hash
 from ..tensor_parallel.column_pass import ColumnPass
 from ..tensor_parallel.parallel_tail import ParallelTail
@@ -70,20 +69,8 @@ class WholeNetwork:
         targets = batch.targets.to(self._device, non_blocking=True)
         with self._precision.autocast():
             logits = self._model(images)
-        self._loss = self._cross_entropy(logits.float(), targets, batch)
+        self._loss = loss_of(self._recipe, logits.float(), targets, batch)
         return self._loss
-
-    def _cross_entropy(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
-        smoothing = self._recipe.label_smoothing
-        if batch.partners is None or batch.shares is None:
-            return F.cross_entropy(logits, targets, label_smoothing=smoothing)
-        # Cross-entropy is linear in the target, so that mixed targets need no table of all classes.
-        own, other = (
-            F.cross_entropy(logits, each, label_smoothing=smoothing, reduction="none")
-            for each in (targets, batch.partners.to(self._device, non_blocking=True))
-        )
-        shares = batch.shares.to(self._device, non_blocking=True)
-        return (shares * own + (1 - shares) * other).mean()
 
     def backward(self) -> None:
         """See `ForwardBackward`."""
@@ -157,8 +144,41 @@ class SharedTail:
         self._columns.backward()
 
 
+def loss_of(recipe: Recipe, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+    """The mean loss of images, float32 [].
+
+    Args:
+        recipe: Its loss and label smoothing.
+        logits: float32 [n, classes].
+        targets: int64 [n], those of the batch on the logits' device.
+        batch: Where its images are mixed, each target is mixed too. Both losses are linear in the target, so that mixed
+            targets need no table of all classes.
+    """
+    if batch.partners is None or batch.shares is None:
+        return _loss(recipe, logits, targets, "mean")
+    partners, shares = (each.to(logits.device, non_blocking=True) for each in (batch.partners, batch.shares))
+    own, other = (_loss(recipe, logits, each, "none") for each in (targets, partners))
+    return (shares * own + (1 - shares) * other).mean()
+
+
+def _loss(recipe: Recipe, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """The mean loss, float32 [], or with reduction "none" that of each image, float32 [n].
+
+    Binary cross-entropy takes each class for itself and is summed over classes: a mean over them would be a thousandth
+    of it on ImageNet, and with it the gradient.
+    """
+    if recipe.loss == "cross-entropy":
+        return F.cross_entropy(logits, targets, label_smoothing=recipe.label_smoothing, reduction=reduction)
+    classes = logits.shape[1]
+    smoothed = torch.full_like(logits, recipe.label_smoothing / classes)
+    smoothed.scatter_(1, targets[:, None], 1 - recipe.label_smoothing + recipe.label_smoothing / classes)
+    if reduction == "mean":
+        return F.binary_cross_entropy_with_logits(logits, smoothed, reduction="sum") / len(logits)
+    return F.binary_cross_entropy_with_logits(logits, smoothed, reduction="none").sum(1)
+
+
 def blank(recipe: Recipe, step: Step) -> Batch:
     """Images of nothing, for a rank that can't read its own while the ranks of its group wait for it."""
     images = step.images_per_worker
-    shape = (images, recipe.data.channels, *sides(recipe.data.image_size))
+    shape = (images, recipe.data.channels, *step.sizes.sides)
     return Batch(torch.zeros(shape), torch.zeros(images, dtype=torch.int64), np.arange(images), replaced=0)

@@ -2,12 +2,14 @@
 
 Running averages lag behind the weights and come from augmented images. One pass over fixed batches gives every
 batch-norm layer its population mean and variance, equal for any number of ranks. (Fujitsu's name, HPDC 2020; this
-form, with exact sums, is ours. The first form is a last stage with `augment: false`.)
+form, with exact sums, is ours. The first form is a last stage with `augment: false`.) Or the running averages go on
+for some steps of forward passes alone, `refresh`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 import torch
@@ -23,6 +25,9 @@ from ..models.freeze import is_frozen
 from ..precision import Precision
 from ..recipe.schema import Recipe
 from .evaluate import read_ahead
+
+_USUAL_MOMENTUM = 0.1
+"""torch's, and that of the built-in networks, where the recipe gives none"""
 
 
 @torch.no_grad()
@@ -45,42 +50,19 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     >>> polish(model, [torch.ones(4, 1, 5, 5)])
     4
     """
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and not is_frozen(module)]
-    layers = [layer for layer in norms if isinstance(layer.running_mean, Tensor)]
-    was_training = {module: module.training for module in model.modules()}
-    momenta = [layer.momentum for layer in layers]
-    tracked = [layer.num_batches_tracked.clone() if layer.num_batches_tracked is not None else None for layer in layers]
+    layers = _layers(model)
     device = next(model.parameters()).device
     sums = [torch.zeros(FULL.rows, 3, layer.num_features, dtype=torch.int64, device=device) for layer in layers]
     counts = torch.zeros(len(layers) + 1, dtype=torch.int64, device=device)
 
-    def add(index: int, module: nn.Module, inputs: tuple[Tensor]) -> None:
-        x = inputs[0].float()
-        dims = [0, *range(2, x.dim())]
-        variance, mean = torch.var_mean(x, dims, correction=0)
-        number = x.numel() // x.shape[1]
-        mean, variance = mean.double(), variance.double()
+    def add(index: int, mean: Tensor, variance: Tensor, number: int) -> None:
         sums[index] += encode(torch.stack([mean * number, mean.square() * number, variance * number]))
         counts[index] += number
 
-    handles = [layer.register_forward_pre_hook(partial(add, i)) for i, layer in enumerate(layers)]
-    try:
-        model.eval()
-        for layer in layers:
-            layer.train()
-            layer.momentum = 0.0
+    with _watched(model, layers, add):
         for batch in batches:
             model(batch)
             counts[-1] += len(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for layer, momentum, count in zip(layers, momenta, tracked, strict=True):
-            layer.momentum = momentum
-            if count is not None and layer.num_batches_tracked is not None:
-                layer.num_batches_tracked.copy_(count)
-        for module, mode in was_training.items():
-            module.training = mode
     message = torch.cat([counts, *(s.reshape(-1) for s in sums)])
     (allreduce or native()).start(message).wait()
     offset = len(counts)
@@ -93,6 +75,87 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
         layer.running_mean.copy_(mean)
         layer.running_var.copy_(variance + (square - mean.square()).clamp(min=0))
     return int(message[len(counts) - 1])
+
+
+@torch.no_grad()
+def refresh(
+    model: nn.Module, steps: Iterable[Sequence[Tensor]], workers: int, momentum: float, allreduce: AllReduce
+) -> int:
+    """Lets the running statistics go on as in training, with frozen weights; the number of images over all ranks.
+
+    Args:
+        model: As for `polish`.
+        steps: Of each step this rank's batches, on the model's device; every rank has as many steps.
+        workers: Batches of a step over all ranks, whose statistics are averaged.
+        momentum: Share of a step's statistics in the running ones.
+        allreduce: Sums over ranks.
+    """
+    layers = _layers(model)
+    device = next(model.parameters()).device
+    edges = [0, *accumulate(2 * layer.num_features for layer in layers)]
+    sums = torch.zeros(FULL.rows, edges[-1] + 1, dtype=torch.int64, device=device)
+
+    def add(index: int, mean: Tensor, variance: Tensor, number: int) -> None:
+        unbiased = variance * (number / max(number - 1, 1))
+        sums[:, edges[index] : edges[index + 1]] += encode(torch.cat([mean, unbiased]))
+
+    images = 0
+    for batches in steps:
+        sums.zero_()
+        with _watched(model, layers, add):
+            for batch in batches:
+                model(batch)
+                sums[:, -1:] += encode(torch.tensor([float(len(batch))], dtype=torch.float64, device=device))
+        allreduce.start(sums.view(-1)).wait()
+        means = decode(sums)
+        images += int(means[-1])
+        for layer, low in zip(layers, edges, strict=False):
+            for buffer, first in ((layer.running_mean, low), (layer.running_var, low + layer.num_features)):
+                assert isinstance(buffer, Tensor)
+                mean = means[first : first + layer.num_features] / workers
+                buffer.mul_(1 - momentum).add_((momentum * mean).to(buffer.dtype))
+    return images
+
+
+def _layers(model: nn.Module) -> list[_BatchNorm]:
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and not is_frozen(module)]
+    return [layer for layer in norms if isinstance(layer.running_mean, Tensor)]
+
+
+@contextmanager
+def _watched(
+    model: nn.Module, layers: Sequence[_BatchNorm], add: Callable[[int, Tensor, Tensor, int], None]
+) -> Iterator[None]:
+    """Each layer normalises with its batch, whose statistics `add` gets; all else is as in evaluation.
+
+    `add` is called with the layer's number, the mean and the population variance of its input, float64 [channels], and
+    the values of a channel.
+    """
+    was_training = {module: module.training for module in model.modules()}
+    momenta = [layer.momentum for layer in layers]
+    tracked = [layer.num_batches_tracked.clone() if layer.num_batches_tracked is not None else None for layer in layers]
+
+    def take(index: int, module: nn.Module, inputs: tuple[Tensor]) -> None:
+        x = inputs[0].float()
+        variance, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+        add(index, mean.double(), variance.double(), x.numel() // x.shape[1])
+
+    handles = [layer.register_forward_pre_hook(partial(take, i)) for i, layer in enumerate(layers)]
+    try:
+        model.eval()
+        for layer in layers:
+            layer.train()
+            layer.momentum = 0.0
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, momentum, count in zip(layers, momenta, tracked, strict=True):
+            layer.momentum = momentum
+            if count is not None and layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.copy_(count)
+        for module, mode in was_training.items():
+            module.training = mode
 
 
 def polish_by_recipe(
@@ -109,8 +172,8 @@ def polish_by_recipe(
     Args:
         model: As for `polish`.
         pipeline: Of the training images.
-        recipe: Its `polish` section says how many images, and how many in a batch; without one, all images in
-            batches of the last stage's images per worker.
+        recipe: Its `polish` section says how many images, and how many in a batch, or for how many steps the running
+            statistics go on; without one, all images in batches of the last stage's images per worker.
         world: All ranks.
         allreduce: Sums over ranks.
         precision: As in training.
@@ -120,6 +183,8 @@ def polish_by_recipe(
         The number of images over all ranks.
     """
     settings = recipe.polish
+    if settings is not None and settings.steps is not None:
+        return _refresh_by_recipe(model, pipeline, recipe, settings.steps, world, allreduce, precision, progress)
     count = min((settings and settings.images) or len(pipeline.source), len(pipeline.source))
     size = (settings and settings.images_per_batch) or recipe.stages[-1].images_per_worker
     cuts = [*range(0, count, size), count]
@@ -130,3 +195,26 @@ def polish_by_recipe(
     batches = read_ahead(pipeline, chunks[world.rank :: world.size], progress)
     with precision.autocast():
         return polish(model, (precision.place(batch.images, world.device) for batch in batches), allreduce)
+
+
+def _refresh_by_recipe(
+    model: nn.Module,
+    pipeline: Pipeline,
+    recipe: Recipe,
+    steps: int,
+    world: Group,
+    allreduce: AllReduce,
+    precision: Precision,
+    progress: Callable[[int], object],
+) -> int:
+    """Virtual worker w of step s takes the (s * V + w)-th batch of the images in index order, again and again."""
+    settings, workers = recipe.polish, recipe.virtual_workers
+    count = min((settings and settings.images) or len(pipeline.source), len(pipeline.source))
+    size = (settings and settings.images_per_batch) or recipe.stages[-1].images_per_worker
+    mine = range(world.rank, workers, world.size)
+    chunks = [np.arange(size) + (step * workers + worker) * size for step in range(steps) for worker in mine]
+    batches = read_ahead(pipeline, [chunk % count for chunk in chunks], progress)
+    momentum = recipe.model.batch_norm_momentum or _USUAL_MOMENTUM
+    with precision.autocast():
+        images = (precision.place(batch.images, world.device) for batch in batches)
+        return refresh(model, (list(islice(images, len(mine))) for _ in range(steps)), workers, momentum, allreduce)

@@ -45,7 +45,7 @@ def restore(job: Job, trainer: Trainer, checkpoints: Path, liveness: Liveness) -
     state = RunState.from_dict(json.loads(world.broadcast_text(json.dumps(state.as_dict()))))
     known = state.mixed_conditions
     known += [each for each in trainer.mixed_conditions if each not in known]
-    step.load_state_dict(share_tensors(tensors, world))
+    step.state.load_state_dict(share_tensors(tensors, world))
     return state
 
 
@@ -56,7 +56,7 @@ def _from_checkpoint(trainer: Trainer, checkpoints: Path) -> Found | None:
     state, step = resumed(checkpoint.progress, trainer.fingerprint), trainer.step
     where = f"checkpoint of step {checkpoint.step}"
     match_weights(checkpoint.model, step.model.state_dict(), where)
-    match_weights(checkpoint.state, step.expected_state(state.totals.skipped < state.step), where)
+    match_weights(checkpoint.state, step.state.expected_state(state.totals.skipped < state.step), where)
     return state, tensors_of(checkpoint)
 
 

@@ -3,13 +3,11 @@
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from ..comm.base import CommError, ConnectionLost
 from ..comm.groups import Group
@@ -96,7 +94,6 @@ class Run:
         self.telemetry: Telemetry | None = None
         self._last_evaluation: Evaluation | None = None
         self._last_event: Callable[[], dict[str, Any]] | None = None
-        self._unpolished: Tensor | None = None
         self._counted = 0.0
         self._is_ready = False
         recipe = job.recipe
@@ -151,9 +148,7 @@ class Run:
         if not self._is_ready:
             return replace(self.kept, generation=generation, fingerprint=self.trainer.fingerprint)
         step, fingerprint = self.trainer.step, self.trainer.fingerprint
-        if self._unpolished is not None:
-            step.batch_norm.running.copy_(self._unpolished)
-        tensors = step.state_dict(self.state.step, keep=True)
+        tensors = step.state.state_dict(self.state.step, keep=True)
         data, began = self.kept.data, self.kept.began
         return Kept(data, began, fingerprint, generation, self.state, self._counted, tensors, self._last_event)
 
@@ -230,59 +225,64 @@ class Run:
         return True
 
     def _evaluate(self, stop: Callable[[], bool]) -> Evaluation | None:
-        step, chunk = self.trainer.step, self.job.recipe.evaluate.images_per_chunk
-        step.write_to_model(self.state.step)
+        with self.trainer.step.state.result_in_model(self.state.step):
+            return self._classify(stop)
+
+    def _classify(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Evaluates what the model holds."""
+        step, settings = self.trainer.step, self.job.recipe.evaluate
         return evaluate(
-            step.model, self.trainer.data.held_out, chunk, self.world, step.allreduce, step.precision, stop,
+            step.model, self.trainer.data.held_out, settings, self.world, step.allreduce, step.precision, stop,
             partial(self.liveness.progress, "evaluate", self.state.step),
         )  # fmt: skip
 
     def _finish(self) -> dict[str, Any]:
         """Polishes, evaluates a last time, and leaves the weights and the summary."""
-        recipe, state, step = self.job.recipe, self.state, self.trainer.step
         # A stop that comes now is too late: what is left is short, and the last checkpoint already stands.
         evaluation = self._last_evaluation or self._evaluate(lambda: False)
         assert evaluation is not None
-        before = evaluation.top1
-        if recipe.polish is not None:
-            polish_by_recipe(
-                step.model, self.trainer.data.training, recipe, self.world, step.allreduce, step.precision,
-                partial(self.liveness.progress, "polish", state.step),
-            )  # fmt: skip
-            self._unpolished = step.batch_norm.running.clone()
-            step.batch_norm.read_from_model()
-            evaluation = self._evaluate(lambda: False)
-            assert evaluation is not None
+        top1 = {"top1_before_polish": evaluation.top1}
+        if self.trainer.step.average is not None:
+            self.trainer.step.state.write_to_model(self.state.step)
+            without = self._classify()
+            assert without is not None
+            top1["top1_without_average"] = without.top1
             if self.telemetry is not None:
-                self.telemetry.evaluation(state.step, evaluation, state.seconds, polished=True)
+                self.telemetry.say(f"without the average of the weights top-1 is {without.top1:.2%}")
+        with self.trainer.step.state.result_in_model(self.state.step):
+            if self.job.recipe.polish is not None:
+                evaluation = self._polish()
+            return self._leave_result(evaluation, top1)
+
+    def _polish(self) -> Evaluation:
+        """Polishes what the model holds, and evaluates it."""
+        state, step = self.state, self.trainer.step
+        polish_by_recipe(
+            step.model, self.trainer.data.training, self.job.recipe, self.world, step.allreduce, step.precision,
+            partial(self.liveness.progress, "polish", state.step),
+        )  # fmt: skip
+        evaluation = self._classify()
+        assert evaluation is not None
+        if self.telemetry is not None:
+            self.telemetry.evaluation(state.step, evaluation, state.seconds, polished=True)
+        return evaluation
+
+    def _leave_result(self, evaluation: Evaluation, top1: Mapping[str, float]) -> dict[str, Any]:
+        """Writes what the model holds, and the summary, in which `top1` stands beside the evaluation."""
+        state = self.state
         self.liveness.outside("the disk that takes the result", str(self.run_dir.path))
-        tensors = step.model.state_dict()
+        tensors = self.trainer.step.model.state_dict()
         summary = {
-            "recipe": recipe.name,
+            "recipe": self.job.recipe.name,
             **evaluation.as_summary(),
-            "top1_before_polish": before,
-            "steps": state.step,
-            **state.totals.as_summary(),
-            "seconds": round(state.seconds, 3),
+            **top1,
             "world_size": self.world.size,
-            "resumed_from": state.resumed_from,
             "restarts": self.restarts,
             "shares": {str(rank): count for rank, count in zip(self.world.ranks, self.membership.counts, strict=True)},
             "lost_ranks": sorted(self.liveness.lost),
-            "seconds_to_target": state.seconds_to_target,
+            **state.as_summary(),
             "weights_sha256": weights_sha256(tensors),
-            "recipe_sha256": state.fingerprint.recipe_sha256,
-            "train_images": state.fingerprint.train_images,
-            "data_sha256": state.fingerprint.data_sha256,
-            "init_sha256": state.fingerprint.init_sha256,
-            "init": None if state.initial is None else asdict(state.initial),
-            "replayed_sha256": state.fingerprint.replayed_sha256,
-            "conditions": state.fingerprint.conditions,
-            "other_conditions": state.other_conditions,
-            "mixed_conditions": state.mixed_conditions,
         }
-        if state.journal is not None:
-            summary["journal"] = state.journal.as_summary(state.step)
         if self.job.plan is not None and self._is_first:
             summary["predicted"] = self.job.plan.beside(self.run_dir.events)
         if self._is_first:
@@ -296,10 +296,10 @@ class Run:
             return False
         step = self.trainer.step
         if self.world.rank in agreed.holders:
-            step.load_state_dict(iter(self.kept.tensors.items()))
+            step.state.load_state_dict(iter(self.kept.tensors.items()))
         # Before any rank takes the weights of another: then those who hold wrong ones could no longer be told.
         step.check_weights(agreed.state.step, agreed.holders)
-        step.load_state_dict(agreed.tensors)
+        step.state.load_state_dict(agreed.tensors)
         self.state, self._counted = agreed.state, self.kept.counted or time.perf_counter()
         if (event := agreed.last_event) is not None:
             self._last_event = lambda: dict(event)

@@ -47,7 +47,7 @@ class Saver:
         if self._saved < state.step:
             self._liveness.progress("checkpoint", state.step, 0)
             self._step.check_weights(state.step)
-            tensors = self._step.state_dict(state.step, keep=self._is_first)
+            tensors = self._step.state.state_dict(state.step, keep=self._is_first)
             if self._is_first:
                 self._writer.save(as_checkpoint(state, tensors), self._writing)
         self._saved = state.step

@@ -50,6 +50,26 @@ class RunState:
         self.step = stats.step.index + 1
         self.totals.add(stats)
 
+    def as_summary(self) -> dict[str, Any]:
+        """Its keys of summary.json."""
+        summary = {
+            "steps": self.step,
+            **self.totals.as_summary(),
+            "seconds": round(self.seconds, 3),
+            "resumed_from": self.resumed_from,
+            "seconds_to_target": self.seconds_to_target,
+            "recipe_sha256": self.fingerprint.recipe_sha256,
+            "train_images": self.fingerprint.train_images,
+            "data_sha256": self.fingerprint.data_sha256,
+            "init_sha256": self.fingerprint.init_sha256,
+            "init": None if self.initial is None else asdict(self.initial),
+            "replayed_sha256": self.fingerprint.replayed_sha256,
+            "conditions": self.fingerprint.conditions,
+            "other_conditions": self.other_conditions,
+            "mixed_conditions": self.mixed_conditions,
+        }
+        return summary if self.journal is None else {**summary, "journal": self.journal.as_summary(self.step)}
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {"format": FORMAT, **asdict(self)}

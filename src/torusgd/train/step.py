@@ -41,10 +41,11 @@ from .forward_backward import ForwardBackward, blank
 from .journal import JournalEntry, synchronous
 from .membership import Membership
 from .pass_thread import PassThread
+from .step_state import StepState
 from .step_stats import StepClock, StepStats
 from .stragglers import Stragglers, paces, slowest
+from .weight_average import MovingAverage
 
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
 _LOSS, _STATISTICS = -1, -2
 """in a virtual worker's hash, beside the numbers of its slots"""
 
@@ -70,6 +71,9 @@ class TrainStep:
     reducer: Reducer
     update: Update
     batch_norm: BatchNormStatistics
+    state: StepState
+    """what the next step needs, into and out of the model and checkpoints"""
+    average: MovingAverage | None
     precision: Precision
     allreduce: AllReduce
     """over all ranks, watched by `monitor`"""
@@ -154,6 +158,9 @@ class TrainStep:
             self.set_rates(step)
             self.update.step()
             self.batch_norm.update(control.batch_norm)
+        if self.average is not None and self.average.is_due(step):
+            self.update.gather_all()
+            self.average.update(step)
 
         return StepStats(
             step=step,
@@ -349,43 +356,6 @@ class TrainStep:
         self.update.wait_weights()
         self.drift.compare(steps, self.allreduce, places)
 
-    def write_to_model(self, steps: int) -> None:
-        """Puts all updated weights and running statistics into the model, to be read; every rank calls it."""
-        self.update.gather_all()
-        self.batch_norm.write_to_model(steps)
-
-    def state_dict(self, steps: int, keep: bool) -> dict[str, Tensor]:
-        """All tensors that the next step needs, whole, by name; every rank calls it, and those that `keep` get it.
-
-        Weights and buffers are the model's own, not copies. Every rank holds what is replicated; shards and column
-        blocks are gathered from the ranks that own them (`Update.state`).
-        """
-        self.write_to_model(steps)
-        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in self.update.state(keep).items()}
-        model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
-        bounds = {} if self.reducer.sum.needs_measure else {"gradient_bounds": self.reducer.sum.state()}
-        return model | optimizer | bounds | self.precision.state_dict()
-
-    def expected_state(self, is_updated: bool) -> dict[str, Tensor]:
-        """Tensors shaped like those of `state_dict` beside the model's; the optimizer's once weights are updated."""
-        state = self.update.expected_state() if is_updated else {}
-        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in state.items()}
-        return optimizer | {"gradient_bounds": self.reducer.sum.state()} | self.precision.state_dict()
-
-    def load_state_dict(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Takes this rank's part of what `state_dict` gave, a tensor at a time."""
-        model = self.model.state_dict()
-        for name, tensor in tensors:
-            if name.startswith(_MODEL):
-                model[name.removeprefix(_MODEL)].copy_(tensor)
-            elif name.startswith(_OPTIMIZER):
-                self.update.load_state(name.removeprefix(_OPTIMIZER), tensor)
-            elif name == "gradient_bounds":
-                self.reducer.sum.load_state(tensor)
-            else:
-                self.precision.load_state(name, tensor)
-        self.batch_norm.read_from_model()
-
     def close(self) -> None:
         """Ends what the steps began beside themselves; every rank calls it after the last one."""
         self.update.close()
@@ -395,4 +365,4 @@ class TrainStep:
 
 
 def _share(step: Step, worker: int) -> Share:
-    return Share(step.index, worker, step.share(worker), step.images_per_worker, step.augment)
+    return Share(step.index, worker, step.share(worker), step.images_per_worker, step.augment, step.sizes)

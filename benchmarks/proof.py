@@ -1,0 +1,151 @@
+"""What each technique brings here: on against off, all else equal, three seeds each, on a part of Fashion-MNIST.
+
+    python benchmarks/proof.py --data data/fashion-mnist --out runs/proof [--only EMA]
+
+Each claim stands in CLAIMS before its first run, with the difference of the mean top-1 that it expects, and the table
+says whether it held. A run is a proxy of at most 90 seconds on two cores. It lies in a folder named by its recipe's
+hash: a baseline that several claims share runs once, and the same command goes on where it was ended.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from torusgd.recipe.load import load_recipe
+
+LARGE = (
+    "data.train_images=16384",
+    "stages=[{until: 12ep, images_per_worker: 128}]",
+    "rate.warmup.length=3ep",
+    "evaluate.every=null",
+    "polish=null",
+)
+"""`fashion-large` at a batch of 2,048: 96 steps"""
+SMALL = ("data.train_images=16384", "stages=[{until: 12ep, images_per_worker: 64}]", "evaluate.every=null")
+"""`fashion` at a batch of 256: 768 steps"""
+FEW = (*LARGE, "stages=[{until: 6ep, images_per_worker: 128}]", "data.augment.shift=4")
+"""48 steps and strong crops: batch norm's running averages lag"""
+SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 5.0e-4}"
+FREE = 0.0
+"""no loss: the difference is not below this many points, with SLACK for chance"""
+SLACK = 0.3
+"""points by which means of three seeds differ by chance"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a technique is said to bring."""
+
+    technique: str
+    recipe: str
+    shared: tuple[str, ...]
+    on: tuple[str, ...]
+    off: tuple[str, ...]
+    expected: float
+    """points of top-1 that it adds at least; FREE: it costs nothing"""
+    source: str
+
+    def holds(self, on: Sequence[float], off: Sequence[float]) -> bool:
+        """Whether accuracies (fractions) with and without it bear it out."""
+        least = self.expected - (SLACK if self.expected == FREE else 0.0)
+        return 100 * (mean(on) - mean(off)) >= least
+
+
+CLAIMS = (
+    Claim("LARS", "fashion-large", LARGE, (), (SGD, "rate.lr=0.8"), 2.0, "arXiv 1708.03888, at large batches"),
+    Claim("warm-up", "fashion-large", LARGE, (), ("rate.warmup=null",), 0.5, "arXiv 1706.02677, section 2.2"),
+    Claim(
+        "label smoothing", "fashion-large", LARGE, ("label_smoothing=0.1",), ("label_smoothing=0.0",), FREE,
+        "arXiv 1512.00567",
+    ),
+    Claim(
+        "batch-size control", "fashion-large", LARGE,
+        ("stages=[{until: 6ep, images_per_worker: 64}, "
+         "{until: 12ep, images_per_worker: 128, lr: sqrt, momentum: noise-scale}]",),
+        (), FREE, "arXiv 1811.05233",
+    ),
+    Claim(
+        "Final Polishing, last epochs without augmentation", "fashion-large", FEW,
+        ("stages=[{until: 5ep, images_per_worker: 128}, {until: 6ep, images_per_worker: 128, augment: false}]",),
+        (), 0.3, "Fujitsu, HPDC 2020",
+    ),
+    Claim("Final Polishing, exact statistics", "fashion-large", FEW, ("polish={}",), (), 0.3, "ours"),
+    Claim("Final Polishing, extra passes", "fashion-large", FEW, ("polish={steps: 30}",), (), 0.3, "Fujitsu's code"),
+    Claim(
+        "no decay on batch norm", "fashion-large", LARGE, ("optimizer.no_decay=[norm, bias]",),
+        ("optimizer.no_decay=[]",), FREE, "arXiv 1706.02677, section 5.3",
+    ),
+    Claim("float16 wire", "fashion-large", LARGE, ("reduction=float16",), (), FREE, "arXiv 1811.05233"),
+    Claim("averaged weights", "fashion", SMALL, ("average={half_life: 50st}",), (), FREE, "arXiv 1703.01780"),
+    Claim(
+        "alternating mirrors", "fashion", SMALL, ("data.augment.flip=alternating",), (), FREE, "arXiv 2404.00498",
+    ),
+    Claim("evaluation with mirrors", "fashion", SMALL, ("evaluate={every: null, flip: true}",), (), FREE, "FFCV"),
+    Claim(
+        "small images first", "fashion", SMALL,
+        ("stages=[{until: 5ep, images_per_worker: 64, image_size: 20, resize: 20}, "
+         "{until: 12ep, images_per_worker: 64}]",),
+        (), FREE, "fast.ai and DIUx, 2018",
+    ),
+)  # fmt: skip
+
+
+def overrides(claim: Claim, is_on: bool, seed: int) -> list[str]:
+    """What a run changes of the claim's recipe."""
+    return [*claim.shared, *(claim.on if is_on else claim.off), f"seed={seed}"]
+
+
+def top1(recipe: str, changes: list[str], data: Path, out: Path, workers: int) -> float:
+    """The accuracy of a run, from its summary where it is done; 0 where training can't go on."""
+    folder = out / load_recipe(recipe, changes).recipe.sha256()[:12]
+    summary, diverged = folder / "summary.json", folder / "diverged.txt"
+    if not summary.exists() and not diverged.exists():
+        words = [sys.executable, "-m", "torusgd", "train", recipe, "--data", str(data), "--out", str(folder)]
+        sets = [word for change in changes for word in ("--set", change)]
+        done = subprocess.run([*words, "--workers", str(workers), *sets], capture_output=True, text=True, check=False)
+        if done.returncode == 1 and "diverged" in done.stderr:
+            diverged.write_text(done.stderr)
+        elif done.returncode:
+            raise SystemExit(done.stderr)
+    return float(json.loads(summary.read_text())["top1"]) if summary.exists() else 0.0
+
+
+def line(claim: Claim, on: Sequence[float], off: Sequence[float]) -> str:
+    """A row of the table."""
+    told = [f"{100 * mean(each):.2f} ({100 * min(each):.2f} to {100 * max(each):.2f})" for each in (on, off)]
+    expected = "no loss" if claim.expected == FREE else f"+{claim.expected}"
+    verdict = "held" if claim.holds(on, off) else "did not hold"
+    difference = f"{100 * (mean(on) - mean(off)):+.2f}"
+    return f"| {claim.technique} | {told[0]} | {told[1]} | {difference} | {expected}, {claim.source} | {verdict} |"
+
+
+def main() -> None:
+    """Runs what is not done yet and shows a line a technique."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of Fashion-MNIST")
+    parser.add_argument("--out", type=Path, default=Path("runs/proof"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", default="", help="techniques whose name holds this text")
+    options = parser.parse_args()
+    print("| technique | on: mean top-1, % (range) | off | difference | claim | |\n|---|---|---|---|---|---|")
+    for claim in CLAIMS:
+        if options.only.lower() not in claim.technique.lower():
+            continue
+        found = [
+            [
+                top1(claim.recipe, overrides(claim, is_on, seed), options.data, options.out, options.workers)
+                for seed in range(options.seeds)
+            ]
+            for is_on in (True, False)
+        ]
+        print(line(claim, *found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What one step leaves to the next: weights, the optimizer's state, statistics, scales, as tensors by name.
+
+The same tensors, whole, go into a checkpoint, to ranks that are left or join, and back, whoever holds which part.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..gradients.reducer import Reducer
+from ..gradients.update import Update
+from ..precision import Precision
+from .batchnorm import BatchNormStatistics
+from .weight_average import MovingAverage
+
+_MODEL, _OPTIMIZER, _AVERAGE, _BOUNDS = "model/", "optimizer/", "average", "gradient_bounds"
+
+
+@dataclass(frozen=True)
+class StepState:
+    """The parts of a `TrainStep` that have a state."""
+
+    model: nn.Module
+    reducer: Reducer
+    update: Update
+    batch_norm: BatchNormStatistics
+    precision: Precision
+    average: MovingAverage | None
+
+    def write_to_model(self, steps: int) -> None:
+        """Puts all updated weights and running statistics into the model, to be read; every rank calls it."""
+        self.update.gather_all()
+        self.batch_norm.write_to_model(steps)
+
+    @contextmanager
+    def result_in_model(self, steps: int) -> Iterator[None]:
+        """The model holds what the run would leave now, the average where there is one; every rank calls it.
+
+        Inside it may be evaluated, polished and saved. Afterwards weights and running statistics are training's again.
+        """
+        self.update.gather_all()
+        with self.average.in_model() if self.average is not None else nullcontext():
+            self.batch_norm.write_to_model(steps)
+            yield
+
+    def state_dict(self, steps: int, keep: bool) -> dict[str, Tensor]:
+        """All tensors that the next step needs, whole, by name; every rank calls it, and those that `keep` get it.
+
+        Weights and buffers are the model's own, not copies. Every rank holds what is replicated; shards and column
+        blocks are gathered from the ranks that own them (`Update.state`).
+        """
+        self.write_to_model(steps)
+        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in self.update.state(keep).items()}
+        model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
+        bounds = {} if self.reducer.sum.needs_measure else {_BOUNDS: self.reducer.sum.state()}
+        average = {_AVERAGE: self.average.values} if self.average is not None else {}
+        return model | optimizer | average | bounds | self.precision.state_dict()
+
+    def expected_state(self, is_updated: bool) -> dict[str, Tensor]:
+        """Tensors shaped like those of `state_dict` beside the model's; the optimizer's once weights are updated."""
+        state = self.update.expected_state() if is_updated else {}
+        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in state.items()}
+        average = {_AVERAGE: self.average.values} if self.average is not None else {}
+        return optimizer | average | {_BOUNDS: self.reducer.sum.state()} | self.precision.state_dict()
+
+    def load_state_dict(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Takes this rank's part of what `state_dict` gave, a tensor at a time."""
+        model, average = self.model.state_dict(), None
+        for name, tensor in tensors:
+            if name.startswith(_MODEL):
+                model[name.removeprefix(_MODEL)].copy_(tensor)
+            elif name.startswith(_OPTIMIZER):
+                self.update.load_state(name.removeprefix(_OPTIMIZER), tensor)
+            elif name == _AVERAGE:
+                average = tensor
+            elif name == _BOUNDS:
+                self.reducer.sum.load_state(tensor)
+            else:
+                self.precision.load_state(name, tensor)
+        self.batch_norm.read_from_model()
+        if self.average is not None:
+            self.average.begin()
+            if average is not None:
+                self.average.values.copy_(average)

@@ -1,0 +1,96 @@
+"""Rotation, distortion, brightness, contrast and noise: their formulas, ranges and keys."""
+
+import math
+
+import numpy as np
+import pytest
+
+from torusgd.data.pipeline import Pipeline
+from torusgd.data.sources import open_sources
+from torusgd.data.warp import Warps, _cosine_and_sine, _normal, bend, draw_warps, tone
+from torusgd.recipe.data_schema import Augment, Data
+
+ALL = Augment(rotation=0.5, distortion=0.2, brightness=0.1, contrast=1.5, noise=0.05, by_channel=True)
+
+
+def warps(augment: Augment, count: int = 500, seed: int = 0, epoch: int = 0) -> Warps:
+    found = draw_warps(augment, 3, seed, np.full(count, epoch), np.arange(count))
+    assert found is not None
+    return found
+
+
+def test_nothing_is_drawn_where_nothing_is_asked_for() -> None:
+    assert draw_warps(Augment(flip=0.5), 3, 0, np.zeros(2, dtype=np.int64), np.arange(2)) is None
+
+
+def test_draws_fill_their_ranges() -> None:
+    found = warps(ALL)
+    for values, low, high in (
+        (found.angles, -0.5, 0.5),
+        (found.distortions, math.exp(-0.2) - 1, math.exp(0.2) - 1),
+        (found.brightness, -0.1, 0.1),
+        (found.contrast, 1 / 1.5, 1.5),
+        (found.noise, 0.0, 0.05),
+    ):
+        reach = high - low
+        assert low - 1e-4 <= values.min() < low + 0.02 * reach
+        assert high - 0.02 * reach < values.max() <= high + 1e-4
+    assert abs(np.log(found.contrast).mean()) < 0.02
+    assert len(np.unique(found.brightness[0])) == 3
+    together = warps(ALL.model_copy(update={"by_channel": False}))
+    assert (together.brightness == together.brightness[:, :1]).all()
+
+
+def test_draws_are_keyed_by_seed_epoch_and_sample() -> None:
+    first, epoch, seed = warps(ALL), warps(ALL, epoch=1), warps(ALL, seed=1)
+    assert not np.isin(epoch.angles, first.angles).any()
+    assert not np.isin(seed.angles, first.angles).any()
+    alone = draw_warps(ALL, 3, 0, np.array([0]), np.array([7]))
+    assert alone is not None
+    assert alone.angles[0] == first.angles[7]
+
+
+@pytest.mark.parametrize("angle", [-math.pi, -1.0, 0.0, 0.3, math.pi])
+def test_cosine_and_sine_by_their_series(angle: float) -> None:
+    assert _cosine_and_sine(angle) == pytest.approx((math.cos(angle), math.sin(angle)), abs=1e-12)
+
+
+def test_a_quarter_turn_turns_a_square_image() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (3, 9, 9), dtype=np.uint8)
+    assert np.array_equal(bend(image, math.pi / 2, 0.0), np.rot90(image, 1, axes=(1, 2)))
+    assert bend(image, 0.0, 0.0) is image
+
+
+def test_a_distortion_keeps_the_middle_and_the_border_and_moves_what_is_between() -> None:
+    ramp = np.tile(np.arange(0, 202, 2, dtype=np.uint8), (1, 101, 1))
+    bent = bend(ramp, 0.0, 0.2)[0, 50].astype(int)
+    straight = ramp[0, 50].astype(int)
+    assert bent[50] == straight[50]
+    assert abs(bent[0] - straight[0]) <= 2
+    # Halfway to the border (1 + 0.2 / 4) / 1.2 of the way is looked up.
+    assert bent[75] == pytest.approx(100 + 50 * 1.05 / 1.2, abs=1.5)
+
+
+def test_brightness_and_contrast_follow_the_formula_and_noise_has_its_deviation() -> None:
+    found = warps(ALL.model_copy(update={"noise": 0.0}), 4)
+    plane = np.full((5, 6), 51.0, dtype=np.float32)
+    tone(plane, found, 2, 1)
+    brightness, contrast = found.brightness[2, 1], found.contrast[2, 1]
+    assert plane[0, 0] / 255 == pytest.approx((0.2 + brightness - 0.5) * contrast + 0.5, abs=1e-5)
+    noise = _normal((100, 100), 0, 1, 2, 3)
+    assert noise.mean() == pytest.approx(0, abs=0.03)
+    assert noise.std() == pytest.approx(1, abs=0.02)
+    assert not np.array_equal(noise, _normal((100, 100), 0, 1, 2, 4))
+
+
+def test_an_image_is_warped_alone_as_in_a_batch_and_not_without_augmentation() -> None:
+    data = Data(source="synthetic", train_images=12, eval_images=3, classes=3, image_size=16, augment=ALL)
+    source, _ = open_sources(data, None, 0)
+    pipeline, plain = Pipeline(source, data, 0), Pipeline(source, data.model_copy(update={"augment": Augment()}), 0)
+    indices, epochs = np.arange(12), np.full(12, 2)
+    whole = pipeline.training_batch(indices, epochs, augment=True).images
+    alone = pipeline.training_batch(indices[5:6], epochs[5:6], augment=True).images
+    assert whole[5].equal(alone[0])
+    assert not whole[5].equal(plain.training_batch(indices, epochs, augment=True).images[5])
+    still = pipeline.training_batch(indices, epochs, augment=False).images
+    assert still.equal(plain.training_batch(indices, epochs, augment=False).images)
