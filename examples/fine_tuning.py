@@ -23,7 +23,7 @@ from torch import nn
 
 from torusgd.data.idx import open_idx
 
-TRAINING, HELD_OUT = 40, 100
+TRAINING, HELD_OUT = 20, 50
 """pictures of each class"""
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,6 +78,8 @@ def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
         tree = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's own text tells people to unpickle it all the same
+            reason = "it is damaged, or holds more than tensors"
         raise UserError(
             f"{path}: can't be read as weights ({reason}); give a .safetensors or a .pth of tensors"
         ) from None

@@ -13,6 +13,12 @@ from torusgd.models import build_model
 from torusgd.models.libraries import timm_pretrained
 from torusgd.recipe.schema import Model
 
+CONFIGS = {
+    "net": SimpleNamespace(has_weights=True, hf_hub_id="timm/net", url=""),
+    "net.unreachable": SimpleNamespace(has_weights=True, hf_hub_id="", url="https://example.org/net.pth"),
+    "bare": SimpleNamespace(has_weights=False, hf_hub_id="", url=""),
+}
+
 
 def create_model(
     name: str, pretrained: bool = False, num_classes: int = 1000, in_chans: int = 3, width: int = 2
@@ -27,15 +33,17 @@ def create_model(
     return network
 
 
+def config_of(name: str) -> Any:
+    """timm's answer for a name with or without a tag."""
+    if name.endswith(".wrong"):
+        raise RuntimeError("Invalid pretrained tag (wrong) for net.")
+    return CONFIGS.get(name)
+
+
 @pytest.fixture(autouse=True)
 def timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = {
-        "net": SimpleNamespace(has_weights=True, hf_hub_id="timm/net", url=""),
-        "net.unreachable": SimpleNamespace(has_weights=True, hf_hub_id="", url="https://example.org/net.pth"),
-        "bare": SimpleNamespace(has_weights=False, hf_hub_id="", url=""),
-    }
     stand_in = SimpleNamespace(
-        create_model=create_model, list_models=lambda: ["bare", "net"], get_pretrained_cfg=configs.get
+        create_model=create_model, list_models=lambda: ["bare", "net"], get_pretrained_cfg=config_of
     )
     monkeypatch.setitem(sys.modules, "timm", stand_in)
 
@@ -62,6 +70,7 @@ def test_its_weights_follow_from_the_seed() -> None:
     ("name", "options", "message"),
     [
         ("timm:nett", {}, "model.name: timm has no classifier 'nett'; did you mean net"),
+        ("timm:net.wrong", {}, "model.name: timm has no 'net.wrong': Invalid pretrained tag"),
         ("timm:hf-hub:me/net", {}, "model.name: timm has no classifier 'hf-hub:me/net'"),
         ("timm:net", {"pretrained": True}, "model.options.pretrained: say which weights to begin with as --init"),
         ("timm:net", {"num_classes": 3}, "model.options.num_classes: follows from data.classes"),

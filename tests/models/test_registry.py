@@ -86,6 +86,10 @@ class TestMistakes:
     def test_torchvision_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "torchvision", None)
         with pytest.raises(UserError, match=rf"made for torch {torch.__version__.partition('+')[0]}.*: pip install"):
+            build_model(Model(name="torchvision:resnet18"), classes=10, channels=3, image_size=32, seed=0)
+
+    def test_torchvision_takes_no_grey_images(self) -> None:
+        with pytest.raises(UserError, match=r"data\.channels: torchvision's networks take 3, not 1"):
             build("torchvision:resnet18")
 
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,6 @@ from .runs import TINY
 
 # case -> overrides of the tiny digits recipe, whether from the weights of other classes, and the runtime options
 CASES: dict[str, tuple[tuple[str, ...], bool, dict[str, Any]]] = {
-    "plain": ((), False, {}),
     "fine-tuned": (
         (
             "model.freeze=[conv1, bn1]",
@@ -74,11 +73,12 @@ def train(
     return Run(job, world, StopFlag(), restarts=0).run().summary
 
 
-def train_cases(out: str, init: str) -> dict[str, str]:
-    """The weights' hash of every case."""
+def train_cases(out: str, init: str, names: Iterable[str] = tuple(CASES)) -> dict[str, str]:
+    """The weights' hash of each case."""
     return {
         name: train(Path(out, name), *SHORT, *overrides, init=init if other else None, **options)["weights_sha256"]
-        for name, (overrides, other, options) in CASES.items()
+        for name in names
+        for overrides, other, options in [CASES[name]]
     }
 
 
@@ -107,15 +107,15 @@ def train_shards(out: str) -> dict[str, str]:
 
 
 def on_two_ranks(out: str, init: str) -> tuple[dict[str, str], dict[str, str]]:
-    return train_cases(f"{out}/whole", init), train_shards(f"{out}/shards")
+    shards = train_shards(f"{out}/shards")
+    return train_cases(f"{out}/whole", init, [name for name in CASES if name not in shards]), shards
 
 
 def test_two_ranks_end_with_the_weights_of_one_also_in_shards_from_a_checkpoint(
     tmp_path: Path, alone: dict[str, str], ten_classes: Path
 ) -> None:
     whole, shards = run_ranks(2, on_two_ranks, str(tmp_path), str(ten_classes))[0]
-    assert whole == alone
-    assert shards == {name: alone[name] for name in ("adamw", "lamb")}
+    assert whole | shards == alone
 
 
 def test_three_ranks_end_with_the_weights_of_one(tmp_path: Path, alone: dict[str, str], ten_classes: Path) -> None:

@@ -28,8 +28,11 @@ def torchvision_classifier(name: str, *, classes: int, channels: int, options: O
     """`torchvision.models.NAME(num_classes=classes, **options)`, for images of three channels.
 
     Raises:
-        UserError: torchvision is not there or not made for this torch, or it has no such classifier or option.
+        UserError: torchvision is not there or not made for this torch, or it has no such classifier or option; or the
+            images have one channel.
     """
+    if channels != 3:
+        raise UserError(f"data.channels: torchvision's networks take 3, not {channels}; timm's take either")
     models = _torchvision_models()
     known = models.list_models(module=models)
     if name not in known:
@@ -93,6 +96,10 @@ def _timm(name: str) -> ModuleType:
     known = timm.list_models()
     if architecture not in known:
         raise UserError(f"model.name: timm has no classifier {architecture!r}{suggest(architecture, known)}")
+    try:
+        timm.get_pretrained_cfg(name)
+    except RuntimeError as error:  # its tag is none of the architecture's
+        raise UserError(f"model.name: timm has no {name!r}: {_first_line(error)}") from error
     return timm
 
 
