@@ -8,6 +8,7 @@ from rich.table import Table
 
 from ..plan.forecast import Forecast
 from ..plan.published import Prediction, base_of, counted_groups, left_out, number, percent, summary
+from ..plan.relaxed import RelaxedForecast
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
 
 _PARTS = ("forward", "backward", "exposed", "contention", "exchange", "coordination", "update", "input", "jitter")
@@ -89,6 +90,25 @@ def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
     else:
         console.print(
             f"knee: {sweep.knee:,} devices; beyond, another adds less than {KNEE_EFFICIENCY:.0%} of the first"
+        )
+
+
+def show_relaxed(console: Console, forecasts: Sequence[RelaxedForecast], delays: str) -> None:
+    """A line for each form, and which brings most images a second."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column(f"with delays {delays}")
+    for heading in ("a step, ms", "gradients used", "images/s", "of synchronous"):
+        table.add_column(heading, justify="right")
+    for each in forecasts:
+        step, rate = f"{1e3 * each.seconds:.2f}", f"{each.images_per_second:,.0f}"
+        table.add_row(each.form, step, f"{each.share:.1%}", rate, f"{each.speedup:.2f}")
+    console.print(table)
+    best = max(forecasts, key=lambda each: each.images_per_second)
+    if best.form != "synchronous":
+        console.print(
+            f"{best.form} brings most images a second. It changes the result: other weights than the recipe's "
+            "synchronous steps, and maybe another accuracy",
+            markup=False,
         )
 
 
