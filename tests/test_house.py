@@ -29,6 +29,7 @@ ORDER = [
     "gradients",
     "tensor_parallel",
     "synchrony",
+    "simulate",
     "train",
     "launch",
     "plan",

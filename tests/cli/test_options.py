@@ -23,8 +23,8 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 
 Run = Callable[..., tuple[int, str, str]]
 COMMANDS = (
-    "train", "status", "stop", "scale", "eval", "polish", "plan", "rehearse", "recipes", "tune", "bench allreduce",
-    "data fetch", "data info",
+    "train", "status", "stop", "scale", "replay", "eval", "polish", "plan", "rehearse", "simulate", "recipes", "tune",
+    "bench allreduce", "data fetch", "data info",
 )  # fmt: skip
 PANELS = {
     "train": {"Recipe", "Data", "Runtime", "Network", "Output"},
@@ -32,6 +32,7 @@ PANELS = {
     "polish": {"Recipe", "Data", "Runtime", "Output"},
     "plan": {"Cluster", "Recipe", "Data", "Runtime", "Network", "Output"},
     "rehearse": {"Cluster", "Recipe", "Data", "Runtime", "Network", "Output"},
+    "simulate": {"Recipe", "Data", "Output"},
     "bench allreduce": {"Runtime", "Network", "Output"},
     "tune": {"Runtime", "Output"},
 }

@@ -96,6 +96,19 @@ def test_a_sweep_plans_every_number_of_devices_with_the_same_options(plan) -> No
     assert "the recipe needs column_blocks of 2" in out
 
 
+def test_relaxed_synchrony_stands_beside_synchronous_steps(plan) -> None:
+    words = ("fujitsu-74s", "--cluster", "abci", "--devices", 64, "--delays", "lognormal:0.1")
+    out, found = plan(*words, "--synchrony", "backup:8", "--best")
+    forms = [each["form"] for each in found["relaxed"]]
+    assert forms == ["synchronous", "backup:8", "cutoff", "backup:2", "local:4", "local:16", "local:64"]
+    assert found["relaxed"][1]["share"] == 56 / 64
+    assert "It changes the result" in out
+    out, _ = plan(
+        "fujitsu-74s", "--cluster", "abci", "--devices", 64, "--delays", "constant", "--synchrony", "backup:8"
+    )
+    assert "It changes the result" not in out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -115,6 +128,9 @@ def test_a_sweep_plans_every_number_of_devices_with_the_same_options(plan) -> No
         (("--to", "75.9%"), "known for the recipe resnet50 to 75.9% alone"),
         (("--to", "high"), "--to high: write a top-1 accuracy as 75.9% or 0.759"),
         (("--to", "75.9%", "--best"), "--to looks for a batch"),
+        (("--synchrony", "cutoff"), "--synchrony and --delays go together"),
+        (("--synchrony", "gossip", "--delays", "lognormal"), "--synchrony gossip: no form that is planned"),
+        (("--synchrony", "cutoff", "--delays", "lognorm"), "did you mean lognormal?"),
     ],
 )
 def test_wrong_flags_are_one_line(flags: tuple[object, ...], message: str, run_cli: Run) -> None:

@@ -57,6 +57,7 @@ def test_a_moving_average_learns_who_is_slow_from_what_arrived() -> None:
     assert run.throughput(first=34) > 0.95 * best.throughput(first=34)
 
 
+@pytest.mark.slow
 def test_the_same_model_is_trained_each_time_and_it_learns() -> None:
     known = node_times(steps=40, seed=0)
     bounds = []

@@ -1,7 +1,8 @@
 """The command line: one file a command, which reads its options, calls the library, and prints.
 
 Modules here import torch, pydantic and what needs them only once a command runs, so that --help takes no seconds.
-May import: errors, signals, weights, recipe, runtime, precision, data, models, comm, train, launch, plan, rehearse.
+May import: errors, signals, weights, recipe, runtime, precision, data, models, comm, simulate, train, launch, plan,
+rehearse.
 """
 
 import os
@@ -13,7 +14,7 @@ import typer
 
 from ..errors import RunError, UserError
 from ..signals import EXIT_BASE, Stopped, raise_on_stop
-from . import bench, control, data, eval, plan, recipes, rehearse, replay, train, tune
+from . import bench, control, data, eval, plan, recipes, rehearse, replay, simulate, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
 
@@ -30,6 +31,7 @@ app.command("eval")(eval.evaluate)
 app.command()(eval.polish)
 app.command()(plan.plan)
 app.command()(rehearse.rehearse)
+app.command()(simulate.simulate)
 app.command()(recipes.recipes)
 app.command()(tune.tune)
 app.add_typer(bench.app, name="bench")

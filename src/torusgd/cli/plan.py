@@ -14,6 +14,7 @@ from .output import check_writable, console, write_json
 if TYPE_CHECKING:
     from ..plan.cluster import Cluster, Software
     from ..plan.forecast import Workload
+    from ..plan.relaxed import RelaxedForecast
     from ..plan.time_to_accuracy import AccuracyPlan
     from ..recipe.runtime_options import RuntimeOptions
     from ..recipe.schema import Recipe
@@ -42,6 +43,24 @@ def plan(
             rich_help_panel=ASKED,
         ),
     ] = None,
+    synchrony: Annotated[
+        str | None,
+        Option(
+            "--synchrony",
+            metavar="cutoff|backup:B|local:H",
+            help="Also the throughput of steps that leave out late work, or exchange every H steps; needs --delays.",
+            rich_help_panel=ASKED,
+        ),
+    ] = None,
+    delays: Annotated[
+        str | None,
+        Option(
+            "--delays",
+            metavar="MODEL",
+            help="How late ranks are, such as lognormal or exponential@0.05; with --best every form is tried.",
+            rich_help_panel=ASKED,
+        ),
+    ] = None,
     cost: Annotated[
         float | None, Option("--cost", metavar="PRICE", help="Price of a device and hour.", rich_help_panel=ASKED)
     ] = None,
@@ -63,6 +82,8 @@ def plan(
         raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")
     if cost is not None and cost < 0:
         raise UserError(f"--cost {cost}: a price of a device-hour is not negative")
+    if (synchrony is not None and delays is None) or (delays is not None and synchrony is None and not best):
+        raise UserError("plan: --synchrony and --delays go together, such as --synchrony cutoff --delays lognormal")
     if plot is not None:
         from ..plan.plot import check_plot
 
@@ -70,11 +91,22 @@ def plan(
         check_writable("--plot", plot)
     if to is not None and best:
         raise UserError("--best: looks for settings at the recipe's batch, --to looks for a batch; give one of them")
+    if to is not None and delays is not None:
+        raise UserError(
+            "--delays: relaxed synchrony is planned at the recipe's batch, --to looks for one; leave out one"
+        )
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
     if to is not None:
         write_json(json_file, _show_accuracy(planned, _top1(to), sweep, cost, plot))
         return
-    write_json(json_file, _show_plan(planned, sweep, best, cost, plot))
+    relaxed = _relaxed(planned, synchrony, delays, best) if delays is not None else []
+    found = _show_plan(planned, sweep, best, cost, plot)
+    if delays is not None:
+        from .plan_tables import show_relaxed
+
+        show_relaxed(console(), relaxed, delays)
+        found["relaxed"] = [asdict(each) for each in relaxed]
+    write_json(json_file, found)
 
 
 @dataclass(frozen=True)
@@ -197,6 +229,18 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
         show_best(terminal, chosen)
         found["best"] = {**chosen.forecast.as_dict(), "choices": [asdict(choice) for choice in chosen.choices]}
     return found
+
+
+def _relaxed(planned: Planned, form: str | None, delays: str, best: bool) -> "list[RelaxedForecast]":
+    """What relaxed synchrony brings with delays, beside synchronous steps: the form that was asked for, or all."""
+    from ..plan.forecast import forecast
+    from ..plan.relaxed import candidate_forms, relaxed_forecasts
+    from ..plan.search import fixed_batch
+
+    workload = fixed_batch(planned.workload, planned.devices)
+    now = forecast(workload, planned.cluster, planned.program(planned.runtime), planned.devices)
+    forms = [*([form] if form is not None else []), *(candidate_forms(planned.devices) if best else [])]
+    return relaxed_forecasts(workload, now, list(dict.fromkeys(forms)), delays)
 
 
 def _show_accuracy(

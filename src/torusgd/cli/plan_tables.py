@@ -10,6 +10,7 @@ from rich.table import Table
 from ..plan.epochs import LARGEST, SMALLEST, TARGET, curve, leave_one_out
 from ..plan.forecast import Forecast
 from ..plan.published import Prediction, base_of, counted_groups, left_out, number, percent, summary
+from ..plan.relaxed import RelaxedForecast
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
 from ..plan.time_to_accuracy import AccuracyPlan, AccuracySweep, quickest
 
@@ -151,6 +152,25 @@ def _epochs_known() -> str:
         f"{len(errors)} reference points (batch {SMALLEST:,} to {LARGEST:,}, each with its own tuned rate); "
         f"leave-one-out error {median(errors):.1%} at the median, {errors[-1]:.1%} at worst"
     )
+
+
+def show_relaxed(console: Console, forecasts: Sequence[RelaxedForecast], delays: str) -> None:
+    """A line for each form, and which brings most images a second."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column(f"with delays {delays}")
+    for heading in ("a step, ms", "gradients used", "images/s", "of synchronous"):
+        table.add_column(heading, justify="right")
+    for each in forecasts:
+        step, rate = f"{1e3 * each.seconds:.2f}", f"{each.images_per_second:,.0f}"
+        table.add_row(each.form, step, f"{each.share:.1%}", rate, f"{each.speedup:.2f}")
+    console.print(table)
+    best = max(forecasts, key=lambda each: each.images_per_second)
+    if best.form != "synchronous":
+        console.print(
+            f"{best.form} brings most images a second. It changes the result: other weights than the recipe's "
+            "synchronous steps, and maybe another accuracy",
+            markup=False,
+        )
 
 
 def show_best(console: Console, best: SearchResult) -> None:

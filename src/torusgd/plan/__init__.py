@@ -1,7 +1,7 @@
 """The planner: how long a recipe takes on a described cluster, where the time goes, and what to change.
 
 Clusters and programs as data, the cost of a model, of a message and of a step, the search, and published results.
-May import: errors, untrusted, recipe, data, models, comm, tensor_parallel.
+May import: errors, untrusted, recipe, data, models, comm, tensor_parallel, synchrony.
 
 >>> from torusgd.plan import forecast, load_cluster, load_software, program_for, workload_of
 >>> from torusgd.recipe.load import load_recipe
@@ -18,6 +18,7 @@ from .cluster import Cluster, Device, Link, Software, cluster_names, load_cluste
 from .forecast import Forecast, Workload, forecast, workload_of
 from .model_cost import ModelCost, read_model
 from .program import as_torusgd, program_for
+from .relaxed import RelaxedForecast, relaxed_forecasts
 from .search import SearchResult, fixed_batch, fixed_share, search_settings, sweep
 from .timeline import StepTime, step_time
 
@@ -27,6 +28,7 @@ __all__ = [
     "Forecast",
     "Link",
     "ModelCost",
+    "RelaxedForecast",
     "SearchResult",
     "Software",
     "StepTime",
@@ -40,6 +42,7 @@ __all__ = [
     "load_software",
     "program_for",
     "read_model",
+    "relaxed_forecasts",
     "search_settings",
     "software_names",
     "step_time",

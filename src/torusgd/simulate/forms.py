@@ -1,0 +1,165 @@
+"""The forms of relaxed synchrony as loops over virtual time, each with plain SGD.
+
+Each is a generator of moments: the weights after an update, the virtual time, and how many gradients went in so far.
+Batches are numbered as a synchronous run shares out its stream: the k-th gradient of worker i of P is of batch k P + i.
+
+| form | source |
+| --- | --- |
+| `barrier` | BSP, SSP, ASP; PSP: Wang, Catterall and Mortier, arXiv 1709.07772 |
+| `threshold` | DropCompute: Giladi et al., arXiv 2306.10598 |
+| `local` | local SGD: Stich, ICLR 2019; with an outer optimiser DiLoCo: Douillard et al., arXiv 2311.08105 |
+| `gossip` | Jin, Yuan, Iandola and Keutzer, arXiv 1611.04581 |
+| `elastic` | EASGD: Zhang, Choromanska and LeCun, NeurIPS 2015 |
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, groupby
+
+import numpy as np
+from torch import Tensor
+
+from ..optim.sgd import Sgd
+from ..rng import PEER, keyed_integer, keyed_uniform
+from ..synchrony.barriers import Barrier, passages
+from ..synchrony.delays import DelayModel
+from .passes import Passes
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Who computes, and how long it takes."""
+
+    passes: Passes
+    count: int
+    delays: DelayModel
+    compute: float
+    """seconds of a gradient without its delay"""
+    lr: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The state after an update."""
+
+    time: float
+    """virtual seconds"""
+    gradients: int
+    """that went into the weights so far"""
+    weights: Callable[[], Tensor]
+    """makes those that would be evaluated now, float32 [weights]; only until the next moment is asked for"""
+
+
+def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
+    """Workers push gradients to one server's weights as they pass their barriers, then compute from the new weights.
+
+    A gradient weighs 1/P, so that P of them of the same weights are one synchronous step.
+    """
+    weights = workers.passes.initial.clone()
+    pushed: dict[int, Tensor] = {}
+    gradients = 0
+    for passage in passages(workers.count, rule, workers.delays, workers.compute, workers.seed):
+        arrived = [pushed.pop(worker) for worker in passage.workers if worker in pushed]
+        if arrived:
+            gradients += len(arrived)
+            weights.sub_(sum(arrived[1:], start=arrived[0]) / workers.count, alpha=workers.lr)
+            yield Moment(passage.time, gradients, weights.clone)
+        for worker, step in zip(passage.workers, passage.steps, strict=True):
+            pushed[worker] = workers.passes.gradient(weights, step * workers.count + worker)
+
+
+def threshold(workers: Workers, parts: int, tau: float) -> Iterator[Moment]:
+    """Synchronous steps of `parts` micro-batches a worker; those that end after `tau` seconds are left out.
+
+    The step is the mean over what arrived, and takes tau seconds where anything was left out. A step in which nothing
+    arrives changes nothing.
+    """
+    weights = workers.passes.initial.clone()
+    time, gradients = 0.0, 0
+    for step in count():
+        ends = np.cumsum(workers.compute + workers.delays.table(workers.count, step, parts), axis=1)
+        time += min(tau, float(ends.max()))
+        first = step * workers.count * parts
+        arrived = [workers.passes.gradient(weights, first + int(place)) for place in np.flatnonzero(ends <= tau)]
+        if arrived:
+            gradients += len(arrived)
+            weights.sub_(sum(arrived[1:], start=arrived[0]) / len(arrived), alpha=workers.lr)
+        yield Moment(time, gradients, weights.clone)
+
+
+def local(workers: Workers, steps: int, outer_lr: float, outer_momentum: float) -> Iterator[Moment]:
+    """Each worker takes `steps` steps by itself; then the mean of their changes is a gradient for an outer SGD.
+
+    The outer momentum is Nesterov's. A round takes as long as the slowest worker's steps together.
+    """
+    weights = workers.passes.initial.clone().requires_grad_()
+    outer = Sgd([weights], lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+    time, everyone = 0.0, np.arange(workers.count)
+    for first in count(step=steps):
+        changes = []
+        for worker in range(workers.count):
+            own = weights.detach().clone()
+            for step in range(first, first + steps):
+                own.sub_(workers.passes.gradient(own, step * workers.count + worker), alpha=workers.lr)
+            changes.append(weights.detach() - own)
+        taken = workers.compute + workers.delays.at(everyone[:, None], np.arange(first, first + steps), 0)
+        time += float(taken.sum(axis=1).max())
+        weights.grad = sum(changes[1:], start=changes[0]) / workers.count
+        outer.step()
+        yield Moment(time, (first + steps) * workers.count, weights.detach().clone)
+
+
+def gossip(workers: Workers, chance: float) -> Iterator[Moment]:
+    """Each worker steps on weights of its own and then, by chance, takes the mean of them and another worker's.
+
+    Nobody waits for anybody. Workers that end at one moment all step before any of them takes a mean, each of the
+    weights as they were after the steps. The mean of all workers' weights is what is evaluated.
+    """
+    own = [workers.passes.initial.clone() for _ in range(workers.count)]
+    gradients = 0
+    for time, ended in _ends(workers):
+        for worker, step in ended:
+            own[worker] = own[worker] - workers.lr * _gradient(workers, own[worker], worker, step)
+        gradients += len(ended)
+        stepped = list(own)
+        for worker, step in ended:
+            if workers.count > 1 and keyed_uniform(PEER, workers.seed, worker, step, 0) < chance:
+                other = int(keyed_integer(workers.count - 1, PEER, workers.seed, worker, step, 1))
+                own[worker] = (stepped[worker] + stepped[other + (other >= worker)]) / 2
+        yield Moment(time, gradients, lambda: sum(own[1:], start=own[0]) / workers.count)
+
+
+def elastic(workers: Workers, every: int, beta: float) -> Iterator[Moment]:
+    """Each worker steps on weights x of its own, which a spring ties to a centre c.
+
+    Every so many steps: d = (beta / P) (x - c), then c += d, x -= d, beside the step whose gradient is of the x before.
+    Nobody waits. The centre is what is evaluated.
+    """
+    centre = workers.passes.initial.clone()
+    own = [centre.clone() for _ in range(workers.count)]
+    gradients = 0
+    for time, ended in _ends(workers):
+        for worker, step in ended:
+            gradient = _gradient(workers, own[worker], worker, step)
+            if step % every == 0:
+                pull = (own[worker] - centre) * (beta / workers.count)
+                centre += pull
+                own[worker] -= pull
+            own[worker].sub_(gradient, alpha=workers.lr)
+        gradients += len(ended)
+        yield Moment(time, gradients, centre.clone)
+
+
+def _ends(workers: Workers) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+    """Where nobody waits: the moments at which steps end, with the (worker, step) that do, steps from 0."""
+    free = passages(workers.count, Barrier(math.inf), workers.delays, workers.compute, workers.seed)
+    for time, group in groupby(free, key=lambda passage: passage.time):
+        ended = [(each.workers[0], each.steps[0] - 1) for each in group if each.steps[0] > 0]
+        if ended:
+            yield time, ended
+
+
+def _gradient(workers: Workers, weights: Tensor, worker: int, step: int) -> Tensor:
+    return workers.passes.gradient(weights, step * workers.count + worker)

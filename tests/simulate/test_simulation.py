@@ -1,0 +1,122 @@
+"""Training in virtual time: limits in which forms are one another, and the same bits each time."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from torusgd.data import Pipeline, open_sources
+from torusgd.errors import UserError
+from torusgd.recipe.load import load_recipe
+from torusgd.simulate import Setting, Simulation, simulate
+from torusgd.simulate.forms import Moment, Workers
+from torusgd.simulate.passes import Passes
+from torusgd.simulate.simulation import FORMS, moments
+from torusgd.synchrony.delays import delay_model
+
+Run = Callable[..., tuple[int, str, str]]
+OVERRIDES = ["data.source=synthetic", "data.train_images=64", "data.eval_images=16", "data.classes=4", "polish=null",
+             "model.options.width=4", "stages=[{until: 2ep, images_per_worker: 4}]", "target_top1=null"]  # fmt: skip
+
+
+@cache
+def small(form: str, workers: int = 4, delays: str = "exponential") -> Simulation:
+    recipe = load_recipe("digits", OVERRIDES).recipe
+    return simulate(Setting(recipe, form, workers, delays, lr=0.1), images=24 * 4, points=2)
+
+
+@pytest.mark.parametrize(
+    ("form", "same"),
+    [("pbsp:4", "bsp"), ("ssp:0", "bsp"), ("pssp:4x2", "ssp:2"), ("pbsp:0", "asp"), ("threshold:1xinf", "bsp")],
+)
+def test_limits_have_the_same_hash(form: str, same: str) -> None:
+    assert small(form).weights_sha256 == small(same).weights_sha256
+    assert [point.error for point in small(form).points] == [point.error for point in small(same).points]
+
+
+def test_other_forms_other_weights_and_the_same_each_time() -> None:
+    forms = ("bsp", "ssp:1", "asp", "pbsp:1", "threshold:2x2.5", "local:3", "diloco:3", "gossip:0.5", "elastic:2")
+    hashes = {form: small(form).weights_sha256 for form in forms}
+    assert len(set(hashes.values())) == len(hashes)
+    small.cache_clear()
+    assert small("gossip:0.5").weights_sha256 == hashes["gossip:0.5"]
+
+
+def workers_of(count: int, lr: float = 0.1) -> Workers:
+    recipe = load_recipe("digits", OVERRIDES).recipe
+    pipelines = [Pipeline(source, recipe.data, recipe.seed) for source in open_sources(recipe.data, None, recipe.seed)]
+    return Workers(Passes(recipe, *pipelines), count, delay_model("constant", seed=0), compute=1.0, lr=lr, seed=0)
+
+
+@pytest.mark.parametrize(("form", "count"), [("local:1", 4), ("gossip:1", 2)])
+def test_a_step_is_plain_sgds_to_a_millionth(form: str, count: int) -> None:
+    """Local steps with H 1; gossip of two workers in step that always take the mean."""
+    workers = workers_of(count)
+    weights = workers.passes.initial.clone()
+    for step, moment in zip(range(4), moments(form)(workers), strict=False):
+        gradients = [workers.passes.gradient(weights, step * count + worker) for worker in range(count)]
+        weights = weights - workers.lr * torch.stack(gradients).mean(dim=0)
+        assert (moment.weights() - weights).abs().max() < 1e-6
+        weights = moment.weights()
+
+
+def test_elastic_averaging_keeps_the_centre_between_the_workers() -> None:
+    """With no steps of their own the workers and the centre stay where they are; with steps the centre follows."""
+    found: list[Moment] = []
+    workers = workers_of(2, lr=1e-30)
+    for _, moment in zip(range(3), moments("elastic:1")(workers), strict=False):
+        found.append(moment)
+        assert torch.allclose(moment.weights(), workers.passes.initial, rtol=0, atol=1e-20)
+    assert [moment.gradients for moment in found] == [2, 4, 6]
+    moving = workers_of(2)
+    ran = [moment.weights() for _, moment in zip(range(3), moments("elastic:1")(moving), strict=False)]
+    assert torch.equal(ran[0], moving.passes.initial)
+    assert not torch.equal(ran[1], ran[0])
+
+
+def test_a_threshold_that_leaves_work_out_ends_its_steps_at_the_threshold() -> None:
+    points = small("threshold:2x3", delays="lognormal:1").points
+    assert points[-1].time % 3 == 0
+
+
+@pytest.mark.parametrize("form", ["", "sync", "gossip", "gossip:2", "local:0", "local:1.5", "threshold:2", "elastic:0"])
+def test_a_wrong_form_is_one_line(form: str) -> None:
+    with pytest.raises(UserError, match=r"^simulate: no form "):
+        moments(form)
+
+
+def test_every_form_that_is_named_can_be_written() -> None:
+    for form in FORMS:
+        name, _, letters = form.partition(":")
+        moments(name + (":" + letters.translate(str.maketrans("SBMTHP", "213211")) if letters else ""))
+
+
+def test_a_run_needs_an_end() -> None:
+    with pytest.raises(UserError):
+        simulate(Setting(load_recipe("digits", OVERRIDES).recipe, "bsp", 2, "constant", lr=0.1))
+
+
+def test_the_command_prints_errors_over_virtual_time(
+    run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    overrides = [word for override in OVERRIDES for word in ("--set", override)]
+    words = ["--synchrony", "ssp:2", "--workers", 4, "--lr", 0.1, "--images", 96, *overrides]
+    code, out, err = run_cli("simulate", "digits", *words, "--json", tmp_path / "found.json")
+    assert code == 0, err
+    assert "virtual seconds" in out
+    assert json.loads((tmp_path / "found.json").read_text())["weights_sha256"] == small("ssp:2").weights_sha256
+
+
+def test_a_mistake_on_the_command_line_is_one_line(run_cli: Callable[..., tuple[int, str, str]]) -> None:
+    for words in (
+        [],
+        ["--seconds", 9, "--synchrony", "sync"],
+        ["--seconds", 9, "--workers", 0],
+        ["--images", 9, "--delays", "x"],
+    ):
+        code, _, err = run_cli("simulate", "digits", *words)
+        assert code == 2
+        assert err.count("\n") == 1
