@@ -322,11 +322,13 @@ def fail_a_write(case: Case) -> Row:
 
 
 def flip_in_a_checkpoint(case: Case) -> Row:
-    case.step = max(case.step, 9)  # two checkpoints stand by then: a run whose only one is damaged does not begin anew
     process = case.start()
     wait_for_step(case.out, case.step, process)
+    written = (case.out / "checkpoints").glob
+    # A run whose only checkpoint is damaged does not begin anew, and rightly so.
+    until(lambda: len(list(written("step-????????"))) > 1, "two checkpoints", process)
     process.kill()
-    newest = max((case.out / "checkpoints").glob("step-????????"))
+    newest = max(written("step-????????"))
     file = newest / case.draw.choice(("model.safetensors", "state.safetensors"))
     content = bytearray(file.read_bytes())
     content[-case.draw.randrange(1, len(content) // 2)] ^= 1 << case.draw.randrange(8)
