@@ -113,7 +113,12 @@ def test_cases_are_what_they_claim(alone: dict[str, Any]) -> None:
     assert 0 < alone["skipped steps"]["skipped_steps"] < 4
 
 
-SOME = {1: ["LARS, ring"], 2: ["LARS, bfloat16, torus"], 3: list(CASES), 5: ["LARS, ring", "SGD, native"]}
+SOME = {
+    1: ["LARS, ring"],
+    2: ["LARS, bfloat16, torus"],
+    3: list(CASES),
+    5: ["LARS, ring", "SGD with an average, native"],
+}
 
 
 @pytest.mark.parametrize(("size", "names"), SOME.items())
