@@ -116,8 +116,8 @@ def test_cases_are_what_they_claim(alone: dict[str, Any]) -> None:
 SOME = [
     (1, ["LARS, ring"]),
     (2, ["LARS, bfloat16, torus"]),
-    (3, ["LARS, ring", "SGD, native", "skipped steps", "redone steps", "64-bit sums", "auto"]),
-    (5, ["SGD, native"]),
+    (3, ["LARS, ring", "SGD with an average, native", "skipped steps", "redone steps", "64-bit sums", "auto"]),
+    (5, ["SGD with an average, native"]),
     pytest.param(3, list(CASES), marks=pytest.mark.slow),
 ]
 
