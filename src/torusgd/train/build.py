@@ -18,6 +18,7 @@ from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
 from ..comm.reduce_scatter import ShardCollectives
 from ..data.identity import data_sha256
+from ..data.listing import Once, make_here
 from ..data.loader import Loader
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline
@@ -42,7 +43,7 @@ from .batchnorm import BatchNormStatistics
 from .compare_plan import PlanComparison
 from .conditions import Conditions, conditions
 from .control_vector import ControlMessage
-from .drift import DriftWatch
+from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .membership import Membership, even_shares
@@ -99,11 +100,11 @@ class Trainer:
         self._close()
 
 
-def open_data(job: Job, device: torch.device, liveness: Liveness) -> Data:
-    """Opens the images of a job, which may take a while; UserError where they can't be used."""
+def open_data(job: Job, device: torch.device, liveness: Liveness, once: Once = make_here) -> Data:
+    """Opens the images of a job, which may take a while; UserError where they can't be used. `once`: who lists them."""
     recipe = job.recipe
-    liveness.outside("the list of images", str(job.data or recipe.data.source))
-    train, held_out = open_sources(recipe.data, job.data, recipe.seed)
+    liveness.outside("the list of images", images_at(job))
+    train, held_out = open_sources(recipe.data, job.data, recipe.seed, once)
     training = Pipeline(train, recipe.data, recipe.seed)
     threads = loader_threads(device)
     loader = Loader(training, StreamOrder(len(train), recipe.seed), threads=threads, ahead=threads + 3)
@@ -193,6 +194,10 @@ def build(
         forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
     else:
         forward_backward = SharedTail(model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world)
+    drift_every = options.drift_every
+    if drift_every is None:
+        fewest = min(stage.images_per_worker for stage in recipe.stages)
+        drift_every = steps_between(recipe.virtual_workers * fewest // world.size)
     step = TrainStep(
         recipe=recipe,
         schedule=schedule,
@@ -207,10 +212,10 @@ def build(
         control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
-        drift=DriftWatch(slots, [batch_norm.running], world, options.drift_every),
+        drift=DriftWatch(slots, [batch_norm.running], world, drift_every),
         clock=StepClock(data.loader, monitor),
         world=world,
-        images_at=str(job.data or recipe.data.source),
+        images_at=images_at(job),
         liveness=liveness,
         stop_requested=stop_requested,
     )
@@ -234,6 +239,11 @@ def build(
         explanation="\n".join(lines),
         _close=close,
     )
+
+
+def images_at(job: Job) -> str:
+    """Where the training images are, for people."""
+    return str(job.data or job.recipe.data.source)
 
 
 def init_sha256(job: Job) -> str:
