@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from .errors import RunError
+from .errors import RunError, UserError
 from .recipe.schema import Recipe
 
 _DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_SCALE = 2.0**24
 """to which the loss scale may grow, as in NVIDIA's Apex: where gradients are all zero nothing else would stop it"""
+_MOST_STATE = 2.0**64
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
@@ -79,9 +80,12 @@ class Precision:
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def load_state(self, name: str, value: Tensor) -> None:
-        """Takes back one value of `state_dict`."""
+        """Takes back one value of `state_dict`; UserError where it is none that there can be."""
+        number = float(value)
+        if not 0 <= number <= _MOST_STATE:
+            raise UserError(f"the checkpoint's {name} is {number}; it is damaged: remove it, or give --fresh")
         if name == "loss_scale":
-            self.loss_scale = float(value)
+            self.loss_scale = number
         else:
             assert name == "accepted_in_a_row", name
-            self.accepted_in_a_row = int(value)
+            self.accepted_in_a_row = int(number)

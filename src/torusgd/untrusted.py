@@ -5,6 +5,8 @@ with a ValueError, of which the caller makes its own line, before it grows beyon
 """
 
 import json
+import stat
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +53,22 @@ def check_swelling(size: int, stored: int) -> None:
     """
     if size > max(_SWELLS_FROM, _MOST_SWELLING * stored):
         raise ValueError(f"{stored} bytes would become {size}, more than {_MOST_SWELLING} times as many")
+
+
+def check_archive(path: Path) -> None:
+    """ValueError where the members of a zip file would be larger than the file itself; other files pass.
+
+    `torch.save` stores tensors as they are. What torch would unpack from a compressed member, or from many that lie on
+    each other in the file, has no bound.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+        if size > (stored := path.stat().st_size):
+            raise ValueError(f"{stored} bytes would become {size}; weights are stored as they are")
+
+
+def check_regular(path: Path) -> None:
+    """ValueError where a path leads to something that has no end, such as a device or a pipe; OSError as it comes."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path.name} is no file")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .errors import UserError
+from .untrusted import check_archive
 
 Tensors = dict[str, Tensor]
 
@@ -75,6 +76,7 @@ def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
             with safetensors.safe_open(path, "pt") as file:
                 metadata = dict(file.metadata() or {})
             return load_file(path), metadata
+        check_archive(path)
         tree = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -92,7 +94,7 @@ def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
 
 
 def match_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
-    """UserError naming the first tensor that is missing, unknown, or of another shape."""
+    """UserError naming the first tensor that is missing, unknown, or of another shape or kind."""
     for name in _first_of(expected.keys() - tensors.keys()):
         raise UserError(f"{where}: lacks {name!r}; is it a file of another model?")
     for name in _first_of(tensors.keys() - expected.keys()):
@@ -101,6 +103,8 @@ def match_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor],
         if tensors[name].shape != tensor.shape:
             shapes = f"{tuple(tensors[name].shape)}, the model's is {tuple(tensor.shape)}"
             raise UserError(f"{where}: {name!r} is of shape {shapes}; is it for another number of classes?")
+        if tensors[name].is_floating_point() != tensor.is_floating_point():
+            raise UserError(f"{where}: {name!r} is of {tensors[name].dtype}, the model's is {tensor.dtype}")
 
 
 def _first_of(names: Iterable[str]) -> list[str]:

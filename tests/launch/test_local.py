@@ -17,6 +17,7 @@ from torusgd.launch.failures import Failure, FailureKind
 from torusgd.launch.local import Restarts
 
 from ..train.processes import (
+    LOOPBACK,
     RECIPE,
     STEPS,
     Process,
@@ -34,8 +35,6 @@ from ..train.processes import (
     wait_for_step,
 )
 
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-"""127.0.0.1, the same as IPv6 writes it, and ::1, as /proc/net shows them"""
 RESTARTS = ["--update", "sharded"]
 """a lost rank takes its shards along, so that all ranks start again; `test_elastic` has those that go on"""
 LINE = "; the same command goes on from "

@@ -1,14 +1,18 @@
 """Ranks of our own: results, failures by kind, ranks that die, freeze, hang or are slow, and new attempts."""
 
+import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.train.processes import LOOPBACK, listening
+from tests.train.runs import TINY
 
 from torusgd.comm.groups import Group
 from torusgd.comm.liveness import Liveness
@@ -16,7 +20,12 @@ from torusgd.errors import UserError
 from torusgd.launch.failures import Failure, FailureKind
 from torusgd.launch.processes import RankFailed, RankFunction, Supervisor
 from torusgd.launch.roll_call import Limits
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
+from torusgd.train.build import Job, build, open_data
+from torusgd.train.journal import synchronous
 
 SIZE = 2
 BEAT = 3.0
@@ -150,6 +159,28 @@ def test_a_hung_rank_is_named_with_its_phase_and_stack(attempts: Attempts) -> No
     assert "rank 1 on " in failure.text
     assert " in train of step 3: no progress for " in failure.text
     assert "sleep_for_ever (test_processes.py:" in failure.text
+
+
+def train_with_every_group(world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[str]:
+    """Where this rank listens when its run has groups of all kinds: rows and columns, column blocks, shards, links."""
+    sections = ("column_blocks=2", "model={name: digits-net}")
+    recipe = resolve_auto(load_recipe("digits", [*TINY, *sections]).recipe, "cpu")
+    options = RuntimeOptions(allreduce="torus", grid="2x2", update="sharded", model_parallel=2)
+    job = Job(recipe, options, "cpu", Path("nowhere"))
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness, stop)
+    trainer.step.run(trainer.membership, synchronous(0, recipe.virtual_workers))
+    found = listening([os.getpid()])
+    trainer.close()
+    return found
+
+
+def test_nothing_of_a_run_with_groups_of_all_kinds_listens_beyond_loopback() -> None:
+    with Supervisor(4, "cpu", Limits(start=60)) as supervisor:
+        own = listening([os.getpid()])  # the launcher's store
+        ranks = supervisor.run(train_with_every_group)
+    assert own
+    assert all(ranks), "each rank listens for others"
+    assert {*own, *itertools.chain(*ranks)} <= LOOPBACK
 
 
 def test_a_slow_rank_that_makes_progress_is_waited_for(attempts: Attempts) -> None:

@@ -1,14 +1,17 @@
 """Short texts that stand for much: each is refused in one line before it takes time or memory."""
 
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from torusgd.errors import UserError
 from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe, parse_yaml
 from torusgd.recipe.schedule import Schedule
-from torusgd.untrusted import MOST_YAML, check_swelling, parse_json, read_text
+from torusgd.untrusted import MOST_YAML, check_archive, check_swelling, parse_json, read_text
+from torusgd.weights import load_weights
 
 ALIASES = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{name}: &{name} [{','.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -89,6 +92,20 @@ def test_texts_have_an_end(tmp_path: Path) -> None:
         load_recipe(str(tmp_path / "zero.yaml"))
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 100_000)
+
+
+def test_an_archive_of_weights_is_no_larger_inside_than_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    torch.save({"fc.weight": torch.ones(1000), "fc.bias": torch.ones(3)}, path)
+    check_archive(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    (storage,) = (name for name, data in members.items() if len(data) == 4000)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, bytes(1 << 22) if name == storage else data)
+    with pytest.raises(UserError, match=r"w\.pth: can't be read as weights \(\d+ bytes would become \d+"):
+        load_weights(path)
 
 
 def test_compressed_data_may_not_swell_beyond_what_images_do() -> None:

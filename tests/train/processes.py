@@ -48,6 +48,8 @@ runtime: {{checkpoint_every: 4st}}
 """
 """Short, yet with all that makes a state: dropout, batch norm, LARS, two stages, a batch that spans epochs."""
 
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+"""127.0.0.1, the same as IPv6 writes it, and ::1, as /proc/net shows them"""
 RESULTS = ("weights_sha256", "loss", "top1", "steps", "samples")
 
 

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.comm.gloo_world import run_ranks
+from torusgd.comm.allreduce import create
 from torusgd.comm.base import ConnectionLost, Done
+from torusgd.comm.buckets import plan_buckets
 from torusgd.comm.groups import Group, group_of
 from torusgd.comm.liveness import NoLiveness
 from torusgd.data.pipeline import Batch
 from torusgd.errors import CorruptionError, UserError
 from torusgd.gradients.integer_hash import IntegerHash
+from torusgd.gradients.integer_sum import IntegerGradientSum
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
@@ -185,6 +188,51 @@ def test_two_ranks_are_both_named_and_no_checkpoint_is_made_of_their_weights(tmp
     assert read_checkpoint(kept).step == 2
 
 
+def stopped_in_a_step() -> tuple[bool, int]:
+    """Whether a step that one rank was asked to stop in is abandoned, and what that rank computed a second time."""
+    world, given = group_of(), job(RuntimeOptions(audit=1.0))
+    asked = iter([False, True])  # the second rank has begun one of its two virtual workers
+    stop = (lambda: next(asked, True)) if world.rank == 1 else (lambda: False)
+    trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness(), stop)
+    passes: list[str] = []
+    liveness = trainer.step.liveness
+    liveness.progress = lambda phase, step, unit: passes.append(phase)  # type: ignore[method-assign]
+    trainer.step.reducer.sum.set_maxima(torch.ones(len(trainer.step.reducer.names)))
+    return trainer.step.run(trainer.membership, synchronous(0, 4)) is None, passes.count("audit")
+
+
+def steps_without_a_comparison() -> list[int]:
+    """What is compared of 40 steps of which every second ends before that, as one whose gradient is not finite does."""
+    world, membership = group_of(), even_shares(range(2), group_of().rank, 8)
+    audit, compared = Audit(0.3, 0, world, create("native", group=world)), []
+
+    def hashed(worker: int) -> IntegerHash:
+        found = IntegerHash(CPU)
+        found.add(0, 0, torch.tensor([worker]))
+        return found
+
+    for step in range(40):
+        for worker in membership.mine:
+            if (found := audit.hash_of(step, worker, membership)) is not None:
+                found.add(0, 0, torch.tensor([worker]))
+        audit.start(step, membership, hashed)
+        if step % 2:
+            compared.append(audit.compare(step, membership, hashed))
+    return compared
+
+
+def abandoned_and_skipped() -> tuple[tuple[bool, int], list[int]]:
+    return stopped_in_a_step(), steps_without_a_comparison()
+
+
+def test_a_step_that_is_abandoned_or_skipped_leaves_nothing_for_the_next() -> None:
+    (first, compared), (second, others) = run_ranks(2, abandoned_and_skipped)
+    assert (first, second) == ((True, 2), (True, 0))
+    assert compared == others
+    assert 0 in compared
+    assert len(set(compared)) > 1
+
+
 def trials(seeds: int) -> list[tuple[str, int, bool]]:
     world = group_of()
     faults = list(FAULTS)
@@ -216,20 +264,41 @@ def test_an_audit_that_can_not_work_is_refused(options: RuntimeOptions, override
 
 
 def test_any_one_integer_changes_the_hash_and_the_order_does_not() -> None:
-    gradients = [torch.randn(70_000, generator=torch.Generator().manual_seed(n)) for n in range(2)]
-    scale = torch.tensor(2.0**12)
+    draw = torch.Generator().manual_seed(0)
+    slots = [torch.randint(-(2**31), 2**31, (140_001,), generator=draw).to(torch.int32) for _ in range(2)]
 
-    def hash_of(*slots: tuple[int, Tensor]) -> int:
-        found = IntegerHash(CPU)
-        for slot, gradient in slots:
-            found.add(slot, gradient, scale)
+    def hash_of(*added: tuple[int, Tensor], device: torch.device = CPU) -> int:
+        found = IntegerHash(device)
+        for slot, integers in added:
+            for begin in range(0, len(integers), 1 << 17):  # as a sum gives them
+                found.add(slot, begin, integers[begin : begin + (1 << 17)])
         return found.value()
 
-    first, second = enumerate(gradients)
+    first, second = enumerate(slots)
     whole = hash_of(first, second)
     assert whole == hash_of(second, first)
-    assert whole != hash_of((0, gradients[1]), (1, gradients[0]))
-    for place in (0, 65_535, 65_536, 69_999):
-        changed = gradients[0].clone()
-        changed[place] += 1.0
+    assert whole != hash_of((0, slots[1]), (1, slots[0]))
+    shifted = torch.cat([torch.zeros(1, dtype=torch.int32), slots[0]])[1:]
+    assert whole == hash_of((0, shifted), second), "wherever it lies"
+    for place in (0, 1, 65_535, 65_536, 131_072, 140_000):
+        changed = slots[0].clone()
+        changed[place] ^= 1
         assert hash_of((0, changed), second) != whole
+        wide = slots[0].to(torch.int64)
+        wide[place] ^= 1
+        assert hash_of((0, wide), second) != hash_of((0, slots[0].to(torch.int64)), second)
+
+
+def test_a_gradient_that_is_only_hashed_has_the_hash_of_one_that_is_added() -> None:
+    gradients = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (3, 140_001, 7)]
+    buckets = plan_buckets([g.numel() for g in gradients], 1 << 20)
+    for addends in (4, 8192):
+        sums = IntegerGradientSum(buckets, addends, CPU)
+        sums.set_maxima(torch.tensor([float(g.abs().max()) for g in gradients]))
+        sums.clear()
+        first, second, alone = (IntegerHash(CPU) for _ in range(3))
+        for slot, gradient in enumerate(gradients):
+            sums.only_hash(slot, gradient, alone)
+            sums.add(0, slot, gradient, first)
+            sums.add(0, slot, gradient, second)
+        assert first.value() == second.value() == alone.value() != 0

@@ -333,6 +333,55 @@ def test_a_state_that_lacks_a_tensor_is_refused(
         run_alone(out, recipe)
 
 
+def changed_progress(out: Path, changes: dict[str, Any]) -> None:
+    """The newest checkpoint says something else of its run, and its manifest that all is well."""
+    folder = out / "checkpoints" / "step-00000015"
+    (folder / FILES[2]).write_text(json.dumps(json.loads((folder / FILES[2]).read_text()) | changes))
+    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
+    (folder / MANIFEST).write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"step": "15"}, "step: Input should be a valid integer"),
+        ({"evaluated": -1}, "evaluated: Input should be greater than or equal to 0"),
+        ({"seconds": [1]}, "seconds: Input should be a valid number"),
+        ({"totals": {"samples": {}}}, "totals.samples: Input should be a valid integer"),
+        ({"fingerprint": None}, "fingerprint: "),
+        ({"other_conditions": [7]}, "other_conditions.0: "),
+    ],
+)
+def test_a_strangers_checkpoint_is_refused_in_one_line(
+    tmp_path: Path, recipe: Path, half_way: Path, changes: dict[str, Any], line: str
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    changed_progress(out, changes)
+    with pytest.raises(UserError, match=rf"the checkpoint of step 15 is damaged \({line}") as caught:
+        run_alone(out, recipe)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_strangers_checkpoint_folder_leads_nowhere(
+    tmp_path: Path, recipe: Path, half_way: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    for number, name in enumerate((*FILES, MANIFEST)):  # newer ones: each has a file that never ends
+        folder = out / "checkpoints" / f"step-{20 + number:08d}"
+        shutil.copytree(out / "checkpoints" / "step-00000015", folder)
+        (folder / name).unlink()
+        if number % 2:
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to("/dev/zero")
+    (out / "checkpoints" / "step-00000099").symlink_to(out / "checkpoints")
+    told = run_alone(out, recipe)
+    assert (results(told), told["resumed_from"]) == (undisturbed, 15)
+    assert capsys.readouterr().err.count(" is no file); it is set aside as step-000000") == 4
+
+
 def test_init_from_either_kind_of_file(tmp_path: Path, recipe: Path, half_way: Path) -> None:
     weights, _ = load_weights(half_way / "model.safetensors")
     torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "w.pth")

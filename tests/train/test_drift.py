@@ -20,8 +20,8 @@ from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
-from torusgd.train.build import Job, Trainer
-from torusgd.train.drift import DriftWatch
+from torusgd.train.build import Job, Trainer, build, open_data
+from torusgd.train.drift import DriftWatch, steps_between
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 from torusgd.train.state import RunState
@@ -87,15 +87,28 @@ def train_and_flip(out: Path, flipped: str) -> str:
     return "finished"
 
 
-def train_all(out: str) -> dict[str, str]:
-    return {flipped: train_and_flip(Path(out, flipped), flipped) for flipped in FLIPS}
+def due_by_default() -> list[int]:
+    """The steps with a comparison of a run whose options say nothing of it."""
+    recipe = load_recipe("digits", TINY).recipe.resolve(precision="float32", memory_format="contiguous")
+    job, world = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), group_of()
+    trainer = build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
+    due = [step for step in range(500) if trainer.step.drift.is_due(step)]
+    trainer.close()
+    return due
+
+
+def train_all(out: str) -> tuple[dict[str, str], list[int]]:
+    return {flipped: train_and_flip(Path(out, flipped), flipped) for flipped in FLIPS}, due_by_default()
 
 
 def test_a_flipped_bit_is_found_and_its_rank_named_before_anything_is_saved(tmp_path: Path) -> None:
-    told = run_ranks(3, train_all, str(tmp_path))
-    assert told[0] == told[1] == told[2]
-    assert told[0].pop("nothing") == "finished"
-    for flipped, line in told[0].items():
+    ranks = run_ranks(3, train_all, str(tmp_path))
+    assert ranks[0] == ranks[1] == ranks[2]
+    told, due = ranks[0]
+    every = steps_between(4)  # 12 images, 4 a rank
+    assert due == [0, every, 2 * every, 3 * every]
+    assert told.pop("nothing") == "finished"
+    for flipped, line in told.items():
         found = 4 if flipped == "momentum" else FLIPPED_AFTER
         assert line.startswith(f"step {found}: rank 2 on {socket.gethostname()} holds other weights"), flipped
         assert "\n" not in line

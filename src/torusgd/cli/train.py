@@ -52,7 +52,7 @@ def train(
         Option(
             "--drift-every",
             metavar="STEPS",
-            help="Compare the ranks' weights so often; 0: never. Default: 20.",
+            help="Compare the ranks' weights so often; 0: never. Default: as often as costs under 0.1 % of a step.",
             rich_help_panel=RUNTIME,
         ),
     ] = None,

@@ -1,5 +1,7 @@
 """Images in memory or memory-mapped: .npz and .npy files, and the digits that scikit-learn ships."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy.typing as npt
 from ..errors import UserError
 from ..rng import SPLIT, keyed_permutation
 from ..untrusted import check_swelling
+from .listing import Once, make_here
 from .npz import map_array
 from .types import Int64, Pixels
 
@@ -62,23 +65,27 @@ def class_names(names: str | None, labels: Int64) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(","))
 
 
-def open_arrays(path: Path, names: str | None = None) -> tuple[Images, Images]:
+def open_arrays(path: Path, names: str | None = None, once: Once = make_here) -> tuple[Images, Images]:
     """Arrays `train_images`, `train_labels`, `eval_images` and `eval_labels`.
 
     Images are uint8 [n, height, width] or [n, height, width, channels], labels whole numbers [n] from 0.
 
     Args:
         path: An .npz file, or a folder with one .npy file for each (train_images.npy ...). Both are memory-mapped, so
-            that the processes of a machine share one copy; only an .npz that is compressed is read by each of them.
+            that the processes of a machine share one copy.
         names: Class names separated by commas.
+        once: Who unpacks an .npz that is compressed.
 
     Raises:
         UserError: An array is missing, damaged, of another type or shape; or would have to be unpickled.
     """
-    found = {(split, what): _load(path, f"{split}_{what}") for split in SPLITS for what in ("images", "labels")}
+    keys = [f"{split}_{what}" for split in SPLITS for what in ("images", "labels")]
+    mapped = {key: _map(path, key) for key in keys}
+    found = {key: array for key, array in mapped.items() if array is not None}
+    found |= once(lambda progress: {key: _unpack(path, key) for key in keys if key not in found})
     pair = []
     for split in SPLITS:
-        images, labels = found[split, "images"], found[split, "labels"]
+        images, labels = found[f"{split}_images"], found[f"{split}_labels"]
         if images.dtype != np.uint8 or images.ndim not in (3, 4):
             raise UserError(
                 f"{path}: {split}_images must be uint8 [n, height, width] or [n, height, width, channels],"
@@ -116,18 +123,26 @@ def open_digits() -> tuple[Images, Images]:
     return Images(images[train], labels[train], names), Images(images[held_out], labels[held_out], names)
 
 
-def _load(path: Path, name: str) -> npt.NDArray[Any]:
+def _map(path: Path, name: str) -> npt.NDArray[Any] | None:
+    """An array where it lies; None: it is compressed, or not there."""
+    with _telling(path, name):
+        if path.is_dir():
+            return np.load(path / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+        return map_array(path, f"{name}.npy")
+
+
+def _unpack(path: Path, name: str) -> npt.NDArray[Any]:
+    with _telling(path, name), np.load(path, allow_pickle=False) as archive:
+        stored = archive.zip.getinfo(f"{name}.npy")
+        check_swelling(stored.file_size, stored.compress_size)
+        return archive[name]
+
+
+@contextmanager
+def _telling(path: Path, name: str) -> Iterator[None]:
     member = path / f"{name}.npy" if path.is_dir() else path
     try:
-        if path.is_dir():
-            return np.load(member, mmap_mode="r", allow_pickle=False)
-        mapped = map_array(path, f"{name}.npy")
-        if mapped is not None:
-            return mapped
-        with np.load(member, allow_pickle=False) as archive:
-            stored = archive.zip.getinfo(f"{name}.npy")
-            check_swelling(stored.file_size, stored.compress_size)
-            return archive[name]
+        yield
     except FileNotFoundError as error:
         raise UserError(f"{path}: needs the array {member.name}") from error
     except KeyError as error:

@@ -1,7 +1,8 @@
 """A folder a class of JPEG and PNG files: the ImageNet layout, train/CLASS/*.jpg and val/CLASS/*.jpg."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,12 @@ import numpy as np
 from ..errors import UserError
 from ..untrusted import read_text
 from .decode import Undecodable, decode, decode_region, load_decoders, picture_size
+from .listing import Arrays, Names, Once, Progress, make_here, names_as_arrays
 from .types import Choose, CorruptImage, Int64, Pixels
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+LISTED = ("text", "ends", "labels")
+"""what `list_pictures` gives"""
 _MOST_BYTES = 1 << 28  # a picture file above 256 MiB is none that a camera made
 
 
@@ -23,16 +27,19 @@ class Folder:
         folders: The class folders' names, by label.
         classes: The class names, by label.
         channels: 3 for RGB, 1 for grey; pictures are converted.
+        listed: As `list_pictures` gives it; None: found here.
     """
 
-    def __init__(self, root: Path, folders: tuple[str, ...], classes: tuple[str, ...], channels: int) -> None:
-        self.classes = classes
+    def __init__(
+        self, root: Path, folders: Sequence[str], classes: Sequence[str], channels: int, listed: Arrays | None = None
+    ) -> None:
+        self.classes = tuple(classes)
         self.root = root
         self.channels = channels
-        self._folders = folders
-        listed = [_pictures(root / folder) for folder in folders]
-        self.names = [name for names in listed for name in names]
-        self.labels: Int64 = np.repeat(np.arange(len(folders), dtype=np.int64), [len(names) for names in listed])
+        self._folders = tuple(folders)
+        listed = list_pictures(root, folders) if listed is None else listed
+        self.names = Names(listed["text"], listed["ends"])
+        self.labels: Int64 = listed["labels"]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -64,17 +71,31 @@ class Folder:
             return file.read()
 
 
-def open_folder(path: Path, channels: int, classes: str | None = None) -> tuple[Folder, Folder]:
+def open_folder(path: Path, channels: int, classes: str | None = None, once: Once = make_here) -> tuple[Folder, Folder]:
     """Training images from PATH/train/CLASS/, held-out ones from PATH/val/CLASS/, in the order of sorted names.
 
     Args:
+        path: See above.
+        channels: See `Folder`.
         classes: A text file in PATH that lists the class folders, one a line, the first being label 0; a name to
             show may follow after a tab. Folders that it leaves out are not used. None: all of train/, sorted.
+        once: Who looks what is there.
 
     Raises:
         UserError: The layout is another one, a class has no training image, or simplejpeg and OpenCV are missing.
     """
     load_decoders()
+    found = once(partial(_look, path, classes))
+    folders, names = (Names(found[f"{what} text"], found[f"{what} ends"]) for what in ("folders", "classes"))
+    train, val = (
+        Folder(path / split, folders, names, channels, {key: found[f"{split} {key}"] for key in LISTED})
+        for split in ("train", "val")
+    )
+    return train, val
+
+
+def _look(path: Path, classes: str | None, progress: Progress) -> Arrays:
+    """All that `open_folder` must know of the file system."""
     train, val = path / "train", path / "val"
     for root in (train, val):
         if not root.is_dir():
@@ -86,12 +107,31 @@ def open_folder(path: Path, channels: int, classes: str | None = None) -> tuple[
             raise UserError(f"{path / str(classes)}: lists {folder!r}, but there is no folder {train / folder}")
     if classes is None and (unknown := set(class_folders(val)) - set(folders)):
         raise UserError(f"{val / min(unknown)}: a class that {train} doesn't have")
-    sources = Folder(train, folders, names, channels), Folder(val, folders, names, channels)
-    counts = np.bincount(sources[0].labels, minlength=len(folders))
+    found = {
+        f"{root.name} {key}": v for root in (train, val) for key, v in list_pictures(root, folders, progress).items()
+    }
+    counts = np.bincount(found["train labels"], minlength=len(folders))
     if not counts.all():
         empty = train / folders[int(counts.argmin())]
         raise UserError(f"{empty}: no JPEG or PNG file; remove the folder or fill it")
-    return sources
+    for what, texts in (("folders", folders), ("classes", names)):
+        found[f"{what} text"], found[f"{what} ends"] = names_as_arrays([texts])
+    return found
+
+
+def list_pictures(root: Path, folders: Sequence[str], progress: Progress = lambda done: None) -> Arrays:
+    """The picture files in the class folders: `text` and `ends` of their `Names`, and `labels`, int64 [files]."""
+    counts = []
+
+    def runs() -> Iterator[list[str]]:
+        for number, folder in enumerate(folders):
+            names = _pictures(root / folder)
+            counts.append(len(names))
+            progress(number)
+            yield names
+
+    text, ends = names_as_arrays(runs())
+    return {"text": text, "ends": ends, "labels": np.repeat(np.arange(len(folders), dtype=np.int64), counts)}
 
 
 def class_folders(root: Path) -> tuple[str, ...]:

@@ -7,11 +7,13 @@ image that was changed in its place may not be.
 
 import hashlib
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..errors import UserError
 from ..rng import DATA_SAMPLE, keyed_integer
+from .listing import Names
 from .types import ArraySource, FileSource, Int64, Source
 
 SAMPLE = 32
@@ -33,12 +35,17 @@ def data_sha256(train: Source, held_out: Source) -> str:
         digest.update(np.ascontiguousarray(source.labels, dtype="<i8").data)
         sample: Int64 = np.unique(keyed_integer(len(source), DATA_SAMPLE, split, np.arange(SAMPLE)))
         if isinstance(source, FileSource):
-            digest.update("\0".join(source.names).encode(errors="surrogateescape"))
+            digest.update(_joined(source.names))
             digest.update(repr([_size(source.file(int(index))) for index in sample]).encode())
         elif isinstance(source, ArraySource):
             digest.update(repr(source.shape).encode())
             digest.update(np.ascontiguousarray(source.read_many(sample)).data)
     return digest.hexdigest()
+
+
+def _joined(names: Sequence[str]) -> bytes | memoryview:
+    """The names with a NUL between two; a long list has them so in memory already."""
+    return names.text.data if isinstance(names, Names) else "\0".join(names).encode(errors="surrogateescape")
 
 
 def _size(path: str) -> int:

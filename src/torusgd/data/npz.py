@@ -49,3 +49,11 @@ def map_array(path: Path, name: str) -> npt.NDArray[Any] | None:
     if check != info.CRC:
         raise zipfile.BadZipFile(f"bad CRC-32 for {name!r}")
     return np.memmap(path, dtype, "r", begin + head, shape, "F" if fortran else "C") if math.prod(shape) else None
+
+
+def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """All arrays of an .npz that `np.savez` wrote, mapped; those without elements are made anew."""
+    with np.load(path, allow_pickle=False) as archive:
+        names = archive.files
+        mapped = {name: map_array(path, f"{name}.npy") for name in names}
+        return {name: archive[name] if array is None else array for name, array in mapped.items()}

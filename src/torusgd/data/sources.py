@@ -12,6 +12,7 @@ from .arrays import open_arrays, open_digits
 from .folder import open_folder
 from .frames import open_frames
 from .idx import open_idx
+from .listing import Once, make_here
 from .synthetic import open_synthetic
 from .types import ArraySource, FileSource, RegionSource, Source
 
@@ -38,18 +39,18 @@ class First:
 Pair = tuple[Source, Source]
 
 
-def _digits(data: Data, path: Path | None, seed: int) -> Pair:
+def _digits(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     if path is not None:
         raise UserError(f"data.source: digits come with scikit-learn and take no --data, got {path}")
     return open_digits(**options(data))
 
 
-def _synthetic(data: Data, path: Path | None, seed: int) -> Pair:
+def _synthetic(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     height, width = sides(data.resize or data.image_size)
     return open_synthetic(*_amounts(data), (height, width, data.channels), seed, **options(data, "noise"))
 
 
-def _frames(data: Data, path: Path | None, seed: int) -> Pair:
+def _frames(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     if data.resize is not None:
         raise UserError("data.resize: frames are made at data.image_size, [frames, values of a frame]; leave it null")
     return open_frames(*_amounts(data), sides(data.image_size), seed, **options(data, "noise"))
@@ -62,19 +63,19 @@ def _amounts(data: Data) -> tuple[int, int, int]:
     return data.train_images, data.eval_images, data.classes
 
 
-def _idx(data: Data, path: Path | None, seed: int) -> Pair:
+def _idx(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     return open_idx(needed(path, data.source), **options(data, "names"))
 
 
-def _arrays(data: Data, path: Path | None, seed: int) -> Pair:
-    return open_arrays(needed(path, data.source), **options(data, "names"))
+def _arrays(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
+    return open_arrays(needed(path, data.source), once=once, **options(data, "names"))
 
 
-def _folder(data: Data, path: Path | None, seed: int) -> Pair:
-    return open_folder(needed(path, data.source), data.channels, **options(data, "classes"))
+def _folder(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
+    return open_folder(needed(path, data.source), data.channels, once=once, **options(data, "classes"))
 
 
-def _factory(data: Data, path: Path | None, seed: int) -> Pair:
+def _factory(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     factory = import_factory(data.source, key="data.source")
     pair = tuple(factory(path, split=split, **data.options) for split in ("train", "eval"))
     for source in pair:
@@ -86,7 +87,7 @@ def _factory(data: Data, path: Path | None, seed: int) -> Pair:
     return pair[0], pair[1]
 
 
-SOURCES: dict[str, Callable[[Data, Path | None, int], Pair]] = {
+SOURCES: dict[str, Callable[[Data, Path | None, int, Once], Pair]] = {
     "digits": _digits,
     "synthetic": _synthetic,
     "frames": _frames,
@@ -96,13 +97,14 @@ SOURCES: dict[str, Callable[[Data, Path | None, int], Pair]] = {
 }
 
 
-def open_sources(data: Data, path: Path | None, seed: int) -> Pair:
+def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_here) -> Pair:
     """The training and the held-out images that a recipe's `data` names.
 
     Args:
         data: The recipe's section.
         path: The folder or file of `--data`; None where the source needs none.
         seed: The recipe's seed; it makes the images of `synthetic` and `frames` and touches no other source.
+        once: Who lists files and unpacks arrays, of several processes that open the same.
 
     Raises:
         UserError: The path, its layout, an option, the number of images, classes or channels is not what the
@@ -114,7 +116,7 @@ def open_sources(data: Data, path: Path | None, seed: int) -> Pair:
         )
     if path is not None and not path.exists():
         raise UserError(f"--data {path}: there is no such file or folder")
-    train, held_out = SOURCES.get(data.source, _factory)(data, path, seed)
+    train, held_out = SOURCES.get(data.source, _factory)(data, path, seed, once)
     for source, word in ((train, "training"), (held_out, "held-out")):
         _check(source, word, data)
     if train.classes != held_out.classes:

@@ -1,9 +1,9 @@
 """A 64-bit hash of the integers that a virtual worker's gradients become, whatever order they arrive in.
 
-The hash is a sum, modulo 2**64, of every integer times an odd key of its place. So gradients may be added as autograd
-has them, and a change of any one integer always changes the hash; other changes go unseen with a chance of about
-2**-64. This is multilinear hashing (Carter and Wegman, JCSS 1979) with keys that are cheap to make, against faults of
-machines and not against people.
+The hash is a sum, modulo 2**64, of every 64-bit word of the integers times an odd key of its place. So gradients may be
+added as autograd has them, and a change of any one integer always changes the hash; other changes go unseen with a
+chance of about 2**-64. This is multilinear hashing (Carter and Wegman, JCSS 1979) with keys that are cheap to make,
+against faults of machines and not against people.
 """
 
 from functools import cache
@@ -14,16 +14,18 @@ from torch import Tensor
 
 from ..rng import AUDIT, keyed_hash
 
-_CHUNK = 1 << 16
-"""elements at a time, so that keys and products stay in the cache"""
+_WORDS = 1 << 15
+"""words at a time, so that keys and integers stay in the cache"""
 
 
 class IntegerHash:
     """Hashes one virtual worker.
 
     >>> one, other = IntegerHash(torch.device("cpu")), IntegerHash(torch.device("cpu"))
-    >>> one.add(0, torch.tensor([0.25, 0.5]), scale=torch.tensor(4.0))
-    >>> other.add(0, torch.tensor([0.24, 0.51]), scale=torch.tensor(4.0))
+    >>> one.add(0, 0, torch.tensor([1, 2], dtype=torch.int32))
+    >>> one.add(1, 0, torch.tensor([3], dtype=torch.int32))
+    >>> other.add(1, 0, torch.tensor([3], dtype=torch.int32))
+    >>> other.add(0, 0, torch.tensor([1, 2], dtype=torch.int32))
     >>> one.value() == other.value()
     True
     """
@@ -32,36 +34,57 @@ class IntegerHash:
         self._total = torch.zeros((), dtype=torch.int64, device=device)
         self._keys = _odd_keys(device)
 
-    def add(self, slot: int, gradient: Tensor, scale: Tensor) -> None:
-        """Adds a slot's gradient (float32, finite) as the integers round(gradient * scale)."""
-        flat = gradient.reshape(-1)
-        for begin, factor in _chunks(slot, flat.numel()):
-            run = flat[begin : begin + _CHUNK]
-            self._add(torch.mul(run, scale).round_().to(torch.int64), factor)
+    def add(self, slot: int, begin: int, integers: Tensor) -> None:
+        """Adds a run of a slot's integers.
 
-    def add_bits(self, slot: int, values: Tensor) -> None:
-        """Adds the bits of values (float32), for what travels beside the gradients; `slot`: a number of its own."""
-        flat = values.detach().reshape(-1).contiguous().view(torch.int32)
-        for begin, factor in _chunks(slot, flat.numel()):
-            self._add(flat[begin : begin + _CHUNK].to(torch.int64), factor)
+        Args:
+            slot: Its number among all slots, or another number of its own for what travels beside the gradients.
+            begin: The place of the first of them in the slot, the same whoever hashes the slot.
+            integers: int32 or int64 [n], contiguous, or float32, of which the bits count.
+        """
+        most = _WORDS * 8 // integers.element_size()
+        for run, factor in zip(integers.split(most), _factors(slot, begin, integers.numel(), most), strict=True):
+            self._total += keyed_sum(run, self._keys) * factor
 
     def value(self) -> int:
         """The hash, between -2**63 and 2**63 - 1; waits for the device."""
         return int(self._total)
 
-    def _add(self, integers: Tensor, factor: int) -> None:
-        self._total += integers.mul_(self._keys[: len(integers)]).sum() * factor
+
+def keyed_sum(values: Tensor, keys: Tensor) -> Tensor:
+    """The sum modulo 2**64 of the 64-bit words of `values`, each times its key: int64 [].
+
+    Args:
+        values: 1-D, contiguous, of 4 or 8 bytes an element; of an odd number of 4 bytes the last is a word of its own.
+        keys: int64, at least as many as words. Where they are odd, a change of one word always changes the sum.
+    """
+    if values.element_size() == 8:
+        return _product(values.view(torch.int64), keys)
+    pairs = values[: values.numel() // 2 * 2]
+    if pairs.storage_offset() % 2:
+        pairs = pairs.clone()  # torch views as wider words only what begins at one
+    words = pairs.view(torch.int64)
+    total = _product(words, keys)
+    if values.numel() % 2:
+        total = total + values[-1].view(torch.int32) * keys[len(words)]
+    return total
+
+
+def _product(words: Tensor, keys: Tensor) -> Tensor:
+    keys = keys[: len(words)]
+    # One pass without a product in memory; on GPUs torch has none for integers.
+    return torch.dot(words, keys) if words.device.type == "cpu" else (words * keys).sum()
 
 
 @cache
 def _odd_keys(device: torch.device) -> Tensor:
-    """The keys of the places in a chunk: int64 [_CHUNK], odd, so that a product is zero only if the integer is."""
-    words = keyed_hash(AUDIT, 0, np.arange(_CHUNK)) | np.uint64(1)
+    """The keys of the places in a run: int64 [_WORDS], odd, so that a product is zero only if the word is."""
+    words = keyed_hash(AUDIT, 0, np.arange(_WORDS)) | np.uint64(1)
     return torch.from_numpy(words.view(np.int64)).to(device)
 
 
-def _chunks(slot: int, numel: int) -> list[tuple[int, int]]:
-    """Where the chunks of a slot begin, and an odd factor for each."""
-    begins = np.arange(0, numel, _CHUNK)
-    factors = (keyed_hash(AUDIT, 1, slot, begins) | np.uint64(1)).view(np.int64)
-    return list(zip(begins.tolist(), factors.tolist(), strict=True))
+@cache
+def _factors(slot: int, begin: int, numel: int, most: int) -> list[int]:
+    """An odd factor for each run of a slot that has `most` elements or is the last."""
+    places = np.arange(begin, begin + max(numel, 1), most)
+    return (keyed_hash(AUDIT, 1, slot, places) | np.uint64(1)).view(np.int64).tolist()

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..comm.buckets import Bucket, Span
 from ..comm.exact_sum import gradient_integers
+from .integer_hash import IntegerHash
 
 HEADROOM = 8.0
 """growth of a gradient's maximum, from one step to the next, that the scale leaves room for"""
@@ -33,7 +34,7 @@ LIMITS = {torch.int32: 2**31 - 1, torch.int64: 2**62}
 _COUNT_BITS = 16
 """of the lower value of a count, which may be beyond int32: 8,191 addends of it are not"""
 _CHUNK = 1 << 17
-"""elements rounded at a time, so that the passes over a large tensor stay in the cache"""
+"""elements rounded at a time, so that the passes over a large tensor stay in the cache; a hash may begin at each"""
 
 
 @dataclass(frozen=True)
@@ -185,26 +186,34 @@ class IntegerGradientSum:
         for bucket, message in zip(self.buckets, self._messages, strict=True):
             message[bucket.length :].zero_()
 
-    def add(self, bucket: int, slot: int, gradient: Tensor) -> None:
-        """Adds one virtual worker's gradient (float32) to a slot."""
+    def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
+        """Adds one virtual worker's gradient (float32) to a slot; `hash_into` takes its integers too."""
         flat = gradient.reshape(-1)
         torch.aminmax(flat, out=(self._low_items[slot], self._high_items[slot]))
-        total, scale = self._views[slot], self._scale_items[slot]
+        total = self._views[slot]
         is_first, self._filled[slot] = not self._filled[slot], True
-        # No clamp before the cast: a value out of range also lifts the bound, and then the sum is never used.
         for begin in range(0, flat.numel(), self._chunk):
-            run = flat[begin : begin + self._chunk]
-            rounded = torch.mul(run, scale, out=self._rounded[: run.numel()]).round_()
-            if is_first:
-                integers = total[begin : begin + self._chunk].copy_(rounded)
+            run, sums = flat[begin : begin + self._chunk], total[begin : begin + self._chunk]
+            if is_first and hash_into is None:
+                integers = self._round(slot, run, into=sums)
             else:
-                integers = self._integers[: run.numel()].copy_(rounded)
-                total[begin : begin + self._chunk].add_(integers)
+                integers = self._round(slot, run, into=self._integers[: run.numel()])
+                sums.copy_(integers) if is_first else sums.add_(integers)
+            if hash_into is not None:
+                hash_into.add(slot, begin, integers)
             self._lost[bucket] += _count_nonzero(run) - _count_nonzero(integers)
 
-    def scale(self, slot: int) -> Tensor:
-        """The power of two by which a slot's gradients are multiplied before they are rounded: float32 []."""
-        return self._scale_items[slot]
+    def only_hash(self, slot: int, gradient: Tensor, into: IntegerHash) -> None:
+        """Hashes the integers that a gradient (float32) becomes, as `add` does, and adds them to nothing."""
+        flat = gradient.reshape(-1)
+        for begin in range(0, flat.numel(), self._chunk):
+            run = flat[begin : begin + self._chunk]
+            into.add(slot, begin, self._round(slot, run, into=self._integers[: run.numel()]))
+
+    def _round(self, slot: int, run: Tensor, into: Tensor) -> Tensor:
+        """At most `_chunk` elements of a slot as integers."""
+        # No clamp before the cast: a value out of range also lifts the bound, and then the sum is never used.
+        return into.copy_(torch.mul(run, self._scale_items[slot], out=self._rounded[: run.numel()]).round_())
 
     def end_worker(self, bucket: int) -> None:
         """Adds the bounds and the counts of one virtual worker to the bucket's trailer."""

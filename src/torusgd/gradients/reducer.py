@@ -213,13 +213,16 @@ class Reducer:
             # A maximum over ranks treats nan otherwise than one within a rank; the step itself finds nan and inf.
             torch.maximum(most, gradient.abs().max().nan_to_num(0.0, 0.0, 0.0), out=most)
             return
-        if self._hash is not None:
+        bucket, now = self.layout.bucket_of[slot], time.perf_counter()
+        if self._hash is None:
+            self.sum.add(bucket, slot, gradient)
+        else:
             assert isinstance(self.sum, IntegerGradientSum), "only integers are hashed"
-            self._hash.add(self.layout.places[slot], gradient, self.sum.scale(slot))
-        if self._is_hashing_only:
-            return
-        bucket, self.ready[slot] = self.layout.bucket_of[slot], time.perf_counter()
-        self.sum.add(bucket, slot, gradient)
+            if self._is_hashing_only:
+                self.sum.only_hash(slot, gradient, self._hash)
+                return
+            self.sum.add(bucket, slot, gradient, self._hash)
+        self.ready[slot] = now
         self._missing[bucket] -= 1
         # The ranks of a group compute a layer in column blocks for all their virtual workers, one after the other.
         b = self.layout.buckets[bucket]

@@ -63,9 +63,10 @@ class RuntimeOptions(Section):
     not exact or layers are in column blocks"""
     mixed: bool = False
     """ranks may differ in processor, libraries and other conditions; the weights can't be had again bit for bit"""
-    drift_every: Annotated[int, Field(ge=0)] = 20
+    drift_every: Annotated[int, Field(ge=0)] | None = None
     """steps from one comparison of the ranks' weights to the next, each of which names a rank whose weights have
-    drifted; before a checkpoint they are compared too; 0: never"""
+    drifted; before a checkpoint they are compared too; 0: never; null: as often as costs less than a thousandth of a
+    step, by the images that a rank computes in one"""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """seconds without a heartbeat after which a rank counts as frozen or lost"""
     start_timeout: Annotated[float, Field(gt=0)] = 120.0

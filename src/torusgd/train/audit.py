@@ -8,10 +8,15 @@ compute wrongly in silence is told by Hochschild et al., "Cores that don't count
 Which ones: a *turn* is the n-th virtual worker of every rank. A keyed draw takes a share of a step's turns, and the
 virtual workers of such a turn are computed again by the ranks that are a keyed distance further. So all ranks audit at
 the same time, none waits for another, and each audits and is audited as often as any other.
+
+What travels in a good step is one number, whatever the number of ranks: each rank adds the hashes of its own virtual
+workers, each times an odd key, and takes away those of the ones that it computed again. All in all they cancel out,
+modulo 2**64. One hash that differs never does, and several do with a chance of 2**-64. Only then all hashes are sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -22,14 +27,14 @@ from ..errors import CorruptionError, RunError, UserError
 from ..gradients.integer_hash import IntegerHash
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..rng import AUDIT, keyed_integer, keyed_uniform
+from ..rng import AUDIT, keyed_hash, keyed_integer, keyed_uniform
 from .drift import named_with_host
 from .membership import Membership
 
 Again = Callable[[int], IntegerHash]
 """Computes a virtual worker of this step again: images, forward and backward; OSError or RunError without images."""
 
-_SHIFT, _TURN = range(2)
+_SHIFT, _TURN, _KEY = range(3)
 
 
 @dataclass(frozen=True)
@@ -55,51 +60,58 @@ class Audit:
 
     def __init__(self, share: float, seed: int, world: Group, allreduce: AllReduce) -> None:
         self._share, self._seed, self._world, self._allreduce = share, seed, world, allreduce
-        self._hashes: dict[int, IntegerHash] = {}
+        self._step = -1
+        self._own: dict[int, IntegerHash] = {}
+        """of this rank's virtual workers that are audited in this step"""
+        self._again: dict[int, int] = {}
+        """of those that this rank has computed again"""
         self._sent = torch.zeros(0, dtype=torch.int64)
-        """of each check the hash by its owner, by its auditor, and whether this one could not read the images"""
+        """the keyed sum of the hashes, how many were compared, and how many could not be for want of images"""
         self._work: Work | None = None
+        self._membership: Membership | None = None
+        self._most = 0
+        """virtual workers of the rank that has most of them in `_membership`"""
 
-    def checks(self, step: int, membership: Membership) -> list[Check]:
-        """The virtual workers of a step that are computed twice, the same on every rank."""
+    def others(self, step: int, membership: Membership) -> list[int]:
+        """The virtual workers that this rank computes again in a step, after its own."""
         if not self._share:
             return []
-        size, shares = len(membership.ranks), membership.shares
-        turns = np.arange(max(map(len, shares)))
-        taken = turns[keyed_uniform(AUDIT, self._seed, step, _TURN, turns) < self._share]
-        shift = 1 + int(keyed_integer(size - 1, AUDIT, self._seed, step, _SHIFT))
-        return [
-            Check(workers[turn], owner, (owner + shift) % size)
-            for turn in taken.tolist()
-            for owner, workers in enumerate(shares)
-            if turn < len(workers)
-        ]
+        turns, distance = self._turns(step, membership)
+        owner = (membership.me - distance) % len(membership.ranks)
+        return _at(turns, membership.shares[owner])
 
     def hash_of(self, step: int, worker: int, membership: Membership) -> IntegerHash | None:
         """What takes the integers of one of this rank's own virtual workers; None: it is not audited in this step."""
-        if all(check.worker != worker for check in self.checks(step, membership)):
+        if step != self._step:  # the last one may have ended without a comparison
+            self._step, self._own = step, {}
+        if not self._share or worker not in _at(self._turns(step, membership)[0], membership.mine):
             return None
-        self._hashes[worker] = IntegerHash(self._world.device)
-        return self._hashes[worker]
+        self._own[worker] = IntegerHash(self._world.device)
+        return self._own[worker]
 
-    def start(self, step: int, membership: Membership, again: Again) -> None:
-        """Computes this rank's part of the checks again, and sends the hashes; every rank calls it.
+    def start(self, step: int, membership: Membership, again: Again | None) -> None:
+        """Computes this rank's part of the step's audit, and sends what it found; every rank calls it.
 
         It belongs behind the last backward pass of a rank's own virtual workers, whose gradients then travel meanwhile.
+
+        Args:
+            step: The step's number.
+            membership: Of the step.
+            again: See `Again`; None: this rank was asked to stop, so that no rank will use what the step finds.
         """
         if self._work is not None:  # of an attempt at a step whose sums were not accepted
             self._work.wait()
             self._work = None
-        checks = self.checks(step, membership)
-        if not checks:
+        if not self._share or not self._turns(step, membership)[0]:
             return
-        hashes = torch.zeros(3, len(checks), dtype=torch.int64)
-        for number, check in enumerate(checks):
-            if check.owner == self._world.rank:
-                hashes[0, number] = self._hashes.pop(check.worker).value()
-            if check.auditor == self._world.rank:
-                hashes[1, number], hashes[2, number] = _value(again, check.worker)
-        self._sent = hashes.to(self._world.device).reshape(-1)
+        unread, self._again = 0, {}
+        if again is not None:
+            for worker in self.others(step, membership):
+                self._again[worker], failed = _value(again, worker)
+                unread += failed
+        own = {worker: found.value() for worker, found in self._own.items()}
+        balance = _keyed_sum(self._seed, step, own) - _keyed_sum(self._seed, step, self._again)
+        self._sent = torch.tensor([_signed(balance), len(own), unread], device=self._world.device)
         self._work = self._allreduce.start(self._sent)
 
     def compare(self, step: int, membership: Membership, again: Again) -> int:
@@ -116,14 +128,38 @@ class Audit:
             return 0
         self._work.wait()
         self._work = None
-        checks = self.checks(step, membership)
-        first, second, unread = self._sent.cpu().view(3, len(checks))
-        if unread.any():
-            raise RunError(f"step {step}: {int(unread.sum())} audited virtual workers' images can't be read again")
-        wrong = (first != second).nonzero().flatten().tolist()
-        if wrong:
-            self._settle(step, checks[wrong[0]], int(first[wrong[0]]), int(second[wrong[0]]), again)
-        return len(checks)
+        balance, compared, unread = self._sent.tolist()
+        if unread:
+            raise RunError(f"step {step}: {unread} audited virtual workers' images can't be read again")
+        if balance:
+            self._settle(step, *self._first_difference(step, membership), again)
+        return compared
+
+    def _turns(self, step: int, membership: Membership) -> tuple[list[int], int]:
+        """The turns of a step that are audited, and how far from its owner a virtual worker is computed again."""
+        if membership is not self._membership:
+            self._membership, self._most = membership, max(map(len, membership.shares))
+        return _draw(self._share, self._seed, step, self._most, len(membership.ranks))
+
+    def _first_difference(self, step: int, membership: Membership) -> tuple[Check, int, int]:
+        """The first virtual worker of which two ranks found different hashes, and these; all hashes are sent for it."""
+        turns, distance = self._turns(step, membership)
+        checks = [
+            Check(worker, owner, (owner + distance) % self._world.size)
+            for owner, workers in enumerate(membership.shares)
+            for worker in _at(turns, workers)
+        ]
+        hashes = torch.zeros(2, len(checks), dtype=torch.int64)
+        for number, check in enumerate(checks):
+            if check.owner == self._world.rank:
+                hashes[0, number] = self._own[check.worker].value()
+            if check.auditor == self._world.rank:
+                hashes[1, number] = self._again[check.worker]
+        sent = hashes.to(self._world.device).reshape(-1)
+        self._allreduce.start(sent).wait()
+        first, second = sent.cpu().view(2, -1)
+        number = int((first != second).nonzero()[0])
+        return checks[number], int(first[number]), int(second[number])
 
     def _settle(self, step: int, check: Check, first: int, second: int, again: Again) -> None:
         """Asks a third rank, and raises what it finds."""
@@ -182,3 +218,27 @@ def _value(again: Again, worker: int) -> tuple[int, int]:
         return again(worker).value(), 0
     except (OSError, RunError):  # of this rank alone: the others must learn of it before any of them ends
         return 0, 1
+
+
+@lru_cache(maxsize=64)
+def _draw(share: float, seed: int, step: int, most: int, ranks: int) -> tuple[list[int], int]:
+    """See `Audit._turns`; asked several times a step, and by the loader for the steps that follow."""
+    turns = np.arange(most)
+    distance = 1 + int(keyed_integer(ranks - 1, AUDIT, seed, step, _SHIFT))
+    return turns[keyed_uniform(AUDIT, seed, step, _TURN, turns) < share].tolist(), distance
+
+
+def _at(turns: Sequence[int], workers: Sequence[int]) -> list[int]:
+    """Of a rank's virtual workers those in these turns."""
+    return [workers[turn] for turn in turns if turn < len(workers)]
+
+
+def _keyed_sum(seed: int, step: int, hashes: Mapping[int, int]) -> int:
+    """The sum of hashes by virtual worker, each times an odd key of the virtual worker and the step."""
+    keys = keyed_hash(AUDIT, seed, step, _KEY, np.array([*hashes], dtype=np.int64)) | np.uint64(1)
+    return sum(key * value for key, value in zip(keys.tolist(), hashes.values(), strict=True))
+
+
+def _signed(number: int) -> int:
+    """A whole number modulo 2**64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -20,6 +20,7 @@ from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
 from ..comm.reduce_scatter import ShardCollectives
 from ..data.identity import data_sha256
+from ..data.listing import Once, make_here
 from ..data.loader import Loader
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline
@@ -45,7 +46,7 @@ from .batchnorm import BatchNormStatistics
 from .compare_plan import PlanComparison
 from .conditions import Conditions, conditions
 from .control_vector import ControlMessage
-from .drift import DriftWatch
+from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .initial_weights import read_initial
@@ -111,11 +112,11 @@ class Trainer:
         self._close()
 
 
-def open_data(job: Job, device: torch.device, liveness: Liveness) -> Data:
-    """Opens the images of a job, which may take a while; UserError where they can't be used."""
+def open_data(job: Job, device: torch.device, liveness: Liveness, once: Once = make_here) -> Data:
+    """Opens the images of a job, which may take a while; UserError where they can't be used. `once`: who lists them."""
     recipe = job.recipe
-    liveness.outside("the list of images", str(job.data or recipe.data.source))
-    train, held_out = open_sources(recipe.data, job.data, recipe.seed)
+    liveness.outside("the list of images", images_at(job))
+    train, held_out = open_sources(recipe.data, job.data, recipe.seed, once)
     training = Pipeline(train, recipe.data, recipe.seed)
     threads = loader_threads(device)
     order = StreamOrder(len(train), recipe.seed, recipe.data.augment.repeats)
@@ -157,16 +158,7 @@ def build(
 
     model = model_of(recipe, len(train.classes)).to(device)
     own_copy = copy.deepcopy(model) if recipe.synchrony.form != "synchronous" else None
-    if fingerprint is None:
-        fingerprint = Fingerprint(
-            recipe_sha256=recipe.sha256(),
-            train_images=len(train),
-            data_sha256=data_sha256(train, data.held_out.source),
-            init_sha256=init_sha256(job),
-            drawn_sha256=weights_sha256(model.state_dict()),
-            conditions=conditions(recipe, device),
-            replayed_sha256=replayed_sha256(job),
-        )
+    fingerprint = fingerprint or _fingerprint(job, data, model, device)
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
     if device.type == "cuda" and recipe.reduction == "exact":
@@ -241,11 +233,14 @@ def build(
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         follows_speed=follows_speed(options, recipe),
         drift=DriftWatch(
-            slots, [batch_norm.running, *([average.values] if average else [])], world, options.drift_every
+            slots,
+            [batch_norm.running, *([average.values] if average else [])],
+            world,
+            _drift_every(options, recipe, world),
         ),
         clock=StepClock(data.loader, monitor),
         world=world,
-        images_at=str(job.data or recipe.data.source),
+        images_at=images_at(job),
         liveness=liveness,
         stop_requested=stop_requested,
         pass_thread=pass_thread(recipe, own_copy, model, reducer.names, precision, world, job.delays)
@@ -274,10 +269,35 @@ def build(
     )
 
 
+def _fingerprint(job: Job, data: Data, model: nn.Module, device: torch.device) -> Fingerprint:
+    recipe, train = job.recipe, data.training.source
+    return Fingerprint(
+        recipe_sha256=recipe.sha256(),
+        train_images=len(train),
+        data_sha256=data_sha256(train, data.held_out.source),
+        init_sha256=init_sha256(job),
+        drawn_sha256=weights_sha256(model.state_dict()),
+        conditions=conditions(recipe, device),
+        replayed_sha256=replayed_sha256(job),
+    )
+
+
+def _drift_every(options: RuntimeOptions, recipe: Recipe, world: Group) -> int:
+    if options.drift_every is not None:
+        return options.drift_every
+    fewest = min(stage.images_per_worker for stage in recipe.stages)
+    return steps_between(recipe.virtual_workers * fewest // world.size)
+
+
 def is_live(job: Job) -> bool:
     """Whether clocks decide what its steps leave out."""
     form = job.recipe.synchrony
     return form.leaves_out and form.delays is None and job.replay is None
+
+
+def images_at(job: Job) -> str:
+    """Where the training images are, for people."""
+    return str(job.data or job.recipe.data.source)
 
 
 def init_sha256(job: Job) -> str:

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import DiskError, RunError, UserError, is_transient
-from ..untrusted import parse_json
+from ..untrusted import check_regular, parse_json
 from ..weights import Tensors, json_text, save_weights, write_text
 
 FORMAT = 4
@@ -91,8 +91,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         OSError: A file can't be read, as it comes: that says nothing about what it holds.
     """
     try:
+        for name in (MANIFEST, *FILES):
+            check_regular(folder / name)
         files = {name: (folder / name).read_bytes() for name in (MANIFEST, *FILES)}
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise _not_whole(folder, error) from None
     try:
         sums = parse_json(files[MANIFEST].decode())

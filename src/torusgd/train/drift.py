@@ -5,9 +5,8 @@ memory, or a processor that computes wrongly, ends that in silence: from then on
 weights. So every few steps each rank makes a 64-bit fingerprint of what it holds, which travels in the step's first
 message, and before each checkpoint they are compared once more, so that none is written from weights that differ.
 
-A fingerprint is a sum modulo 2**64 over the bits of all elements, each times an odd random factor of its place (ours;
-multilinear hashing goes back to Carter and Wegman, 1979). No order of the additions changes it, and a single flipped
-bit always does.
+A fingerprint is a sum modulo 2**64 over the 64-bit words of all tensors, each times an odd random factor of its place
+(`gradients.integer_hash.keyed_sum`). No order of the additions changes it, and a single flipped bit always does.
 
 What it can't see: in a sharded update the gather overwrites a rank's copy of the others' shards after every step, so a
 flip there is found in steps that are compared only, and one in a rank's own shard reaches all ranks alike.
@@ -25,9 +24,13 @@ from ..comm.base import AllReduce, CommError
 from ..comm.buckets import Slot
 from ..comm.groups import Group
 from ..errors import CorruptionError
+from ..gradients.integer_hash import keyed_sum
 from ..rng import DRIFT, keyed_hash
 
 _MOST_NAMED = 8
+_IMAGES = 15_000
+"""after so many a comparison costs a thousandth of them, an update counting as _OF_UPDATE of them"""
+_OF_UPDATE = 100
 
 
 class DriftWatch:
@@ -54,9 +57,9 @@ class DriftWatch:
             held += [slot.tensor] if slot.held and slot.tensor.numel() else []
         longest = max((t.numel() for held in self._held.values() for t in held), default=1)
         # On a CPU as many as stay in the cache.
-        self._run = min(longest, 1 << 15 if world.device.type == "cpu" else 1 << 20)
+        self._run = min(longest, 1 << 16 if world.device.type == "cpu" else 1 << 21)
         many = max(sum(-(-t.numel() // self._run) for t in held) for held in self._held.values())
-        self._keys = _odd(self._run, 0).to(world.device)
+        self._keys = _odd(-(-self._run // 2), 0).to(world.device)
         self._run_keys = _odd(many, 1).to(world.device)
 
     def is_due(self, step: int) -> bool:
@@ -118,7 +121,7 @@ class DriftWatch:
         sums = []
         for tensor in tensors:
             for run in tensor.detach().reshape(-1).split(self._run):
-                sums.append((run.view(torch.int32) * self._keys[: len(run)]).sum())
+                sums.append(keyed_sum(run, self._keys))
         if not sums:
             return torch.zeros((), dtype=torch.int64, device=self._world.device)
         return (torch.stack(sums) * self._run_keys[: len(sums)]).sum()
@@ -147,6 +150,22 @@ def named_with_host(world: Group, place: int) -> str:
         return f"{name} on {world.broadcast_text(socket.gethostname(), place)}"
     except CommError:
         return name
+
+
+def steps_between(images: int) -> int:
+    """Steps from one comparison to the next that cost less than a thousandth of a step's time, by measurement.
+
+    A comparison reads each weight once. A step does at least ten times as much with it when it rounds, sums and
+    updates, and each image multiplies by it three times or more. So neither the network's size nor the machine's speed
+    matters, and no clock is asked: all ranks find the same (ours; docs/benchmarks.md has what it costs).
+
+    Args:
+        images: That a rank computes in a step.
+
+    >>> [steps_between(images) for images in (1, 32, 1000, 20_000)]
+    [149, 114, 14, 1]
+    """
+    return -(-_IMAGES // (_OF_UPDATE + images))
 
 
 def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:

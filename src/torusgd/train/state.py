@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from ..comm.groups import Group
@@ -19,6 +20,7 @@ from .journal import JournalHead
 from .step_stats import StepStats, StepTotals
 
 _MODEL = "model/"
+_Steps = Annotated[int, Field(ge=0)]
 
 
 @dataclass
@@ -26,14 +28,14 @@ class RunState:
     """How far a run has come; all of it plain JSON."""
 
     fingerprint: Fingerprint
-    resumed_from: int = 0
+    resumed_from: _Steps = 0
     """the step of the checkpoint that this process began from; 0: none"""
-    step: int = 0
+    step: _Steps = 0
     """steps done"""
     seconds: float = 0.0
     """training time: steps, evaluations and waits for checkpoints, over all attempts"""
     totals: StepTotals = field(default_factory=StepTotals)
-    evaluated: int = 0
+    evaluated: _Steps = 0
     """step of the last evaluation"""
     seconds_to_target: float | None = None
     other_conditions: list[Conditions] = field(default_factory=list)
@@ -76,16 +78,13 @@ class RunState:
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> "RunState":
-        """From what `as_dict` gave."""
-        values = {name: tree[name] for name in cls.__dataclass_fields__ if name != "journal"}
-        head = tree.get("journal")  # checkpoints of before there were journals lack it
-        nested = {
-            "fingerprint": Fingerprint.from_dict(tree["fingerprint"]),
-            "totals": StepTotals(**tree["totals"]),
-            "initial": None if tree["initial"] is None else Fit(**tree["initial"]),
-            "journal": None if head is None else JournalHead(**head),
-        }
-        return cls(**{**values, **nested})
+        """From what `as_dict` gave; ValueError, of one line, where a value is missing or of another type."""
+        known = {name: tree.get(name) for name in cls.__dataclass_fields__}
+        try:
+            return TypeAdapter(cls).validate_json(json.dumps(known), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
@@ -106,8 +105,8 @@ def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
         )
     try:
         state = RunState.from_dict(tree)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{whose} is damaged ({type(error).__name__}: {error}); remove it, or give --fresh") from None
+    except ValueError as error:
+        raise UserError(f"{whose} is damaged ({error}); remove it, or give --fresh") from None
     fingerprint.check_same_run(state.fingerprint, whose)
     if state.fingerprint.conditions != fingerprint.conditions:
         state.other_conditions.append(state.fingerprint.conditions)

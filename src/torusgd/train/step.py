@@ -225,7 +225,8 @@ class TrainStep:
         assert sent is not None, "each rank has a virtual worker"
         self.clock.end_work(self.reducer.clock.mark(), max(1, len(workers)))
         if not self.reducer.is_measuring:
-            self.audit.start(step.index, membership, partial(self._again, step, membership))
+            again = partial(self._again, step, membership) if not self.control.counts.stop else None
+            self.audit.start(step.index, membership, again)
         self.clock.passes_done()
         sent.wait()
         return self.control.read()
@@ -285,8 +286,8 @@ class TrainStep:
     def _hash_beside(self, found: IntegerHash | None, loss: Tensor) -> None:
         """Adds to a virtual worker's hash what travels beside its gradients."""
         if found is not None:
-            found.add_bits(_LOSS, loss)
-            found.add_bits(_STATISTICS, self.batch_norm.batch)
+            found.add(_LOSS, 0, loss.detach().reshape(1))
+            found.add(_STATISTICS, 0, self.batch_norm.batch)
 
     def _read(self, step: Step, worker: int, membership: Membership) -> Batch | None:
         """The images of a virtual worker; None, or blank ones, where they can't be read, as all ranks learn."""
@@ -317,8 +318,7 @@ class TrainStep:
 
     def _reads(self, index: int, membership: Membership) -> list[Share]:
         """What this rank reads for a step: its own virtual workers, then those that it audits."""
-        checks = self.audit.checks(index, membership)
-        workers = [*membership.mine, *(check.worker for check in checks if check.auditor == membership.me)]
+        workers = [*membership.mine, *self.audit.others(index, membership)]
         return [_share(self.schedule[index], worker) for worker in workers]
 
     def _check_passes(self, step: Step, control: ControlVector, entry: JournalEntry | Open) -> None:

@@ -24,8 +24,9 @@ from ..comm.liveness import Liveness
 from ..errors import UserError
 from ..recipe.runtime_options import RuntimeOptions
 from ..weights import Tensors
-from .build import Data, Job, open_data
+from .build import Data, Job, images_at, open_data
 from .fingerprint import Fingerprint
+from .host_share import HostShare
 from .state import RunState, share_tensors
 
 _LARGE = ("model/", "optimizer/")
@@ -68,7 +69,9 @@ class Agreed:
 
 def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Kept:
     """What a rank has before its first step: the images, which it opens. `began`: see `Kept`."""
-    return Kept(open_data(job, world.device, liveness), tuple(began), None, -1, None, 0.0, {}, None)
+    wanted = f"{job.data and job.data.resolve()} {job.recipe.data.model_dump_json()}"
+    once = HostShare(world, liveness, "the list of images", images_at(job), wanted)
+    return Kept(open_data(job, world.device, liveness, once), tuple(began), None, -1, None, 0.0, {}, None)
 
 
 def fewest_ranks(job: Job, ranks: int) -> int:

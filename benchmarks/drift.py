@@ -1,0 +1,109 @@
+"""What the comparison of the ranks' weights costs by default: its share of the processor time of a step.
+
+    python benchmarks/drift.py --rounds 5
+
+Two ranks of this machine train networks from tiny to large, dense and convolutional, with few and with many images a
+rank. Each round takes some steps without a comparison, then makes the fingerprints of the weights alone, so that a
+thousandth of a step needn't be found in the noise of steps. Printed are both, the steps between two comparisons, and
+the cost: the fingerprints' time over that of all these steps.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from torusgd.comm.groups import Group
+from torusgd.comm.liveness import NoLiveness
+from torusgd.launch.processes import meet, serve_store
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import resolve_auto
+from torusgd.train.build import Job, build, open_data
+from torusgd.train.drift import steps_between
+from torusgd.train.journal import synchronous
+
+RANKS = 2
+FINGERPRINTS = 20
+CASES = (("digits-net", 8, 1, 1), ("digits-net", 8, 1, 64), ("fashion-net", 28, 1, 1), ("fashion-net", 28, 1, 64),
+         ("alexnet-bn", 227, 3, 1), ("resnet50", 64, 3, 2), ("resnet50", 224, 3, 8))  # fmt: skip
+"""network, pixels a side, channels, images a virtual worker, of which each rank has one"""
+
+
+def be_rank(rank: int, port: int, rounds: int, steps: int) -> None:
+    """Runs all cases; rank 0 prints."""
+    from torch.distributed import TCPStore
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    world = meet(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)
+    for case in CASES:
+        run_case(world, *case, rounds, steps)
+
+
+def run_case(world: Group, name: str, pixels: int, channels: int, images: int, rounds: int, steps: int) -> None:
+    """Measures and prints one case."""
+    many = ", ".join(["0.5"] * channels)
+    overrides = [
+        f"data={{source: synthetic, train_images: 256, eval_images: 16, image_size: {pixels}, channels: {channels}, "
+        f"classes: 10, mean: [{many}], std: [{many}]}}",
+        f"model={{name: {name}}}",
+        f"virtual_workers={RANKS}",
+        f"stages=[{{until: 1000st, images_per_worker: {images}}}]",
+        "rate={lr: 0.001}",
+        "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
+        "precision=float32",
+        "polish=null",
+    ]
+    recipe = resolve_auto(load_recipe("digits", overrides).recipe, "cpu")
+    job = Job(recipe, RuntimeOptions(), "cpu", Path())
+    trainer = build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
+    every = steps_between(images)
+    step_seconds, fingerprint_seconds = [], []
+    for turn in range(rounds + 1):
+        begin = time.process_time()
+        for index in range(1 + turn * steps, 1 + (turn + 1) * steps):
+            if index % every:
+                trainer.step.run(trainer.membership, synchronous(index, RANKS))
+        taken = sum(index % every > 0 for index in range(1 + turn * steps, 1 + (turn + 1) * steps))
+        middle = time.process_time()
+        for _ in range(FINGERPRINTS):
+            trainer.step.drift.message(0)
+        if turn:  # the first warms up, and measures the scales
+            step_seconds.append((middle - begin) / taken)
+            fingerprint_seconds.append((time.process_time() - middle) / FINGERPRINTS)
+    costs = torch.tensor([b / (every * a) for a, b in zip(step_seconds, fingerprint_seconds, strict=True)])
+    if world.rank == 0:
+        parameters = sum(p.numel() for p in trainer.step.model.parameters())
+        step, fingerprint = (1e3 * statistics.median(seconds) for seconds in (step_seconds, fingerprint_seconds))
+        print(
+            f"{name:12} {parameters:>11,} weights, {images:3} images: step {step:8.2f} ms, fingerprint "
+            f"{fingerprint:7.3f} ms, every {every:3} steps: {costs.median():.3%} "
+            f"({costs.min():.3%} to {costs.max():.3%})",
+            flush=True,
+        )
+    trainer.close()
+
+
+def main() -> None:
+    """Starts the ranks."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of a round")
+    options = parser.parse_args()
+    store = serve_store()
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=be_rank, args=(rank, store.port, options.rounds, options.steps)) for rank in range(RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

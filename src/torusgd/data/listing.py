@@ -1,0 +1,80 @@
+"""What is in a data set, found once a machine: lists of names as arrays, which its processes map instead of copying.
+
+A list of 14 million file names takes 1.3 GB of Python objects, and to make it a walk over a file system that all ranks
+share. So lists are made of plain arrays, and whoever opens a source says who makes them (`Once`): without ranks the
+caller itself, in a run one rank of each machine (`train.host_share`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from .types import Int64, Pixels
+
+_ERRORS = "surrogateescape"
+"""as Python has it for file names that are no UTF-8"""
+Arrays = dict[str, npt.NDArray[Any]]
+Progress = Callable[[int], object]
+"""called now and then while arrays are made, with a number that grows"""
+
+
+class Once(Protocol):
+    """Gives the arrays that `make` makes; of several processes that call it one may make them for all.
+
+    Every process calls it the same number of times. What `make` raises is raised wherever it was called.
+    """
+
+    def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays: ...
+
+
+def make_here(make: Callable[[Progress], Arrays]) -> Arrays:
+    """This process makes the arrays for itself."""
+    return make(lambda done: None)
+
+
+class Names(Sequence[str]):
+    """Names as bytes, one after another with a NUL between two.
+
+    Args:
+        text: uint8 [bytes].
+        ends: int64 [names], where each name ends.
+
+    >>> names = Names(*names_as_arrays([["a.jpg", "b.jpg"], ["c.jpg"]]))
+    >>> names[-1], list(names[:2]), bytes(names.text[:5])
+    ('c.jpg', ['a.jpg', 'b.jpg'], b'a.jpg')
+    """
+
+    def __init__(self, text: Pixels, ends: Int64) -> None:
+        self.text, self._ends = text, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Names": ...
+
+    def __getitem__(self, index: int | slice) -> "str | Names":
+        if isinstance(index, slice):
+            first, stop, step = index.indices(len(self))
+            assert (first, step) == (0, 1), "only the first names are ever taken"
+            return Names(self.text[: self._ends[stop - 1] if stop else 0], self._ends[:stop])
+        place = range(len(self))[index]
+        begin = int(self._ends[place - 1]) + 1 if place else 0
+        return self.text[begin : self._ends[place]].tobytes().decode(errors=_ERRORS)
+
+
+def names_as_arrays(runs: Iterable[Sequence[str]]) -> tuple[Pixels, Int64]:
+    """Runs of names as the arguments of `Names`; a run of names is dropped before the next one is made."""
+    pieces, lengths = [], [np.empty(0, dtype=np.int64)]
+    for run in runs:
+        encoded = [name.encode(errors=_ERRORS) for name in run]
+        lengths.append(np.array([len(name) for name in encoded], dtype=np.int64))
+        pieces += [b"\0".join(encoded)] if encoded else []
+    joined = np.concatenate(lengths)
+    ends = np.cumsum(joined) + np.arange(len(joined))
+    return np.frombuffer(b"\0".join(pieces), dtype=np.uint8), ends

@@ -1,0 +1,74 @@
+"""Arrays that one rank of each machine makes and the others map: lists of files, and what is unpacked in memory.
+
+The rank that makes them writes them into a file without a name, in memory, which the other ranks of the machine open
+by way of the kernel's list of that rank's open files. So they are in memory once, nothing can be left behind, and
+nobody but the user can open them. Where a rank can't (another kernel than Linux, containers that hide processes from
+each other), it makes the arrays itself.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..comm.connection import hosts_of
+from ..comm.groups import Group
+from ..comm.liveness import Liveness
+from ..data.listing import Arrays, Progress
+from ..data.npz import read_arrays
+from ..errors import UserError
+
+
+class HostShare:
+    """A `data.listing.Once` of a run's ranks, each of which calls it.
+
+    Args:
+        world: All ranks.
+        liveness: Learns of progress, and for what this rank waits.
+        what: For which it waits, such as "the list of images".
+        where: It is.
+        key: Says which arrays. Ranks that want others, such as those of another folder, make their own; that they
+            should not is for the comparison of the ranks to find.
+    """
+
+    def __init__(self, world: Group, liveness: Liveness, what: str, where: str, key: str) -> None:
+        self._world, self._liveness, self._what, self._where = world, liveness, what, where
+        self._key = int.from_bytes(hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:7], "big")
+
+    def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
+        """See `Once`."""
+        self._progress(0)
+        rank, keys = self._world.rank, self._world.all_gather(torch.tensor([self._key]))
+        owners = list(zip(hosts_of(self._world), map(int, keys), strict=True))
+        first, arrays, file = owners.index(owners[rank]), None, -1
+        if first == rank:
+            with suppress(OSError, UserError):  # which each rank finds, and tells, itself
+                arrays = make(self._progress)
+                if owners.count(owners[rank]) > 1 and hasattr(os, "memfd_create"):
+                    file = _write(arrays)
+        process, number = self._world.all_gather(torch.tensor([os.getpid(), file]))[first].tolist()
+        if number >= 0:
+            with suppress(OSError):
+                arrays = read_arrays(Path(f"/proc/{process}/fd/{number}"))
+        if arrays is None:
+            arrays = make(self._progress)
+        self._world.barrier()
+        if file >= 0:
+            os.close(file)
+        return arrays
+
+    def _progress(self, done: int) -> None:
+        self._liveness.progress("data", 0, done)
+        self._liveness.outside(self._what, self._where)
+
+
+def _write(arrays: Arrays) -> int:
+    """The number of an open file that holds the arrays; in memory until it is closed and nobody maps it any more."""
+    file = os.memfd_create("torusgd", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(file), "wb") as stream:
+        np.savez(stream, allow_pickle=False, **arrays)
+    return file
