@@ -26,7 +26,7 @@ def written(path: Path, taken: list[list[int]] = TAKEN, workers: int = 6) -> Jou
 def test_a_journal_reads_as_it_was_written_in_a_few_bytes_an_update(tmp_path: Path) -> None:
     head = written(tmp_path / "j")
     read = read_journal(tmp_path / "j", SHA, 6, head.as_summary(len(TAKEN)))
-    assert [sorted(read.entry(step).workers()) for step in range(len(TAKEN))] == TAKEN
+    assert [sorted(read.entry(step).workers) for step in range(len(TAKEN))] == TAKEN
     assert read.entry(0) == synchronous(0, 6)
     assert read.head == head
     assert (tmp_path / "j").read_text().splitlines()[2].startswith("1 1-4 ")
@@ -40,7 +40,7 @@ def test_any_choice_of_virtual_workers_survives(
     path = tmp_path_factory.mktemp("journal") / "j"
     written(path, [sorted(each) for each in taken], workers=41)
     read = read_journal(path, SHA, 41)
-    assert [read.entry(step).workers() for step in range(len(taken))] == taken
+    assert [read.entry(step).workers for step in range(len(taken))] == taken
 
 
 def changed_character(text: str) -> str:
@@ -121,7 +121,7 @@ def test_a_journal_goes_on_from_its_head_and_drops_what_came_after(tmp_path: Pat
     again.open(path)
     again.add(entry_of(1, TAKEN[1]))
     again.close()
-    assert read_journal(path, SHA, 6).entry(1).workers() == set(TAKEN[1])
+    assert read_journal(path, SHA, 6).entry(1).workers == set(TAKEN[1])
     assert again.head == written(tmp_path / "whole", TAKEN[:2])
 
 

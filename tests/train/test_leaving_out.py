@@ -132,7 +132,7 @@ def test_in_virtual_time_a_run_that_goes_on_decides_as_if_it_had_not_stopped() -
     through, again = (closing_of(recipe, None, [range(8)], first) for first in (0, 6))
     entries = [through.next(step) for step in range(8)]
     assert [again.next(6), again.next(7)] == entries[6:]
-    assert len({len(entry.contributions) for entry in entries if isinstance(entry, JournalEntry)}) > 1
+    assert len({len(entry.workers) for entry in entries if isinstance(entry, JournalEntry)}) > 1
 
 
 def test_a_rank_asleep_in_a_pass_holds_up_nobody(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class Closing:
             return self._limit(step)
         # A run that is resumed, or goes on with other ranks, learns again from all the steps before.
         for earlier in range(self._learnt, step):
-            seconds, taken = self._virtual(earlier), sorted(self._in_virtual_time(earlier).workers())
+            seconds, taken = self._virtual(earlier), sorted(self._in_virtual_time(earlier).workers)
             finished = np.full(self._workers, np.nan)
             finished[taken] = seconds[taken]
             self._learn(finished, 0.0)

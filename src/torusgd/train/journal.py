@@ -19,7 +19,7 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,39 +35,26 @@ _LINE = re.compile(r"(?P<step>\d{1,9}) (?P<left_out>-|\d{1,7}(-\d{1,7})?(,\d{1,7
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """One virtual worker's gradient in an update."""
-
-    worker: int
-    """of 0..V-1"""
-    version: int
-    """steps done when the weights were made that its passes used"""
-
-
-@dataclass(frozen=True)
 class JournalEntry:
-    """One update."""
+    """One update; all of its gradients are of the weights that the step began with."""
 
     step: int
-    contributions: tuple[Contribution, ...]
-
-    def workers(self) -> frozenset[int]:
-        """The virtual workers that take part."""
-        return frozenset(contribution.worker for contribution in self.contributions)
+    workers: Collection[int]
+    """the virtual workers that take part, a range or a frozenset: nothing is made for each of them in a step"""
 
 
 def synchronous(step: int, virtual_workers: int) -> JournalEntry:
-    """Every virtual worker once, of the weights of this very step.
+    """Every virtual worker once.
 
-    >>> synchronous(step=7, virtual_workers=2).contributions[1]
-    Contribution(worker=1, version=7)
+    >>> synchronous(step=7, virtual_workers=2)
+    JournalEntry(step=7, workers=range(0, 2))
     """
-    return entry_of(step, range(virtual_workers))
+    return JournalEntry(step, range(virtual_workers))
 
 
 def entry_of(step: int, workers: Iterable[int]) -> JournalEntry:
-    """These virtual workers, of the weights of this very step."""
-    return JournalEntry(step, tuple(Contribution(worker, step) for worker in sorted(workers)))
+    """These virtual workers."""
+    return JournalEntry(step, frozenset(workers))
 
 
 @dataclass(frozen=True)
@@ -137,7 +124,7 @@ class Journal:
 
     def add(self, entry: JournalEntry) -> None:
         """The next update."""
-        left_out = sorted(set(range(self._workers)) - entry.workers())
+        left_out = sorted(set(range(self._workers)).difference(entry.workers))
         body = f"{entry.step} {_text(left_out)}"
         digest = _digest(self.head.sha256, body)
         line = f"{body} {digest[:_CHECK]}\n"

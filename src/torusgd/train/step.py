@@ -175,7 +175,7 @@ class TrainStep:
             skipped=skipped,
             audited=audited,
             entry=entry,
-            left_out=virtual_workers - len(entry.contributions),
+            left_out=virtual_workers - len(entry.workers),
             finished=control.finished,
             underflow=report.underflow,
             loss_scale=loss_scale,
@@ -190,13 +190,11 @@ class TrainStep:
         the same: by the missing contributions all ranks know that the step is abandoned. Where ranks compute a layer
         together none can leave out its part; they stop after the step.
         """
-        assert all(each.version == step.index for each in entry.contributions), "gradients are of the present weights"
         if self.pass_thread is not None:
             self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
         self.control.clear()
         self.control.counts.save = int(self.checkpoint_due(step.index + 1))
-        taking = entry.workers()
-        workers = [worker for worker in membership.mine if worker in taking]
+        workers = [worker for worker in membership.mine if worker in entry.workers]
         sent = None
         self.clock.begin_work(self.reducer.clock.mark())
         for worker in workers or membership.mine[:1]:
@@ -329,9 +327,9 @@ class TrainStep:
             share = f"{control.counts.failed} of {control.counts.ranks} ranks"
             kind = DiskError if self._may_pass else RunError
             raise kind(f"step {step.index}: {share} can't read training images{self._read_error}")
-        if control.counts.contributions < len(entry.contributions) or (control.counts.stop and not entry.contributions):
+        if control.counts.contributions < len(entry.workers) or (control.counts.stop and not entry.workers):
             raise _Abandoned
-        if not entry.contributions:
+        if not entry.workers:
             raise _NobodyInTime
         self.check_replaced(step, control.counts.replaced)
 
