@@ -54,6 +54,7 @@ ONE_NAME_FOR_A_REASON = {
     "bench.py": "comm/ measures, cli/ prints",
     "groups.py": "process groups in comm/, parameter groups in optim/: both are torch's word",
     "local.py": "ranks on this machine in launch/, a plan for it in plan/",
+    "relaxed.py": "what relaxed synchrony adds to a run in train/, a plan of it in plan/",
     "tune.py": "comm/ measures, cli/ prints",
 }
 

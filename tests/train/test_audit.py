@@ -129,30 +129,37 @@ def test_a_flipped_bit_is_found_in_its_step_and_its_rank_named() -> None:
 
 
 class Losing:
-    """Hashes that differ, and then ranks are gone."""
+    """Messages by which hashes differ; then ranks are gone."""
 
     name = "losing"
 
-    def __init__(self) -> None:
-        self.is_sent = False
+    def __init__(self, messages: int) -> None:
+        self.left = messages
 
     def start(self, tensor: Tensor) -> Done:
-        if self.is_sent:
+        if not self.left:
             raise ConnectionLost("rank 2 is gone")
-        self.is_sent = True
-        tensor.view(3, -1).copy_(torch.tensor([[1], [2], [0]]))
+        self.left -= 1
+        tensor.copy_(torch.tensor([1, 3, 0]) if len(tensor) == 3 else torch.tensor([1, 1, 1, 2, 1, 1]))
         return Done()
 
     def close(self) -> None:
         """Nothing."""
 
 
-def test_where_the_third_rank_is_lost_both_in_question_are_named_and_nobody_goes_on() -> None:
+@pytest.mark.parametrize(
+    ("messages", "line"),
+    [
+        (1, "step 0: two ranks found other integers .* before they could be named; take the machine out"),
+        (2, "step 0: rank 0 and rank [12] found other integers .* could say which"),
+    ],
+)
+def test_where_a_rank_is_lost_while_another_is_being_named_nobody_goes_on(messages: int, line: str) -> None:
     membership = even_shares(range(3), me=0, virtual_workers=3)
-    audit = Audit(1.0, seed=0, world=Group(None, range(3), 0, CPU, None, 1.0), allreduce=Losing())
+    audit = Audit(1.0, seed=0, world=Group(None, range(3), 0, CPU, None, 1.0), allreduce=Losing(messages))
     audit.hash_of(0, 0, membership)
     audit.start(0, membership, lambda worker: IntegerHash(CPU))
-    with pytest.raises(CorruptionError, match=r"step 0: rank 0 and rank [12] found other integers .* could say which"):
+    with pytest.raises(CorruptionError, match=line):
         audit.compare(0, membership, lambda worker: IntegerHash(CPU))
 
 

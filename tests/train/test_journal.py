@@ -27,7 +27,7 @@ def test_a_journal_reads_as_it_was_written_in_a_few_bytes_an_update(tmp_path: Pa
     head = written(tmp_path / "j")
     read = read_journal(tmp_path / "j", SHA, 6, head.as_summary(len(TAKEN)))
     assert [sorted(read.entry(step).workers) for step in range(len(TAKEN))] == TAKEN
-    assert read.entry(0) == synchronous(0, 6)
+    assert set(read.entry(0).workers) == set(synchronous(0, 6).workers)
     assert read.head == head
     assert (tmp_path / "j").read_text().splitlines()[2].startswith("1 1-4 ")
     assert head.size - (tmp_path / "j").read_text().index("\n") < 16 * len(TAKEN)

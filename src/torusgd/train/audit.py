@@ -34,6 +34,7 @@ from .membership import Membership
 Again = Callable[[int], IntegerHash]
 """Computes a virtual worker of this step again: images, forward and backward; OSError or RunError without images."""
 
+_REMEDY = "; take the machine out and give the same command again: the last checkpoint is good"
 _SHIFT, _TURN, _KEY = range(3)
 
 
@@ -156,7 +157,13 @@ class Audit:
             if check.auditor == self._world.rank:
                 hashes[1, number] = self._again[check.worker]
         sent = hashes.to(self._world.device).reshape(-1)
-        self._allreduce.start(sent).wait()
+        try:
+            self._allreduce.start(sent).wait()
+        except CommError as error:  # the step must not be taken by those who are left: one of them may be the wrong one
+            raise CorruptionError(
+                f"step {step}: two ranks found other integers for the same virtual worker, and ranks were lost before "
+                f"they could be named{_REMEDY}"
+            ) from error
         first, second = sent.cpu().view(2, -1)
         number = int((first != second).nonzero()[0])
         return checks[number], int(first[number]), int(second[number])
@@ -165,13 +172,12 @@ class Audit:
         """Asks a third rank, and raises what it finds."""
         pair, size = [check.owner, check.auditor], self._world.size
         what = f"step {step}: {{}} other integers than {{}} for the same virtual worker ({check.worker})"
-        remedy = "; take the machine out and give the same command again: the last checkpoint is good"
         third = next((place for place in range(size) if place not in pair), None)
         if third is None:
             one, two = map(self._name, pair)
             raise CorruptionError(
                 f"{what.format(f'{one} found', two)}: one of them computes wrongly, and it takes a third rank to say "
-                f"which{remedy}"
+                f"which{_REMEDY}"
             )
         answer = torch.zeros(2, dtype=torch.int64, device=self._world.device)
         if third == self._world.rank:
@@ -182,15 +188,15 @@ class Audit:
             two = " and ".join(f"rank {self._world.ranks[place]}" for place in pair)
             raise CorruptionError(
                 f"step {step}: {two} found other integers for the same virtual worker ({check.worker}), and ranks "
-                f"were lost before a third could say which is right{remedy}"
+                f"were lost before a third could say which is right{_REMEDY}"
             ) from error
         value, unread = answer.tolist()
         alone = [place for place, found in zip(pair, (first, second), strict=True) if found != value or unread]
         names = [self._name(place) for place in [*alone, *(place for place in (*pair, third) if place not in alone)]]
         if len(alone) > 1:
-            raise CorruptionError(f"{what.format(', '.join(names) + ' each found', 'the others')}{remedy}")
+            raise CorruptionError(f"{what.format(', '.join(names) + ' each found', 'the others')}{_REMEDY}")
         raise CorruptionError(
-            f"{what.format(f'{names[0]} computes wrongly: it found', f'{names[1]} and {names[2]}')}{remedy}"
+            f"{what.format(f'{names[0]} computes wrongly: it found', f'{names[1]} and {names[2]}')}{_REMEDY}"
         )
 
     def _name(self, place: int) -> str:
