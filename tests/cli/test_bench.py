@@ -63,6 +63,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_mistake_that_ranks_find_is_one_line_and_exit_code_2() -> None:
     done = run("bench", "allreduce", "--workers", "2", "--algorithms", "torrus")
     assert done.returncode == 2

@@ -72,6 +72,7 @@ def with_a_profile(path: str) -> str:
     return allreduce.explanation
 
 
+@pytest.mark.slow
 def test_auto_uses_a_profile_from_a_file(tmp_path):
     path = tmp_path / "profile.json"
     explained = set(run_ranks(3, with_a_profile, str(path)))

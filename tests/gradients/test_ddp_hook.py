@@ -31,7 +31,7 @@ class Net(nn.Module):
         return self.head(self.used(x) + (self.unused(x) if both else 0))
 
 
-def gradients(hooked: dict | None, ddp: dict, both: bool = True, accumulate: bool = False, steps: int = 3) -> list:
+def gradients(hooked: dict | None, ddp: dict, both: bool = True, accumulate: bool = False, steps: int = 2) -> list:
     """The gradients of each step of a small DDP run; `hooked` holds the hook's arguments, None leaves DDP plain."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Net().to(memory_format=torch.channels_last), bucket_cap_mb=0.001, **ddp)

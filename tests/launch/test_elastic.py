@@ -210,6 +210,7 @@ class Dying:
         return [me, self.calls, int(total)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_while_groups_are_formed_anew_makes_another_generation() -> None:
     lines: list[str] = []
     with Supervisor(4, "cpu", Limits(beat=60, start=60, stuck=60), tell=lines.append) as supervisor:

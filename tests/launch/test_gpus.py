@@ -132,6 +132,7 @@ def join_on_the_same_gpu() -> tuple[int, list[str]]:
     raise AssertionError("the ranks have met")
 
 
+@pytest.mark.slow
 def test_of_ranks_that_somebody_elses_launcher_put_on_one_gpu_one_says_so() -> None:
     ends = run_ranks(2, join_on_the_same_gpu)
     assert [code for code, _ in ends] == [2, 2]

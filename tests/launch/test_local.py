@@ -123,7 +123,6 @@ def test_a_stop_while_ranks_are_being_started(tmp_path: Path, recipe: Path) -> N
     assert_stopped(process, 129, rf"stopped by SIGHUP{LINE}(the checkpoint of step \d|the beginning)")
 
 
-@pytest.mark.usefixtures("frozen")
 def test_a_stop_in_a_step_and_in_an_evaluation_then_the_same_results(
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -186,6 +185,7 @@ def test_kill_9_of_ranks_and_launchers_at_random_moments(
         assert re.search(r"; all ranks start again (in \d+ s )?from the checkpoint of step ", line)
 
 
+@pytest.mark.slow
 def test_kill_9_while_a_checkpoint_is_written_and_in_an_evaluation_on_3_ranks_then_2(
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -238,6 +238,7 @@ def test_a_defect_on_one_rank_is_told_once_and_not_tried_again(tmp_path: Path, r
     assert not (out / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_found_and_a_second_run_is_kept_out(frozen: Frozen, undisturbed: dict[str, Any]) -> None:
     assert frozen.second.end() == 2
     assert f"in use by process {frozen.process.pid} on " in frozen.second.err
@@ -254,6 +255,7 @@ def test_a_frozen_rank_is_found_and_a_second_run_is_kept_out(frozen: Frozen, und
     assert_told_once(frozen.out, STEPS)
 
 
+@pytest.mark.slow
 def test_the_progress_line_on_a_terminal(tmp_path: Path, recipe: Path) -> None:
     out = tmp_path / "out"
     words = [*torusgd_words(out, recipe), "--workers", "2", *pauses(0.002)]

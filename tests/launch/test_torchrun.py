@@ -177,6 +177,7 @@ def test_one_rank_tells_why_all_end(tmp_path: Path, recipe: Path, flags: list[st
     assert told.count("torusgd:") == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_never_meet_end_with_one_line(tmp_path: Path, recipe: Path) -> None:
     impatient = tmp_path / "impatient.yaml"
     impatient.write_text(recipe.read_text().replace("start_timeout: 20", "start_timeout: 2"))

@@ -43,6 +43,7 @@ def records(outputs: list[str]) -> list:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_latency_and_bandwidth_are_at_least_what_was_asked_for():
     with Lab([Host(latency=0.02, rate=50e6), Host(latency=0.02, rate=50e6), Host(latency=0.06, rate=50e6)]) as lab:
         pings, slow, transfer = records(lab.run([str(HERE / "program_links.py")], timeout=60))[0]

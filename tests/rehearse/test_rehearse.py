@@ -181,7 +181,11 @@ def test_without_a_lab_it_says_so(monkeypatch, run_cli):
 @in_the_lab
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "more", [(), pytest.param(("--update", "sharded", "--model-parallel", 2), marks=pytest.mark.slow)]
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("--update", "sharded", "--model-parallel", 2), marks=pytest.mark.slow),
+    ],
 )
 def test_a_short_rehearsal(tmp_path, run_cli, more):
     """CD-DNN on 2 nodes, or 4 in groups of 2: far more to send than to compute, so that waiting can't be missed."""

@@ -14,6 +14,7 @@ pytestmark = needs_lab
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "hybrid.py"
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_formula():
     program = runpy.run_path(str(PROGRAM))
     ranks, images, parts = 4, 48, "1,2,4"

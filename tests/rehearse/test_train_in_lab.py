@@ -41,7 +41,7 @@ def train(recipe: Path, out: Path, *flags: str) -> list[str]:
             "compute",
             marks=pytest.mark.slow,
         ),
-        ([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7)], "network"),
+        pytest.param([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7)], "network", marks=pytest.mark.slow),
     ],
 )
 def test_one_slow_host_is_named_with_its_reason(

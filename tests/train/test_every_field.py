@@ -1,5 +1,7 @@
 """Every field of a recipe is read: a change of each is seen in the plan, the events or the weights."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -156,10 +158,21 @@ def test_the_table_covers_every_field() -> None:
     assert set(CHANGES) == set(leaves(Recipe))
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`seen`, once for runs that are alike: most keys are changed in the same one."""
+
+    @cache
+    def run(*overrides: str) -> Any:
+        return seen(tmp_path_factory.mktemp("run") / "out", *overrides)
+
+    return run
+
+
 @pytest.mark.parametrize("key", sorted(CHANGES))
-def test_a_changed_field_is_seen(key: str, tmp_path: Path) -> None:
+def test_a_changed_field_is_seen(key: str, runs: Callable[..., Any]) -> None:
     before, change = CHANGES[key]
-    assert seen(tmp_path / "a", *before) != seen(tmp_path / "b", *before, change)
+    assert runs(*before) != runs(*before, change)
 
 
 def seen(out: Path, *overrides: str) -> Any:

@@ -55,6 +55,7 @@ def one_line(process: Process) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_space_lets_it_go_on(tmp_path: Path, recipe: Path, small_disk: Path) -> None:
     out = small_disk / "out"
     process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.005))
