@@ -85,7 +85,7 @@ class Case:
     def start(self, *flags: str, pause: float = 0.004) -> Process:
         words = torusgd_words(self.out, self.recipe, "--workers", str(self.workers), *pauses(pause), *flags)
         if BLIND in self.environment:  # before the launcher does anything
-            words[1:3] = ["-c", "import tests.train.faults; from torusgd.cli import main; main()"]
+            words[1:3] = ["-c", "import tests.train.faults; from torusgd.__main__ import main; main()"]
         return Process(self.folder, *words, environment=self.environment)
 
     def ranks_by_hand(self, *flags: str, odd: tuple[str, ...] = ()) -> list[Process]:

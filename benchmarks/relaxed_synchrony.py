@@ -141,7 +141,7 @@ def slow_link(folder: Path) -> None:
 def main() -> None:
     """One of the two, or a command of torusgd inside of a host of the lab."""
     if sys.argv[1:2] == ["inside"]:
-        from torusgd.cli import main as torusgd
+        from torusgd.__main__ import main as torusgd
 
         sys.argv = ["torusgd", *sys.argv[2:]]
         try:

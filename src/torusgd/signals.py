@@ -30,10 +30,18 @@ class Stopped(BaseException):
         self.number = number
 
 
-def raise_on_stop() -> None:
-    """Lets a stop signal raise `Stopped` in the main thread."""
+def raise_on_stop(again: float = 5.0) -> None:
+    """Lets a stop signal raise `Stopped` in the main thread.
+
+    Args:
+        again: Seconds after which the signal is sent once more, if the process has not ended. Some modules catch
+            every exception while they are imported, and the stop with it.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(again, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
         raise Stopped(number)
 
     _take(stop)

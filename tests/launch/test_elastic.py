@@ -31,7 +31,6 @@ from torusgd.train.state import RunState
 from torusgd.train.survival import Kept, agree, fitting
 
 from ..train.processes import (
-    RECIPE,
     STEPS,
     Process,
     assert_told_once,
@@ -39,24 +38,11 @@ from ..train.processes import (
     last_step,
     pauses,
     results,
-    run_alone,
     summary,
     torusgd,
     until,
     wait_for_step,
 )
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
-    path.write_text(RECIPE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results(run_alone(tmp_path_factory.mktemp("undisturbed") / "out", recipe))
 
 
 def kill(*pids: int) -> None:

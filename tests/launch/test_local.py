@@ -27,7 +27,6 @@ from ..train.processes import (
     listening,
     pauses,
     results,
-    run_alone,
     summary,
     torusgd,
     torusgd_words,
@@ -38,19 +37,6 @@ from ..train.processes import (
 RESTARTS = ["--update", "sharded"]
 """a lost rank takes its shards along, so that all ranks start again; `test_elastic` has those that go on"""
 LINE = "; the same command goes on from "
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
-    path.write_text(RECIPE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of a run that nothing happens to: one rank, no launcher, no pauses."""
-    return results(run_alone(tmp_path_factory.mktemp("undisturbed") / "out", recipe))
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +89,14 @@ def with_pauses(folder: Path, recipe: Path) -> Process:
     return torusgd(folder, folder / "out", recipe, "--workers", "2", *pauses(0.01, 0.04))
 
 
+def is_caught(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    with suppress(FileNotFoundError):
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        return caught is not None and int(caught[1], 16) >> (number - 1) & 1 == 1
+    return False
+
+
 def assert_stopped(process: Process, code: int, line: str) -> None:
     assert process.end() == code, process.output
     assert re.fullmatch(f"torusgd: {line}\n", process.err)
@@ -112,10 +106,9 @@ def assert_stopped(process: Process, code: int, line: str) -> None:
 @pytest.mark.slow
 def test_a_stop_while_ranks_are_being_started(tmp_path: Path, recipe: Path) -> None:
     process = with_pauses(tmp_path, recipe)
-    # Python and torch are being loaded; on a fast machine, a step is done.
-    time.sleep(random.Random(0).uniform(0.5, 1.0))
-    os.kill(process.pid, signal.SIGINT)
-    assert_stopped(process, 130, rf"stopped by SIGINT({LINE}(the checkpoint of step \d|the beginning))?")
+    until(lambda: is_caught(process.pid, signal.SIGHUP), "signals are taken", process)
+    os.kill(process.pid, signal.SIGINT)  # the command's modules are being imported
+    assert_stopped(process, 130, "stopped by SIGINT")
 
     process = with_pauses(tmp_path, recipe)
     until(process.ranks, "a rank is starting", process)

@@ -25,7 +25,6 @@ from ..train.processes import (
     last_step,
     pauses,
     results,
-    run_alone,
     summary,
     torusgd_words,
     until,
@@ -38,11 +37,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
     path.write_text(RECIPE.replace("runtime: {", "runtime: {start_timeout: 20, "))
     return path
-
-
-@pytest.fixture(scope="module")
-def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results(run_alone(tmp_path_factory.mktemp("undisturbed") / "out", recipe))
 
 
 def torchrun(folder: Path, out: Path, recipe: Path, *options: str, flags: list[str]) -> Process:

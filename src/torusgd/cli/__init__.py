@@ -6,14 +6,12 @@ rehearse.
 """
 
 import os
-import signal
 import sys
 from typing import Any, NoReturn
 
 import typer
 
 from ..errors import RunError, UserError
-from ..signals import EXIT_BASE, Stopped, raise_on_stop
 from . import bench, control, data, eval, plan, recipes, rehearse, replay, simulate, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
@@ -46,7 +44,6 @@ def main() -> None:
     for name in OTHER_PRECISION:
         if os.environ.pop(name, None) is not None and os.environ.get("RANK", "0") == "0":
             print(f"torusgd: {name} is left aside: the recipe decides the precision", file=sys.stderr)
-    raise_on_stop()
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except _UsageError as error:
@@ -57,8 +54,6 @@ def main() -> None:
         _end(2, str(error))
     except RunError as error:
         _end(1, str(error))
-    except Stopped as stop:
-        _end(EXIT_BASE + stop.number, f"stopped by {signal.Signals(stop.number).name}")
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:

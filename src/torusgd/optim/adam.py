@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ..errors import UserError
 from .lars import Norms
 from .norms import layer_norms
-from .sgd import add_param_group
+from .sgd import add_param_group, value_of
 
 
 class AdamW(Optimizer):
@@ -64,10 +64,7 @@ class AdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns the closure's value, if any."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = value_of(closure)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if params:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..errors import UserError
 from .norms import layer_norms
-from .sgd import add_param_group, momentum_buffer, momentum_step
+from .sgd import add_param_group, momentum_buffer, momentum_step, value_of
 
 Norms = Callable[[Sequence[Tensor]], Tensor]
 
@@ -137,10 +137,7 @@ class Lars(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns the closure's value, if any."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = value_of(closure)
         for group in self.param_groups:
             hyper = {key: group[key] for key in _HYPER}
             with_grad = [(p, s) for p, s in zip(group["params"], group["scaled"], strict=True) if p.grad is not None]

@@ -24,6 +24,14 @@ add_param_group = inspect.unwrap(Optimizer.add_param_group)
 """torch's own, without the wrapper that imports torch._dynamo only to keep it away: 2 s in every process."""
 
 
+def value_of(closure: Callable[[], Any] | None) -> Any:
+    """What an optimizer's closure, which computes the gradients anew, returns; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class Sgd(SGD):
     """torch.optim.SGD (same arguments, same state) with the sliceable update on CPU.
 
@@ -36,10 +44,7 @@ class Sgd(SGD):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns the closure's value, if any."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = value_of(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             buffers = [momentum_buffer(self, p) for p in params]

@@ -115,7 +115,7 @@ def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
 
 
 def as_checkpoint(state: RunState, tensors: Tensors) -> Checkpoint:
-    """A checkpoint of a run's progress and of `TrainStep.state_dict`, which it doesn't copy."""
+    """A checkpoint of a run's progress and of `StepState.state_dict`, which it doesn't copy."""
     model = {name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)}
     rest = {name: t for name, t in tensors.items() if not name.startswith(_MODEL)}
     return Checkpoint(model, rest, state.as_dict())

@@ -50,7 +50,7 @@ class Kept:
     counted: float
     """until when `state.seconds` counts (time.perf_counter)"""
     tensors: Tensors
-    """as `TrainStep.state_dict` gives them"""
+    """as `StepState.state_dict` gives them"""
     last_event: Callable[[], dict[str, Any]] | None
     """the line of events.jsonl for what this rank did last, which a lost rank 0 may not have written"""
 
