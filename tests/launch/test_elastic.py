@@ -30,6 +30,7 @@ from torusgd.train.fingerprint import Fingerprint
 from torusgd.train.state import RunState
 from torusgd.train.survival import Kept, agree, fitting
 
+from ..data.pictures import write_folder
 from ..train.processes import (
     STEPS,
     Process,
@@ -133,6 +134,31 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     assert (told["world_size"], told["shares"]) == (1, {"0": 4})
     assert "ranks 1, 2 join; ranks 0, 1, 2 go on" in process.err
     assert " leaves; rank 0 goes on" in process.err
+
+
+@pytest.mark.slow
+def test_a_rank_joins_a_run_on_a_folder_of_pictures(tmp_path: Path, recipe: Path, run_cli: Any) -> None:
+    """What it must know of the files it finds without the others, who are at work."""
+    pictures = write_folder(tmp_path / "pictures", train=12)
+    own = tmp_path / "own.yaml"
+    source, options = "source: tests.train.slow:Slow", "augment: {crop: shift, shift: 1, flip: 0.5}"
+    text = recipe.read_text()
+    assert source in text
+    assert options in text
+    own.write_text(text.replace(source, "source: folder\n  resize: 8").replace("until: 12st", "until: 300st").replace(
+        f"until: {STEPS}st", "until: 600st").replace("channels: 1", "channels: 3").replace(
+        "mean: [0.5]", "mean: [0.5, 0.5, 0.5]").replace("std: [0.25]", "std: [0.25, 0.25, 0.25]"))  # fmt: skip
+    out = tmp_path / "out"
+    process = torusgd(tmp_path / "1", out, own, "--workers", "1", "--data", pictures)
+    wait_for_step(out, 1, process)
+    assert run_cli("scale", out, "--workers", "3")[0] == 0
+    assert process.end() == 0, process.output
+    assert "ranks 1, 2 join; ranks 0, 1, 2 go on" in process.err
+    told = summary(out)
+    assert (told["world_size"], told["restarts"], told["lost_ranks"]) == (3, 0, [])
+    alone = torusgd(tmp_path / "2", tmp_path / "alone", own, "--workers", "1", "--data", pictures)
+    assert alone.end() == 0, alone.output
+    assert results(told) == results(summary(tmp_path / "alone"))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torusgd.data.identity import data_sha256
 from torusgd.data.listing import Arrays, Progress
 from torusgd.errors import UserError
 from torusgd.train import host_share
-from torusgd.train.host_share import HostShare
+from torusgd.train.host_share import HostShare, KeptArrays, MappedArrays
 
 
 def shared(hosts: tuple[int, ...], keys: str = "aaa") -> HostShare:
@@ -79,3 +79,24 @@ def test_one_rank_of_a_host_makes_what_the_others_map(tmp_path: Path) -> None:
     assert [rank["folder"] for rank in ranks] == [alone] * 3
     train.names = list(train.names)  # type: ignore[assignment]
     assert seen(train, val) == alone, "a list of names has the hash of their bytes"
+
+
+def test_a_rank_maps_what_its_launcher_keeps_and_finds_it_itself_once_that_is_gone(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    kept = KeptArrays()
+    alone = seen(*open_folder(folder, 3, once=kept))
+    made: list[str] = []
+
+    def make(progress: Progress) -> Arrays:
+        made.append("made")
+        return {"numbers": np.arange(10)}
+
+    assert seen(*open_folder(folder, 3, once=MappedArrays(kept.paths))) == alone
+    mapped = MappedArrays(kept.paths)
+    assert not {"numbers"} & mapped(make).keys()
+    assert made == []
+    for path in kept.paths:
+        os.close(int(path.rpartition("/")[2]))
+    assert MappedArrays(kept.paths)(make)["numbers"].tolist() == [*range(10)]
+    assert MappedArrays([])(make).keys() == {"numbers"}
+    assert len(made) == 2

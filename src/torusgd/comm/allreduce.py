@@ -1,6 +1,9 @@
 """All-reduces by name, and the one that picks among the algorithms by measurement."""
 
+import json
+from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from .profile import Profile, choose, explain, ranks_a_host
 from .tune import measure
 
 _PROBE_SECONDS = 15.0
+_SIZES = [round(2 ** (eighth / 8)) for eighth in range(24, 8 * 40)]
+"""bytes, 8 to 1 TiB, for each of which `auto` decides; a message goes by the largest of these that it holds"""
 
 
 class NativeAllReduce:
@@ -141,9 +146,7 @@ def over(
     size = connection.size
     if name == "auto":
         known, source = _profile(profile, connection)
-        return AlgorithmAllReduce(
-            name, connection, lambda n: choose(known, n, size).plan, explain(known, source), known
-        )
+        return AlgorithmAllReduce(name, connection, _decided(known, connection), explain(known, source), known)
     if grid is None and name.partition(":")[0] in GRIDS:
         grid = _natural_grid(hosts_of(connection.group))
     asked = parse_algorithm(name, size, grid)
@@ -156,6 +159,21 @@ def _natural_grid(hosts: tuple[int, ...]) -> tuple[int, int] | None:
     """Hosts times ranks a host, where both are more than one."""
     each = ranks_a_host(hosts)
     return (len(hosts) // each, each) if 1 < each < len(hosts) else None
+
+
+def _decided(profile: Profile, connection: Connection) -> Callable[[int], Algorithm | None]:
+    """What `choose` says of any number of bytes, on every rank what the first one finds.
+
+    Two processors can differ in the last bit of a price, and two ranks would then wait for each other's messages. So
+    the first rank decides and the others only compare sizes.
+    """
+    decisions = ""
+    if connection.rank == 0:
+        plans = [choose(profile, size, connection.size).plan for size in _SIZES]
+        decisions = json.dumps([plan and asdict(plan) for plan in plans])
+    told = json.loads(connection.group.broadcast_text(decisions))
+    plans = [tree and Algorithm(**{**tree, "grid": tuple(tree["grid"])}) for tree in told]
+    return lambda size: plans[max(0, bisect_right(_SIZES, size) - 1)]
 
 
 def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:

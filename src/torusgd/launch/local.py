@@ -8,7 +8,7 @@ defect, or a run that can't go on ends them all with one line.
 import gc
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..signals import StopFlag, Stopped, asking_to_stop
 from ..train.build import Job
 from ..train.checkpoint import list_checkpoints
 from ..train.events import warn
+from ..train.host_share import KeptArrays
 from ..train.result import RunResult, finished
 from ..train.run import Run
 from ..train.run_dir import RunDir
@@ -49,7 +50,9 @@ def launch(job: Job, fresh: bool) -> RunResult:
     workers = resolve_workers(job.options, job.device, job.recipe)
     with folder.lock():
         folder.claim(job.recipe, fresh)
-        summary = finished(job)
+        kept = KeptArrays()
+        summary = finished(job, kept)
+        job = replace(job, lists=tuple(kept.paths))
         return RunResult(summary) if summary is not None else _supervise(job, workers, folder)
 
 

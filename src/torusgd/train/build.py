@@ -81,6 +81,9 @@ class Job:
     """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
     delays: str = ""
     """a model of delays that the ranks sleep; empty: none"""
+    lists: tuple[str, ...] | None = None
+    """what the launcher has found of the images, for its ranks (`host_share.KeptArrays`); None: nobody's launcher is
+    ours, and the ranks find it together"""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""Arrays that one rank of each machine makes and the others map: lists of files, and what is unpacked in memory.
+"""Arrays that one process of each machine makes and the ranks there map: lists of files, what is unpacked in memory.
 
-The rank that makes them writes them into a file without a name, in memory, which the other ranks of the machine open
-by way of the kernel's list of that rank's open files. So they are in memory once, nothing can be left behind, and
-nobody but the user can open them. Where a rank can't (another kernel than Linux, containers that hide processes from
-each other), it makes the arrays itself.
+Who makes them, the launcher or else the first rank of the machine, writes them into a file without a name, in memory,
+which the others open by way of the kernel's list of that process's open files. So they are in memory once, nothing can
+be left behind, and nobody but the user can open them. Where a rank can't (another kernel than Linux, containers that
+hide processes from each other), it makes the arrays itself.
 """
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,40 @@ from ..comm.liveness import Liveness
 from ..data.listing import Arrays, Progress
 from ..data.npz import read_arrays
 from ..errors import UserError
+
+
+class KeptArrays:
+    """A `data.listing.Once` of a process that starts ranks on its machine: what it makes it keeps for them."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        """where ranks find the arrays of each call, as long as this process lives"""
+
+    def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
+        """See `Once`."""
+        arrays = make(lambda done: None)
+        if hasattr(os, "memfd_create"):
+            self.paths.append(f"/proc/{os.getpid()}/fd/{_write(arrays)}")
+        return arrays
+
+
+class MappedArrays:
+    """A `data.listing.Once` of a rank alone, which maps what its launcher has made.
+
+    No rank waits for another in it, so it serves those that join a run at work as well.
+
+    Args:
+        paths: Of the launcher's `KeptArrays`.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = iter(paths)
+
+    def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
+        """See `Once`."""
+        with suppress(OSError, StopIteration):
+            return read_arrays(Path(next(self._paths)))
+        return make(lambda done: None)
 
 
 class HostShare:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..data.identity import data_sha256
+from ..data.listing import Once, make_here
 from ..data.sources import open_sources
 from ..errors import RunError
 from ..recipe.schedule import Schedule
@@ -28,15 +29,15 @@ class RunResult:
         return EXIT_BASE + self.signal if self.signal else 0
 
 
-def finished(job: Job) -> dict[str, Any] | None:
+def finished(job: Job, once: Once = make_here) -> dict[str, Any] | None:
     """The summary of a job that its folder holds the result of; None where there is work left.
 
-    Opening the data also finds a wrong path before any rank is started.
+    Opening the data also finds a wrong path before any rank is started. `once`: who lists the images.
 
     Raises:
         UserError: The result is of another data set or other initial weights, or the job can't be run as given.
     """
-    source, held_out = open_sources(job.recipe.data, job.data, job.recipe.seed)
+    source, held_out = open_sources(job.recipe.data, job.data, job.recipe.seed, once)
     steps = len(Schedule(job.recipe, len(source)))
     summary = RunDir(job.out).finished(min(steps, job.max_steps or steps))
     if summary is not None:

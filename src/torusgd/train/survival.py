@@ -21,12 +21,13 @@ from torch import Tensor
 from ..comm.algorithms import parse_algorithm
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
+from ..data.listing import Once
 from ..errors import UserError
 from ..recipe.runtime_options import RuntimeOptions
 from ..weights import Tensors
 from .build import Data, Job, images_at, open_data
 from .fingerprint import Fingerprint
-from .host_share import HostShare
+from .host_share import HostShare, MappedArrays
 from .state import RunState, share_tensors
 
 _LARGE = ("model/", "optimizer/")
@@ -69,8 +70,11 @@ class Agreed:
 
 def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Kept:
     """What a rank has before its first step: the images, which it opens. `began`: see `Kept`."""
-    wanted = f"{job.data and job.data.resolve()} {job.recipe.data.model_dump_json()}"
-    once = HostShare(world, liveness, "the list of images", images_at(job), wanted)
+    if job.lists is None:
+        wanted = f"{job.data and job.data.resolve()} {job.recipe.data.model_dump_json()}"
+        once: Once = HostShare(world, liveness, "the list of images", images_at(job), wanted)
+    else:  # a rank that joins others at work must not wait for them here
+        once = MappedArrays(job.lists)
     return Kept(open_data(job, world.device, liveness, once), tuple(began), None, -1, None, 0.0, {}, None)
 
 
