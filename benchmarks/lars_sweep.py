@@ -3,8 +3,8 @@
     python benchmarks/lars_sweep.py --data data/fashion-mnist --out runs/lars-sweep
 
 The rate is that of Sony's record, 29, which batch norm and biases get as it is; the trust coefficient is the product
-over it: 0.001, the default of Sony's framework, makes 0.029, and 0.01 makes 0.29. Batch 2,048, warm-up over the first
-of five epochs. The claim before the first run: 0.03 learns, 0.3 does
+over it: 0.001, the default of Sony's framework, makes 0.029, and 0.01 makes 0.29. Batch 1,024 of 16,384 images, warm-up
+over the first of five epochs. The claim before the first run: 0.03 learns, 0.3 does
 not. Each finished run leaves its summary, so that the same command goes on where it was ended.
 """
 
@@ -18,7 +18,8 @@ from torusgd.recipe.load import load_recipe
 
 PRODUCTS = (0.03, 0.1, 0.3)
 SHORT = (
-    "stages=[{until: 5ep, images_per_worker: 128}]",
+    "data.train_images=16384",
+    "stages=[{until: 5ep, images_per_worker: 64}]",
     "rate.warmup.length=1ep",
     "optimizer.variant=nnabla",
     "evaluate.every=null",
