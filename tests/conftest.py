@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.comm.gloo_world import start_forkserver
 from torusgd import cli
 from torusgd.signals import STOP_SIGNALS
 
@@ -24,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Of two files at a time, the last ones are then short.
     """
     items.sort(key=lambda item: item.path.parent.name not in _LONG)
+    if any(hasattr(getattr(item, "module", None), "run_ranks") for item in items):
+        start_forkserver()
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

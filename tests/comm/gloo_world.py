@@ -1,6 +1,7 @@
 """Runs a function on several ranks: processes forked from one that has torch imported, joined over Gloo on loopback."""
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import queue
 import time
@@ -14,8 +15,23 @@ from torch.distributed import TCPStore
 TIMEOUT = timedelta(seconds=120)
 """of the default group: shorter than a test may take, so that a lost rank is told by the ranks themselves"""
 _CONTEXT = multiprocessing.get_context("forkserver")
-# DistributedDataParallel imports torch._dynamo, which takes seconds.
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook"])
+
+
+def start_forkserver() -> None:
+    """Starts the process that ranks are forked from, before a test of the launcher starts its own for all of them.
+
+    DistributedDataParallel imports torch._dynamo, which takes seconds; the last is all that a run needs. What ranks
+    print goes nowhere.
+    """
+    multiprocessing.set_forkserver_preload(
+        ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook", "torusgd.launch.forkserver_preload"]
+    )
+    output, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    multiprocessing.forkserver.ensure_running()
+    os.dup2(output, 1)
+    os.close(output)
+    os.close(nothing)
 
 
 def _rank(function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, answers: Any) -> None:

@@ -1,12 +1,12 @@
 """A plan beside the run that it predicted."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.train.runs import command
+from tests.train.runs import run_here
+from torusgd.cli.train import show_result
 from torusgd.errors import UserError
 from torusgd.train.compare_plan import PlanComparison
 
@@ -46,16 +46,16 @@ def test_a_plan_of_something_else_is_refused(tmp_path: Path) -> None:
         PlanComparison.load(tmp_path / "none.json")
 
 
-def test_the_summary_holds_both(tmp_path: Path) -> None:
+def test_the_summary_holds_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    flags = ["--workers", "1", "--max-steps", "3", "--out", out, "--plan", plan(tmp_path / "plan.json")]
-    line = command("train", "digits", *flags)
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    beside = json.loads((out / "summary.json").read_text())["predicted"]
+    stages = [{"batch": 12, "seconds": 0.1}, {"batch": 20, "seconds": 0.1}]
+    summary, _ = run_here(out, plan=PlanComparison.load(plan(tmp_path / "plan.json", stages=stages)))
+    assert json.loads((out / "summary.json").read_text()) == summary
+    beside = summary["predicted"]
     assert beside["step_seconds"] == pytest.approx(0.1)
     assert beside["step_seconds_error"] == pytest.approx(0.1 / beside["measured_step_seconds"] - 1)
-    assert "the plan said 100.0 ms" in done.stdout
+    show_result(summary, out)
+    assert "the plan said 100.0 ms" in capsys.readouterr().out
     told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     steps = [event for event in told if "event" not in event]
     assert len(steps) == 3

@@ -172,6 +172,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 @pytest.mark.parametrize("key", sorted(CHANGES))
 def test_a_changed_field_is_seen(key: str, runs: Callable[..., Any]) -> None:
     before, change = CHANGES[key]
+    if not key.startswith("polish."):  # which takes a third of so short a run
+        before = ["polish=null", *before]
     assert runs(*before) != runs(*before, change)
 
 
