@@ -58,6 +58,6 @@ def test_the_summary_holds_both(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "the plan said 100.0 ms" in capsys.readouterr().out
     told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     steps = [event for event in told if "event" not in event]
-    assert len(steps) == 3
+    assert len(steps) == 4
     for step in steps:
         assert 0 < step["update_seconds"] < step["step_seconds"] - step["data_seconds"]
