@@ -32,7 +32,7 @@ clean: ## remove .venv and caches, and leave runs/
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv/installed-demo: EXTRAS = digits
-.venv/installed-dev: EXTRAS = dev,digits,images,tensorboard
+.venv/installed-dev: EXTRAS = dev,digits,images,report,tensorboard
 .venv/installed-demo .venv/installed-dev: .venv/made pyproject.toml constraints.txt
 	@echo "Installing torusgd and the versions in constraints.txt into .venv; PyTorch is large, the rest is small."
 	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'

@@ -34,6 +34,7 @@ ORDER = [
     "launch",
     "plan",
     "rehearse",
+    "report",
     "cli",
 ]
 """Folders and single files, lowest first: each imports lower ones only, and of those a folder only what it names."""

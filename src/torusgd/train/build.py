@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,12 @@ class Job:
     """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
     delays: str = ""
     """a model of delays that the ranks sleep; empty: none"""
+
+    def asked(self) -> dict[str, Any]:
+        """What the user asked for beside the recipe, as plain JSON: with it the same command can be given again."""
+        options = self.options.model_dump(mode="json", exclude_unset=True)
+        data = None if self.data is None else str(self.data)
+        return {"data": data, "init": self.init, "max_steps": self.max_steps, "runtime": options}
 
 
 @dataclass(frozen=True)

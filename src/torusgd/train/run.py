@@ -319,7 +319,12 @@ class Run:
         tensorboard = self.job.options.tensorboard
         recipe = self.job.recipe
         fixed = "another launcher has started them" if ranks_are_given() else obstacle(self.job)
-        about = {"recipe": recipe.name, "virtual_workers": recipe.virtual_workers, "fixed_ranks": fixed}
+        about = {
+            "recipe": recipe.name,
+            "virtual_workers": recipe.virtual_workers,
+            "fixed_ranks": fixed,
+            **self.job.asked(),
+        }
         self.telemetry = Telemetry(path, self.schedule, state.step, state.evaluated, tensorboard, about)
         if not is_kept:
             self._greet(self.telemetry)
