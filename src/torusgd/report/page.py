@@ -4,7 +4,7 @@ The page's policy forbids scripts, and every value is escaped, so that a class, 
 stranger stays text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,24 +76,24 @@ def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -
     )  # fmt: skip
 
 
-def plan_page(plan: Mapping[str, Any], title: str, command: str) -> str:
+def plan_page(plan: Mapping[str, Any], command: str) -> str:
     """A plan with its sweep as a page of HTML.
 
     Args:
-        plan: What `torusgd plan --sweep --json` writes.
-        title: The recipe and the machine.
+        plan: What `torusgd plan --sweep --json` writes, with `--to` or without.
         command: That made the plan.
     """
     curve = plan.get("sweep") or []
     stages = plan.get("stages") or []
     return _environment().get_template("plan.html").render(
-        title=title,
+        title=plan["title"],
         plan=plan,
         tiles=_plan_tiles(plan),
         charts=sweep_charts(curve),
-        bars=[_stage_bar(stage) for stage in stages],
+        bars=_stage_bars(stages),
         steps=_step_table(stages),
-        sweep=_sweep_table(curve, plan.get("knee")),
+        heads=[head for _, head, _ in _columns(curve)],
+        sweep=_sweep_rows(curve, plan.get("knee")),
         choices=[(c["setting"], c["value"], duration(c["saves"])) for c in (plan.get("best") or {}).get("choices", [])],
         best=duration((plan.get("best") or {}).get("seconds")),
         command=command,
@@ -147,26 +147,33 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _plan_tiles(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    band = f"{duration(plan.get('low'))} to {duration(plan.get('high'))}"
+    band = f"{duration(plan['low'])} to {duration(plan['high'])}" if "low" in plan else NONE
     tiles = [
         ("devices", count(plan.get("devices"))),
         ("time to train", duration(plan.get("seconds"))),
         ("90 % band", band),
         ("images a second", count(plan.get("images_per_second"))),
         ("efficiency", percent(plan.get("efficiency"))),
-        ("knee of the curve, devices", count(plan.get("knee"))),
+        ("top-1 to reach", percent(plan.get("target"))),
+        ("devices at the knee", count(plan.get("knee"))),
+        ("devices of the quickest run", count(plan.get("useful"))),
         ("cost", f"{plan['cost']:,.2f}" if "cost" in plan else NONE),
     ]
     return [(name, value) for name, value in tiles if value != NONE]
 
 
-def _stage_bar(stage: Mapping[str, Any]) -> dict[str, Any]:
-    at, segments = 0.0, []
-    for colour, (key, name) in enumerate(_PARTS.items()):
-        width = 100 * float(stage.get(key) or 0.0) / stage["seconds"]
-        segments.append({"name": name, "colour": colour % 8, "begin": round(at, 3), "width": round(width, 3)})
-        at += width
-    return {"name": f"batch {stage['batch']:,}", "segments": segments}
+def _stage_bars(stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A step of each stage as a stacked bar, of the parts that any of them has."""
+    parts = [key for key in _PARTS if any(stage.get(key) for stage in stages)]
+    bars = []
+    for stage in stages:
+        at, segments = 0.0, []
+        for colour, key in enumerate(parts):
+            width = 100 * float(stage.get(key) or 0.0) / stage["seconds"]
+            segments.append({"name": _PARTS[key], "colour": colour, "begin": round(at, 3), "width": round(width, 3)})
+            at += width
+        bars.append({"name": f"batch {stage['batch']:,}", "segments": segments})
+    return bars
 
 
 def _step_table(stages: Sequence[Mapping[str, Any]]) -> Table:
@@ -177,15 +184,25 @@ def _step_table(stages: Sequence[Mapping[str, Any]]) -> Table:
     return Table("Where a step's time goes", tuple(rows))
 
 
-def _sweep_table(curve: Sequence[Mapping[str, Any]], knee: object) -> list[tuple[bool, tuple[str, ...]]]:
+Column = tuple[str, str, Callable[[Mapping[str, Any]], str]]
+
+
+def _columns(curve: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Key, heading and text of what the points of a sweep tell; to an accuracy they also tell the batch."""
+    columns: list[Column] = [
+        ("devices", "devices", lambda each: count(each["devices"])),
+        ("batch", "batch", lambda each: count(each["batch"])),
+        ("epochs", "epochs", lambda each: f"{each['epochs']:.1f}"),
+        ("images_per_second", "images/s", lambda each: count(each["images_per_second"])),
+        ("efficiency", "efficiency", lambda each: f"{each['efficiency']:.1%}"),
+        ("seconds", "time to train", lambda each: duration(each["seconds"])),
+        ("low", "90 % band", lambda each: f"{duration(each['low'])} to {duration(each['high'])}"),
+        ("cost", "cost", lambda each: f"{each['cost']:,.2f}"),
+        ("limit", "limited by", lambda each: str(each["limit"]).partition(";")[0]),
+    ]
+    return [column for column in columns if curve and column[0] in curve[0]]
+
+
+def _sweep_rows(curve: Sequence[Mapping[str, Any]], knee: object) -> list[tuple[bool, list[str]]]:
     """For each number of devices whether it is the knee, and its cells."""
-    return [
-        (
-            each["devices"] == knee,
-            (
-                count(each["devices"]), count(each["images_per_second"]), percent(each["efficiency"]),
-                duration(each["seconds"]), f"{duration(each['low'])} to {duration(each['high'])}", str(each["limit"]),
-            ),
-        )
-        for each in curve
-    ]  # fmt: skip
+    return [(each["devices"] == knee, [show(each) for _, _, show in _columns(curve)]) for each in curve]
