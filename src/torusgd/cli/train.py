@@ -56,9 +56,15 @@ def train(
             rich_help_panel=RUNTIME,
         ),
     ] = None,
-    tensorboard: Annotated[
-        bool, Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUT)
-    ] = False,
+    track: Annotated[
+        list[str] | None,
+        Option(
+            "--track",
+            metavar="tensorboard|wandb|mlflow",
+            help="Also send every step and evaluation there; repeatable.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     audit: Annotated[
         float | None,
         Option("--audit", metavar="SHARE", help="Compute this share of the work twice.", rich_help_panel=RUNTIME),
@@ -110,7 +116,7 @@ def train(
         block,
         checkpoint_every=checkpoint_every,
         checkpoint_minutes=checkpoint_minutes,
-        tensorboard=tensorboard or None,
+        track=track or None,
         drift_every=drift_every,
         audit=audit,
         shares=shares,
