@@ -58,6 +58,7 @@ from .step import TrainStep
 from .step_state import StepState
 from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
+from .trace import TracedSteps, trace_steps
 from .weight_average import MovingAverage
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
@@ -82,6 +83,8 @@ class Job:
     """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
     delays: str = ""
     """a model of delays that the ranks sleep; empty: none"""
+    trace: TracedSteps | None = None
+    """the steps of which a trace is written"""
 
     def asked(self) -> dict[str, Any]:
         """What the user asked for beside the recipe, as plain JSON: with it the same command can be given again."""
@@ -110,6 +113,8 @@ class Trainer:
     fingerprint: Fingerprint
     mixed_conditions: list[Conditions]
     """of ranks that have others than rank 0; empty unless the options allow them"""
+    between_steps: Callable[[int], object]
+    """to be called with the number of steps done, by every rank alike"""
     explanation: str
     """lines that say how gradients travel; empty where there is nothing to choose"""
     _close: Callable[[], None]
@@ -271,6 +276,7 @@ def build(
         bucket_rebuild=BucketRebuild(reducer, allreduce.profile if options.buckets == "auto" else None, world),
         fingerprint=fingerprint,
         mixed_conditions=mixed_conditions,
+        between_steps=trace_steps(job.trace, step, monitor, world, job.out),
         explanation="\n".join(lines),
         _close=close,
     )

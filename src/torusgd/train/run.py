@@ -167,6 +167,7 @@ class Run:
         closing = closing_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
         is_stopping, is_due = False, saved < state.step
         while True:
+            trainer.between_steps(state.step)
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
                 with saver.before_errors():
                     is_stopping = not self._evaluate_and_report()

@@ -21,10 +21,11 @@ from ..weights import write_text
 from .checkpoint import DAMAGED
 from .events import warn
 from .status import HEAD, HOLDER, LOCK, STATUS, forget_what_was_asked
+from .trace import FILE as TRACE
 from .trackers import ID_FILE
 
 LOCK_SECONDS = 10.0
-FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", ID_FILE)
+FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", ID_FILE, TRACE)
 STEP = "step-" + 8 * "[0-9]"
 PARTS = {
     "checkpoints": (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial"),
