@@ -2,7 +2,7 @@
 
 Modules here import torch, pydantic and what needs them only once a command runs, so that --help takes no seconds.
 May import: errors, signals, weights, recipe, runtime, precision, data, models, comm, simulate, train, launch, plan,
-rehearse, report.
+rehearse, report, export.
 """
 
 import os
@@ -14,7 +14,7 @@ import typer
 
 from ..errors import RunError, UserError
 from ..signals import EXIT_BASE, Stopped, raise_on_stop
-from . import bench, control, data, eval, plan, recipes, rehearse, replay, report, simulate, train, tune
+from . import bench, control, data, eval, export, plan, recipes, rehearse, replay, report, simulate, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
 
@@ -30,6 +30,7 @@ app.command()(control.scale)
 app.command("eval")(eval.evaluate)
 app.command()(eval.polish)
 app.command()(report.report)
+app.command()(export.export)
 app.command()(plan.plan)
 app.command()(rehearse.rehearse)
 app.command()(simulate.simulate)
