@@ -8,7 +8,8 @@ rehearse, report, export.
 import os
 import signal
 import sys
-from typing import Any, NoReturn
+from importlib.metadata import version
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -21,7 +22,25 @@ ABOUT = "Train image classifiers with large mini-batches on many machines, witho
 OTHER_PRECISION = ("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE")
 """with these oneDNN, which reads them when torch is imported, computes float32 in fewer bits than a recipe asks for"""
 
-app = typer.Typer(help=ABOUT, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def show_version(asked: bool) -> None:
+    """Prints the version of the installed package and ends the command."""
+    if asked:
+        print(f"torusgd {version('torusgd')}")
+        raise typer.Exit
+
+
+@app.callback(help=ABOUT)
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What stands before a command."""
+
+
 app.command()(train.train)
 app.command()(replay.replay)
 app.command()(control.status)
