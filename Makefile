@@ -4,7 +4,7 @@
 PYTHON ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format clean
+.PHONY: help demo test test-slow lint format docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -28,12 +28,20 @@ format: .venv/installed-dev ## mend style
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
+docs: .venv/installed-docs ## build the documentation as a site, in build/site
+	.venv/bin/mkdocs build --strict $(ARGS)
+
+dist: .venv/installed-dist ## build wheel and sdist, in dist
+	.venv/bin/python -m build $(ARGS)
+
 clean: ## remove .venv and caches, and leave runs/
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 .venv/installed-demo: EXTRAS = digits
-.venv/installed-dev: EXTRAS = dev,digits,images,tensorboard
-.venv/installed-demo .venv/installed-dev: .venv/made pyproject.toml constraints.txt
+.venv/installed-dev: EXTRAS = dev,digits,images,report,tensorboard
+.venv/installed-docs: EXTRAS = docs
+.venv/installed-dist: EXTRAS = dist
+.venv/installed-demo .venv/installed-dev .venv/installed-docs .venv/installed-dist: .venv/made pyproject.toml constraints.txt
 	@echo "Installing torusgd and the versions in constraints.txt into .venv; PyTorch is large, the rest is small."
 	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@

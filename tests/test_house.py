@@ -34,6 +34,8 @@ ORDER = [
     "launch",
     "plan",
     "rehearse",
+    "report",
+    "export",
     "cli",
 ]
 """Folders and single files, lowest first: each imports lower ones only, and of those a folder only what it names."""

@@ -42,7 +42,7 @@ NEUTRAL = {
     "checkpoint_every": "a thread writes checkpoints beside the steps; a plan counts none",
     "checkpoint_minutes": "as checkpoint_every",
     "keep_checkpoints": "of the disk",
-    "tensorboard": "rank 0 writes a line a step, which a plan does not count",
+    "track": "rank 0 sends a line a step, which a plan does not count",
     "audit": "a share of the computation on top, which the user has chosen; a plan is of the run without it",
     "shares": "equal devices take equal shares",
     "mixed": "whether ranks are let in; a plan has none",
@@ -63,7 +63,7 @@ CHANGED: dict[str, Any] = {
     "checkpoint_every": "3st",
     "checkpoint_minutes": 3.0,
     "keep_checkpoints": 5,
-    "tensorboard": True,
+    "track": ["tensorboard"],
     "drift_every": 3,
     "timeout": 7.0,
     "audit": 0.5,
@@ -131,7 +131,7 @@ def test_flags_are_checked_as_a_recipe_file_is_and_override_it() -> None:
         "update": "sharded", "grid": "4x4", "buckets": (1, 2), "model_parallel": "auto", "profile": "a/b",
     }  # fmt: skip
     assert RuntimeFlags(buckets="8", model_parallel="2").over(block).buckets == 8
-    assert RuntimeFlags().over(block, tensorboard=True).tensorboard
+    assert RuntimeFlags().over(block, track=["wandb"]).track == ("wandb",)
     for wrong, message in (("many", "buckets"), ("[", "--buckets")):
         with pytest.raises(UserError, match=message):
             RuntimeFlags(buckets=wrong).over(block)

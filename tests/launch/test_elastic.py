@@ -297,7 +297,7 @@ def test_a_new_rank_0_writes_what_is_missing_and_drops_what_is_done_again(tmp_pa
     step, evaluation = {"step": 3}, {"step": 3, "event": "evaluation"}
 
     def events(evaluated: int, *, complete: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        telemetry = Telemetry(tmp_path, schedule, 3, evaluated, tensorboard=False, about={})
+        telemetry = Telemetry(tmp_path, schedule, 3, evaluated, about={})
         if complete is not None:
             telemetry.complete(complete)
         telemetry.close()

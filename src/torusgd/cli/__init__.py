@@ -2,24 +2,43 @@
 
 Modules here import torch, pydantic and what needs them only once a command runs, so that --help takes no seconds.
 May import: errors, signals, weights, recipe, runtime, precision, data, models, comm, simulate, train, launch, plan,
-rehearse.
+rehearse, report, export.
 """
 
 import os
 import sys
-from typing import Any, NoReturn
+from importlib.metadata import version
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from ..errors import RunError, UserError
-from . import bench, control, data, eval, plan, recipes, rehearse, replay, simulate, train, tune
+from . import bench, control, data, eval, export, plan, recipes, rehearse, replay, report, simulate, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
 
 OTHER_PRECISION = ("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE")
 """with these oneDNN, which reads them when torch is imported, computes float32 in fewer bits than a recipe asks for"""
 
-app = typer.Typer(help=ABOUT, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def show_version(asked: bool) -> None:
+    """Prints the version of the installed package and ends the command."""
+    if asked:
+        print(f"torusgd {version('torusgd')}")
+        raise typer.Exit
+
+
+@app.callback(help=ABOUT)
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What stands before a command."""
+
+
 app.command()(train.train)
 app.command()(replay.replay)
 app.command()(control.status)
@@ -27,6 +46,8 @@ app.command()(control.stop)
 app.command()(control.scale)
 app.command("eval")(eval.evaluate)
 app.command()(eval.polish)
+app.command()(report.report)
+app.command()(export.export)
 app.command()(plan.plan)
 app.command()(rehearse.rehearse)
 app.command()(simulate.simulate)

@@ -1,5 +1,7 @@
 """`torusgd plan`: predicts a run on a described cluster, or every row of a table of published results."""
 
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,6 +73,10 @@ def plan(
     plot: Annotated[
         Path | None, Option("--plot", help="Picture of the sweep, .svg or .png.", rich_help_panel=OUTPUT)
     ] = None,
+    report: Annotated[
+        Path | None,
+        Option("--report", help="The plan as a page of HTML, with the sweep of --sweep.", rich_help_panel=OUTPUT),
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Predict a run on a cluster: its time, where it goes, what to change."""
@@ -89,6 +95,12 @@ def plan(
 
         check_plot(plot)
         check_writable("--plot", plot)
+    if report is not None:
+        from ..report.page import check_jinja
+
+        check_jinja()
+        check_writable("--report", report)
+        sweep = True
     if to is not None and best:
         raise UserError("--best: looks for settings at the recipe's batch, --to looks for a batch; give one of them")
     if to is not None and delays is not None:
@@ -97,7 +109,9 @@ def plan(
         )
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
     if to is not None:
-        write_json(json_file, _show_accuracy(planned, _top1(to), sweep, cost, plot))
+        found = _show_accuracy(planned, _top1(to), sweep, cost, plot)
+        write_json(json_file, found)
+        _write_report(report, found)
         return
     relaxed = _relaxed(planned, synchrony, delays, best) if delays is not None else []
     found = _show_plan(planned, sweep, best, cost, plot)
@@ -107,6 +121,7 @@ def plan(
         show_relaxed(console(), relaxed, delays)
         found["relaxed"] = [asdict(each) for each in relaxed]
     write_json(json_file, found)
+    _write_report(report, found)
 
 
 @dataclass(frozen=True)
@@ -203,10 +218,13 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
     terminal.print(title, markup=False)
     workload = fixed_batch(planned.workload, devices)
     now = forecast(workload, cluster, program, devices)
-    for note in _notes(planned, workload, now.memory):
+    notes = _notes(planned, workload, now.memory)
+    for note in notes:
         terminal.print(f"note: {note}", markup=False)
     show_forecast(terminal, now, price)
     found: dict[str, Any] = {
+        "title": title,
+        "notes": notes,
         "recipe": planned.recipe.name,
         "cluster": cluster.name,
         "software": program.name,
@@ -219,7 +237,8 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
         counts = [count for count in counts if ranks == "auto" or count % ranks == 0]
         curve = sweep_over(planned.workload, cluster, planned.program_on, counts)
         show_sweep(terminal, curve, price)
-        found["sweep"] = [forecast.as_dict() for forecast in curve.forecasts]
+        costs = [{} if price is None else {"cost": price_of(each, price)} for each in curve.forecasts]
+        found["sweep"] = [{**each.as_dict(), **cost} for each, cost in zip(curve.forecasts, costs, strict=True)]
         found["knee"] = curve.knee
         if plot is not None:
             plot_sweep(curve, title, plot)
@@ -229,6 +248,14 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
         show_best(terminal, chosen)
         found["best"] = {**chosen.forecast.as_dict(), "choices": [asdict(choice) for choice in chosen.choices]}
     return found
+
+
+def _write_report(path: Path | None, found: dict[str, Any]) -> None:
+    if path is not None:
+        from ..report.page import plan_page, write_page
+
+        write_page(path, plan_page(found, shlex.join(["torusgd", *sys.argv[1:]])), "--report")
+        console().print(f"wrote {path}", markup=False)
 
 
 def _relaxed(planned: Planned, form: str | None, delays: str, best: bool) -> "list[RelaxedForecast]":
@@ -259,7 +286,9 @@ def _show_accuracy(
     title = (
         f"{planned.recipe.name} to {target:.1%} on {devices:,} x {cluster.device.name} ({cluster.name}, {program.name})"
     )
-    found: dict[str, Any] = {"recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name}
+    found: dict[str, Any] = {
+        "title": title, "recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name,
+    }  # fmt: skip
     terminal.print(title, markup=False)
     if not sweep and plot is None:
         plans = plan_to_accuracy(planned.recipe, planned.workload, cluster, program, devices)

@@ -56,9 +56,24 @@ def train(
             rich_help_panel=RUNTIME,
         ),
     ] = None,
-    tensorboard: Annotated[
-        bool, Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUT)
-    ] = False,
+    track: Annotated[
+        list[str] | None,
+        Option(
+            "--track",
+            metavar="tensorboard|wandb|mlflow",
+            help="Also send every step and evaluation there; repeatable.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        Option(
+            "--trace",
+            metavar="FIRST:LAST",
+            help="Write trace.json of these steps: passes, messages and waits of all ranks, in Chrome's format.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     audit: Annotated[
         float | None,
         Option("--audit", metavar="SHARE", help="Compute this share of the work twice.", rich_help_panel=RUNTIME),
@@ -104,13 +119,14 @@ def train(
     from ..train.build import Job
     from ..train.compare_plan import PlanComparison
     from ..train.initial_weights import check_initial
+    from ..train.trace import TracedSteps
 
     asked, block = load_recipe(recipe, overrides or [])
     options = runtime.over(
         block,
         checkpoint_every=checkpoint_every,
         checkpoint_minutes=checkpoint_minutes,
-        tensorboard=tensorboard or None,
+        track=track or None,
         drift_every=drift_every,
         audit=audit,
         shares=shares,
@@ -123,7 +139,8 @@ def train(
     options = runtime.fitted(options, block, expected_ranks(options, device, resolved))
     folder = out or Path("runs") / resolved.name
     planned = PlanComparison.load(plan) if plan else None
-    job = Job(resolved, options, device, folder, data, init, max_steps, planned, delays=delays or "")
+    traced = TracedSteps.parse(trace) if trace else None
+    job = Job(resolved, options, device, folder, data, init, max_steps, planned, delays=delays or "", trace=traced)
     result = (join_and_train if ranks_are_given() else launch)(job, fresh)
     if result.summary:
         show_result(result.summary, folder)

@@ -1,7 +1,7 @@
 """Batches made in the background while the network computes, each known by its step and virtual worker."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -40,6 +40,7 @@ class Loader:
 
     Attributes:
         wait_seconds: For how long the consumer has been kept waiting, in all.
+        observe: Told when each such wait began and ended (time.perf_counter).
 
     >>> loader = Loader(pipeline, StreamOrder(len(source), seed=0), threads=1, ahead=2)  # doctest: +SKIP
     >>> shares = [Share(step, 0, 32 * step, 32, augment=True) for step in range(10)]  # doctest: +SKIP
@@ -51,6 +52,7 @@ class Loader:
         if threads < 1 or ahead < 1:
             raise ValueError(f"threads and ahead must be at least 1, got {threads} and {ahead}")
         self.wait_seconds = 0.0
+        self.observe: Callable[[float, float], object] = lambda begin, end: None
         self._pipeline = pipeline
         self._order = order
         self._ahead = ahead
@@ -75,7 +77,9 @@ class Loader:
         try:
             return self._pending.pop(share).result()
         finally:
-            self.wait_seconds += time.perf_counter() - started
+            ended = time.perf_counter()
+            self.wait_seconds += ended - started
+            self.observe(started, ended)
 
     def close(self) -> None:
         """Drops all batches under way and ends the threads; a batch being made is finished first."""

@@ -54,8 +54,8 @@ class RuntimeOptions(Section):
     """from one checkpoint to the next at most; a slow disk may delay it"""
     keep_checkpoints: Count = 2
     """the newest so many stay"""
-    tensorboard: bool = False
-    """also write TensorBoard files into the run's folder"""
+    track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """trackers that take every event: TensorBoard and W&B offline write into the run's folder, MLflow and W&B send"""
     audit: Annotated[float, Field(ge=0, le=1)] = 0.0
     """share of the virtual workers that a second rank computes too, by which machines that compute wrongly are found"""
     shares: Literal["speed", "even"] = "speed"

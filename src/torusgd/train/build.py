@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ from .step import TrainStep
 from .step_state import StepState
 from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
+from .trace import TracedSteps, trace_steps
 from .weight_average import MovingAverage
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
@@ -84,6 +86,14 @@ class Job:
     lists: tuple[str, ...] | None = None
     """what the launcher has found of the images, for its ranks (`host_share.KeptArrays`); None: nobody's launcher is
     ours, and the ranks find it together"""
+    trace: TracedSteps | None = None
+    """the steps of which a trace is written"""
+
+    def asked(self) -> dict[str, Any]:
+        """What the user asked for beside the recipe, as plain JSON: with it the same command can be given again."""
+        options = self.options.model_dump(mode="json", exclude_unset=True)
+        data = None if self.data is None else str(self.data)
+        return {"data": data, "init": self.init, "max_steps": self.max_steps, "runtime": options}
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,8 @@ class Trainer:
     fingerprint: Fingerprint
     mixed_conditions: list[Conditions]
     """of ranks that have others than rank 0; empty unless the options allow them"""
+    between_steps: Callable[[int], object]
+    """to be called with the number of steps done, by every rank alike"""
     explanation: str
     """lines that say how gradients travel; empty where there is nothing to choose"""
     _close: Callable[[], None]
@@ -267,6 +279,7 @@ def build(
         bucket_rebuild=BucketRebuild(reducer, allreduce.profile if options.buckets == "auto" else None, world),
         fingerprint=fingerprint,
         mixed_conditions=mixed_conditions,
+        between_steps=trace_steps(job.trace, step, monitor, world, job.out),
         explanation="\n".join(lines),
         _close=close,
     )

@@ -1,4 +1,4 @@
-"""What a run reports: a progress line, `events.jsonl`, and TensorBoard where it is asked for. Rank 0 only."""
+"""What a run reports: a progress line, `events.jsonl`, and trackers where they are asked for. Rank 0 only."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from ..errors import RunError, UserError
+from ..errors import RunError
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from ..weights import json_text
@@ -24,6 +24,7 @@ from .initial_weights import Fit
 from .membership import Membership
 from .status import StatusFile
 from .step_stats import StepStats
+from .trackers import Trackers
 
 PLAIN_SECONDS = 5.0
 """between progress lines where the output is no terminal"""
@@ -42,11 +43,8 @@ class Telemetry:
         schedule: Of the run.
         first_step: Steps done before; later events of an earlier attempt are dropped.
         evaluated: The last step that was evaluated; later evaluations are dropped.
-        tensorboard: Also write TensorBoard files under `folder/tensorboard`.
         about: What `status.json` tells from the first to the last step.
-
-    Raises:
-        UserError: TensorBoard is asked for and not installed.
+        trackers: Also take every event; None: nobody does.
     """
 
     def __init__(
@@ -55,14 +53,16 @@ class Telemetry:
         schedule: Schedule,
         first_step: int,
         evaluated: int,
-        tensorboard: bool,
         about: Mapping[str, Any],
+        trackers: Trackers | None = None,
     ) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self._schedule = schedule
         self._path = folder / "events.jsonl"
-        self._board = _open_tensorboard(folder / "tensorboard", first_step) if tensorboard else None
         _drop_later_events(self._path, first_step, evaluated)
+        self._trackers = trackers
+        if trackers is not None:
+            trackers.catch_up(self._path)
         self._file = self._path.open("ab", buffering=0)  # one write a line: what was written survives a killed process
         self.status = StatusFile(folder, about)
         """to be told of what is no step"""
@@ -98,14 +98,6 @@ class Telemetry:
             self.say(f"step {step.index + 1}: {stats.skipped[0]}: gradient not finite; step skipped, loss scale halved")
         if stats.balance is not None and stats.balance.move is not None:
             self.say(f"step {step.index + 1}: {stats.balance.move}")
-        if self._board is not None:
-            for key in ("loss", "lr", "momentum", "batch"):
-                self._board.add_scalar(f"train/{key}", event[key], step.index + 1)
-            times, hidden = stats.times, stats.hidden_share
-            shares = {"data_wait": times.data_seconds, "sync_wait": times.sync_seconds}
-            board = {name: seconds / times.seconds for name, seconds in shares.items()}
-            for name, share in (board | ({} if hidden is None else {"sync_hidden": hidden})).items():
-                self._board.add_scalar(f"share/{name}", share, step.index + 1)
         self._show(stats)
         if stats.balance is not None:
             self.status.tell(slow_ranks=stats.balance.slow)
@@ -123,9 +115,6 @@ class Telemetry:
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
         """An evaluation after `step` steps."""
         self._write(evaluation_event(step, evaluation, seconds, polished))
-        if self._board is not None:
-            self._board.add_scalar("eval/top1", evaluation.top1, step)
-            self._board.add_scalar("eval/loss", evaluation.loss, step)
         epoch = self._schedule_epoch(step)
         self.say(f"{'polished ' if polished else ''}epoch {epoch:.4g}  step {step}  top-1 {evaluation.top1:.2%}  "
                  f"top-5 {evaluation.top5:.2%}  loss {evaluation.loss:.4f}  {seconds:.1f} s")  # fmt: skip
@@ -150,8 +139,8 @@ class Telemetry:
         """Ends the progress line and closes the files."""
         if self._progress is not None:
             self._progress.stop()
-        if self._board is not None:
-            self._board.close()
+        if self._trackers is not None:
+            self._trackers.close()
         self._file.close()
 
     def _show(self, stats: StepStats) -> None:
@@ -197,6 +186,8 @@ class Telemetry:
                 f"{self._path}: can't be written: {error.strerror}; the last checkpoint is good: free space and give "
                 "the same command again"
             ) from None
+        if self._trackers is not None:
+            self._trackers.feed(event)
 
 
 def evaluation_event(step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> dict[str, Any]:
@@ -287,14 +278,6 @@ def _stays(line: bytes, first_step: int, evaluated: int) -> bool:
 
 def _name_of(event: Mapping[str, Any]) -> tuple[int, str]:
     return event["step"], event.get("event", "step")
-
-
-def _open_tensorboard(folder: Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError("tensorboard: not installed; give: pip install 'torusgd[tensorboard]'") from None
-    return SummaryWriter(str(folder), purge_step=first_step + 1)
 
 
 def warn(text: str) -> None:

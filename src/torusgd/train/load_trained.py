@@ -14,7 +14,7 @@ from ..models import is_built_in, model_of
 from ..recipe.load import apply_overrides, load_recipe, validate
 from ..recipe.schema import Recipe
 from ..untrusted import parse_json
-from ..weights import load_weights, match_weights
+from ..weights import Tensors, load_weights, match_weights
 from .checkpoint import FILES, list_checkpoints
 
 
@@ -29,6 +29,37 @@ class Trained:
     metadata: dict[str, str]
     train: Source
     held_out: Source
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model with its weights, without any data."""
+
+    path: Path
+    """the weight file"""
+    model: nn.Module
+    """in evaluation mode, float32"""
+    recipe: Recipe
+    classes: tuple[str, ...]
+    """names, in the order of the outputs"""
+
+
+def open_model(path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
+    """Builds the model of a weight file that a run left, which knows its recipe and classes, and loads the weights.
+
+    Args:
+        path: A run's folder, a checkpoint's folder, or a weight file of a run.
+        overrides: `key.path=value` on the recipe; code is only run if it is named here, as by `open_trained`.
+
+    Raises:
+        UserError: No weights there, not of a run, or naming code that the caller did not.
+    """
+    file = find_weights(path)
+    tensors, metadata = load_weights(file)
+    recipe = _recipe(file, metadata, None, overrides)
+    classes = tuple(_class_names(file, metadata))
+    network = _with_weights(file, tensors, model_of(recipe, len(classes)))
+    return TrainedModel(file, network.eval(), recipe, classes)
 
 
 def open_trained(
@@ -56,13 +87,7 @@ def open_trained(
     recipe = _recipe(file, metadata, model, [*listed, *overrides])
     train, held_out = open_sources(recipe.data, data, recipe.seed)
     _check_classes(file, metadata, train)
-    network = model_of(recipe, len(train.classes))
-    expected = network.state_dict()
-    for name in expected.keys() - tensors.keys():
-        if name.endswith("num_batches_tracked"):  # files of before torch 0.4.1 lack it, and nothing reads it
-            tensors[name] = expected[name]
-    match_weights(tensors, expected, str(file))
-    network.load_state_dict(tensors)
+    network = _with_weights(file, tensors, model_of(recipe, len(train.classes)))
     return Trained(file, network, recipe, metadata, train, held_out)
 
 
@@ -75,6 +100,16 @@ def find_weights(path: Path) -> Path:
         if candidate.is_file():
             return candidate
     raise UserError(f"{path}: holds no weights; give a run's folder, a checkpoint's folder or a weight file")
+
+
+def _with_weights(file: Path, tensors: Tensors, network: nn.Module) -> nn.Module:
+    expected = network.state_dict()
+    for name in expected.keys() - tensors.keys():
+        if name.endswith("num_batches_tracked"):  # files of before torch 0.4.1 lack it, and nothing reads it
+            tensors[name] = expected[name]
+    match_weights(tensors, expected, str(file))
+    network.load_state_dict(tensors)
+    return network
 
 
 def _recipe(file: Path, metadata: dict[str, str], model: str | None, overrides: Sequence[str]) -> Recipe:
@@ -107,15 +142,21 @@ def _check_names(file: Path, recipe: Recipe, given: set[str]) -> None:
             )
 
 
-def _check_classes(file: Path, metadata: dict[str, str], train: Source) -> None:
-    """Weights know their classes by name; other names in the data would give a wrong result without a word."""
+def _class_names(file: Path, metadata: dict[str, str]) -> list[str]:
+    """The classes that the weights' metadata names; empty where it names none."""
     try:
         names = parse_json(metadata["classes"])
     except (KeyError, ValueError):
-        return
+        return []
     if not isinstance(names, list):
         raise UserError(f"{file}: its metadata holds no list of classes; it is damaged")
-    if names != list(train.classes):
+    return [str(name) for name in names]
+
+
+def _check_classes(file: Path, metadata: dict[str, str], train: Source) -> None:
+    """Weights know their classes by name; other names in the data would give a wrong result without a word."""
+    names = _class_names(file, metadata)
+    if names and names != list(train.classes):
         differing = next((pair for pair in zip(names, train.classes, strict=False) if pair[0] != pair[1]), None)
         what = (
             f"{differing[0]!r} there, {differing[1]!r} here"

@@ -33,6 +33,7 @@ from .saving import Saver
 from .state import RunState
 from .status import Asked
 from .survival import Kept, agree, fitting, nothing_yet, obstacle
+from .trackers import Trackers
 
 
 def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
@@ -166,6 +167,7 @@ class Run:
         closing = closing_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
         is_stopping, is_due = False, saved < state.step
         while True:
+            trainer.between_steps(state.step)
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
                 with saver.before_errors():
                     is_stopping = not self._evaluate_and_report()
@@ -316,11 +318,16 @@ class Run:
     def _open_telemetry(self, is_kept: bool) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
         state, path = self.state, self.run_dir.path
-        tensorboard = self.job.options.tensorboard
         recipe = self.job.recipe
         fixed = "another launcher has started them" if ranks_are_given() else obstacle(self.job)
-        about = {"recipe": recipe.name, "virtual_workers": recipe.virtual_workers, "fixed_ranks": fixed}
-        self.telemetry = Telemetry(path, self.schedule, state.step, state.evaluated, tensorboard, about)
+        about = {
+            "recipe": recipe.name,
+            "virtual_workers": recipe.virtual_workers,
+            "fixed_ranks": fixed,
+            **self.job.asked(),
+        }
+        trackers = Trackers(self.job.options.track, path, {**about, "recipe": recipe.as_dict()}, warn)
+        self.telemetry = Telemetry(path, self.schedule, state.step, state.evaluated, about, trackers)
         if not is_kept:
             self._greet(self.telemetry)
             return

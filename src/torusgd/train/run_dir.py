@@ -21,11 +21,17 @@ from ..weights import write_text
 from .checkpoint import DAMAGED
 from .events import warn
 from .status import HEAD, HOLDER, LOCK, STATUS, forget_what_was_asked
+from .trace import FILE as TRACE
+from .trackers import ID_FILE
 
 LOCK_SECONDS = 10.0
-FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt")
+FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", ID_FILE, TRACE)
 STEP = "step-" + 8 * "[0-9]"
-PARTS = {"checkpoints": (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial"), "tensorboard": ("events.out.tfevents.*",)}
+PARTS = {
+    "checkpoints": (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial"),
+    "tensorboard": ("events.out.tfevents.*",),
+    "wandb": ("latest-run", "offline-run-*", "run-*", "debug*.log"),
+}
 """sub-folders, and what a run writes into them"""
 OWN = ("recipe.yaml", *FILES, *PARTS)
 _LOCAL_LOCKS = {"nfs": {"nolock", "local_lock=all", "local_lock=flock"}, "lustre": {"localflock"}}
@@ -151,7 +157,7 @@ class RunDir:
     def _delete_run(self) -> None:
         for part, patterns in PARTS.items():
             for path in [found for pattern in patterns for found in (self.path / part).glob(pattern)]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             folder = self.path / part
             if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
                 folder.rmdir()

@@ -1,0 +1,45 @@
+"""`torusgd report`: runs as a page of HTML, side by side where there are several."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from .options import OUTPUT, DataPath, Device, TrainedWeights
+from .output import check_writable, console
+
+if TYPE_CHECKING:
+    from ..report.mistakes import Mistakes
+
+
+def report(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs, finished or not.")],
+    out: Annotated[Path, Option("--out", help="The page to write.", rich_help_panel=OUTPUT)] = Path("report.html"),
+    mistakes: Annotated[
+        bool,
+        Option("--mistakes", help="Also classify the held-out images: the worst classes, the most wrong images."),
+    ] = False,
+    data: DataPath = None,
+    device: Device = None,
+) -> None:
+    """Write a page about runs: what was trained, how well, where the time went; --data implies --mistakes."""
+    from ..report.page import check_jinja, run_page, write_page
+    from ..report.read_run import read_run
+
+    check_jinja()
+    check_writable("--out", out)
+    records = [read_run(run) for run in runs]
+    wanted = mistakes or data is not None
+    found = [_mistakes(run, data, device) if wanted else None for run in runs]
+    write_page(out, run_page(records, found), "--out")
+    console().print(f"wrote {out}", markup=False)
+
+
+def _mistakes(run: Path, data: Path | None, device: str | None) -> "Mistakes":
+    from ..data.pipeline import Pipeline
+    from ..report.mistakes import find_mistakes
+    from .assessment import Assessment
+
+    opened = Assessment(TrainedWeights(run, data, device=device))
+    pipeline = Pipeline(opened.trained.held_out, opened.recipe.held_out_data, opened.recipe.seed)
+    return find_mistakes(opened.model, pipeline, opened.recipe, opened.trained.train.classes, opened.precision)

@@ -1,0 +1,126 @@
+"""Trained networks as graphs that run without torusgd: ONNX, and torch.export's own format.
+
+A graph is compared with the network before it stays: both take the same drawn images, in two sizes of batch, and must
+give the same logits up to rounding, since another runtime adds up in another order.
+"""
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RunError, UserError
+from ..recipe.section import sides
+from ..train.load_trained import TrainedModel
+from ..weights import replacing, weights_sha256
+
+TOLERANCE = 1e-4
+"""of the largest logit: how far a graph's logits may be from the network's"""
+_BATCHES = (2, 5)
+"""sizes of the batches that are compared; the graph is made with the first, so that the second shows it takes any"""
+
+
+def export_onnx(trained: TrainedModel, path: Path) -> float:
+    """Writes an ONNX file with a free batch size, input `images` and output `logits`, float32; classes in its metadata.
+
+    Returns:
+        The largest difference of its logits, run by onnxruntime, from the network's, as a share of the largest logit.
+
+    Raises:
+        UserError: The packages are missing.
+        RunError: The network can't be exported, or the graph gives other logits.
+    """
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401 - torch needs it
+    except ImportError as error:
+        raise UserError(f"--format onnx: {error.name} is missing; give: pip install 'torusgd[onnx]'") from None
+    images, data = example_images(trained, _BATCHES[0]), trained.recipe.held_out_data
+    with _telling("onnx"), replacing(path) as temporary:
+        torch.onnx.export(
+            trained.model, (images,), str(temporary), dynamo=True, external_data=False, verbose=False,
+            dynamic_shapes=({0: torch.export.Dim("batch")},), input_names=["images"], output_names=["logits"],
+        )  # fmt: skip
+        graph = onnx.load(str(temporary))
+        known = {
+            "classes": list(trained.classes),
+            "mean": data.mean,
+            "std": data.std,
+            "resize": data.resize,
+            "weights_sha256": weights_sha256(trained.model.state_dict()),
+        }
+        onnx.helper.set_model_props(graph, {name: json.dumps(value) for name, value in known.items()})
+        onnx.checker.check_model(graph)
+        onnx.save(graph, str(temporary))
+        session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
+
+        def run(images: Tensor) -> Tensor:
+            return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+        return _compared(trained, run)
+
+
+def export_torch(trained: TrainedModel, path: Path) -> float:
+    """Writes what `torch.export.load(path).module()` runs; other versions of torch may not read it.
+
+    Returns:
+        As `export_onnx`.
+
+    Raises:
+        RunError: The network can't be exported, or the graph gives other logits.
+    """
+    images = example_images(trained, _BATCHES[0])
+    with _telling("torch"), replacing(path) as temporary:
+        shapes = ({0: torch.export.Dim("batch")},)
+        # Through a buffer: torch wants a file's name to end in .pt2, which that of an unfinished file does not.
+        buffer = io.BytesIO()
+        torch.export.save(torch.export.export(trained.model, (images,), dynamic_shapes=shapes), buffer)
+        temporary.write_bytes(buffer.getvalue())
+        module: nn.Module = torch.export.load(buffer).module()
+        return _compared(trained, module)
+
+
+def example_images(trained: TrainedModel, count: int) -> Tensor:
+    """Drawn images as the network takes them for evaluation, float32 [count, channels, height, width]."""
+    data = trained.recipe.held_out_data
+    shape = (count, data.channels, *sides(data.image_size))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(count))
+
+
+@torch.no_grad()
+def _compared(trained: TrainedModel, run: Callable[[Tensor], Tensor]) -> float:
+    worst = 0.0
+    for count in _BATCHES:
+        images = example_images(trained, count)
+        expected = trained.model(images)
+        found = run(images)
+        worst = max(worst, float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)))
+    if not worst <= TOLERANCE:
+        raise RunError(f"the graph's logits differ from the network's by {worst:.1e} of the largest one; not written")
+    return worst
+
+
+@contextmanager
+def _telling(name: str) -> Iterator[None]:
+    """Makes one line of what torch raises about a network that it can't write down, and leaves out its warnings."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (UserError, RunError, OSError):
+        raise
+    except Exception as error:  # of many kinds, all of which mean that this network has no such graph
+        line = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise RunError(f"--format {name}: the network can't be exported: {line}") from error
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,119 @@
+"""A finished run as a log by MLPerf's rules for training, which `mlperf_logging.compliance_checker` reads.
+
+The lines' times are those of the run's own clock from the end of its summary backwards. When it began to set up, and
+whether caches were cleared, no run records: for these the log has the moment of the start. So a log shows that a
+recipe keeps the rules; a submission needs more than it can tell.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..recipe.schedule import Schedule
+from ..report.read_run import RunRecord
+from ..weights import write_text
+
+RULES = "4.0.0"
+"""the last rules with ResNet-50 (python -m mlperf_logging.compliance_checker --usage training --ruleset 4.0.0 LOG)"""
+
+
+def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
+    """Writes the log.
+
+    Args:
+        run: Finished.
+        path: Of the file.
+        division: closed or open.
+
+    Raises:
+        UserError: The run is not finished, was not trained with sgd or lars, or the file can't be written.
+    """
+    if not run.summary or not run.evaluations:
+        raise UserError(f"{run.folder}: --format mlperf needs a finished run")
+    if run.recipe.optimizer.name not in ("sgd", "lars"):
+        raise UserError(f"{run.folder}: MLPerf's rules know sgd and lars, not {run.recipe.optimizer.name}")
+    begin = (run.folder / "summary.json").stat().st_mtime - float(run.summary["seconds"])
+    lines = []
+    for seconds, kind, key, value, metadata in _entries(run, division):
+        entry = {
+            "namespace": "", "time_ms": round(1e3 * (begin + seconds)), "event_type": kind, "key": key, "value": value,
+            "metadata": {"file": "events.jsonl", "lineno": 0, **metadata},
+        }  # fmt: skip
+        lines.append(f":::MLLOG {json.dumps(entry)}\n")
+    try:
+        write_text(path, "".join(lines))
+    except OSError as error:
+        raise UserError(f"{path}: can't be written: {error.strerror}") from None
+
+
+Entry = tuple[float, str, str, Any, Mapping[str, Any]]
+
+
+def _entries(run: RunRecord, division: str) -> Iterator[Entry]:
+    """Seconds since the run began, kind of line, key, value, metadata."""
+
+    def point(key: str, value: Any, seconds: float = 0.0, **metadata: Any) -> Entry:
+        return seconds, "POINT_IN_TIME", key, value, metadata
+
+    def interval(kind: str, key: str, seconds: float, **metadata: Any) -> Entry:
+        return seconds, f"INTERVAL_{kind}", f"{key}_{kind.lower().replace('end', 'stop')}", None, metadata
+
+    about = {"benchmark": "resnet", "org": "torusgd", "division": division, "status": "onprem", "platform": "torusgd"}
+    yield from (point(f"submission_{key}", value) for key, value in about.items())
+    yield point("cache_clear", True)
+    yield interval("START", "init", 0.0)
+    yield from (point(key, value) for key, value in _hyperparameters(run).items())
+    yield interval("END", "init", 0.0)
+    yield interval("START", "run", 0.0)
+    yield point("train_samples", run.summary["train_images"])
+    yield point("eval_samples", run.summary["eval_images"])
+    before, reached = 0.0, 0.0
+    seconds_at = {step["step"]: float(step["seconds"]) for step in run.steps}
+    target = run.recipe.target_top1
+    status = "success" if target is None or run.summary.get("seconds_to_target") is not None else "aborted"
+    for event in run.evaluations:
+        if event["event"] == "polished":
+            continue
+        epoch = round(run.epoch_of(event["step"]) or 0.0, 3)
+        trained = seconds_at[event["step"]]
+        yield interval("START", "block", before, first_epoch_num=reached, epoch_count=max(epoch - reached, 1e-3))
+        yield interval("END", "block", trained, first_epoch_num=reached)
+        yield interval("START", "eval", trained, epoch_num=epoch)
+        yield point("eval_accuracy", event["top1"], event["seconds"], epoch_num=epoch)
+        yield interval("END", "eval", event["seconds"], epoch_num=epoch)
+        before, reached = event["seconds"], epoch
+    yield interval("END", "run", float(run.summary["seconds"]), status=status)
+
+
+def _hyperparameters(run: RunRecord) -> dict[str, Any]:
+    """What the rules want to know, as the recipe has it; of several stages the first one's batch."""
+    recipe, summary = run.recipe, run.summary
+    optimizer, rate = recipe.optimizer, recipe.rate
+    schedule = Schedule(recipe, summary["train_images"])
+    warmup = rate.warmup.length if rate.warmup is not None else None
+    warm_steps = schedule.boundaries(warmup)[0] if warmup is not None else 0
+    warm_epochs = schedule[warm_steps].epoch if warmup is not None else 0
+    first = recipe.stages[0].images_per_worker
+    common = {
+        "base_learning_rate": rate.lr,
+        "end_learning_rate": round(rate.lr * rate.decay.floor, 12),
+        "learning_rate_decay_steps": len(schedule) - warm_steps,
+        "weight_decay": optimizer.weight_decay,
+        "momentum": optimizer.momentum,
+    }
+    if rate.decay.shape == "polynomial":
+        common["learning_rate_decay_poly_power"] = rate.decay.power
+    found = {f"{optimizer.name}_opt_{key}": value for key, value in common.items()}
+    if optimizer.name == "lars":
+        found |= {"lars_epsilon": optimizer.eps, "lars_opt_learning_rate_warmup_epochs": warm_epochs}
+    else:
+        found |= {"opt_learning_rate_warmup_epochs": warm_epochs, "model_bn_span": first}
+    return {
+        "seed": recipe.seed,
+        "global_batch_size": recipe.virtual_workers * first,
+        "gradient_accumulation_steps": -(-recipe.virtual_workers // summary["world_size"]),
+        "opt_name": optimizer.name,
+        **found,
+    }

@@ -1,0 +1,124 @@
+"""A folder as the Hugging Face hub takes it: a card with what was measured, the weights, and their configuration."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import UserError
+from ..recipe.section import sides
+from ..report.read_run import RunRecord
+from ..report.tables import batches, count, duration, percent
+from ..train.load_trained import TrainedModel
+from ..weights import write_text
+
+
+def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, license_name: str | None) -> None:
+    """Writes README.md, config.json, recipe.yaml and model.safetensors.
+
+    Args:
+        run: A finished run.
+        trained: Its weights.
+        folder: Made where it is missing.
+        license_name: The hub's name of the weights' licence, such as apache-2.0; None: the card has none.
+
+    Raises:
+        UserError: The run is not finished, or the folder can't be written.
+    """
+    if not run.summary:
+        raise UserError(f"{run.folder}: --format hub needs a finished run, whose accuracy and hash the card tells")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(trained.path, folder / "model.safetensors")
+        shutil.copyfile(run.folder / "recipe.yaml", folder / "recipe.yaml")
+        write_text(folder / "config.json", json.dumps(configuration(trained), indent=2) + "\n")
+        write_text(folder / "README.md", card(run, license_name))
+    except OSError as error:
+        raise UserError(f"--out {folder}: can't be written: {error.strerror}") from None
+
+
+def configuration(trained: TrainedModel) -> dict[str, Any]:
+    """The network and how its images are made, by timm's names for them."""
+    data, name = trained.recipe.held_out_data, trained.recipe.model.name
+    height, width = sides(data.image_size)
+    return {
+        "architecture": name.partition(":")[2] or name,
+        "model_args": dict(trained.recipe.model.options),
+        "num_classes": trained.recipe.data.classes or len(trained.classes),
+        "label_names": list(trained.classes),
+        "pretrained_cfg": {
+            "input_size": [data.channels, height, width],
+            "mean": list(data.mean),
+            "std": list(data.std),
+            "crop_pct": 1.0 if data.resize is None else min(height, width) / data.resize,
+        },
+    }
+
+
+def card(run: RunRecord, license_name: str | None) -> str:
+    """README.md: front matter by the hub's rules, and below it what was trained, by which recipe, and how to repeat it.
+
+    Args:
+        run: Finished.
+        license_name: As in `write_hub_folder`.
+    """
+    summary, recipe = run.summary, run.recipe
+    head: dict[str, Any] = {
+        **({"license": license_name} if license_name else {}),
+        "library_name": "torusgd",
+        "pipeline_tag": "image-classification",
+        "tags": ["image-classification", "pytorch", "torusgd"],
+        "model-index": [{"name": run.name, "results": [_result(recipe.data.source, summary)]}],
+    }
+    rows = {
+        "top-1": percent(summary.get("top1")),
+        "top-5": percent(summary.get("top5")),
+        "held-out images": count(summary.get("eval_images")),
+        "training images": count(summary.get("train_images")),
+        "network": recipe.model.name,
+        "data": recipe.data.source,
+        "batch by stage": batches(recipe),
+        "optimiser": f"{recipe.optimizer.name}, rate {recipe.rate.lr:g}",
+        "steps": count(summary.get("steps")),
+        "training time": f"{duration(summary.get('seconds'))} on {count(summary.get('world_size'))} ranks",
+        "weights (SHA-256)": f"`{summary.get('weights_sha256')}`",
+        "recipe (SHA-256)": f"`{recipe.sha256()}`",
+        "data (SHA-256)": f"`{summary.get('data_sha256')}`",
+    }
+    table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items())
+    exact = (
+        "With the same data, and under the conditions below, the recipe gives the same weights bit for bit, on any "
+        "number of ranks."
+        if recipe.reduction == "exact"
+        else f"Gradients are summed as {recipe.reduction}: the bits depend on the number of ranks."
+    )
+    conditions = "\n".join(
+        f"- {name}: {_cell(str(value))}" for name, value in run.summary.get("conditions", {}).items()
+    )
+    front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
+    return (
+        f"---\n{front}---\n\n# {_cell(run.name)}\n\n{_cell(recipe.description or recipe.name)}\n\n"
+        f"| | |\n| --- | --- |\n{table}\n\n## The same again\n\n{exact}\n\n"
+        f"    torusgd train recipe.yaml\n\n## Conditions\n\n{conditions}\n"
+    )
+
+
+def _result(data: str, summary: Mapping[str, Any]) -> dict[str, Any]:
+    metrics = [
+        {"type": "accuracy", "name": name, "value": summary[key]}
+        for key, name in (("top1", "top-1 accuracy"), ("top5", "top-5 accuracy"))
+        if key in summary
+    ]
+    return {
+        "task": {"type": "image-classification", "name": "Image classification"},
+        "dataset": {"name": data, "type": data},
+        "metrics": metrics,
+    }
+
+
+def _cell(text: str) -> str:
+    """Text of a stranger for Markdown: one line, no HTML, no table within a table."""
+    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")

@@ -1,0 +1,152 @@
+"""What trained weights get wrong: the worst classes, and the held-out images of which they were most sure."""
+
+import base64
+import heapq
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..data.pipeline import Pipeline
+from ..precision import Precision
+from ..recipe.schema import Recipe
+from ..train.confusion import Confusion
+from ..train.evaluate import read_ahead
+
+MOST_IMAGES = 24
+"""on the sheet"""
+MOST_CLASSES = 10
+"""in the table of the worst"""
+_PIXELS = 96
+"""the longer side of a picture on the sheet at most; larger ones are made smaller"""
+
+
+@dataclass(frozen=True)
+class WorstClass:
+    """A class whose images are often taken for others."""
+
+    name: str
+    images: int
+    top1: float
+    taken_for: str
+    """the class that its wrong images are taken for most often"""
+
+
+@dataclass(frozen=True)
+class WrongImage:
+    """A held-out image that is taken for another class."""
+
+    index: int
+    """in the held-out data"""
+    name: str
+    taken_for: str
+    probability: float
+    """that the network gave its own class"""
+    picture: str
+    """a data: URL of a PNG of what the network saw; empty where it has neither one nor three channels"""
+
+
+@dataclass(frozen=True)
+class Mistakes:
+    """What to look at first when weights are not good enough."""
+
+    classes: tuple[WorstClass, ...]
+    images: tuple[WrongImage, ...]
+    wrong: int
+    """images in all that are taken for another class"""
+    seen: int
+
+
+@torch.no_grad()
+def find_mistakes(
+    model: nn.Module, pipeline: Pipeline, recipe: Recipe, names: Sequence[str], precision: Precision
+) -> Mistakes:
+    """Classifies every held-out image on this rank alone.
+
+    Args:
+        model: On its device; left in evaluation mode.
+        pipeline: Of the held-out images.
+        recipe: Says how images are normalised and classified.
+        names: Of the classes; further outputs of the network are called by their number.
+        precision: As in training.
+
+    Raises:
+        OSError: An image can't be read.
+    """
+    model.eval()
+    device, size, total = next(model.parameters()).device, recipe.evaluate.images_per_chunk, len(pipeline.source)
+    classes = recipe.data.classes or len(names)
+    names = [*names, *map(str, range(len(names), classes))]
+    confusion = Confusion(classes, device)
+    worst: list[tuple[float, int, int, int, Tensor]] = []  # a heap: the least wrong one of the worst goes first
+    wrong = 0
+    chunks = [np.arange(start, min(start + size, total)) for start in range(0, total, size)]
+    for chunk, batch in zip(chunks, read_ahead(pipeline, chunks), strict=True):
+        if not len(batch.targets):
+            continue
+        with precision.autocast():
+            logits = model(precision.place(batch.images, device)).float()
+        targets = batch.targets.to(device)
+        confusion.add(logits, targets)
+        likely = logits.softmax(dim=1).cpu()
+        chosen, own = likely.argmax(dim=1), likely.gather(1, batch.targets[:, None])[:, 0]
+        for place in (chosen != batch.targets).nonzero()[:, 0].tolist():
+            wrong += 1
+            entry = (-float(own[place]), -int(chunk[batch.kept[place]]), int(batch.targets[place]), int(chosen[place]))
+            # Clone: the batch's memory is used again for others.
+            heapq.heappush(worst, (*entry, batch.images[place].clone()))
+            if len(worst) > MOST_IMAGES:
+                heapq.heappop(worst)
+    images = [
+        WrongImage(-index, names[own], names[taken], -likely, picture_of(image, recipe.data.mean, recipe.data.std))
+        for likely, index, own, taken, image in sorted(worst, key=lambda entry: entry[:2], reverse=True)
+    ]
+    return Mistakes(_worst_classes(confusion, names), tuple(images), wrong, int(confusion.counts.sum()))
+
+
+def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> str:
+    """A normalised image [channels, height, width] as a data: URL; empty unless it has one or three channels."""
+    channels = image.shape[0]
+    if channels not in (1, 3):
+        return ""
+    shape = (channels, 1, 1) if len(mean) == channels else (1, 1, 1)
+    pixels = image.float() * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
+    scale = _PIXELS / max(pixels.shape[1:])
+    if scale < 1:
+        size = [max(1, round(side * scale)) for side in pixels.shape[1:]]
+        pixels = F.interpolate(pixels[None], size=size, mode="area")[0]
+    data = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+    return "data:image/png;base64," + base64.b64encode(png(data)).decode()
+
+
+def png(pixels: "np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]") -> bytes:
+    """Pixels [height, width, 1 or 3] as a PNG file (RFC 2083), each row unfiltered.
+
+    >>> png(np.zeros((2, 3, 1), np.uint8))[:8]
+    b'\\x89PNG\\r\\n\\x1a\\n'
+    """
+    height, width, channels = pixels.shape
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+
+
+def _worst_classes(confusion: Confusion, names: Sequence[str]) -> tuple[WorstClass, ...]:
+    """Those with the lowest accuracies, without classes that have no wrong image."""
+    found = []
+    for row, (name, top1) in enumerate(zip(names, confusion.accuracies(), strict=True)):
+        if top1 is None or top1 == 1.0:
+            continue
+        others = confusion.counts[row].clone()
+        images, others[row] = int(others.sum()), 0
+        found.append(WorstClass(name, images, top1, names[int(others.argmax())]))
+    return tuple(sorted(found, key=lambda each: each.top1)[:MOST_CLASSES])

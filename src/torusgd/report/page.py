@@ -1,0 +1,208 @@
+"""Sets pages: what runs and plans say, put into the templates. Nothing in a page is code, and nothing is fetched.
+
+The page's policy forbids scripts, and every value is escaped, so that a class, a folder or an error message of a
+stranger stays text.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from .figures import run_charts, sweep_charts, time_bars
+from .read_run import RunRecord
+from .tables import (
+    NONE,
+    Row,
+    Table,
+    command_of,
+    conditions_table,
+    count,
+    duration,
+    final,
+    images_per_second,
+    percent,
+    plain,
+    plan_table,
+    ranks_table,
+    result_table,
+    run_seconds,
+    time_table,
+    training_table,
+)
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+    from .mistakes import Mistakes
+
+_PARTS = {
+    "forward": "forward passes", "backward": "backward passes", "exposed": "exposed communication",
+    "contention": "contention", "exchange": "exchange within layers", "coordination": "coordination",
+    "update": "update", "input": "input", "jitter": "slow devices",
+}  # fmt: skip
+
+
+def check_jinja() -> None:
+    """UserError where no page can be set, since jinja2 is missing."""
+    try:
+        import jinja2  # noqa: F401
+    except ImportError:
+        raise UserError("a report needs jinja2; give: pip install 'torusgd[report]'") from None
+
+
+def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -> str:
+    """One or more runs as a page of HTML; the same runs give the same bytes.
+
+    Args:
+        runs: At least one.
+        mistakes: Of each run, or None where its weights were not looked at.
+    """
+    tables = [result_table(runs), training_table(runs), plan_table(runs), ranks_table(runs)]
+    return _environment().get_template("run.html").render(
+        title=" beside ".join(run.name for run in runs),
+        runs=runs,
+        notes=_notes(runs),
+        tiles=_tiles(runs[0]) if len(runs) == 1 else [],
+        charts=run_charts(runs),
+        bars=time_bars(runs),
+        times=time_table(runs),
+        tables=[table for table in tables if table is not None],
+        mistakes=[(run, found) for run, found in zip(runs, mistakes, strict=True) if found is not None],
+        conditions=conditions_table(runs),
+        commands=[(run.name, command_of(run)) for run in runs],
+        box=_BOX,
+    )  # fmt: skip
+
+
+def plan_page(plan: Mapping[str, Any], command: str) -> str:
+    """A plan with its sweep as a page of HTML.
+
+    Args:
+        plan: What `torusgd plan --sweep --json` writes, with `--to` or without.
+        command: That made the plan.
+    """
+    curve = plan.get("sweep") or []
+    stages = plan.get("stages") or []
+    return _environment().get_template("plan.html").render(
+        title=plan["title"],
+        plan=plan,
+        tiles=_plan_tiles(plan),
+        charts=sweep_charts(curve),
+        bars=_stage_bars(stages),
+        steps=_step_table(stages),
+        heads=[head for _, head, _ in _columns(curve)],
+        sweep=_sweep_rows(curve, plan.get("knee")),
+        choices=[(c["setting"], c["value"], duration(c["saves"])) for c in (plan.get("best") or {}).get("choices", [])],
+        best=duration((plan.get("best") or {}).get("seconds")),
+        command=command,
+        box=_BOX,
+    )  # fmt: skip
+
+
+def write_page(path: Path, text: str, flag: str) -> None:
+    """Writes a page; UserError, naming the flag that asked for it, where the file can't be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path}: can't be written: {error.strerror}") from None
+
+
+_BOX = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
+
+
+def _environment() -> "Environment":
+    check_jinja()
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("torusgd.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+
+
+def _notes(runs: Sequence[RunRecord]) -> list[str]:
+    notes = [f"{run.name}: {run.why}" if len(runs) > 1 else run.why for run in runs if run.why]
+    for run in runs:
+        if run.unread:
+            lines = "1 line" if run.unread == 1 else f"{run.unread} lines"
+            notes.append(f"{run.name}: left out {lines} of events.jsonl that can't be understood.")
+        if not run.steps:
+            notes.append(f"{run.name}: no step is recorded, so there is nothing to draw.")
+    return notes
+
+
+def _tiles(run: RunRecord) -> list[tuple[str, str]]:
+    result = final(run)
+    tiles = [
+        ("top-1", percent(result.get("top1"))),
+        ("top-5", percent(result.get("top5"))),
+        ("loss", plain(result.get("loss"))),
+        ("training time", duration(run_seconds(run))),
+        ("images a second", count(images_per_second(run))),
+        ("ranks", count(run.summary.get("world_size"))),
+    ]
+    return [(name, value) for name, value in tiles if value != NONE]
+
+
+def _plan_tiles(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    band = f"{duration(plan['low'])} to {duration(plan['high'])}" if "low" in plan else NONE
+    tiles = [
+        ("devices", count(plan.get("devices"))),
+        ("time to train", duration(plan.get("seconds"))),
+        ("90 % band", band),
+        ("images a second", count(plan.get("images_per_second"))),
+        ("efficiency", percent(plan.get("efficiency"))),
+        ("top-1 to reach", percent(plan.get("target"))),
+        ("devices at the knee", count(plan.get("knee"))),
+        ("devices of the quickest run", count(plan.get("useful"))),
+        ("cost", f"{plan['cost']:,.2f}" if "cost" in plan else NONE),
+    ]
+    return [(name, value) for name, value in tiles if value != NONE]
+
+
+def _stage_bars(stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A step of each stage as a stacked bar, of the parts that any of them has."""
+    parts = [key for key in _PARTS if any(stage.get(key) for stage in stages)]
+    bars = []
+    for stage in stages:
+        at, segments = 0.0, []
+        for colour, key in enumerate(parts):
+            width = 100 * float(stage.get(key) or 0.0) / stage["seconds"]
+            segments.append({"name": _PARTS[key], "colour": colour, "begin": round(at, 3), "width": round(width, 3)})
+            at += width
+        bars.append({"name": f"batch {stage['batch']:,}", "segments": segments})
+    return bars
+
+
+def _step_table(stages: Sequence[Mapping[str, Any]]) -> Table:
+    rows = [Row("a step", tuple(f"{1e3 * stage['seconds']:.2f} ms" for stage in stages))]
+    for key, name in _PARTS.items():
+        if any(stage.get(key) for stage in stages):
+            rows.append(Row(name, tuple(f"{1e3 * float(stage.get(key) or 0):.2f} ms" for stage in stages)))
+    return Table("Where a step's time goes", tuple(rows))
+
+
+Column = tuple[str, str, Callable[[Mapping[str, Any]], str]]
+
+
+def _columns(curve: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Key, heading and text of what the points of a sweep tell; to an accuracy they also tell the batch."""
+    columns: list[Column] = [
+        ("devices", "devices", lambda each: count(each["devices"])),
+        ("batch", "batch", lambda each: count(each["batch"])),
+        ("epochs", "epochs", lambda each: f"{each['epochs']:.1f}"),
+        ("images_per_second", "images/s", lambda each: count(each["images_per_second"])),
+        ("efficiency", "efficiency", lambda each: f"{each['efficiency']:.1%}"),
+        ("seconds", "time to train", lambda each: duration(each["seconds"])),
+        ("low", "90 % band", lambda each: f"{duration(each['low'])} to {duration(each['high'])}"),
+        ("cost", "cost", lambda each: f"{each['cost']:,.2f}"),
+        ("limit", "limited by", lambda each: str(each["limit"]).partition(";")[0]),
+    ]
+    return [column for column in columns if curve and column[0] in curve[0]]
+
+
+def _sweep_rows(curve: Sequence[Mapping[str, Any]], knee: object) -> list[tuple[bool, list[str]]]:
+    """For each number of devices whether it is the knee, and its cells."""
+    return [(each["devices"] == knee, [show(each) for _, _, show in _columns(curve)]) for each in curve]

@@ -1,0 +1,156 @@
+"""What a run's folder tells: recipe, steps, evaluations, summary. Finished or not, whole or cut off in writing.
+
+Others may have written the folder, and a machine may have died in the middle of a line. So what is read is bounded,
+a line that can't be understood is counted and left out, and only values of the expected type go any further.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from ..errors import UserError
+from ..recipe.load import parse_yaml, validate
+from ..recipe.schema import Recipe
+from ..train.status import STATUS, gone, read_status
+from ..untrusted import MOST_YAML, check_regular, parse_json, read_text
+
+MOST_EVENT = 1 << 20
+"""bytes of a line of events.jsonl; a step of a thousand ranks has some 20,000"""
+_TYPES: Mapping[str, type] = {
+    **dict.fromkeys(("shares", "conditions", "predicted", "runtime"), dict),
+    **dict.fromkeys(("lost_ranks", "other_conditions", "mixed_conditions"), list),
+}
+"""of the values of summary.json and status.json that are no numbers or words"""
+_STEP_KEYS = ("step", "epoch", "loss", "lr", "batch", "step_seconds", "data_seconds", "sync_seconds", "update_seconds")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All that the pages show of a run."""
+
+    folder: Path
+    recipe: Recipe
+    state: str
+    """finished, running, stopped or gone, as in `RunStatus`"""
+    why: str
+    """one sentence on a run that is not finished; empty otherwise"""
+    steps: tuple[Mapping[str, Any], ...]
+    """events of steps, with numbers under `_STEP_KEYS`; the loss may be missing"""
+    evaluations: tuple[Mapping[str, Any], ...]
+    """events of evaluations, the one after the polish last"""
+    summary: Mapping[str, Any]
+    """of a finished run; empty otherwise"""
+    told: Mapping[str, Any]
+    """of status.json: by which options the ranks were started"""
+    unread: int
+    """lines of events.jsonl that could not be understood"""
+
+    @property
+    def name(self) -> str:
+        """What the pages call it: its folder's name."""
+        return self.folder.resolve().name or str(self.folder)
+
+    def numbers(self, key: str) -> list[float]:
+        """A finite number of each step."""
+        return [float(step[key]) for step in self.steps]
+
+    def epoch_of(self, step: float) -> float | None:
+        """The epochs done after so many steps; None where the events don't tell."""
+        return self._epochs.get(int(step))
+
+    @property
+    def _epochs(self) -> dict[int, float]:
+        return {int(event["step"]): float(event["epoch"]) for event in self.steps}
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Reads a run's folder.
+
+    Raises:
+        UserError: It holds no run, or one whose recipe, status or events can't be read.
+    """
+    status = read_status(folder)
+    recipe = _read_recipe(folder / "recipe.yaml")
+    events, unread = _read_events(folder / "events.jsonl")
+    why = ""
+    if status.state == "running":
+        why = "The run is still at work; this page shows it as far as it has come."
+    elif status.state != "finished":
+        why = f"This run is not finished: {gone(status)}."
+    return RunRecord(
+        folder=folder,
+        recipe=recipe,
+        state=status.state,
+        why=why,
+        steps=tuple(event for event in events if "event" not in event),
+        evaluations=tuple(event for event in events if event.get("event") in ("evaluation", "polished")),
+        summary=_expected(status.told) if status.state == "finished" else {},
+        told=_expected(_read_told(folder / STATUS)),
+        unread=unread,
+    )
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of a stranger's JSON is a finite number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read_recipe(path: Path) -> Recipe:
+    try:
+        text = read_text(path, MOST_YAML)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: can't be read as a recipe: {error}") from None
+    return validate(Recipe, parse_yaml(text, str(path)), str(path))
+
+
+def _read_told(path: Path) -> Mapping[str, Any]:
+    try:
+        tree = parse_json(read_text(path))
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _expected(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without values that are not of their key's type."""
+    return {key: value for key, value in tree.items() if isinstance(value, _TYPES.get(key, object))}
+
+
+def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The events that can be understood, and the number of lines that can't."""
+    found: list[dict[str, Any]] = []
+    unread = 0
+    for line in _lines(path):
+        try:
+            event = parse_json(line.decode())
+        except ValueError:
+            event = None
+        if isinstance(event, dict) and _is_whole(event):
+            found.append(event)
+        else:
+            unread += 1
+    return found, unread
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            while line := file.readline(MOST_EVENT):
+                yield line
+    except FileNotFoundError:  # stopped before its first step
+        return
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: can't be read: {error}") from None
+
+
+def _is_whole(event: Mapping[str, Any]) -> bool:
+    if event.get("event") in ("evaluation", "polished"):
+        needed: tuple[str, ...] = ("step", "top1", "top5")
+    elif "event" in event:
+        needed = ("step",)
+    else:
+        needed = tuple(key for key in _STEP_KEYS if key != "loss")  # a diverged run writes null
+    return all(is_number(event.get(key)) for key in needed)

@@ -1,0 +1,314 @@
+"""The numbers of a page: one row a fact, one column a run, so that one run and several are the same table."""
+
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from ..recipe.schema import Recipe
+from .read_run import RunRecord, is_number
+
+NONE = "-"
+_FLAGS = ("update", "model_parallel", "allreduce", "grid", "profile", "buckets", "shares")
+"""runtime options that have a flag of the same name, and change how long a run takes"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fact of each run."""
+
+    label: str
+    cells: tuple[str, ...]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the runs do not all say the same."""
+        return len(set(self.cells)) > 1
+
+
+@dataclass(frozen=True)
+class Table:
+    """Facts that belong together."""
+
+    title: str
+    rows: tuple[Row, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TimeShare:
+    """A part of a run's training time."""
+
+    name: str
+    seconds: float
+    share: float
+    """of all of it"""
+
+
+def training_table(runs: Sequence[RunRecord]) -> Table:
+    """What was trained."""
+    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+        ("recipe", lambda run: run.recipe.name),
+        ("network", lambda run: _with_options(run.recipe.model.name, run.recipe.model.options)),
+        ("data", lambda run: _with_options(run.recipe.data.source, run.recipe.data.options)),
+        ("training images", lambda run: count(run.summary.get("train_images"))),
+        ("image size", lambda run: str(run.recipe.data.image_size)),
+        ("virtual workers", lambda run: count(run.recipe.virtual_workers)),
+        ("batch by stage", lambda run: batches(run.recipe)),
+        ("stages end at", lambda run: " > ".join(str(stage.until) for stage in run.recipe.stages)),
+        ("optimiser", lambda run: f"{run.recipe.optimizer.name}, rate {run.recipe.rate.lr:g}"),
+        ("gradients are summed", lambda run: run.recipe.reduction),
+        ("precision", lambda run: run.recipe.precision),
+        ("seed", lambda run: str(run.recipe.seed)),
+    ]
+    return _table("What was trained", runs, rows)
+
+
+def result_table(runs: Sequence[RunRecord]) -> Table:
+    """How good the weights are."""
+    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+        ("top-1", lambda run: percent(final(run).get("top1"))),
+        ("top-5", lambda run: percent(final(run).get("top5"))),
+        ("loss on held-out images", lambda run: plain(final(run).get("loss"))),
+        ("held-out images", lambda run: count(run.summary.get("eval_images", final(run).get("images")))),
+        ("top-1 before the polish", lambda run: percent(run.summary.get("top1_before_polish"))),
+        ("steps", lambda run: count(_last(run, "step"))),
+        ("epochs", lambda run: plain(_last(run, "epoch"))),
+        ("time to the target", _to_target),
+    ]
+    note = "" if all(run.evaluations for run in runs) else "A run without a figure has not been evaluated yet."
+    return _table("Result", runs, rows, note)
+
+
+def time_table(runs: Sequence[RunRecord]) -> Table:
+    """Where rank 0's time went, in seconds and shares."""
+    parts = [time_shares(run) for run in runs]
+    names = [part.name for part in max(parts, key=len)]
+    by_name = [{part.name: f"{duration(part.seconds)} ({part.share:.1%})" for part in each} for each in parts]
+    rows = [Row(name, tuple(each.get(name, NONE) for each in by_name)) for name in names]
+    rows.insert(0, Row("training time", tuple(duration(run_seconds(run)) for run in runs)))
+    rows.append(Row("communication that was hidden", tuple(percent(_hidden(run)) for run in runs)))
+    rows.append(Row("images a second", tuple(count(images_per_second(run)) for run in runs)))
+    note = (
+        "By the clock of rank 0. Exposed communication is time that a rank waits for messages, which includes waiting "
+        "for slower ranks; what travels during computation is hidden and costs nothing."
+    )
+    return Table("Where the time went", tuple(rows), note)
+
+
+def ranks_table(runs: Sequence[RunRecord]) -> Table:
+    """Ranks, which of them were slow, and what went wrong and was mended."""
+    summary: Callable[[str], Callable[[RunRecord], str]] = lambda key: lambda run: count(run.summary.get(key))  # noqa: E731
+    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+        ("ranks", lambda run: count(run.summary.get("world_size", len(_shares(run)) or None))),
+        ("virtual workers of each rank", lambda run: _counts(_shares(run))),
+        ("ranks most often behind", _stragglers),
+        ("virtual workers moved off slow ranks", summary("moved_workers")),
+        ("ranks lost", lambda run: ", ".join(map(str, run.summary.get("lost_ranks") or [])) or "none"),
+        ("restarts", summary("restarts")),
+        ("resumed from step", lambda run: str(run.summary.get("resumed_from") or "none")),
+        ("steps redone after an overflow", lambda run: count(_sum(run, "redone"))),
+        ("updates skipped (not finite)", lambda run: count(sum(bool(step.get("skipped")) for step in run.steps))),
+        ("unreadable training images replaced", lambda run: count(_sum(run, "replaced"))),
+        ("virtual workers left out for being late", lambda run: count(_sum(run, "left_out"))),
+        ("virtual workers computed twice (audit)", lambda run: count(_sum(run, "audited"))),
+    ]
+    return _table("Ranks and mishaps", runs, rows)
+
+
+def plan_table(runs: Sequence[RunRecord]) -> Table | None:
+    """Predicted against measured; None where no run was given a plan."""
+    if not any(run.summary.get("predicted") for run in runs):
+        return None
+
+    def beside(run: RunRecord, name: str, show: Callable[[object], str]) -> str:
+        found = run.summary.get("predicted") or {}
+        error = found.get(f"{name}_error")
+        told = f" (plan {error:+.1%})" if is_number(error) else ""
+        return f"{show(found.get(name))} / {show(found.get(f'measured_{name}'))}{told}"
+
+    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+        ("a step", lambda run: beside(run, "step_seconds", _milliseconds)),
+        ("images a second", lambda run: beside(run, "images_per_second", count)),
+    ]
+    note = "Predicted / measured: medians over steps, without evaluations, checkpoints and the first step."
+    return _table("Predicted against measured", runs, rows, note)
+
+
+def conditions_table(runs: Sequence[RunRecord]) -> Table:
+    """Hashes, and what the bits depend on."""
+    names = dict.fromkeys(name for run in runs for name in _conditions(run))
+    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+        ("weights (SHA-256)", lambda run: str(run.summary.get("weights_sha256") or NONE)),
+        ("recipe (SHA-256)", lambda run: run.recipe.sha256()),
+        ("data (SHA-256)", lambda run: str(run.summary.get("data_sha256") or NONE)),
+        ("initial weights (SHA-256)", lambda run: str(run.summary.get("init_sha256") or "drawn from the seed")),
+        *((name, lambda run, name=name: str(_conditions(run).get(name) or NONE)) for name in names),
+        ("changes of conditions on resuming", lambda run: str(len(run.summary.get("other_conditions") or []))),
+        ("ranks under other conditions", lambda run: str(len(run.summary.get("mixed_conditions") or []))),
+    ]
+    note = (
+        "The recipe decides the result, the cluster only the time: under these conditions the same recipe, data and "
+        "initial weights give the same weights, bit for bit, on any number of ranks."
+    )
+    exact = all(run.recipe.reduction == "exact" for run in runs)
+    return _table("Conditions and hashes", runs, rows, note if exact else "")
+
+
+def command_of(run: RunRecord) -> str:
+    """The command that does the same again, in a shell in which the paths that the run was given still exist."""
+    words = ["torusgd", "train", str(run.folder / "recipe.yaml")]
+    for key in ("data", "init", "max_steps"):
+        if run.told.get(key):
+            words += [f"--{key.replace('_', '-')}", str(run.told[key])]
+    ranks = run.summary.get("world_size", len(_shares(run)) or None)
+    words += ["--workers", str(ranks)] if ranks else []
+    options = run.told.get("runtime", {})
+    words += [word for key in _FLAGS if key in options for word in (f"--{key.replace('_', '-')}", _flag(options[key]))]
+    return shlex.join([*words, "--out", f"{run.folder}-again"])
+
+
+def time_shares(run: RunRecord) -> list[TimeShare]:
+    """The parts of a run's training time, in the order in which a step has them; empty before the first step."""
+    total = run_seconds(run)
+    if not run.steps or not total:
+        return []
+    data, sync, update = (sum(run.numbers(f"{name}_seconds")) for name in ("data", "sync", "update"))
+    steps = sum(run.numbers("step_seconds"))
+    parts = {
+        "compute": steps - data - sync - update,
+        "waiting for images": data,
+        "exposed communication": sync,
+        "update": update,
+        "evaluation, checkpoints, start": total - steps,
+    }
+    return [TimeShare(name, max(0.0, seconds), max(0.0, seconds) / total) for name, seconds in parts.items()]
+
+
+def run_seconds(run: RunRecord) -> float | None:
+    """Of all steps, evaluations and waits; None before the first step."""
+    seconds = run.summary.get("seconds", _last(run, "seconds"))
+    return max(seconds, sum(run.numbers("step_seconds"))) if is_number(seconds) else None
+
+
+def images_per_second(run: RunRecord) -> float | None:
+    """Over all steps."""
+    seconds = sum(run.numbers("step_seconds"))
+    return sum(run.numbers("batch")) / seconds if seconds else None
+
+
+def final(run: RunRecord) -> dict[str, Any]:
+    """The accuracy of a finished run's weights, else its last evaluation; empty where there is none."""
+    if "top1" in run.summary:
+        return dict(run.summary)
+    return dict(run.evaluations[-1]) if run.evaluations else {}
+
+
+def batches(recipe: Recipe) -> str:
+    """Images of a step, stage by stage."""
+    return " > ".join(f"{recipe.virtual_workers * stage.images_per_worker:,}" for stage in recipe.stages)
+
+
+def percent(value: object) -> str:
+    """A fraction as a percentage."""
+    return f"{value:.2%}" if is_number(value) else NONE
+
+
+def count(value: object) -> str:
+    """A number without decimals."""
+    return f"{value:,.0f}" if is_number(value) else NONE
+
+
+def plain(value: object) -> str:
+    """A number with four digits."""
+    return f"{value:.4g}" if is_number(value) else NONE
+
+
+def duration(seconds: object) -> str:
+    """Seconds, minutes or hours.
+
+    >>> duration(92.1), duration(3000), duration(90000), duration(None)
+    ('92.1 s', '50.0 min', '25.0 h', '-')
+    """
+    if not is_number(seconds):
+        return NONE
+    if seconds < 600:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _table(
+    title: str, runs: Sequence[RunRecord], rows: Sequence[tuple[str, Callable[[RunRecord], str]]], note: str = ""
+) -> Table:
+    return Table(title, tuple(Row(label, tuple(show(run) for run in runs)) for label, show in rows), note)
+
+
+def _with_options(name: str, options: dict[str, Any]) -> str:
+    told = ", ".join(f"{key}={value}" for key, value in options.items())
+    return f"{name} ({told})" if told else name
+
+
+def _last(run: RunRecord, key: str) -> float | None:
+    value = run.steps[-1].get(key) if run.steps else None
+    return value if is_number(value) else None
+
+
+def _sum(run: RunRecord, key: str) -> float:
+    return sum(value for step in run.steps if is_number(value := step.get(key)))
+
+
+def _to_target(run: RunRecord) -> str:
+    target = run.recipe.target_top1
+    if target is None:
+        return "no target"
+    seconds = run.summary.get("seconds_to_target")
+    return f"{percent(target)} after {duration(seconds)}" if is_number(seconds) else f"{percent(target)} not reached"
+
+
+def _hidden(run: RunRecord) -> float | None:
+    value = run.summary.get("hidden_share")
+    return value if is_number(value) else None
+
+
+def _milliseconds(value: object) -> str:
+    return f"{1e3 * value:.1f} ms" if is_number(value) else NONE
+
+
+def _shares(run: RunRecord) -> dict[str, Any]:
+    return run.summary.get("shares") or run.told.get("shares") or {}
+
+
+def _counts(shares: dict[str, Any]) -> str:
+    """How many ranks take how many, such as: 5 (2 ranks), 2 (1 rank)."""
+    counted = Counter(str(value) for value in shares.values())
+    told = [f"{workers} ({ranks} rank{'s' * (ranks > 1)})" for workers, ranks in counted.most_common()]
+    return ", ".join(told) or NONE
+
+
+def _stragglers(run: RunRecord) -> str:
+    """The three ranks that were last most often, by how much, and why."""
+    behind: dict[int, list[float]] = defaultdict(list)
+    causes: dict[int, Counter[str]] = defaultdict(Counter)
+    for step in run.steps:
+        late = step.get("slowest")
+        if isinstance(late, dict) and is_number(late.get("rank")) and is_number(late.get("behind")):
+            behind[int(late["rank"])].append(late["behind"])
+            causes[int(late["rank"])][str(late.get("cause"))] += 1
+    worst = sorted(behind, key=lambda rank: (-len(behind[rank]), rank))[:3]
+    looks = sum(map(len, behind.values()))
+    told = [
+        f"rank {rank} in {len(behind[rank])} of {looks} looks, by {_milliseconds(median(behind[rank]))} in the median, "
+        f"mostly {causes[rank].most_common(1)[0][0]}"
+        for rank in worst
+    ]
+    return "; ".join(told) or "none"
+
+
+def _conditions(run: RunRecord) -> dict[str, Any]:
+    return run.summary.get("conditions", {})
+
+
+def _flag(value: object) -> str:
+    return "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)

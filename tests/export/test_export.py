@@ -1,0 +1,157 @@
+"""What a run leaves for other programs says what the run says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tests.train.runs import run_here, sets, train
+
+from torusgd.errors import RunError
+from torusgd.export import graphs
+from torusgd.export.graphs import example_images
+from torusgd.export.model_card import card
+from torusgd.report.read_run import read_run
+from torusgd.train.load_trained import open_model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    run_here(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_torch_export_gives_the_same_logits_for_any_batch(run: Path, tmp_path: Path, run_cli: Any) -> None:
+    code, output, errors = run_cli("export", run, "--format", "torch", "--out", tmp_path)
+    assert (code, errors) == (0, "")
+    assert "logits as the network's" in output
+    trained = open_model(run)
+    images = example_images(trained, 7)
+    with torch.no_grad():
+        assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(images), trained.model(images))
+
+
+def test_a_graph_with_other_logits_is_not_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "TOLERANCE", -1.0)
+    with pytest.raises(RunError, match="differ"):
+        graphs.export_torch(open_model(run), tmp_path / "model.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits-net", "resnet18"])
+def test_onnx_gives_the_same_logits_for_any_batch(name: str, tmp_path: Path, run_cli: Any) -> None:
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    size = {"digits-net": 8, "resnet18": 32}[name]
+    run_here(tmp_path / "run", "polish=null", f"model={{name: {name}}}", f"data.image_size={size}")
+    code, output, errors = run_cli("export", tmp_path / "run")
+    assert (code, errors) == (0, ""), output
+    path = tmp_path / "run" / "export" / "model.onnx"
+    assert [file.name for file in path.parent.iterdir()] == ["model.onnx"], "one file, weights and all"
+    trained = open_model(tmp_path / "run")
+    images = example_images(trained, 3)
+    (found,) = runtime.InferenceSession(str(path)).run(None, {"images": images.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), trained.model(images), rtol=1e-3, atol=1e-4)
+    known = {each.key: json.loads(each.value) for each in onnx.load(str(path)).metadata_props}
+    assert known["classes"] == list(trained.classes)
+    assert known["weights_sha256"] == json.loads((tmp_path / "run" / "summary.json").read_text())["weights_sha256"]
+
+
+def test_a_card_has_what_the_hub_reads_and_what_was_measured(run: Path, tmp_path: Path, run_cli: Any) -> None:
+    code, _, errors = run_cli("export", run, "--format", "hub", "--license", "mit", "--out", tmp_path)
+    assert (code, errors) == (0, "")
+    text, summary = (tmp_path / "hub" / "README.md").read_text(), json.loads((run / "summary.json").read_text())
+    _, front, body = text.split("---\n", 2)
+    head = yaml.safe_load(front)
+    assert (head["license"], head["pipeline_tag"]) == ("mit", "image-classification")
+    (result,) = head["model-index"][0]["results"]
+    assert result["metrics"][0]["value"] == summary["top1"]
+    assert summary["weights_sha256"] in body
+    config = json.loads((tmp_path / "hub" / "config.json").read_text())
+    assert config["pretrained_cfg"]["input_size"] == [1, 8, 8]
+    assert config["num_classes"] == len(config["label_names"]) == 4
+    assert open_model(tmp_path / "hub" / "model.safetensors").recipe == open_model(run).recipe
+
+
+def test_the_hubs_own_reader_takes_the_card(run: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    found = hub.ModelCard(card(read_run(run), "apache-2.0"))
+    assert found.data.eval_results[0].metric_type == "accuracy"
+
+
+def test_text_of_a_stranger_breaks_no_card(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "<b>|\n---"
+    folder.mkdir()
+    for name in ("events.jsonl", "recipe.yaml", "status.json"):
+        (folder / name).write_text((run / name).read_text())
+    summary = json.loads((run / "summary.json").read_text()) | {"conditions": {"cpu": "a|b\n# <script>"}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    text = card(read_run(folder), None)
+    assert "<" not in text.split("---\n", 2)[2]
+    assert "\n# &lt;script" not in text
+    assert yaml.safe_load(text.partition("\n\n# ")[0].strip().strip("-"))["model-index"][0]["name"] == folder.name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--format", "jpeg"), "choose among onnx"),
+        (("--format", "mlperf", "--division", "x"), "open or closed"),
+        (("--out", "/proc/none"), "can't be written"),
+    ],
+)
+def test_mistakes_are_one_line(run: Path, words: tuple[str, ...], message: str, run_cli: Any) -> None:
+    code, _, errors = run_cli("export", run, *words)
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert message in errors
+
+
+@pytest.mark.parametrize("name", ["hub", "mlperf"])
+def test_cards_and_logs_are_of_finished_runs(run: Path, name: str, tmp_path: Path, run_cli: Any) -> None:
+    for file in ("events.jsonl", "recipe.yaml", "status.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((run / file).read_bytes())
+    code, _, errors = run_cli("export", tmp_path, "--format", name)
+    assert code == 2
+    assert "needs a finished run" in errors
+
+
+def test_an_mlperf_log_has_its_intervals_in_order(run: Path, tmp_path: Path, run_cli: Any) -> None:
+    code, _, errors = run_cli("export", run, "--format", "mlperf", "--out", tmp_path)
+    assert (code, errors) == (0, "")
+    lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in (tmp_path / "mlperf.log").read_text().splitlines()]
+    keys, times = [line["key"] for line in lines], [line["time_ms"] for line in lines]
+    assert times == sorted(times)
+    assert keys[-1] == "run_stop"
+    assert keys.count("eval_accuracy") == keys.count("block_start") == keys.count("block_stop") == 2
+    assert keys.index("init_stop") < keys.index("run_start") < keys.index("block_start") < keys.index("eval_start")
+
+
+@pytest.mark.slow
+def test_mlperfs_own_checker_passes_a_scaled_down_run(tmp_path: Path, run_cli: Any) -> None:
+    pytest.importorskip("mlperf_logging")
+    # The rules' hyperparameters: end rate 1e-4, power 2, epsilon 0, a decay of 1e-4 times a power of two.
+    rules = sets(
+        "stages=[{until: 15ep, images_per_worker: 8}]", "rate.decay.floor=2.5e-5", "optimizer.eps=0.0",
+        "optimizer.weight_decay=2e-4",
+    )  # fmt: skip
+    summary = train(tmp_path / "run", "--workers", "1", *rules)
+    assert 0.759 <= summary["top1"] < 1
+    words = ("-m", "mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "4.0.0")
+    log = tmp_path / "run" / "export" / "mlperf.log"
+    for division in ("open", "closed"):
+        code, _, errors = run_cli("export", tmp_path / "run", "--format", "mlperf", "--division", division)
+        assert (code, errors) == (0, "")
+        done = subprocess.run(
+            [sys.executable, *words, str(log)], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "SUCCESS" in done.stdout + done.stderr

@@ -1,0 +1,193 @@
+"""Pages about runs: whole, escaped, and honest about what is missing."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.train.runs import run_here
+
+from torusgd.errors import UserError
+from torusgd.report.mistakes import Mistakes, WorstClass, WrongImage, picture_of, png
+from torusgd.report.page import run_page
+from torusgd.report.read_run import read_run
+from torusgd.report.tables import command_of, time_shares
+
+pytest.importorskip("jinja2")
+EVIL = "<script>alert(1)</script>"
+
+
+class Tags(HTMLParser):
+    """Counts tags, and fails where they are not closed in order."""
+
+    VOID = ("meta", "img", "br", "line", "circle", "rect")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    run_here(folder)
+    return folder
+
+
+def copied(run: Path, folder: Path, lines: list[str] | None = None, **changes: Any) -> Path:
+    """A run's folder with other events and another summary."""
+    folder.mkdir(parents=True)
+    for name in ("recipe.yaml", "events.jsonl", "status.json"):
+        (folder / name).write_text((run / name).read_text())
+    if lines is not None:
+        (folder / "events.jsonl").write_text("\n".join(lines))
+    if changes:
+        (folder / "summary.json").write_text(json.dumps(json.loads((run / "summary.json").read_text()) | changes))
+    return folder
+
+
+def test_a_page_has_all_of_a_run_and_needs_nothing_beside_it(run: Path) -> None:
+    record = read_run(run)
+    page = run_page([record], [None])
+    tags = Tags(page)
+    assert tags.seen.count("figure") == 6
+    assert "script" not in tags.seen
+    assert "link" not in tags.seen
+    assert tags.addresses == []
+    summary = json.loads((run / "summary.json").read_text())
+    for value in (summary["weights_sha256"], summary["recipe_sha256"], f"{summary['top1']:.2%}", "Ranks and mishaps"):
+        assert value in page
+    assert page == run_page([read_run(run)], [None]), "the same run gives the same bytes"
+
+
+def test_the_parts_of_the_time_are_all_of_it(run: Path) -> None:
+    shares = time_shares(read_run(run))
+    assert sum(part.share for part in shares) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_command_does_the_same_again(run: Path, tmp_path: Path) -> None:
+    words = command_of(read_run(run)).split()
+    assert words[:3] == ["torusgd", "train", str(run / "recipe.yaml")]
+    assert words[words.index("--workers") + 1] == "1"
+    told = {"data": "/with a space/$(rm)", "runtime": {"allreduce": "torus", "buckets": [3, 4], "timeout": 5.0}}
+    other = copied(run, tmp_path / "other", world_size=8)
+    (other / "status.json").write_text(json.dumps(told))
+    line = command_of(read_run(other))
+    assert "--data '/with a space/$(rm)'" in line
+    assert "--allreduce torus --buckets '[3,4]'" in line
+    assert "timeout" not in line
+
+
+def test_what_a_stranger_wrote_stays_text(run: Path, tmp_path: Path) -> None:
+    lines = (run / "events.jsonl").read_text().splitlines()
+    first = json.loads(lines[0]) | {"slowest": {"rank": 0, "behind": 1.0, "cause": EVIL}}
+    evil = copied(run, tmp_path / EVIL, [json.dumps(first), *lines[1:]], conditions={EVIL: EVIL})
+    found = Mistakes(
+        (WorstClass(EVIL, 9, 0.5, EVIL),), (WrongImage(3, EVIL, EVIL, 0.01, "data:image/png;base64,AA"),), 1, 9
+    )
+    page = run_page([read_run(evil), read_run(run)], [found, None])
+    assert "script" not in Tags(page).seen
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") > 8
+
+
+def test_a_run_that_was_cut_off_says_so(run: Path, tmp_path: Path) -> None:
+    lines = (run / "events.jsonl").read_text().splitlines()
+    cut = copied(run, tmp_path / "cut", [*lines[:2], '{"step": 3, "lo'])
+    page = run_page([read_run(cut)], [None])
+    Tags(page)
+    assert "This run is not finished" in page
+    assert "left out 1 line of events.jsonl" in page
+    nothing = copied(run, tmp_path / "nothing", [])
+    assert "no step is recorded" in run_page([read_run(nothing)], [None])
+    (nothing / "events.jsonl").unlink()
+    Tags(run_page([read_run(nothing), read_run(run)], [None, None]))
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "3", "{}", '{"step": "x"}', '{"step": NaN}', "[" * 5000, "\udcff", '{"event": [], "step": 1}']
+)
+def test_lines_that_are_no_events_are_left_out(run: Path, tmp_path: Path, line: str) -> None:
+    other = copied(run, tmp_path / "other", [])
+    whole = (run / "events.jsonl").read_bytes()
+    (other / "events.jsonl").write_bytes(line.encode(errors="surrogateescape") + b"\n" + whole)
+    record = read_run(other)
+    assert record.unread <= 1
+    assert len(record.steps) == 4
+    Tags(run_page([record], [None]))
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, -1, 1e999])
+@pytest.mark.parametrize("key", ["top1", "seconds", "predicted", "shares", "conditions", "lost_ranks", "world_size"])
+def test_a_summary_of_other_types_makes_a_page_or_one_line(run: Path, tmp_path: Path, key: str, value: object) -> None:
+    other = copied(run, tmp_path / "other", **{key: value})
+    Tags(run_page([read_run(other)], [None]))
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, run_cli: Any) -> None:
+    code, _, errors = run_cli("report", tmp_path, "--out", tmp_path / "page.html")
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert "holds no run" in errors
+
+
+def test_the_command_writes_the_page_with_wrong_images(run: Path, tmp_path: Path, run_cli: Any) -> None:
+    page = tmp_path / "page.html"
+    code, output, errors = run_cli("report", run, run, "--mistakes", "--out", page)
+    assert (code, errors) == (0, "")
+    assert f"wrote {page}" in output
+    tags = Tags(page.read_text())
+    told = re.findall(r"(\d+) of (\d+) held-out images are taken", page.read_text())
+    top1 = json.loads((run / "summary.json").read_text())["top1"]
+    assert told == 2 * [(str(round((1 - top1) * 24)), "24")]
+    assert tags.seen.count("img") == 2 * min(24, int(told[0][0]))
+    code, _, errors = run_cli("report", run, "--out", tmp_path / "none" / "page.html")
+    assert code == 2
+    assert errors.count("\n") == 1
+
+
+def test_pictures_are_what_the_network_saw(tmp_path: Path) -> None:
+    cv2 = pytest.importorskip("cv2")
+    import torch
+
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    decoded = cv2.imdecode(np.frombuffer(png(pixels), np.uint8), cv2.IMREAD_COLOR_RGB)
+    assert (decoded == pixels).all()
+    image = torch.from_numpy(pixels).permute(2, 0, 1) / 255
+    normalised = (image - torch.tensor([0.5, 0.4, 0.3])[:, None, None]) / torch.tensor([0.2, 0.3, 0.4])[:, None, None]
+    address = picture_of(normalised, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    import base64
+
+    assert base64.b64decode(address.partition(",")[2]) == png(pixels)
+    assert picture_of(torch.zeros(2, 4, 4), (0.5,), (0.5,)) == ""
+
+
+def test_a_diverged_loss_is_a_gap(run: Path, tmp_path: Path) -> None:
+    lines = [json.dumps(json.loads(line) | {"loss": None}) for line in (run / "events.jsonl").read_text().splitlines()]
+    page = run_page([read_run(copied(run, tmp_path / "other", lines, loss=None))], [None])
+    assert Tags(page).seen.count("figure") == 5
+
+
+def test_events_must_be_a_file(run: Path, tmp_path: Path) -> None:
+    other = copied(run, tmp_path / "other", [])
+    (other / "events.jsonl").unlink()
+    (other / "events.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="is no file"):
+        read_run(other)

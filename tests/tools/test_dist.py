@@ -1,0 +1,59 @@
+"""Wheel and sdist: what is in them, and that the wheel works where there is no checkout."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str | Path, cwd: Path, code: int = 0) -> str:
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, words)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    pytest.importorskip("jinja2")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "src/torusgd/report/templates/run.html"} <= set(names)
+    assert not [name for name in names if name.startswith(("runs/", "data/", ".venv", "build/"))]
+
+    # A new environment with torusgd alone; torch and the rest are those of this one, which holds no torusgd for it:
+    # of a folder named in a .pth the .pth files, by which a checkout is installed, are not read.
+    run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
+    python = tmp_path / "env" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check", wheel, cwd=tmp_path)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    home = run(python, "-c", "import torusgd; print(torusgd.__file__)", cwd=tmp_path).strip()
+    assert Path(home).is_relative_to(tmp_path / "env")
+
+    torusgd = tmp_path / "env" / "bin" / "torusgd"
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    assert run(torusgd, "--version", cwd=tmp_path) == f"torusgd {version[1]}\n"
+    assert version[1] in (ROOT / "CHANGELOG.md").read_text()
+    run(torusgd, "train", "digits", "--workers", "1", "--max-steps", "3", cwd=tmp_path)
+    assert json.loads((tmp_path / "runs" / "digits" / "summary.json").read_text())["steps"] == 3
+    run(torusgd, "report", "runs/digits", cwd=tmp_path)
+    run(torusgd, "plan", "resnet50", "--cluster", "hgx-h100", "--devices", "8", "--report", "plan.html", cwd=tmp_path)
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    run(torusgd, "report", "nowhere", cwd=tmp_path, code=2)
