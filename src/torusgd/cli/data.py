@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from .output import console
+
 app = typer.Typer(help="Get and look at data sets.", no_args_is_help=True)
 
 
@@ -21,6 +23,30 @@ def fetch(
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     folder = get(name, out)
     typer.echo(f"{name} is in {folder}; train with --data {folder}")
+
+
+@app.command()
+def index(
+    path: Annotated[Path, Argument(metavar="PATH", help="A folder of tar files: train-0000.tar, val-0000.tar ...")],
+    out: Annotated[Path | None, Option("--out", help="The index. Default: PATH/index.npz.")] = None,
+    classes: Annotated[
+        Path | None, Option("--classes", help="A list of the classes, one a line. Default: PATH/classes.txt, if any.")
+    ] = None,
+) -> None:
+    """Write down where each image of a set of tar files lies, once, so that training reads any of them."""
+    from ..data.classes import read_classes
+    from ..data.tar_index import CLASSES, FILE, make_index, write_index
+
+    listed = classes or (path / CLASSES if (path / CLASSES).is_file() else None)
+    with console().status(f"{path}: looking for images") as status:
+        arrays = make_index(
+            path,
+            read_classes(listed) if listed else None,
+            progress=lambda done: status.update(f"{path}: {done:,} images"),
+        )
+        write_index(out or path / FILE, arrays)
+    counts = {split: len(arrays[f"{split} labels"]) for split in ("train", "eval")}
+    typer.echo(f"{out or path / FILE}: {counts['train']} training images, {counts['eval']} held out")
 
 
 @app.command()

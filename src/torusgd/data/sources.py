@@ -13,8 +13,9 @@ from .folder import open_folder
 from .frames import open_frames
 from .idx import open_idx
 from .listing import Once, make_here
+from .shards import open_shards
 from .synthetic import open_synthetic
-from .types import ArraySource, FileSource, RegionSource, Source
+from .types import ArraySource, FileSource, PackedSource, RegionSource, Source
 
 
 class First:
@@ -31,6 +32,8 @@ class First:
             self.read_region = source.read_region
         if isinstance(source, FileSource):
             self.names, self.file = source.names[:count], source.file
+        elif isinstance(source, PackedSource):
+            self.names, self.sizes = source.names[:count], source.sizes[:count]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -75,6 +78,10 @@ def _folder(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     return open_folder(needed(path, data.source), data.channels, once=once, **options(data, "classes"))
 
 
+def _tar(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
+    return open_shards(needed(path, data.source), data.channels, **options(data, "index"))
+
+
 def _factory(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     factory = import_factory(data.source, key="data.source")
     pair = tuple(factory(path, split=split, **data.options) for split in ("train", "eval"))
@@ -94,6 +101,7 @@ SOURCES: dict[str, Callable[[Data, Path | None, int, Once], Pair]] = {
     "idx": _idx,
     "arrays": _arrays,
     "folder": _folder,
+    "tar": _tar,
 }
 
 

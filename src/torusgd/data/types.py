@@ -87,6 +87,19 @@ class RegionSource(Source, Protocol):
 
 
 @runtime_checkable
+class PackedSource(Source, Protocol):
+    """A source of encoded images that lie in larger files."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The name of each image in the file that holds it."""
+
+    @property
+    def sizes(self) -> Int64:
+        """Bytes of each image, int64 [len(self)]."""
+
+
+@runtime_checkable
 class FileSource(Source, Protocol):
     """A source of one file an image."""
 

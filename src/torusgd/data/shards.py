@@ -1,0 +1,178 @@
+"""Images in tar files, each fetched by one read at the place that the index names: the source `tar`.
+
+The read takes the member's header along, whose CRC-32 the index has: a tar file that was written anew since then is
+told, wherever its images lie now.
+"""
+
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from .decode import Undecodable, load_decoders
+from .encoded import MOST_BYTES, EncodedImages
+from .listing import Arrays, Names
+from .npz import read_arrays
+from .tar_index import BLOCK, FILE, FORMAT, SPLITS
+from .types import Int64
+
+_KINDS = {
+    "names text": "uint8", "names ends": "int64", "shards text": "uint8", "shards ends": "int64",
+    "shard sizes": "int64", "shard": "int32", "offset": "int64", "size": "int64", "header": "uint32", "labels": "int64",
+}  # fmt: skip
+"""the arrays of a split, and their dtypes"""
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the images of a split lie, by index."""
+
+    shard: Any
+    """int32 [images], the number of the tar file"""
+    offset: Int64
+    """of the image's first byte in it"""
+    size: Int64
+    """bytes"""
+    header: Any
+    """uint32 [images], the CRC-32 of the member's header, which ends where the image begins"""
+
+
+class Shards(EncodedImages):
+    """A source of the images in tar files.
+
+    Args:
+        root: The folder of the tar files.
+        shards: Their names.
+        names: The images' names in them.
+        places: Where the images lie.
+        classes, labels, channels: See `EncodedImages`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        shards: Sequence[str],
+        names: Sequence[str],
+        places: Places,
+        classes: Sequence[str],
+        labels: Int64,
+        channels: int,
+    ) -> None:
+        super().__init__(classes, labels, channels)
+        self.names = names
+        self.sizes = places.size
+        self._root = root
+        self._files = [os.path.join(root, shard) for shard in shards]
+        self._places = places
+
+    def where(self, index: int) -> str:
+        return f"{self._files[self._places.shard[index]]}: {self.names[index]}"
+
+    def encoded(self, index: int) -> bytes:
+        places, file = self._places, self._files[self._places.shard[index]]
+        size = int(places.size[index])
+        if size > MOST_BYTES:
+            raise Undecodable(f"{size} bytes; at most {MOST_BYTES} are read")
+        number = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.pread(number, BLOCK + size, int(places.offset[index]) - BLOCK)
+        finally:
+            os.close(number)
+        if len(data) != BLOCK + size or zlib.crc32(data[:BLOCK]) != places.header[index]:
+            raise changed(file, self._root)
+        return data[BLOCK:]
+
+
+def open_shards(path: Path, channels: int, index: str = FILE) -> tuple[Shards, Shards]:
+    """Training and held-out images in tar files, in the order of the index.
+
+    Args:
+        path: The folder of the tar files.
+        channels: See `EncodedImages`.
+        index: The index's file, seen from that folder.
+
+    Raises:
+        UserError: There is no index, it is damaged or not that of these files, or a package is missing.
+    """
+    load_decoders()
+    arrays = read_index(path / index, path)
+    classes = Names(arrays["classes text"], arrays["classes ends"])
+    train, held_out = (_split(path, arrays, split, classes, channels) for split in SPLITS)
+    return train, held_out
+
+
+def read_index(file: Path, path: Path) -> Arrays:
+    """The arrays of an index, mapped, each of the kind that it must be.
+
+    Args:
+        file: The index.
+        path: The folder of the tar files, for messages.
+
+    Raises:
+        UserError: It isn't there, or is none.
+    """
+    anew = f"write it {'anew ' if file.exists() else ''}with: torusgd data index {path}"
+    try:
+        arrays = read_arrays(file)
+        if arrays["format"].tolist() != [FORMAT]:
+            raise ValueError("of another version of torusgd")
+        for split in SPLITS:
+            _check({key: arrays[f"{split} {key}"] for key in _KINDS})
+        _check_names(arrays["classes text"], arrays["classes ends"])
+    except FileNotFoundError:
+        raise UserError(f"{file}: there is no index of the tar files; {anew}") from None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file}: no whole index ({' '.join(str(error).split())}); {anew}") from None
+    return arrays
+
+
+def changed(file: str | Path, folder: Path) -> UserError:
+    """What is said of a tar file that is not the one of the index."""
+    return UserError(f"{file}: was changed since its index was written; give again: torusgd data index {folder}")
+
+
+def _check(split: Arrays) -> None:
+    for key, kind in _KINDS.items():
+        if split[key].dtype != kind or split[key].ndim != 1:
+            raise ValueError(f"{key} are {split[key].dtype} {list(split[key].shape)}")
+    images, shards = len(split["names ends"]), len(split["shards ends"])
+    for key in ("shard", "offset", "size", "header", "labels"):
+        if len(split[key]) != images:
+            raise ValueError(f"{key} of {len(split[key])} images, names of {images}")
+    _check_names(split["names text"], split["names ends"])
+    _check_names(split["shards text"], split["shards ends"])
+    shard, offset, size, lengths = split["shard"], split["offset"], split["size"], split["shard sizes"]
+    if len(lengths) != shards or (images and not 0 <= shard.min() <= shard.max() < shards):
+        raise ValueError("images in tar files that it doesn't list")
+    if images and (offset.min() < BLOCK or size.min() < 0 or (size > lengths[shard] - offset).any()):
+        raise ValueError("images beyond the ends of their tar files")
+    for name in Names(split["shards text"], split["shards ends"]):
+        parts = PurePosixPath(name).parts
+        if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
+            raise ValueError(f"a tar file {name!r}")
+
+
+def _check_names(text: Any, ends: Any) -> None:
+    if (len(ends) and (ends[0] < 0 or ends[-1] > len(text))) or (np.diff(ends) < 1).any():
+        raise ValueError("names that overlap")
+
+
+def _split(path: Path, arrays: Arrays, split: str, classes: Sequence[str], channels: int) -> Shards:
+    found = {key: arrays[f"{split} {key}"] for key in _KINDS}
+    shards = list(Names(found["shards text"], found["shards ends"]))
+    for name, size in zip(shards, found["shard sizes"].tolist(), strict=True):
+        try:
+            is_same = (path / name).stat().st_size == size
+        except OSError as error:
+            raise UserError(f"{path / name}: {error.strerror}, though the index lists it") from error
+        if not is_same:
+            raise changed(path / name, path)
+    places = Places(found["shard"], found["offset"], found["size"], found["header"])
+    names = Names(found["names text"], found["names ends"])
+    return Shards(path, shards, names, places, classes, found["labels"], channels)
