@@ -80,6 +80,7 @@ def make_index(
     path: Path,
     listed: Mapping[str, str] | None = None,
     given: Mapping[str, str] | None = None,
+    shards: Mapping[str, list[str]] | None = None,
     progress: Progress = lambda done: None,
 ) -> Arrays:
     """Walks through the headers of all tar files of a folder.
@@ -92,6 +93,7 @@ def make_index(
             eval; test where there is none of these.
         listed: The classes, as `read_classes` gives them.
         given: Labels by the names of files.
+        shards: The tar files of each split; None: those that `find_shards` finds.
         progress: Called with the number of images found so far.
 
     Returns:
@@ -100,8 +102,7 @@ def make_index(
     Raises:
         UserError: There are no tar files of both splits, one is damaged or compressed, or an image has no label.
     """
-    by_split = find_shards(path)
-    found = {split: _Found(shards) for split, shards in by_split.items()}
+    found = {split: _Found(names) for split, names in (shards or find_shards(path)).items()}
     for each in found.values():
         for number, name in enumerate(each.shards):
             file = path / name
@@ -109,6 +110,8 @@ def make_index(
                 each.sizes.append(file.stat().st_size)
                 with file.open("rb") as stream:
                     _walk(stream, file, number, each, given or {})
+            except UserError:
+                raise
             except (tarfile.TarError, ValueError, OverflowError) as error:
                 raise UserError(f"{file}: {_why_no_tar(file, error)}") from None
             except OSError as error:
