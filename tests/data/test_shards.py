@@ -201,10 +201,10 @@ def test_which_tar_files_are_of_which_split(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train-0.tar.gz: is compressed"):
         make_index(tmp_path)
     write_tar(tmp_path / "trainers-0.tar", samples(range(2)))
-    with pytest.raises(UserError, match="no tar file has train in its name"):
+    with pytest.raises(UserError, match=r"no \.tar file has train in its name"):
         make_index(tmp_path)
     write_tar(tmp_path / "my_train_0.tar", samples(range(2)))
-    with pytest.raises(UserError, match="no tar file has val in its name"):
+    with pytest.raises(UserError, match=r"no \.tar file has val in its name"):
         make_index(tmp_path)
     write_tar(tmp_path / "test" / "0.tar", samples(range(3)))
     assert len(make_index(tmp_path)["eval labels"]) == 3

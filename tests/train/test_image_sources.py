@@ -1,6 +1,7 @@
 """Every kind of source of encoded images trains to the same weights on any number of ranks."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from tests.comm.gloo_world import run_ranks
+from tests.data.pictures import write_folder
+from tests.data.tables import write_lists, write_parquet
 from tests.data.tars import write_shards
 from torusgd.comm.groups import group_of
 from torusgd.data.tar_index import FILE, make_index, write_index
@@ -26,19 +29,22 @@ RECIPE = (
     "polish={images_per_batch: 5}",
 )
 DATA = "image_size: 8, resize: 10, channels: 1, mean: [0.5], std: [0.25], augment: {crop: resized, flip: 0.5}"
-CASES: dict[str, tuple[str, str]] = {"tar": ("shards", "")}
-"""by source: the folder of its images, and more of `data`"""
+CASES = {"tar": "shards", "list": "folder", **({"hf": "tables"} if find_spec("pyarrow") else {})}
+"""by source: the folder of its images"""
 
 
 def write_images(root: Path) -> None:
     write_shards(root / "shards")
     write_index(root / "shards" / FILE, make_index(root / "shards"))
+    write_lists(write_folder(root / "folder"))
+    if "hf" in CASES:
+        write_parquet(root / "tables")
 
 
 def train_cases(images: str, out: str) -> None:
     ranks, threads = group_of(), torch.get_num_threads()
-    for source, (folder, more) in CASES.items():
-        recipe = load_recipe("digits", [*RECIPE, f"data={{source: {source}, {DATA}{more}}}"]).recipe
+    for source, folder in CASES.items():
+        recipe = load_recipe("digits", [*RECIPE, f"data={{source: {source}, {DATA}}}"]).recipe
         recipe = recipe.resolve(precision="float32", memory_format="channels_last")
         path = Path(out) / source
         if ranks.rank == 0:

@@ -1,6 +1,7 @@
 """A folder a class of JPEG and PNG files: the ImageNet layout, train/CLASS/*.jpg and val/CLASS/*.jpg."""
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ class Folder(EncodedImages):
     def __init__(
         self, root: Path, folders: Sequence[str], classes: Sequence[str], channels: int, listed: Arrays | None = None
     ) -> None:
-        listed = list_pictures(root, folders) if listed is None else listed
+        listed = listpictures_in(root, folders) if listed is None else listed
         super().__init__(classes, listed["labels"], channels)
         self.root = root
         self._folders = tuple(folders)
@@ -51,10 +52,18 @@ class Folder(EncodedImages):
 
 def read_picture(file: str) -> bytes:
     """The bytes of a picture's file; raises as `EncodedImages.encoded`."""
-    with open(file, "rb") as stream:
-        if (size := os.fstat(stream.fileno()).st_size) > MOST_BYTES:
-            raise Undecodable(f"{size} bytes; at most {MOST_BYTES} are read")
+    with open(file, "rb", opener=_at_once) as stream:
+        found = os.fstat(stream.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise Undecodable("no plain file")
+        if found.st_size > MOST_BYTES:
+            raise Undecodable(f"{found.st_size} bytes; at most {MOST_BYTES} are read")
         return stream.read()
+
+
+def _at_once(file: str, flags: int) -> int:
+    """Opens a file without waiting for it, which a pipe would ask for."""
+    return os.open(file, flags | os.O_NONBLOCK)
 
 
 def open_folder(path: Path, channels: int, classes: str | None = None, once: Once = make_here) -> tuple[Folder, Folder]:
@@ -94,7 +103,7 @@ def _look(path: Path, classes: str | None, progress: Progress) -> Arrays:
     if classes is None and (unknown := set(class_folders(val)) - set(folders)):
         raise UserError(f"{val / min(unknown)}: a class that {train} doesn't have")
     found = {
-        f"{root.name} {key}": v for root in (train, val) for key, v in list_pictures(root, folders, progress).items()
+        f"{root.name} {key}": v for root in (train, val) for key, v in listpictures_in(root, folders, progress).items()
     }
     counts = np.bincount(found["train labels"], minlength=len(folders))
     if not counts.all():
@@ -105,13 +114,13 @@ def _look(path: Path, classes: str | None, progress: Progress) -> Arrays:
     return found
 
 
-def list_pictures(root: Path, folders: Sequence[str], progress: Progress = lambda done: None) -> Arrays:
+def listpictures_in(root: Path, folders: Sequence[str], progress: Progress = lambda done: None) -> Arrays:
     """The picture files in the class folders: `text` and `ends` of their `Names`, and `labels`, int64 [files]."""
     counts = []
 
     def runs() -> Iterator[list[str]]:
         for number, folder in enumerate(folders):
-            names = _pictures(root / folder)
+            names = pictures_in(root / folder)
             counts.append(len(names))
             progress(number)
             yield names
@@ -132,7 +141,7 @@ def class_folders(root: Path) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _pictures(folder: Path) -> list[str]:
+def pictures_in(folder: Path) -> list[str]:
     """The names of the picture files right in the folder, sorted; none where the folder is missing."""
     if not folder.is_dir():
         return []

@@ -1,7 +1,7 @@
 """What lies in a folder or file of images, or what a recipe makes: `torusgd data info PATH`."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,10 @@ from .decode import Undecodable
 from .encoded import EncodedImages
 from .folder import open_folder
 from .idx import open_idx
+from .lists import open_folders, open_list
 from .shards import open_shards
 from .sources import open_sources
+from .tables import SUFFIXES, open_tables
 from .types import CorruptImage, Source
 
 _SAMPLE = 200  # pictures of which the size is read
@@ -110,17 +112,32 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
     if not path.exists() and str(path) in recipe_names():
         recipe = load_recipe(str(path)).recipe
         return recipe.data.source, *open_sources(recipe.data, None, recipe.seed)
-    if (path / "train").is_dir() and not any((path / "train").glob("*.tar")):
-        return "folder", *open_folder(path, channels=3)
-    if path.is_dir() and (any(path.glob("*.tar")) or any(path.glob("*/*.tar"))):
-        return "tar", *open_shards(path, channels=3)
-    if path.suffix == ".npz" or (path / "train_images.npy").is_file():
-        return "arrays", *open_arrays(path)
-    if path.is_dir() and any(path.glob("train-images*idx3-ubyte*")):
-        return "idx", *open_idx(path)
+    for kind, is_there, opened in _LAYOUTS:
+        if is_there(path):
+            return kind, *opened(path)
     raise UserError(
         f"{path}: no data set that is known; wanted is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, one with"
         " tar files (train-0000.tar ...), one with IDX files (train-images-idx3-ubyte.gz ...), one with"
         " train_images.npy ..., or an .npz file;"
         " or a built-in recipe that makes its own images, such as digits"
     )
+
+
+def _holds(*patterns: str) -> Callable[[Path], bool]:
+    return lambda path: path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns)
+
+
+_LAYOUTS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], tuple[Source, Source]]], ...] = (
+    ("list", _holds("train.csv"), lambda path: open_list(path, channels=3)),
+    ("tar", _holds("*.tar", "*/*.tar"), lambda path: open_shards(path, channels=3)),
+    (
+        "hf",
+        _holds(*(f"{folder}*{suffix}" for folder in ("", "*/") for suffix in SUFFIXES)),
+        lambda path: open_tables(path, channels=3, whole=False),
+    ),
+    ("folder", _holds("train/"), lambda path: open_folder(path, channels=3)),
+    ("folders", _holds("*/train/"), lambda path: open_folders(path, channels=3)),
+    ("arrays", lambda path: path.suffix == ".npz" or (path / "train_images.npy").is_file(), open_arrays),
+    ("idx", _holds("train-images*idx3-ubyte*"), open_idx),
+)
+"""sources of files by their layout: the name of each, whether a path has it, and how it is opened"""

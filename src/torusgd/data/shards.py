@@ -4,11 +4,13 @@ The read takes the member's header along, whose CRC-32 the index has: a tar file
 told, wherever its images lie now.
 """
 
+import hashlib
 import os
 import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -58,7 +60,7 @@ class Shards(EncodedImages):
         self,
         root: Path,
         shards: Sequence[str],
-        names: Sequence[str],
+        names: Names,
         places: Places,
         classes: Sequence[str],
         labels: Int64,
@@ -66,10 +68,16 @@ class Shards(EncodedImages):
     ) -> None:
         super().__init__(classes, labels, channels)
         self.names = names
-        self.sizes = places.size
         self._root = root
         self._files = [os.path.join(root, shard) for shard in shards]
         self._places = places
+
+    @cached_property
+    def mark(self) -> str:
+        """See `MarkedSource`."""
+        digest = hashlib.sha256(self.names.text.data)
+        digest.update(np.ascontiguousarray(self._places.size, dtype="<i8").data)
+        return digest.hexdigest()
 
     def where(self, index: int) -> str:
         return f"{self._files[self._places.shard[index]]}: {self.names[index]}"

@@ -13,9 +13,11 @@ from .folder import open_folder
 from .frames import open_frames
 from .idx import open_idx
 from .listing import Once, make_here
+from .lists import open_folders, open_list
 from .shards import open_shards
 from .synthetic import open_synthetic
-from .types import ArraySource, FileSource, PackedSource, RegionSource, Source
+from .tables import open_tables
+from .types import ArraySource, FileSource, MarkedSource, RegionSource, Source
 
 
 class First:
@@ -32,8 +34,8 @@ class First:
             self.read_region = source.read_region
         if isinstance(source, FileSource):
             self.names, self.file = source.names[:count], source.file
-        elif isinstance(source, PackedSource):
-            self.names, self.sizes = source.names[:count], source.sizes[:count]
+        if isinstance(source, MarkedSource):
+            self.mark = source.mark
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -82,6 +84,18 @@ def _tar(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     return open_shards(needed(path, data.source), data.channels, **options(data, "index"))
 
 
+def _list(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
+    return open_list(needed(path, data.source), data.channels, once=once, **options(data, "train", "eval", "classes"))
+
+
+def _folders(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
+    return open_folders(needed(path, data.source), data.channels, once=once, **options(data, "classes"))
+
+
+def _hf(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
+    return open_tables(needed(path, data.source), data.channels, **options(data, "image", "label"))
+
+
 def _factory(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     factory = import_factory(data.source, key="data.source")
     pair = tuple(factory(path, split=split, **data.options) for split in ("train", "eval"))
@@ -101,7 +115,10 @@ SOURCES: dict[str, Callable[[Data, Path | None, int, Once], Pair]] = {
     "idx": _idx,
     "arrays": _arrays,
     "folder": _folder,
+    "folders": _folders,
+    "list": _list,
     "tar": _tar,
+    "hf": _hf,
 }
 
 

@@ -8,7 +8,6 @@ Everything that a tar file says is a stranger's word: nothing is extracted, a na
 makes this process read more than `_MOST_HEADER` bytes.
 """
 
-import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from ..errors import UserError
 from ..untrusted import parse_json
 from ..weights import replacing
 from .classes import number_labels
-from .listing import Arrays, Progress, names_as_arrays
+from .listing import Arrays, Progress, files_by_split, files_under, names_as_arrays
 
 FILE = "index.npz"
 """the index's name, beside the tar files"""
@@ -36,10 +35,6 @@ CLASSES = "classes.txt"
 
 _MOST_HEADER = 1 << 20
 _MOST_LABEL = 1 << 16
-_TRAIN, _EVAL, _TEST = (
-    re.compile(rf"(^|[^a-z])({words})([^a-z]|$)", re.IGNORECASE)
-    for words in ("train|training", "val|valid|validation|eval", "test")
-)
 _COMPRESSED = (".tgz", *(f".tar.{kind}" for kind in ("gz", "bz2", "xz", "zst", "lz4")))
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -140,26 +135,10 @@ def write_index(file: Path, arrays: Arrays) -> None:
 
 def find_shards(path: Path) -> dict[str, list[str]]:
     """The names of a folder's tar files by split, sorted; UserError where a split has none."""
-    if not path.is_dir():
-        raise UserError(f"{path}: is no folder; give the folder that holds the tar files")
-    files = sorted(
-        name for file in path.rglob("*") if not (name := file.relative_to(path).as_posix()).startswith((".", "_"))
-    )
-    tars = [name for name in files if name.lower().endswith(".tar")]
-    if not tars:
-        packed = next((name for name in files if name.lower().endswith(_COMPRESSED)), None)
-        if packed is not None:
-            raise UserError(f"{path / packed}: is compressed, so no image in it can be read by itself; unpack it")
-        raise UserError(f"{path}: holds no .tar file")
-    train = [name for name in tars if _TRAIN.search(name)]
-    rest = [name for name in tars if not _TRAIN.search(name)]
-    held_out = [name for name in rest if _EVAL.search(name)] or [name for name in rest if _TEST.search(name)]
-    for word, names in (("train", train), ("val", held_out)):
-        if not names:
-            raise UserError(
-                f"{path}: no tar file has {word} in its name; wanted are names such as train-0000.tar and val-0000.tar"
-            )
-    return {"train": train, "eval": held_out}
+    packed = next((name for name in files_under(path) if name.lower().endswith(_COMPRESSED)), None)
+    if packed is not None and not any(name.lower().endswith(".tar") for name in files_under(path)):
+        raise UserError(f"{path / packed}: is compressed, so no image in it can be read by itself; unpack it")
+    return files_by_split(path, (".tar",))
 
 
 def _walk(stream: IO[bytes], file: Path, number: int, found: _Found, given: Mapping[str, str]) -> None:

@@ -87,16 +87,12 @@ class RegionSource(Source, Protocol):
 
 
 @runtime_checkable
-class PackedSource(Source, Protocol):
-    """A source of encoded images that lie in larger files."""
+class MarkedSource(Source, Protocol):
+    """A source that can be told from others without a look at its images."""
 
     @property
-    def names(self) -> Sequence[str]:
-        """The name of each image in the file that holds it."""
-
-    @property
-    def sizes(self) -> Int64:
-        """Bytes of each image, int64 [len(self)]."""
+    def mark(self) -> str:
+        """A hash of what is known of the images: their names, their sizes."""
 
 
 @runtime_checkable
