@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..recipe.load import load_recipe, recipe_names
+from ..storage import url_of
 from .arrays import open_arrays
 from .decode import Undecodable
 from .encoded import EncodedImages
@@ -112,6 +113,8 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
     if not path.exists() and str(path) in recipe_names():
         recipe = load_recipe(str(path)).recipe
         return recipe.data.source, *open_sources(recipe.data, None, recipe.seed)
+    if url_of(path) is not None:
+        return "tar", *open_shards(path, channels=3)
     for kind, is_there, opened in _LAYOUTS:
         if is_there(path):
             return kind, *opened(path)

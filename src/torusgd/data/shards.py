@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import UserError
+from ..storage import Store, url_of
 from .decode import Undecodable, load_decoders
 from .encoded import MOST_BYTES, EncodedImages
 from .listing import Arrays, Names
 from .npz import read_arrays
+from .remote import RemoteFiles, cache_bytes, fetch_index
 from .tar_index import BLOCK, FILE, FORMAT, SPLITS
 from .types import Int64
 
@@ -45,12 +47,59 @@ class Places:
     """uint32 [images], the CRC-32 of the member's header, which ends where the image begins"""
 
 
+class Files(Protocol):
+    """The tar files of a split, on a disk or in a bucket."""
+
+    def where(self, shard: int) -> str:
+        """A tar file, for people."""
+
+    def lengths(self) -> list[int]:
+        """The bytes of each tar file; OSError where one isn't there."""
+
+    def read(self, index: int, head: int) -> bytes:
+        """An image with the `head` bytes before it, shorter where the file ends; OSError as it comes."""
+
+    def forget(self, index: int) -> None:
+        """Says that what was read of an image was not what it must be."""
+
+
+class LocalFiles:
+    """Tar files in a folder.
+
+    Args:
+        root: The folder.
+        names: Theirs.
+        places: Where the images lie.
+    """
+
+    def __init__(self, root: Path, names: Sequence[str], places: Places) -> None:
+        self._files = [os.path.join(root, name) for name in names]
+        self._places = places
+
+    def where(self, shard: int) -> str:
+        return self._files[shard]
+
+    def lengths(self) -> list[int]:
+        return [os.stat(file).st_size for file in self._files]
+
+    def read(self, index: int, head: int) -> bytes:
+        places = self._places
+        number = os.open(self._files[places.shard[index]], os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.pread(number, head + int(places.size[index]), int(places.offset[index]) - head)
+        finally:
+            os.close(number)
+
+    def forget(self, index: int) -> None:
+        """Nothing is kept."""
+
+
 class Shards(EncodedImages):
     """A source of the images in tar files.
 
     Args:
-        root: The folder of the tar files.
-        shards: Their names.
+        root: The folder or URL of the tar files, for messages.
+        files: The tar files.
         names: The images' names in them.
         places: Where the images lie.
         classes, labels, channels: See `EncodedImages`.
@@ -58,8 +107,8 @@ class Shards(EncodedImages):
 
     def __init__(
         self,
-        root: Path,
-        shards: Sequence[str],
+        root: str,
+        files: Files,
         names: Names,
         places: Places,
         classes: Sequence[str],
@@ -68,9 +117,7 @@ class Shards(EncodedImages):
     ) -> None:
         super().__init__(classes, labels, channels)
         self.names = names
-        self._root = root
-        self._files = [os.path.join(root, shard) for shard in shards]
-        self._places = places
+        self._root, self._files, self._places = root, files, places
 
     @cached_property
     def mark(self) -> str:
@@ -80,52 +127,63 @@ class Shards(EncodedImages):
         return digest.hexdigest()
 
     def where(self, index: int) -> str:
-        return f"{self._files[self._places.shard[index]]}: {self.names[index]}"
+        return f"{self._files.where(self._places.shard[index])}: {self.names[index]}"
 
     def encoded(self, index: int) -> bytes:
-        places, file = self._places, self._files[self._places.shard[index]]
-        size = int(places.size[index])
+        size = int(self._places.size[index])
         if size > MOST_BYTES:
             raise Undecodable(f"{size} bytes; at most {MOST_BYTES} are read")
-        number = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            data = os.pread(number, BLOCK + size, int(places.offset[index]) - BLOCK)
-        finally:
-            os.close(number)
-        if len(data) != BLOCK + size or zlib.crc32(data[:BLOCK]) != places.header[index]:
-            raise changed(file, self._root)
-        return data[BLOCK:]
+        for _ in range(2):  # a bucket, or a cache before it, may answer once with what was there before
+            data = self._files.read(index, BLOCK)
+            if len(data) == BLOCK + size and zlib.crc32(data[:BLOCK]) == self._places.header[index]:
+                return data[BLOCK:]
+            self._files.forget(index)
+        raise changed(self._files.where(self._places.shard[index]), self._root)
+
+
+class RemoteShards(Shards):
+    """Those of a bucket, which are read ahead; see `Shards`."""
+
+    _files: RemoteFiles
+
+    def expect(self, indices: Int64) -> None:
+        """See `ForeseeingSource`."""
+        self._files.expect((index for index in indices.tolist() if self._places.size[index] <= MOST_BYTES), BLOCK)
 
 
 def open_shards(path: Path, channels: int, index: str = FILE) -> tuple[Shards, Shards]:
     """Training and held-out images in tar files, in the order of the index.
 
     Args:
-        path: The folder of the tar files.
+        path: The folder of the tar files, or the URL of a bucket or a web server (see `storage.url_of`).
         channels: See `EncodedImages`.
-        index: The index's file, seen from that folder.
+        index: The index's file, seen from there.
 
     Raises:
         UserError: There is no index, it is damaged or not that of these files, or a package is missing.
     """
     load_decoders()
-    arrays = read_index(path / index, path)
+    url = url_of(path)
+    store = Store(url) if url is not None else None
+    file = path / index if store is None else fetch_index(store, index)
+    root = str(path) if store is None else store.url
+    arrays = read_index(file, root)
     classes = Names(arrays["classes text"], arrays["classes ends"])
-    train, held_out = (_split(path, arrays, split, classes, channels) for split in SPLITS)
+    train, held_out = (_split(arrays, split, root, store, file, classes, channels) for split in SPLITS)
     return train, held_out
 
 
-def read_index(file: Path, path: Path) -> Arrays:
+def read_index(file: Path, root: str) -> Arrays:
     """The arrays of an index, mapped, each of the kind that it must be.
 
     Args:
         file: The index.
-        path: The folder of the tar files, for messages.
+        root: The folder of the tar files, for messages.
 
     Raises:
         UserError: It isn't there, or is none.
     """
-    anew = f"write it {'anew ' if file.exists() else ''}with: torusgd data index {path}"
+    anew = f"write it {'anew ' if file.exists() else ''}with: torusgd data index {root}"
     try:
         arrays = read_arrays(file)
         if arrays["format"].tolist() != [FORMAT]:
@@ -140,7 +198,7 @@ def read_index(file: Path, path: Path) -> Arrays:
     return arrays
 
 
-def changed(file: str | Path, folder: Path) -> UserError:
+def changed(file: str, folder: str) -> UserError:
     """What is said of a tar file that is not the one of the index."""
     return UserError(f"{file}: was changed since its index was written; give again: torusgd data index {folder}")
 
@@ -171,16 +229,25 @@ def _check_names(text: Any, ends: Any) -> None:
         raise ValueError("names that overlap")
 
 
-def _split(path: Path, arrays: Arrays, split: str, classes: Sequence[str], channels: int) -> Shards:
+def _split(
+    arrays: Arrays, split: str, root: str, store: Store | None, index: Path, classes: Sequence[str], channels: int
+) -> Shards:
     found = {key: arrays[f"{split} {key}"] for key in _KINDS}
-    shards = list(Names(found["shards text"], found["shards ends"]))
-    for name, size in zip(shards, found["shard sizes"].tolist(), strict=True):
-        try:
-            is_same = (path / name).stat().st_size == size
-        except OSError as error:
-            raise UserError(f"{path / name}: {error.strerror}, though the index lists it") from error
-        if not is_same:
-            raise changed(path / name, path)
+    names = list(Names(found["shards text"], found["shards ends"]))
     places = Places(found["shard"], found["offset"], found["size"], found["header"])
-    names = Names(found["names text"], found["names ends"])
-    return Shards(path, shards, names, places, classes, found["labels"], channels)
+    images = Names(found["names text"], found["names ends"])
+    files: Files
+    if store is None:
+        files, kind = LocalFiles(Path(root), names, places), Shards
+    else:
+        folder = index.parent / split
+        files = RemoteFiles(store, names, places.shard, places.offset, places.size, folder, cache_bytes())
+        kind = RemoteShards
+    try:
+        lengths = files.lengths()
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}, though the index lists it") from error
+    for number, (length, expected) in enumerate(zip(lengths, found["shard sizes"].tolist(), strict=True)):
+        if length != expected:
+            raise changed(files.where(number), root)
+    return kind(root, files, images, places, classes, found["labels"], channels)

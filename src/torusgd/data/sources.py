@@ -8,6 +8,7 @@ from ..errors import UserError
 from ..importing import import_factory
 from ..recipe.data_schema import Data
 from ..recipe.section import sides
+from ..storage import url_of
 from .arrays import open_arrays, open_digits
 from .folder import open_folder
 from .frames import open_frames
@@ -17,7 +18,7 @@ from .lists import open_folders, open_list
 from .shards import open_shards
 from .synthetic import open_synthetic
 from .tables import open_tables
-from .types import ArraySource, FileSource, MarkedSource, RegionSource, Source
+from .types import ArraySource, FileSource, ForeseeingSource, MarkedSource, RegionSource, Source
 
 
 class First:
@@ -36,6 +37,8 @@ class First:
             self.names, self.file = source.names[:count], source.file
         if isinstance(source, MarkedSource):
             self.mark = source.mark
+        if isinstance(source, ForeseeingSource):
+            self.expect = source.expect
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -139,7 +142,9 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
         raise UserError(
             f"data.source: no source {data.source!r}; take {', '.join(SOURCES)}, or package.module:factory of your own"
         )
-    if path is not None and not path.exists():
+    if url_of(path) is not None and data.source != "tar":
+        raise UserError(f"--data {url_of(path)}: only data.source tar reads from there, not {data.source}")
+    if path is not None and url_of(path) is None and not path.exists():
         raise UserError(f"--data {path}: there is no such file or folder")
     train, held_out = SOURCES.get(data.source, _factory)(data, path, seed, once)
     for source, word in ((train, "training"), (held_out, "held-out")):

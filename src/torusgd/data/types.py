@@ -96,6 +96,14 @@ class MarkedSource(Source, Protocol):
 
 
 @runtime_checkable
+class ForeseeingSource(Source, Protocol):
+    """A source that reads faster when it knows what will be asked for."""
+
+    def expect(self, indices: Int64) -> None:
+        """The images at `indices` [n] will be read soon; returns at once."""
+
+
+@runtime_checkable
 class FileSource(Source, Protocol):
     """A source of one file an image."""
 
