@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 import typer
 
-from ..errors import RunError, UserError
-from ..signals import EXIT_BASE, Stopped, raise_on_stop
+from ..errors import RunError, UserError, tell_exit
+from ..launch.slurm import adopt_step
+from ..signals import Stopped, exit_code, raise_on_stop
 from . import bench, control, data, eval, plan, recipes, rehearse, replay, simulate, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
@@ -48,7 +49,10 @@ def main() -> None:
             print(f"torusgd: {name} is left aside: the recipe decides the precision", file=sys.stderr)
     raise_on_stop()
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        adopt_step()
+        code = app(standalone_mode=False) or 0
+        tell_exit(code, "stopped; a checkpoint is written" if code else "done")
+        sys.exit(code)
     except _UsageError as error:
         if not error.format_message():  # no command was given: typer has printed the help
             sys.exit(2)
@@ -58,7 +62,7 @@ def main() -> None:
     except RunError as error:
         _end(1, str(error))
     except Stopped as stop:
-        _end(EXIT_BASE + stop.number, f"stopped by {signal.Signals(stop.number).name}")
+        _end(exit_code(stop.number), f"stopped by {signal.Signals(stop.number).name}")
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
@@ -67,4 +71,5 @@ def main() -> None:
 
 def _end(code: int, line: str) -> NoReturn:
     print(f"torusgd: {line}", file=sys.stderr)
+    tell_exit(code, line)
     sys.exit(code)
