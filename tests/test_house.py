@@ -19,6 +19,7 @@ ORDER = [
     "importing",
     "untrusted",
     "weights",
+    "storage",
     "recipe",
     "runtime",
     "precision",

@@ -3,7 +3,8 @@
 import signal
 import sys
 
-from .signals import EXIT_BASE, Stopped, raise_on_stop
+from .errors import tell_exit
+from .signals import Stopped, exit_code, raise_on_stop
 
 
 def main() -> None:
@@ -15,8 +16,10 @@ def main() -> None:
         run_command()
     except Stopped as stop:
         signal.signal(stop.number, signal.SIG_IGN)  # it would be sent once more
-        print(f"torusgd: stopped by {signal.Signals(stop.number).name}", file=sys.stderr)
-        sys.exit(EXIT_BASE + stop.number)
+        line = f"stopped by {signal.Signals(stop.number).name}"
+        print(f"torusgd: {line}", file=sys.stderr)
+        tell_exit(exit_code(stop.number), line)
+        sys.exit(exit_code(stop.number))
 
 
 if __name__ == "__main__":

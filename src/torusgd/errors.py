@@ -1,7 +1,10 @@
 """The errors that a user can cause, each one line that says what is wrong, where, and how to mend it."""
 
 import errno
+import json
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 
 _MOST_LISTED = 30
@@ -28,6 +31,8 @@ class DiskError(RunError):
     """A disk, or the network that leads to it, failed where another attempt may help: worth a restart of the ranks."""
 
 
+_AGAIN = (75, 129, 143)
+"""after SIGUSR1 or a time limit, SIGHUP and SIGTERM; who presses Ctrl-C (130) wants an end"""
 _TRANSIENT = {
     getattr(errno, name, 0)
     for name in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN",
@@ -42,6 +47,17 @@ def is_transient(error: OSError) -> bool:
     (True, False)
     """
     return error.errno in _TRANSIENT
+
+
+def tell_exit(code: int, reason: str) -> None:
+    """Leaves the exit code and its reason as one JSON line in the file that TORUSGD_EXIT_FILE names, for schedulers.
+
+    `again` says that the same command goes on from a checkpoint: the run was stopped, by a signal or its time limit.
+    """
+    if file := os.environ.get("TORUSGD_EXIT_FILE"):
+        line = json.dumps({"code": code, "reason": reason, "again": code in _AGAIN})
+        with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
 
 
 class CorruptionError(RunError):

@@ -1,4 +1,4 @@
-"""Signals: a stop is asked for with SIGTERM, SIGINT or SIGHUP, and nothing outlives the process that started it.
+"""Signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask for a stop, and nothing outlives the process that started it.
 
 A process without a training state ends at once (`Stopped`); a rank finishes its step first (`StopFlag`).
 """
@@ -14,12 +14,32 @@ from contextlib import contextmanager
 from multiprocessing import parent_process
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+OUT_OF_TIME = signal.SIGUSR1
+"""by which schedulers say that a job's time is nearly over, and a run's own time limit too"""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, OUT_OF_TIME)
 EXIT_BASE = 128
 """a process that a signal stopped exits with this plus the signal's number"""
+EXIT_AGAIN = 75
+"""but with this (EX_TEMPFAIL of sysexits.h) where its time was over: the same command goes on"""
 REPEAT_SECONDS = 3.0
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+
+
+def exit_code(number: int) -> int:
+    """Of a process that a stop signal ended.
+
+    >>> exit_code(signal.SIGTERM), exit_code(signal.SIGUSR1)
+    (143, 75)
+    """
+    return EXIT_AGAIN if number == OUT_OF_TIME else EXIT_BASE + number
+
+
+def stop_after(seconds: float) -> None:
+    """Lets this process be told in so many seconds that its time is over."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), OUT_OF_TIME))
+    timer.daemon = True
+    timer.start()
 
 
 class Stopped(BaseException):

@@ -12,7 +12,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ..errors import RunError, UserError
+from ..errors import RunError, UserError, tell_exit
+from ..launch.slurm import adopt_step
 from . import bench, control, data, eval, export, plan, recipes, rehearse, replay, report, simulate, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
@@ -66,7 +67,10 @@ def main() -> None:
         if os.environ.pop(name, None) is not None and os.environ.get("RANK", "0") == "0":
             print(f"torusgd: {name} is left aside: the recipe decides the precision", file=sys.stderr)
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        adopt_step()
+        code = app(standalone_mode=False) or 0
+        tell_exit(code, "stopped; a checkpoint is written" if code else "done")
+        sys.exit(code)
     except _UsageError as error:
         if not error.format_message():  # no command was given: typer has printed the help
             sys.exit(2)
@@ -83,4 +87,5 @@ def main() -> None:
 
 def _end(code: int, line: str) -> NoReturn:
     print(f"torusgd: {line}", file=sys.stderr)
+    tell_exit(code, line)
     sys.exit(code)

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from .output import console
+
 app = typer.Typer(help="Get and look at data sets.", no_args_is_help=True)
 
 
@@ -21,6 +23,78 @@ def fetch(
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     folder = get(name, out)
     typer.echo(f"{name} is in {folder}; train with --data {folder}")
+
+
+@app.command()
+def index(
+    path: Annotated[Path, Argument(metavar="PATH", help="A folder of tar files: train-0000.tar, val-0000.tar ...")],
+    out: Annotated[Path | None, Option("--out", help="The index. Default: PATH/index.npz.")] = None,
+    classes: Annotated[
+        Path | None, Option("--classes", help="A list of the classes, one a line. Default: PATH/classes.txt, if any.")
+    ] = None,
+) -> None:
+    """Write down where each image of a set of tar files lies, once, so that training reads any of them."""
+    from ..data.classes import read_classes
+    from ..data.tar_index import CLASSES, FILE, make_index, write_index
+
+    listed = classes or (path / CLASSES if (path / CLASSES).is_file() else None)
+    with console().status(f"{path}: looking for images") as status:
+        arrays = make_index(
+            path,
+            read_classes(listed) if listed else None,
+            progress=lambda done: status.update(f"{path}: {done:,} images"),
+        )
+        write_index(out or path / FILE, arrays)
+    counts = {split: len(arrays[f"{split} labels"]) for split in ("train", "eval")}
+    typer.echo(f"{out or path / FILE}: {counts['train']} training images, {counts['eval']} held out")
+
+
+@app.command()
+def pack(
+    path: Annotated[Path, Argument(metavar="PATH", help="A data set's folder or file.")],
+    out: Annotated[Path, Argument(metavar="OUT", help="A folder for the tar shards; the same again goes on.")],
+    size: Annotated[
+        int | None, Option("--size", min=1, help="Shorter side, in pixels, of larger images. Default: as they are.")
+    ] = None,
+    quality: Annotated[int, Option("--quality", min=1, max=100, help="Of JPEG.")] = 90,
+    images_per_shard: Annotated[int, Option("--images-per-shard", min=1)] = 5000,
+) -> None:
+    """Copy a data set into tar shards with their index, large images scaled once."""
+    from ..data.info import open_any
+    from ..data.pack import Packing, pack
+
+    _, train, held_out = open_any(path)
+    total = len(train) + len(held_out)
+    with console().status(f"{out}: 0 of {total:,} images") as status:
+        counts = pack(
+            train,
+            held_out,
+            out,
+            Packing(size, quality, images_per_shard),
+            leave_out=lambda line: typer.echo(f"left out: {line}"),
+            progress=lambda done: status.update(f"{out}: {done:,} of {total:,} images"),
+        )
+    lacking = total - sum(counts.values())
+    typer.echo(f"{out}: {counts['train']} training images, {counts['eval']} held out; {lacking} can't be decoded")
+    typer.echo(f"train with --set data.source=tar --data {out}")
+
+
+@app.command()
+def prepare(
+    name: Annotated[str, Argument(metavar="NAME", help="imagenet")],
+    path: Annotated[Path, Argument(metavar="PATH", help="The folder with the files as they are downloaded.")],
+) -> None:
+    """Make a data set that one must download oneself ready for training, and check that it is whole."""
+    from ..data.imagenet import prepare_imagenet
+    from ..errors import UserError
+
+    if name != "imagenet":
+        raise UserError(f"data prepare: no data set {name!r}; there is imagenet")
+    with console().status(f"{path}: looking for images") as status:
+        arrays = prepare_imagenet(path, lambda done: status.update(f"{path}: {done:,} images"))
+    counts = {split: len(arrays[f"{split} labels"]) for split in ("train", "eval")}
+    typer.echo(f"{path}: {counts['train']} training images and {counts['eval']} held out, as many as there must be")
+    typer.echo(f"train with --set data.source=tar --data {path}, or scale copies first: torusgd data pack {path} OUT")
 
 
 @app.command()

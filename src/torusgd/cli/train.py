@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from ..signals import EXIT_AGAIN, stop_after
 from .options import DATA, OUTPUT, RECIPE, RUNTIME, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
 from .output import console
 
@@ -106,12 +107,27 @@ def train(
         Path | None,
         Option("--plan", help="A plan of it (torusgd plan --json) to compare with.", rich_help_panel=OUTPUT),
     ] = None,
+    time_limit: Annotated[
+        float | None,
+        Option(
+            "--time-limit",
+            metavar="MINUTES",
+            min=0.0,
+            help="Stop after so long with a checkpoint and exit code 75, as after SIGUSR1.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    requeue: Annotated[
+        bool,
+        Option("--requeue", help="Then have Slurm queue the job again.", rich_help_panel=OUTPUT),
+    ] = False,
 ) -> None:
     """Train a classifier from a recipe; the same command again resumes."""
     from ..launch.forkserver import start_forkserver
 
     if "RANK" not in os.environ:  # not a rank of torchrun: `launch` needs it; asked here, before torch is imported
         start_forkserver()
+    from ..launch import slurm
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
     from ..recipe.load import load_recipe
@@ -121,6 +137,10 @@ def train(
     from ..train.initial_weights import check_initial
     from ..train.trace import TracedSteps
 
+    if time_limit is not None:
+        stop_after(60.0 * time_limit)
+    if requeue:
+        slurm.check_requeue()
     asked, block = load_recipe(recipe, overrides or [])
     options = runtime.over(
         block,
@@ -141,7 +161,10 @@ def train(
     planned = PlanComparison.load(plan) if plan else None
     traced = TracedSteps.parse(trace) if trace else None
     job = Job(resolved, options, device, folder, data, init, max_steps, planned, delays=delays or "", trace=traced)
-    result = (join_and_train if ranks_are_given() else launch)(job, fresh)
+    begins = fresh and slurm.restarts() == 0  # a job that Slurm has queued again goes on
+    result = (join_and_train if ranks_are_given() else launch)(job, begins)
+    if requeue and result.code == EXIT_AGAIN and os.environ.get("RANK", "0") == "0":
+        slurm.requeue()
     if result.summary:
         show_result(result.summary, folder)
     raise typer.Exit(result.code)

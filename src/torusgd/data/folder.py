@@ -1,6 +1,7 @@
 """A folder a class of JPEG and PNG files: the ImageNet layout, train/CLASS/*.jpg and val/CLASS/*.jpg."""
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,67 +9,61 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
-from ..untrusted import read_text
-from .decode import Undecodable, decode, decode_region, load_decoders, picture_size
+from .classes import read_classes
+from .decode import Undecodable, load_decoders
+from .encoded import MOST_BYTES, EncodedImages
 from .listing import Arrays, Names, Once, Progress, make_here, names_as_arrays
-from .types import Choose, CorruptImage, Int64, Pixels
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 LISTED = ("text", "ends", "labels")
 """what `list_pictures` gives"""
-_MOST_BYTES = 1 << 28  # a picture file above 256 MiB is none that a camera made
 
 
-class Folder:
-    """A `RegionSource` over picture files.
+class Folder(EncodedImages):
+    """A source of picture files.
 
     Args:
         root: The folder of the class folders.
         folders: The class folders' names, by label.
         classes: The class names, by label.
-        channels: 3 for RGB, 1 for grey; pictures are converted.
+        channels: See `EncodedImages`.
         listed: As `list_pictures` gives it; None: found here.
     """
 
     def __init__(
         self, root: Path, folders: Sequence[str], classes: Sequence[str], channels: int, listed: Arrays | None = None
     ) -> None:
-        self.classes = tuple(classes)
+        listed = listpictures_in(root, folders) if listed is None else listed
+        super().__init__(classes, listed["labels"], channels)
         self.root = root
-        self.channels = channels
         self._folders = tuple(folders)
-        listed = list_pictures(root, folders) if listed is None else listed
         self.names = Names(listed["text"], listed["ends"])
-        self.labels: Int64 = listed["labels"]
-
-    def __len__(self) -> int:
-        return len(self.names)
 
     def file(self, index: int) -> str:
         """Where an image lies."""
         return os.path.join(self.root, self._folders[self.labels[index]], self.names[index])
 
-    def size(self, index: int) -> tuple[int, int]:
-        """Height and width by the file's header; raises Undecodable."""
-        return picture_size(self._bytes(index))
+    def where(self, index: int) -> str:
+        return self.file(index)
 
-    def read(self, index: int) -> Pixels:
-        try:
-            return decode(self._bytes(index), self.channels)
-        except Undecodable as error:
-            raise CorruptImage(index, f"{self.file(index)}: {error}") from error
+    def encoded(self, index: int) -> bytes:
+        return read_picture(self.file(index))
 
-    def read_region(self, index: int, choose: Choose) -> Pixels:
-        try:
-            return decode_region(self._bytes(index), self.channels, choose)
-        except Undecodable as error:
-            raise CorruptImage(index, f"{self.file(index)}: {error}") from error
 
-    def _bytes(self, index: int) -> bytes:
-        with open(self.file(index), "rb") as file:
-            if (size := os.fstat(file.fileno()).st_size) > _MOST_BYTES:
-                raise Undecodable(f"{size} bytes; at most {_MOST_BYTES} are read")
-            return file.read()
+def read_picture(file: str) -> bytes:
+    """The bytes of a picture's file; raises as `EncodedImages.encoded`."""
+    with open(file, "rb", opener=_at_once) as stream:
+        found = os.fstat(stream.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise Undecodable("no plain file")
+        if found.st_size > MOST_BYTES:
+            raise Undecodable(f"{found.st_size} bytes; at most {MOST_BYTES} are read")
+        return stream.read()
+
+
+def _at_once(file: str, flags: int) -> int:
+    """Opens a file without waiting for it, which a pipe would ask for."""
+    return os.open(file, flags | os.O_NONBLOCK)
 
 
 def open_folder(path: Path, channels: int, classes: str | None = None, once: Once = make_here) -> tuple[Folder, Folder]:
@@ -108,7 +103,7 @@ def _look(path: Path, classes: str | None, progress: Progress) -> Arrays:
     if classes is None and (unknown := set(class_folders(val)) - set(folders)):
         raise UserError(f"{val / min(unknown)}: a class that {train} doesn't have")
     found = {
-        f"{root.name} {key}": v for root in (train, val) for key, v in list_pictures(root, folders, progress).items()
+        f"{root.name} {key}": v for root in (train, val) for key, v in listpictures_in(root, folders, progress).items()
     }
     counts = np.bincount(found["train labels"], minlength=len(folders))
     if not counts.all():
@@ -119,13 +114,13 @@ def _look(path: Path, classes: str | None, progress: Progress) -> Arrays:
     return found
 
 
-def list_pictures(root: Path, folders: Sequence[str], progress: Progress = lambda done: None) -> Arrays:
+def listpictures_in(root: Path, folders: Sequence[str], progress: Progress = lambda done: None) -> Arrays:
     """The picture files in the class folders: `text` and `ends` of their `Names`, and `labels`, int64 [files]."""
     counts = []
 
     def runs() -> Iterator[list[str]]:
         for number, folder in enumerate(folders):
-            names = _pictures(root / folder)
+            names = pictures_in(root / folder)
             counts.append(len(names))
             progress(number)
             yield names
@@ -146,7 +141,7 @@ def class_folders(root: Path) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _pictures(folder: Path) -> list[str]:
+def pictures_in(folder: Path) -> list[str]:
     """The names of the picture files right in the folder, sorted; none where the folder is missing."""
     if not folder.is_dir():
         return []
@@ -172,20 +167,8 @@ def _is(what: Callable[[], bool]) -> bool:
 
 def _listed(path: Path, classes: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Folders and names from the file of the option `classes`."""
-    file = path / classes
-    try:
-        lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"data.options.classes: can't read {file} ({error}); it lies in the folder of --data"
-        ) from error
-    folders, names = [], []
-    for line in lines:
-        folder, _, name = line.partition("\t")
-        if Path(folder).name != folder or folder in folders:
-            raise UserError(f"{file}: {folder!r} is listed twice or is no plain folder name; one class folder a line")
-        folders.append(folder)
-        names.append(name.strip() or folder)
-    if not folders:
-        raise UserError(f"{file}: lists no class; one class folder a line")
-    return tuple(folders), tuple(names)
+    listed = read_classes(path / classes)
+    for folder in listed:
+        if Path(folder).name != folder:
+            raise UserError(f"{path / classes}: {folder!r} is no plain folder name; one class folder a line")
+    return tuple(listed), tuple(listed.values())

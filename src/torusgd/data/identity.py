@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import UserError
 from ..rng import DATA_SAMPLE, keyed_integer
 from .listing import Names
-from .types import ArraySource, FileSource, Int64, Source
+from .types import ArraySource, FileSource, Int64, MarkedSource, Source
 
 SAMPLE = 32
 """images of each split that are looked at"""
@@ -23,8 +23,9 @@ SAMPLE = 32
 def data_sha256(train: Source, held_out: Source) -> str:
     """One hash of the training and the held-out images.
 
-    Of files it covers all names, and the sizes of a sample; of arrays the shape, and the pixels of a sample; of any
-    source the classes and all labels. A source of one's own that has neither files nor arrays is known by these alone.
+    Of files it covers all names, and the sizes of a sample; of images in larger files what the source knows of them; of
+    arrays the shape, and the pixels of a sample; of any source the classes and all labels. A source of one's own that
+    has none of these is known by its classes and labels alone.
 
     Raises:
         UserError: A file of the sample is not there.
@@ -37,6 +38,8 @@ def data_sha256(train: Source, held_out: Source) -> str:
         if isinstance(source, FileSource):
             digest.update(_joined(source.names))
             digest.update(repr([_size(source.file(int(index))) for index in sample]).encode())
+        elif isinstance(source, MarkedSource):
+            digest.update(source.mark.encode())
         elif isinstance(source, ArraySource):
             digest.update(repr(source.shape).encode())
             digest.update(np.ascontiguousarray(source.read_many(sample)).data)
@@ -53,4 +56,4 @@ def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}, though its folder lists it") from error
+        raise UserError(f"{path}: {error.strerror}, though it is listed") from error

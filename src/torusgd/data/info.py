@@ -1,7 +1,7 @@
 """What lies in a folder or file of images, or what a recipe makes: `torusgd data info PATH`."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +9,16 @@ import numpy as np
 
 from ..errors import UserError
 from ..recipe.load import load_recipe, recipe_names
+from ..storage import url_of
 from .arrays import open_arrays
 from .decode import Undecodable
-from .folder import Folder, open_folder
+from .encoded import EncodedImages
+from .folder import open_folder
 from .idx import open_idx
+from .lists import open_folders, open_list
+from .shards import open_shards
 from .sources import open_sources
+from .tables import SUFFIXES, open_tables
 from .types import CorruptImage, Source
 
 _SAMPLE = 200  # pictures of which the size is read
@@ -25,13 +30,13 @@ class DataInfo:
 
     Args:
         path: What was looked at: a path, or the name of a recipe.
-        kind: The source to name in a recipe: folder, idx or arrays; or the one that the recipe names.
+        kind: The source to name in a recipe, such as folder or tar; or the one that the recipe names.
         images: Number of images by split, `train` and `eval`.
         classes: Names by label.
         per_class: Fewest and most training images of a class.
         sizes: Height and width, and how many images of the sample have them; the most frequent first.
         sampled: Images in that sample.
-        channels: 1 or 3; a folder counts as 3, since its recipe chooses what pictures are converted to.
+        channels: 1 or 3; encoded pictures count as 3, since their recipe chooses what pictures are converted to.
     """
 
     path: Path
@@ -73,7 +78,7 @@ def describe(path: Path) -> DataInfo:
     sizes: Counter[tuple[int, int]] = Counter()
     for index in sample:
         try:
-            sizes[train.size(index) if isinstance(train, Folder) else train.read(index).shape[:2]] += 1
+            sizes[train.size(index) if isinstance(train, EncodedImages) else train.read(index).shape[:2]] += 1
         except Undecodable:
             continue
     return DataInfo(
@@ -84,7 +89,7 @@ def describe(path: Path) -> DataInfo:
         per_class=(int(counts.min()), int(counts.max())),
         sizes=tuple(sizes.most_common()),
         sampled=len(sample),
-        channels=3 if isinstance(train, Folder) else train.read(0).shape[2],
+        channels=3 if isinstance(train, EncodedImages) else train.read(0).shape[2],
     )
 
 
@@ -108,14 +113,34 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
     if not path.exists() and str(path) in recipe_names():
         recipe = load_recipe(str(path)).recipe
         return recipe.data.source, *open_sources(recipe.data, None, recipe.seed)
-    if (path / "train").is_dir():
-        return "folder", *open_folder(path, channels=3)
-    if path.suffix == ".npz" or (path / "train_images.npy").is_file():
-        return "arrays", *open_arrays(path)
-    if path.is_dir() and any(path.glob("train-images*idx3-ubyte*")):
-        return "idx", *open_idx(path)
+    if url_of(path) is not None:
+        return "tar", *open_shards(path, channels=3)
+    for kind, is_there, opened in _LAYOUTS:
+        if is_there(path):
+            return kind, *opened(path)
     raise UserError(
         f"{path}: no data set that is known; wanted is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, one with"
-        " IDX files (train-images-idx3-ubyte.gz ...), one with train_images.npy ..., or an .npz file;"
+        " tar files (train-0000.tar ...), one with IDX files (train-images-idx3-ubyte.gz ...), one with"
+        " train_images.npy ..., or an .npz file;"
         " or a built-in recipe that makes its own images, such as digits"
     )
+
+
+def _holds(*patterns: str) -> Callable[[Path], bool]:
+    return lambda path: path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns)
+
+
+_LAYOUTS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], tuple[Source, Source]]], ...] = (
+    ("list", _holds("train.csv"), lambda path: open_list(path, channels=3)),
+    ("tar", _holds("*.tar", "*/*.tar"), lambda path: open_shards(path, channels=3)),
+    (
+        "hf",
+        _holds(*(f"{folder}*{suffix}" for folder in ("", "*/") for suffix in SUFFIXES)),
+        lambda path: open_tables(path, channels=3, whole=False),
+    ),
+    ("folder", _holds("train/"), lambda path: open_folder(path, channels=3)),
+    ("folders", _holds("*/train/"), lambda path: open_folders(path, channels=3)),
+    ("arrays", lambda path: path.suffix == ".npz" or (path / "train_images.npy").is_file(), open_arrays),
+    ("idx", _holds("train-images*idx3-ubyte*"), open_idx),
+)
+"""sources of files by their layout: the name of each, whether a path has it, and how it is opened"""

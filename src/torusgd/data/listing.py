@@ -5,16 +5,23 @@ share. So lists are made of plain arrays, and whoever opens a source says who ma
 caller itself, in a run one rank of each machine (`train.host_share`).
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import UserError
 from .types import Int64, Pixels
 
 _ERRORS = "surrogateescape"
 """as Python has it for file names that are no UTF-8"""
+_TRAIN, _EVAL, _TEST = (
+    re.compile(rf"(^|[^a-z])({words})([^a-z]|$)", re.IGNORECASE)
+    for words in ("train|training", "val|valid|validation|eval", "test")
+)
 Arrays = dict[str, npt.NDArray[Any]]
 Progress = Callable[[int], object]
 """called now and then while arrays are made, with a number that grows"""
@@ -78,3 +85,37 @@ def names_as_arrays(runs: Iterable[Sequence[str]]) -> tuple[Pixels, Int64]:
     joined = np.concatenate(lengths)
     ends = np.cumsum(joined) + np.arange(len(joined))
     return np.frombuffer(b"\0".join(pieces), dtype=np.uint8), ends
+
+
+def files_under(path: Path) -> list[str]:
+    """The files in a folder and its sub-folders, as seen from it, sorted; hidden ones left out.
+
+    Raises:
+        UserError: It is no folder.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: is no folder; give the folder that holds the files")
+    files = (file.relative_to(path) for file in path.rglob("*"))
+    return sorted(file.as_posix() for file in files if not any(part.startswith((".", "_")) for part in file.parts))
+
+
+def files_by_split(path: Path, suffixes: tuple[str, ...]) -> dict[str, list[str]]:
+    """The files with these suffixes in a folder, by the split that their own name or their sub-folder's says.
+
+    Returns:
+        `train` and `eval` (of those named val, validation or eval, or else test), sorted.
+
+    Raises:
+        UserError: One of the two has no file.
+    """
+    files = [name for name in files_under(path) if name.lower().endswith(suffixes)]
+    if not files:
+        raise UserError(f"{path}: holds no {' or '.join(suffixes)} file")
+    train = [name for name in files if _TRAIN.search(name)]
+    rest = [name for name in files if not _TRAIN.search(name)]
+    held_out = [name for name in rest if _EVAL.search(name)] or [name for name in rest if _TEST.search(name)]
+    for word, names in (("train", train), ("val", held_out)):
+        if not names:
+            wanted = f"train-0000{suffixes[0]} and val-0000{suffixes[0]}"
+            raise UserError(f"{path}: no {suffixes[0]} file has {word} in its name; wanted are names such as {wanted}")
+    return {"train": train, "eval": held_out}

@@ -73,6 +73,8 @@ class Loader:
         for each in wanted:
             if each not in self._pending:
                 self._pending[each] = self._pool.submit(self._make, each)
+                if self._pipeline.reads_ahead:
+                    self._pipeline.expect(self._order.at(each.start, each.count)[0])
         started = time.perf_counter()
         try:
             return self._pending.pop(share).result()

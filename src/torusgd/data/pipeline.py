@@ -22,7 +22,18 @@ from . import augment as random_changes
 from .augment import Changes
 from .mixing import erase, mix
 from .policy import apply_policy
-from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
+from .types import (
+    ArraySource,
+    Choose,
+    CorruptImage,
+    Float32,
+    ForeseeingSource,
+    Int64,
+    Pixels,
+    Region,
+    RegionSource,
+    Source,
+)
 from .view import centre, cut_at, render, scaled
 from .warp import Warps, bend, draw_warps, tone
 
@@ -70,6 +81,7 @@ class Pipeline:
     def __init__(self, source: Source, data: Data, seed: int) -> None:
         self.source = source
         self._arrays = source if isinstance(source, ArraySource) else None
+        self._foreseeing = source if isinstance(source, ForeseeingSource) else None
         self._regions = source if isinstance(source, RegionSource) else None
         self._data = data
         self._sizes = data.sizes
@@ -78,6 +90,16 @@ class Pipeline:
         mean, std = np.array(data.mean), np.array(data.std)
         self._scale = (1 / (255 * std)).astype(np.float32)
         self._offset = (-mean / std).astype(np.float32)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether it is of use to `expect` images."""
+        return self._foreseeing is not None
+
+    def expect(self, indices: Int64) -> None:
+        """Says that the images at `indices` [n] will be wanted soon."""
+        if self._foreseeing is not None:
+            self._foreseeing.expect(indices)
 
     def training_batch(self, indices: Int64, epochs: Int64, augment: bool, sizes: ImageSizes | None = None) -> Batch:
         """The images at `indices` [n] as epoch `epochs` [n] sees them.
@@ -126,6 +148,7 @@ class Pipeline:
             UserError: An image's size or channels don't fit the recipe.
         """
         sizes = self._sizes
+        self.expect(indices)
         out = self._empty(len(indices), sizes)
         kept = np.arange(len(indices))
         if (images := self._whole_batch(indices, None, sizes)) is not None:

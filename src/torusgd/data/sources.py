@@ -8,13 +8,17 @@ from ..errors import UserError
 from ..importing import import_factory
 from ..recipe.data_schema import Data
 from ..recipe.section import sides
+from ..storage import url_of
 from .arrays import open_arrays, open_digits
 from .folder import open_folder
 from .frames import open_frames
 from .idx import open_idx
 from .listing import Once, make_here
+from .lists import open_folders, open_list
+from .shards import open_shards
 from .synthetic import open_synthetic
-from .types import ArraySource, FileSource, RegionSource, Source
+from .tables import open_tables
+from .types import ArraySource, FileSource, ForeseeingSource, MarkedSource, RegionSource, Source
 
 
 class First:
@@ -31,6 +35,10 @@ class First:
             self.read_region = source.read_region
         if isinstance(source, FileSource):
             self.names, self.file = source.names[:count], source.file
+        if isinstance(source, MarkedSource):
+            self.mark = source.mark
+        if isinstance(source, ForeseeingSource):
+            self.expect = source.expect
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -75,6 +83,22 @@ def _folder(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     return open_folder(needed(path, data.source), data.channels, once=once, **options(data, "classes"))
 
 
+def _tar(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
+    return open_shards(needed(path, data.source), data.channels, **options(data, "index"))
+
+
+def _list(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
+    return open_list(needed(path, data.source), data.channels, once=once, **options(data, "train", "eval", "classes"))
+
+
+def _folders(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
+    return open_folders(needed(path, data.source), data.channels, once=once, **options(data, "classes"))
+
+
+def _hf(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
+    return open_tables(needed(path, data.source), data.channels, **options(data, "image", "label"))
+
+
 def _factory(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
     factory = import_factory(data.source, key="data.source")
     pair = tuple(factory(path, split=split, **data.options) for split in ("train", "eval"))
@@ -94,6 +118,10 @@ SOURCES: dict[str, Callable[[Data, Path | None, int, Once], Pair]] = {
     "idx": _idx,
     "arrays": _arrays,
     "folder": _folder,
+    "folders": _folders,
+    "list": _list,
+    "tar": _tar,
+    "hf": _hf,
 }
 
 
@@ -114,7 +142,9 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
         raise UserError(
             f"data.source: no source {data.source!r}; take {', '.join(SOURCES)}, or package.module:factory of your own"
         )
-    if path is not None and not path.exists():
+    if url_of(path) is not None and data.source != "tar":
+        raise UserError(f"--data {url_of(path)}: only data.source tar reads from there, not {data.source}")
+    if path is not None and url_of(path) is None and not path.exists():
         raise UserError(f"--data {path}: there is no such file or folder")
     train, held_out = SOURCES.get(data.source, _factory)(data, path, seed, once)
     for source, word in ((train, "training"), (held_out, "held-out")):

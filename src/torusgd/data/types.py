@@ -87,6 +87,23 @@ class RegionSource(Source, Protocol):
 
 
 @runtime_checkable
+class MarkedSource(Source, Protocol):
+    """A source that can be told from others without a look at its images."""
+
+    @property
+    def mark(self) -> str:
+        """A hash of what is known of the images: their names, their sizes."""
+
+
+@runtime_checkable
+class ForeseeingSource(Source, Protocol):
+    """A source that reads faster when it knows what will be asked for."""
+
+    def expect(self, indices: Int64) -> None:
+        """The images at `indices` [n] will be read soon; returns at once."""
+
+
+@runtime_checkable
 class FileSource(Source, Protocol):
     """A source of one file an image."""
 

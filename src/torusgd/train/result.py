@@ -9,7 +9,7 @@ from ..data.listing import Once, make_here
 from ..data.sources import open_sources
 from ..errors import RunError
 from ..recipe.schedule import Schedule
-from ..signals import EXIT_BASE
+from ..signals import exit_code
 from ..weights import Tensors, json_text, save_weights, write_text
 from .build import Job, init_sha256, replayed_sha256
 from .fingerprint import Fingerprint
@@ -26,7 +26,7 @@ class RunResult:
     @property
     def code(self) -> int:
         """Exit code of the command."""
-        return EXIT_BASE + self.signal if self.signal else 0
+        return exit_code(self.signal) if self.signal else 0
 
 
 def finished(job: Job, once: Once = make_here) -> dict[str, Any] | None:

@@ -1,0 +1,97 @@
+"""A data set of ImageNet's size, synthetic: how long it takes to list, index, open and fingerprint, and the memory.
+
+    python benchmarks/large_data.py [--images 1281167] [--keep FOLDER]
+
+The picture files are links to one small file a class, the tar shards hold the same small picture; so this is the cost
+of names and headers, on a file system that is in memory already. Each measurement runs in a process of its own.
+"""
+
+import argparse
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CLASSES, HELD_OUT, SHARD = 1000, 50_000, 5000
+PICTURE = b"\xff\xd8\xff" + bytes(600)
+
+
+def write_files(root: Path, images: int) -> None:
+    for split, count in (("train", images), ("val", HELD_OUT)):
+        for label in range(CLASSES):
+            folder = root / split / f"n{label:08d}"
+            folder.mkdir(parents=True)
+            (folder / "0.JPEG").write_bytes(PICTURE)
+            for number in range(1, count // CLASSES + (label < count % CLASSES)):
+                os.link(folder / "0.JPEG", folder / f"n{label:08d}_{number}.JPEG")
+
+
+def write_shards(root: Path, images: int) -> None:
+    root.mkdir()
+    for split, count in (("train", images), ("val", HELD_OUT)):
+        for number, begin in enumerate(range(0, count, SHARD)):
+            with tarfile.open(root / f"{split}-{number:05d}.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+                for index in range(begin, min(begin + SHARD, count)):
+                    for kind, content in (("jpg", PICTURE), ("cls", str(index % CLASSES).encode())):
+                        member = tarfile.TarInfo(f"{index:08d}.{kind}")
+                        member.size = len(content)
+                        archive.addfile(member, io.BytesIO(content))
+                    archive.members = []
+
+
+def measure(what: str, root: Path) -> dict[str, Any]:
+    """Seconds of one call, of a clock and of a core, and by how much it raised the largest memory of this process."""
+    from torusgd.data.folder import open_folder
+    from torusgd.data.identity import data_sha256
+    from torusgd.data.shards import open_shards
+    from torusgd.data.tar_index import FILE, make_index, write_index
+
+    def fingerprinted(opened: Callable[[], Any]) -> Callable[[], Any]:
+        pair = opened()
+        return lambda: data_sha256(*pair)
+
+    shards = root / "shards"
+    calls: dict[str, Callable[[], Any]] = {
+        "folder: list and open": lambda: open_folder(root / "files", 3),
+        "folder: fingerprint": fingerprinted(lambda: open_folder(root / "files", 3)) if "finger" in what else len,
+        "tar: index": lambda: write_index(shards / FILE, make_index(shards)),
+        "tar: open": lambda: open_shards(shards, 3),
+        "tar: fingerprint": fingerprinted(lambda: open_shards(shards, 3)) if what == "tar: fingerprint" else len,
+    }
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started, busy = time.perf_counter(), time.process_time()
+    calls[what]()
+    seconds, core = time.perf_counter() - started, time.process_time() - busy
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"what": what, "seconds": round(seconds, 2), "core": round(core, 2), "MiB": round(grown / 1024)}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--images", type=int, default=1_281_167)
+    arguments.add_argument("--keep", type=Path)
+    arguments.add_argument("--measure", help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.measure:
+        print(json.dumps(measure(given.measure, given.keep)))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        root = given.keep or Path(scratch)
+        if not (root / "files").exists():
+            write_files(root / "files", given.images)
+            write_shards(root / "shards", given.images)
+        for what in ("folder: list and open", "folder: fingerprint", "tar: index", "tar: open", "tar: fingerprint"):
+            command = [sys.executable, __file__, "--keep", str(root), "--measure", what]
+            print(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Copies of a data set's images, scaled once and put into tar shards with their index: `torusgd data pack`.
+
+Training decodes every image anew in every epoch. From copies with a shorter side of 352 pixels in place of ImageNet's
+400 or so it does so with fewer pixels, and some hundreds of large files are easier on a file system than a million.
+"""
+
+import io
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import RunError, UserError
+from ..untrusted import parse_json, read_text
+from ..weights import json_text, replacing, write_text
+from .classes import read_classes
+from .decode import Undecodable, decode, load_decoders, picture_size
+from .encoded import EncodedImages
+from .identity import data_sha256
+from .tar_index import CLASSES, FILE, make_index, write_index
+from .types import CorruptImage, Pixels, Source
+from .view import render, scaled
+
+SETTINGS = "pack.json"
+"""in the folder of the copies: of which images they are, and how they were made"""
+_JPEG = b"\xff\xd8\xff"
+_AT_A_TIME = 256
+"""images that are encoded before they are written: as much as is held in memory"""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How copies are made."""
+
+    shorter_side: int | None
+    """pixels to which a larger image is scaled; None: files are copied as they are"""
+    quality: int
+    """of JPEG, 1 to 100"""
+    images_per_shard: int
+
+
+def pack(
+    train: Source,
+    held_out: Source,
+    out: Path,
+    packing: Packing,
+    leave_out: Callable[[str], object],
+    progress: Callable[[int], object] = lambda done: None,
+) -> dict[str, int]:
+    """Writes both splits of a data set as tar shards with their index; where some shards stand already, the others.
+
+    A file that is JPEG and not too large is copied as it is; any other image becomes a JPEG. The labels and the order
+    stay, but for images that can't be decoded, which are left out.
+
+    Args:
+        train: The training images.
+        held_out: The held-out ones, of the same classes.
+        out: The folder, made if it isn't there.
+        packing: How.
+        leave_out: Called with a line for each image that can't be decoded.
+        progress: Called with the number of images done.
+
+    Returns:
+        The number of images in the shards, by split.
+
+    Raises:
+        UserError: The folder holds something else, or can't be written.
+        RunError: The disk is full, or an image can't be read; the same call goes on.
+    """
+    load_decoders()
+    settings = {**packing.__dict__, "images": data_sha256(train, held_out)}
+    try:
+        _claim(out, settings)
+        write_text(out / CLASSES, "".join(f"{label}\t{name}\n" for label, name in enumerate(train.classes)))
+        done = 0
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pack") as pool:
+            for split, source in (("train", train), ("val", held_out)):
+                for number, begin in enumerate(range(0, len(source), packing.images_per_shard)):
+                    shard = range(begin, min(begin + packing.images_per_shard, len(source)))
+                    file = out / f"{split}-{number:05d}.tar"
+                    if not file.exists():
+                        copies = _copies(source, shard, packing, pool, leave_out)
+                        _write_shard(file, source, copies, lambda more: progress(done + more))
+                    progress(done := done + len(shard))
+    except OSError as error:
+        raise RunError(f"{out}: can't be written: {error.strerror or error}; the same command goes on") from error
+    arrays = make_index(out, read_classes(out / CLASSES))
+    write_index(out / FILE, arrays)
+    return {split: len(arrays[f"{split} labels"]) for split in ("train", "eval")}
+
+
+def _claim(out: Path, settings: dict[str, Any]) -> None:
+    """Makes the folder one of copies so made; UserError where it is none."""
+    file = out / SETTINGS
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        names = sorted(entry.name for entry in os.scandir(out))
+        if not names:
+            write_text(file, json_text(settings, indent=1))
+        found = parse_json(read_text(file)) if file.exists() else None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{out}: can't be used ({error}); choose another folder") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{out}: holds {names[0]!r}, and no copies of torusgd data pack; choose an empty folder")
+    for key, value in settings.items():
+        if found.get(key) != value:
+            raise UserError(f"{out}: holds copies that were made otherwise ({key} differs); choose another folder")
+    for partial_file in out.glob(".*.tar.*"):
+        partial_file.unlink()
+
+
+def _write_shard(
+    file: Path, source: Source, copies: Iterator[tuple[int, bytes]], progress: Callable[[int], object]
+) -> None:
+    with replacing(file) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
+        for count, (index, data) in enumerate(copies):
+            for kind, content in (("jpg", data), ("cls", str(source.labels[index]).encode())):
+                member = tarfile.TarInfo(f"{index:08d}.{kind}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+            progress(count)
+
+
+def _copies(
+    source: Source, indices: range, packing: Packing, pool: ThreadPoolExecutor, leave_out: Callable[[str], object]
+) -> Iterator[tuple[int, bytes]]:
+    for begin in range(0, len(indices), _AT_A_TIME):
+        some = indices[begin : begin + _AT_A_TIME]
+        for index, copy in zip(some, pool.map(partial(_copy, source, packing), some), strict=True):
+            if isinstance(copy, bytes):
+                yield index, copy
+            else:
+                leave_out(copy.reason)
+
+
+def _copy(source: Source, packing: Packing, index: int) -> bytes | CorruptImage:
+    """One image as JPEG, or why there is none."""
+    try:
+        if isinstance(source, EncodedImages):
+            return _encoded_copy(source, packing, index)
+        return encode(_scaled(source.read(index), packing.shorter_side), packing.quality)
+    except CorruptImage as error:
+        return error
+    except OSError as error:
+        raise RunError(f"image {index} can't be read: {error}; the same command goes on") from error
+
+
+def _encoded_copy(source: EncodedImages, packing: Packing, index: int) -> bytes:
+    try:
+        data = source.encoded(index)
+        is_small = packing.shorter_side is None or min(picture_size(data)) <= packing.shorter_side
+        if data.startswith(_JPEG) and is_small:
+            return data
+        return encode(_scaled(decode(data, source.channels), packing.shorter_side), packing.quality)
+    except Undecodable as error:
+        raise CorruptImage(index, f"{source.where(index)}: {error}") from error
+
+
+def _scaled(image: Pixels, shorter_side: int | None) -> Pixels:
+    height, width = image.shape[:2]
+    if shorter_side is None or min(height, width) <= shorter_side:
+        return image
+    return np.ascontiguousarray(render(image, scaled(height, width, shorter_side)).transpose(1, 2, 0))
+
+
+def encode(image: Pixels, quality: int) -> bytes:
+    """An image uint8 [height, width, 1 or 3] as JPEG, colours at half the resolution as cameras keep them."""
+    simplejpeg, _ = load_decoders()
+    if image.shape[2] == 1:
+        return simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality, "GRAY", "Gray")
+    return simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality, "RGB", "420")

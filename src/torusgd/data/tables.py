@@ -1,0 +1,237 @@
+"""Images in the tables of a Hugging Face data set on this machine, Parquet or Arrow: the source `hf`.
+
+An Arrow file is mapped, so any of its rows is at hand. To have one row of a Parquet file its whole row group, up to
+some 100 MB, must be unpacked. So row groups are kept once they are read, and a larger set is packed into tar shards
+before it is trained on.
+"""
+
+import bisect
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError, suggest
+from ..untrusted import parse_json
+from .classes import number_labels
+from .decode import Undecodable, load_decoders
+from .encoded import MOST_BYTES, EncodedImages
+from .listing import files_by_split
+from .types import Int64
+
+SUFFIXES = (".parquet", ".arrow")
+_IMAGES = ("image", "img", "jpg", "png", "picture")
+_LABELS = ("label", "labels", "cls", "class", "fine_label", "target")
+MOST_KEPT = 1 << 30
+"""bytes of unpacked row groups that a process keeps"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a table that are read together."""
+
+    rows: int
+    size: int
+    """bytes that they take in memory; 0 where they are mapped"""
+    read: Callable[[], Any]
+    """their images, a `pyarrow.ChunkedArray` of bytes"""
+
+
+class TableImages(EncodedImages):
+    """A source of the images in tables.
+
+    Args:
+        parts: The rows, in their order.
+        file: Where they lie, for people.
+        mark: See `MarkedSource`.
+        classes, labels, channels: See `EncodedImages`.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], file: Path, mark: str, classes: Sequence[str], labels: Int64, channels: int
+    ) -> None:
+        super().__init__(classes, labels, channels)
+        self.mark = mark
+        self._parts, self._file = parts, file
+        self._begins = np.concatenate([[0], np.cumsum([part.rows for part in parts])]).tolist()
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def where(self, index: int) -> str:
+        return f"{self._file}: row {index}"
+
+    def encoded(self, index: int) -> bytes:
+        number = bisect.bisect_right(self._begins, index) - 1
+        data = self._column(number)[index - self._begins[number]].as_py()
+        if data is None or len(data) > MOST_BYTES:
+            raise Undecodable("no image" if data is None else f"{len(data)} bytes; at most {MOST_BYTES} are read")
+        return data
+
+    def _column(self, number: int) -> Any:
+        """The images of a part; of those read before the latest ones are kept."""
+        with self._lock:
+            if number not in self._kept:
+                self._kept[number] = self._parts[number].read()
+                while len(self._kept) > 1 and sum(self._parts[each].size for each in self._kept) > MOST_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(number)
+            return self._kept[number]
+
+
+@dataclass(frozen=True)
+class _File:
+    """A table, its schema read."""
+
+    path: Path
+    arrow: Any
+    """the `pyarrow.Table` of a file that is mapped; None: it is Parquet"""
+    parquet: Any
+
+    @cached_property
+    def schema(self) -> Any:
+        return self.arrow.schema if self.parquet is None else self.parquet.schema_arrow
+
+    def column(self, name: str) -> Any:
+        table = self.arrow if self.parquet is None else self.parquet.read([name], use_threads=False)
+        return table.column(name)
+
+    def parts(self, name: str) -> list[Part]:
+        if self.parquet is None:
+            return [Part(self.arrow.num_rows, 0, partial(_bytes_of, lambda: self.arrow.column(name), self.path))]
+        groups = (self.parquet.metadata.row_group(number) for number in range(self.parquet.num_row_groups))
+        return [
+            Part(
+                group.num_rows, group.total_byte_size, partial(_bytes_of, partial(self._group, number, name), self.path)
+            )
+            for number, group in enumerate(groups)
+        ]
+
+    def _group(self, number: int, name: str) -> Any:
+        return self.parquet.read_row_group(number, [name], use_threads=False).column(name)
+
+
+def open_tables(
+    path: Path, channels: int, image: str | None = None, label: str | None = None, whole: bool = True
+) -> tuple[TableImages, TableImages]:
+    """Training and held-out images of a data set in Parquet or Arrow files, in the order of the files' names.
+
+    Args:
+        path: Its folder, as `Dataset.save_to_disk` or the hub lay it out; a file's own name or its folder's says its
+            split, as for tar files.
+        channels: See `EncodedImages`.
+        image: The column of the images, encoded. None: found.
+        label: That of the labels, numbers or names. None: found.
+        whole: Images are wanted in any order, so Parquet files must fit into memory.
+
+    Raises:
+        UserError: There are no such files of both splits, they are damaged or too large, or a column is not found.
+    """
+    load_decoders()
+    files = {split: [_open(path / name) for name in names] for split, names in files_by_split(path, SUFFIXES).items()}
+    first = files["train"][0]
+    image = _column(first, image, "image", _IMAGES, _is_image)
+    label = _column(first, label, "label", _LABELS, _is_label)
+    texts, parts = dict[str, list[str]](), dict[str, list[Part]]()
+    for split, each in files.items():
+        try:
+            texts[split] = [str(value) for file in each for value in file.column(label).to_pylist()]
+            parts[split] = [part for file in each for part in file.parts(image)]
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path}: the tables of {split} can't be read ({' '.join(str(error).split())})") from error
+    if whole and (size := sum(part.size for each in parts.values() for part in each)) > MOST_KEPT:
+        raise UserError(
+            f"{path}: {size:,} bytes of Parquet, whose rows can't be read one by one; pack them first: "
+            f"torusgd data pack {path} OUT"
+        )
+    names = _names(first.schema, label)
+    classes, labels = number_labels(texts, None if names is None else dict(zip(names, names, strict=True)), str(path))
+    train, held_out = (
+        TableImages(parts[split], path, _mark(files[split]), classes, labels[split], channels)
+        for split in ("train", "eval")
+    )
+    return train, held_out
+
+
+def _open(path: Path) -> _File:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(f"data.source: hf needs pyarrow ({error}); pip install 'torusgd[hf]'") from error
+    try:
+        if path.suffix == ".parquet":
+            return _File(path, None, pq.ParquetFile(path))
+        mapped = pa.memory_map(str(path))
+        try:
+            return _File(path, pa.ipc.open_stream(mapped).read_all(), None)  # what `datasets` writes
+        except pa.ArrowInvalid:
+            return _File(path, pa.ipc.open_file(mapped).read_all(), None)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: no whole table ({' '.join(str(error).split())})") from error
+
+
+def _bytes_of(read: Callable[[], Any], path: Path) -> Any:
+    """A column of images as bytes; Hugging Face keeps each as {bytes, path}, and bytes may be left out."""
+    import pyarrow as pa
+
+    column = read()
+    if pa.types.is_struct(column.type):
+        column = pa.chunked_array(
+            [chunk.field("bytes") for chunk in column.chunks], type=column.type.field("bytes").type
+        )
+    if column.null_count == len(column) > 0:
+        raise UserError(f"{path}: names its images but doesn't hold them; give their folder to the source folder")
+    return column
+
+
+def _column(file: _File, name: str | None, what: str, known: Sequence[str], fits: Callable[[Any], bool]) -> str:
+    """The column that is asked for, or the only one that can be meant."""
+    fields = {field.name: field.type for field in file.schema}
+    if name is not None:
+        if name not in fields or not fits(fields[name]):
+            raise UserError(f"data.options.{what}: {file.path} has no such column {name!r}{suggest(name, fields)}")
+        return name
+    fitting = [field for field, kind in fields.items() if fits(kind)]
+    for found in (*(each for each in known if each in fitting), *(fitting if len(fitting) == 1 else ())):
+        return found
+    raise UserError(
+        f"{file.path}: which column holds the {what}s? It has {', '.join(fields)}; say it with "
+        f"--set data.options.{what}=NAME"
+    )
+
+
+def _is_image(kind: Any) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0 and _is_image(kind.field("bytes").type)
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _is_label(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _names(schema: Any, label: str) -> list[str] | None:
+    """The names of the classes, which `datasets` writes into the schema as JSON; None where it didn't."""
+    try:
+        features = parse_json((schema.metadata or {})[b"huggingface"].decode())["info"]["features"]
+        names = features[label]["names"]
+        return [str(name) for name in names] if isinstance(names, list) and len(set(names)) == len(names) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _mark(files: Sequence[_File]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.path.name}\0{file.path.stat().st_size}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()

@@ -1,0 +1,143 @@
+"""Buckets and web servers, read and written by URL: `s3://`, `gs://`, `hf://`, `https://`, through fsspec.
+
+An object appears when it is written whole, which is the store's own promise; a group of objects is whole when the one
+that is written last is there. Whatever a store's library raises becomes an OSError, of which those that may pass are
+tried again here.
+"""
+
+import errno
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import UserError, is_transient
+
+SCHEMES = ("s3", "gs", "hf", "http", "https")
+PAUSES = (0.2, 1.0, 3.0)
+"""seconds before each further attempt"""
+_SECONDS = 30
+"""without a byte, after which an attempt is given up"""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": _SECONDS, "read_timeout": _SECONDS, "retries": {"max_attempts": 1}}},
+}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
+
+T = TypeVar("T")
+
+
+def url_of(path: Path | None) -> str | None:
+    """The URL that a command was given in a path's place; None: it is a path. A `Path` folds the two slashes into one.
+
+    >>> url_of(Path("s3://bucket/images")), url_of(Path("data/images"))
+    ('s3://bucket/images', None)
+    """
+    found = re.fullmatch(r"([a-z0-9]+):/+(.+)", str(path)) if path is not None else None
+    return f"{found[1]}://{found[2]}" if found is not None and found[1] in SCHEMES else None
+
+
+class Store:
+    """The objects below a URL, by their names as seen from there. Safe to use from several threads.
+
+    Args:
+        url: Such as s3://bucket/folder.
+
+    Raises:
+        UserError: The package for its kind is not installed, or the URL is none.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme = url.partition(":")[0]
+        try:
+            from fsspec.core import url_to_fs
+
+            options = _OPTIONS.get(scheme, {})
+            self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+        except ImportError as error:
+            package = _PACKAGES.get(scheme, "fsspec")
+            raise UserError(f"{url}: needs {package} ({error}); pip install 'torusgd[remote]' or {package}") from error
+        except ValueError as error:
+            raise UserError(f"{url}: no URL of a bucket or a web server ({error})") from error
+        self.url = url.rstrip("/")
+        self._root = root.rstrip("/")
+
+    def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
+        """An object's bytes, or those from `begin` up to `end`.
+
+        Raises:
+            FileNotFoundError, PermissionError: It isn't there, or not for us.
+            OSError: It can't be read, or came cut short, in several attempts.
+        """
+
+        def read() -> bytes:
+            data: bytes = self._files.cat_file(self._path(name), start=begin, end=end)
+            if begin is not None and end is not None and len(data) != end - begin:
+                raise OSError(errno.EIO, f"{len(data)} bytes came of {end - begin}")
+            return data
+
+        return self._patiently(name, read)
+
+    def get(self, name: str, file: Path) -> None:
+        """Copies an object to a file; raises as `read`."""
+        self._patiently(name, lambda: self._files.get_file(self._path(name), str(file)))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Makes or replaces an object; OSError where it can't."""
+        self._patiently(name, lambda: self._files.pipe_file(self._path(name), data))
+
+    def put(self, file: Path, name: str) -> None:
+        """Copies a file to an object, in parts if it is large; OSError where it can't."""
+        self._patiently(name, lambda: self._files.put_file(str(file), self._path(name)))
+
+    def delete(self, name: str) -> None:
+        """Removes an object, if it is there."""
+        with suppress(FileNotFoundError):
+            self._patiently(name, lambda: self._files.rm_file(self._path(name)))
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every object, by name; none where a server doesn't list what it has."""
+        try:
+            found = self._patiently("", lambda: self._files.find(self._root, detail=True))
+        except FileNotFoundError:
+            return {}
+        return {
+            name[len(self._root) :].lstrip("/"): int(info["size"])
+            for name, info in found.items()
+            if name.startswith(self._root) and info.get("size") is not None
+        }
+
+    def size(self, name: str) -> int:
+        """The bytes of an object; raises as `read`."""
+        return int(self._patiently(name, lambda: self._files.info(self._path(name)))["size"])
+
+    def version(self, name: str) -> str:
+        """Changes whenever the object does, as far as the store tells; raises as `read`."""
+        found = self._patiently(name, lambda: self._files.info(self._path(name)))
+        return repr(sorted((str(key), str(value)) for key, value in found.items()))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _patiently(self, name: str, call: Callable[[], T]) -> T:
+        for pause in PAUSES:
+            try:
+                return self._telling(name, call)
+            except OSError as error:
+                if not is_transient(error):
+                    raise
+                time.sleep(pause)
+        return self._telling(name, call)
+
+    def _telling(self, name: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except (FileNotFoundError, PermissionError) as error:
+            raise type(error)(error.errno or errno.ENOENT, _line(error), f"{self.url}/{name}") from error
+        except Exception as error:  # of the store's library, of its library's library, of the network
+            raise OSError(errno.EIO, _line(error), f"{self.url}/{name}") from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,52 @@
+"""Tar files of real pictures for the tests, as WebDataset, ImageNet and `tar` itself lay them out."""
+
+import io
+import json
+import tarfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from .pictures import encoded, photo
+
+Members = Iterable[tuple[str, bytes]]
+
+
+def write_tar(file: Path, members: Members, kind: int = tarfile.USTAR_FORMAT) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w", format=kind) as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return file
+
+
+def picture(number: int) -> bytes:
+    return encoded(photo(40 + 7 * (number % 5), 36 + 9 * (number % 4), seed=number), quality=90)
+
+
+def samples(numbers: Iterable[int], label: str = "cls", classes: int = 2) -> Members:
+    for number in numbers:
+        yield f"{number:05}.jpg", picture(number)
+        if label == "cls":
+            yield f"{number:05}.cls", f"{number % classes}\n".encode()
+        else:
+            yield f"{number:05}.json", json.dumps({"label": number % classes, "width": 3}).encode()
+
+
+def write_shards(root: Path, train: int = 12, val: int = 6, label: str = "cls") -> Path:
+    """Two tar files for training, one held out."""
+    write_tar(root / "train-0000.tar", samples(range(train // 2), label))
+    write_tar(root / "train-0001.tar", samples(range(train // 2, train), label), tarfile.PAX_FORMAT)
+    write_tar(root / "val-0000.tar", samples(range(100, 100 + val), label), tarfile.GNU_FORMAT)
+    return root
+
+
+def tar_bytes(members: Mapping[str, bytes] | Members) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, data in dict(members).items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return stream.getvalue()

@@ -1,0 +1,178 @@
+"""Copies in tar shards, and ImageNet out of its two tar files."""
+
+import errno
+import gzip
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torusgd.data import pack as module
+from torusgd.data.decode import decode, picture_size
+from torusgd.data.folder import open_folder
+from torusgd.data.imagenet import DEVKIT, TRAIN, VAL, prepare_imagenet
+from torusgd.data.info import open_any
+from torusgd.data.pack import Packing, pack
+from torusgd.data.shards import open_shards
+from torusgd.errors import RunError, UserError
+
+from .pictures import encoded, photo, psnr, write_folder
+from .tars import picture, tar_bytes, write_tar
+from .test_files import arrays, write_arrays
+
+
+def shards_of(source: Path, out: Path, size: int | None = None, per_shard: int = 5) -> tuple[dict[str, int], list[str]]:
+    _, train, held_out = open_any(source)
+    lines: list[str] = []
+    return pack(train, held_out, out, Packing(size, 90, per_shard), lines.append), lines
+
+
+def test_a_folder_is_scaled_once(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", train=6, val=2)
+    (root / "train" / "dog" / "large.png").write_bytes(encoded(photo(90, 60), "PNG"))
+    (root / "train" / "dog" / "torn.jpg").write_bytes(b"torn")
+    counts, lines = shards_of(root, tmp_path / "out", size=45)
+    assert counts == {"train": 13, "eval": 4}
+    assert lines == [f"{root}/train/dog/torn.jpg: neither JPEG nor PNG"]
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "classes.txt", "index.npz", "pack.json", "train-00000.tar", "train-00001.tar", "train-00002.tar",
+        "val-00000.tar",
+    ]  # fmt: skip
+    (before, _), (after, held_out) = open_folder(root, 3), open_shards(tmp_path / "out", 3)
+    assert after.classes == held_out.classes == ("cat", "dog")
+    assert after.labels.tolist() == before.labels.tolist()[:-1]
+    for index in range(13):
+        if min(picture_size(before.encoded(index))) <= 45 and index < 12:
+            assert after.encoded(index) == before.encoded(index)
+        else:
+            assert min(picture_size(after.encoded(index))) == 45
+    large = photo(90, 60).resize((45, 67), 2)
+    assert psnr(decode(after.encoded(12), 3), large) > 30
+
+
+def test_arrays_become_pictures(tmp_path: Path) -> None:
+    counts, _ = shards_of(write_arrays(tmp_path, "npz", arrays()), tmp_path / "out")
+    assert counts == {"train": 9, "eval": 4}
+    train, _ = open_shards(tmp_path / "out", 1)
+    assert train.read(3).shape == (6, 5, 1)
+    assert train.classes == ("0", "1", "2")
+
+
+def test_it_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, out, whole = write_folder(tmp_path / "set"), tmp_path / "out", tmp_path / "whole"
+    shards_of(root, whole)
+    copy, copied = module._copy, list[int]()
+
+    def full(source: Any, packing: Packing, index: int) -> Any:
+        copied.append(index)
+        if len(copied) > 7:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return copy(source, packing, index)
+
+    monkeypatch.setattr(module, "_copy", full)
+    with pytest.raises(RunError, match="No space left on device; the same command goes on"):
+        shards_of(root, out)
+    assert (out / "train-00000.tar").exists()
+    assert not (out / "train-00001.tar").exists()
+    (out / ".train-00001.tar.1234").write_bytes(b"half of one")
+    copied.clear()
+    monkeypatch.setattr(module, "_copy", lambda *each: copied.append(each[2]) or copy(*each))
+    shards_of(root, out)
+    assert sorted(copied) == sorted([*range(8), *range(5, 12)])  # all but the first shard
+    assert {file.name: file.read_bytes() for file in out.iterdir() if file.name != "index.npz"} == {
+        file.name: file.read_bytes() for file in whole.iterdir() if file.name != "index.npz"
+    }
+
+
+def test_other_copies_and_other_folders_are_refused(tmp_path: Path, run_cli: Any) -> None:
+    root = write_folder(tmp_path / "set")
+    shards_of(root, tmp_path / "out")
+    for change, key in (({"size": 30}, "shorter_side"), ({"per_shard": 9}, "images_per_shard")):
+        with pytest.raises(UserError, match=rf"made otherwise \({key} differs\)"):
+            shards_of(root, tmp_path / "out", **change)
+    (root / "val" / "cat" / "000.jpg").rename(root / "val" / "cat" / "zzz.jpg")
+    code, _, said = run_cli("data", "pack", root, tmp_path / "out", "--images-per-shard", 5)
+    assert (code, "images differs" in said, said.count("\n")) == (2, True, 1)
+    code, _, said = run_cli("data", "pack", root, root)
+    assert (code, said) == (
+        2,
+        f"torusgd: {root}: holds 'train', and no copies of torusgd data pack; choose an empty folder\n",
+    )
+    assert run_cli("data", "pack", root, root / "val" / "cat" / "001.jpg")[0] == 2
+    code, out, _ = run_cli("data", "pack", root, tmp_path / "new one", "--size", 40)
+    assert code == 0
+    assert "12 training images, 8 held out; 0 can't be decoded" in out
+
+
+CLASSES = {"n02": 3, "n01": 2, "n05": 1}
+TRUTH = [2, 1, 1, 3]
+
+
+def write_imagenet(root: Path) -> Path:
+    """The three files as they are downloaded, with three classes; one of the table's rows is no class."""
+    savemat = pytest.importorskip("scipy.io").savemat
+    root.mkdir(exist_ok=True)
+    inner = {
+        f"{name}.tar": tar_bytes({f"{name}_{at}.JPEG": picture(at) for at in range(n)}) for name, n in CLASSES.items()
+    }
+    write_tar(root / TRAIN, inner.items())
+    write_tar(root / VAL, [(f"ILSVRC2012_val_{at:08d}.JPEG", picture(50 + at)) for at in range(1, 5)])
+    kinds = [
+        ("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "O"),
+        ("children", "O"), ("wordnet_height", "O"), ("num_train_images", "O"),
+    ]  # fmt: skip
+    rows = [(at, name, f"a {name}", "", 0, [], 0, n) for at, (name, n) in enumerate(CLASSES.items(), 1)]
+    table = io.BytesIO()
+    savemat(table, {"synsets": np.array([*rows, (4, "n00", "a thing", "", 3, [1, 2, 3], 1, 0)], dtype=kinds)})
+    kit = {
+        "ILSVRC2012_devkit_t12/data/meta.mat": table.getvalue(),
+        "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt": "".join(f"{n}\n" for n in TRUTH).encode(),
+    }
+    (root / DEVKIT).write_bytes(gzip.compress(tar_bytes(kit)))
+    return root
+
+
+def test_imagenet_is_read_out_of_its_tar_files(tmp_path: Path, run_cli: Any) -> None:
+    root = write_imagenet(tmp_path / "image net")
+    write_tar(root / "ILSVRC2012_img_train_t3.tar", [("dog/1.JPEG", picture(1))])  # of another task
+    code, out, said = run_cli("data", "prepare", "imagenet", root)
+    assert (code, said) == (0, "")
+    assert "6 training images and 4 held out, as many as there must be" in out
+    train, held_out = open_shards(root, 3)
+    assert train.classes == ("n01", "n02", "n05")
+    assert train.labels.tolist() == [1, 1, 1, 0, 0, 2]
+    assert train.names[5] == "n05/n05_0.JPEG"
+    assert train.encoded(2) == picture(2)
+    assert held_out.labels.tolist() == [0, 1, 1, 2]
+    counts, _ = shards_of(root, tmp_path / "small", size=30)
+    assert counts == {"train": 6, "eval": 4}
+
+
+def test_an_imagenet_that_is_not_whole_is_told(tmp_path: Path, run_cli: Any) -> None:
+    root = write_imagenet(tmp_path)
+    whole = {name: (root / name).read_bytes() for name in (TRAIN, VAL, DEVKIT)}
+    inner = {"n02.tar": tar_bytes({f"n02_{at}.JPEG": picture(at) for at in range(2)})}
+    write_tar(root / TRAIN, inner.items())
+    with pytest.raises(UserError, match=r"img_train.tar: has 0 pictures of n01, the development kit says 2"):
+        prepare_imagenet(root)
+    (root / TRAIN).write_bytes(whole[TRAIN][:-15000])
+    with pytest.raises(UserError, match=r"img_train.tar: no whole tar file"):
+        prepare_imagenet(root)
+    (root / TRAIN).write_bytes(whole[TRAIN])
+    write_tar(root / VAL, [("ILSVRC2012_val_00000001.JPEG", picture(1))])
+    with pytest.raises(UserError, match=r"img_val.tar: has 1 pictures, the development kit says 4"):
+        prepare_imagenet(root)
+    write_tar(root / VAL, [("ILSVRC2012_val_00000009.JPEG", picture(1))])
+    with pytest.raises(UserError, match=r"img_val.tar: ILSVRC2012_val_00000009.JPEG has no label"):
+        prepare_imagenet(root)
+    (root / VAL).write_bytes(whole[VAL])
+    for damaged in (b"", b"text", whole[DEVKIT][:100], gzip.compress(b"text"), gzip.compress(tar_bytes({"x": b""}))):
+        (root / DEVKIT).write_bytes(damaged)
+        with pytest.raises(UserError, match=r"devkit_t12.tar.gz: no development kit"):
+            prepare_imagenet(root)
+    (root / DEVKIT).unlink()
+    assert run_cli("data", "prepare", "imagenet", root)[2].startswith(f"torusgd: {root}: has no {DEVKIT}; wanted are")
+    assert "there is imagenet" in run_cli("data", "prepare", "cifar", root)[2]

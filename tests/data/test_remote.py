@@ -1,0 +1,152 @@
+"""Tar shards in a bucket: here fsspec's in memory, which is no server; tests/data/test_s3.py has a real one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fsspec")
+
+from torusgd import storage
+from torusgd.data import Pipeline, open_sources
+from torusgd.data.identity import data_sha256
+from torusgd.data.info import describe
+from torusgd.data.shards import RemoteShards, open_shards
+from torusgd.data.tar_index import FILE, make_index, write_index
+from torusgd.errors import UserError
+from torusgd.storage import Store, url_of
+
+from .pictures import folder_data
+from .tars import picture, samples, write_shards, write_tar
+
+URL = Path("memory://bucket/a set")
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of which the bucket has a copy."""
+    import fsspec
+
+    monkeypatch.setattr(storage, "SCHEMES", ("memory", *storage.SCHEMES))
+    monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
+    monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / "cache"))
+    write_index(write_shards(tmp_path / "set") / FILE, make_index(tmp_path / "set"))
+    upload(tmp_path / "set")
+    yield tmp_path / "set"
+    fsspec.filesystem("memory").store.clear()
+
+
+def upload(folder: Path) -> None:
+    for file in folder.iterdir():
+        Store("memory://bucket/a set").put(file, file.name)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is read from the bucket."""
+    names, read = list[str](), Store.read
+
+    def counted(self: Store, name: str, *place: Any) -> bytes:
+        names.append(name)
+        return read(self, name, *place)
+
+    monkeypatch.setattr(Store, "read", counted)
+    return names
+
+
+def test_urls() -> None:
+    assert url_of(Path("s3://b/x y")) == "s3://b/x y"
+    assert url_of(Path("https://host:8000/x")) == "https://host:8000/x"
+    assert [url_of(each) for each in (None, Path("s3/x"), Path("c:/x"), Path("/s3:/x"))] == [None] * 4
+
+
+def test_a_bucket_gives_the_same_batches_as_the_folder(local: Path) -> None:
+    data = folder_data(source="tar")
+    pairs = [open_sources(data, path, 0) for path in (local, URL)]
+    assert data_sha256(*pairs[0]) == data_sha256(*pairs[1])
+    indices, epochs = np.array([3, 11, 0, 7]), np.array([0, 0, 1, 1])
+    one, other = (Pipeline(train, data, 0).training_batch(indices, epochs, augment=True) for train, _ in pairs)
+    assert one.images.equal(other.images)
+    assert pairs[1][1].read(4).shape == pairs[0][1].read(4).shape
+    assert describe(URL).images == {"train": 12, "eval": 6}
+
+
+def test_what_was_read_is_kept_on_disk_for_all_processes(local: Path, reads: list[str], tmp_path: Path) -> None:
+    train, _ = open_shards(URL, 3)
+    assert isinstance(train, RemoteShards)
+    train.expect(np.arange(6))
+    assert [train.encoded(index) for index in range(8)] == [picture(number) for number in range(8)]
+    assert len(reads) == 8
+    again, _ = open_shards(URL, 3)
+    assert [again.encoded(index) for index in range(8)] == [picture(number) for number in range(8)]
+    assert len(reads) == 8
+    (kept,) = tmp_path.glob("cache/*/train/0.tar")
+    kept.write_bytes(bytes(kept.stat().st_size))  # a disk that lost what was on it
+    assert again.encoded(2) == picture(2)
+    assert len(reads) == 9
+    kept.unlink()
+    assert again.encoded(3) == picture(3)
+
+
+def test_the_cache_is_bounded(local: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for gib, most in (("0", 0), ("0.000002", 1)):
+        monkeypatch.setenv("TORUSGD_CACHE_GIB", gib)
+        monkeypatch.setattr("torusgd.data.remote._COUNT_EVERY", 1)
+        for _ in range(2):
+            train, _ = open_shards(URL, 3)
+            for index in range(6):
+                assert train.encoded(index) == picture(index)
+        kept = [np.fromfile(file, np.uint32) for file in tmp_path.glob("cache/*/train/kept")]
+        assert sum(int((each != 0).sum()) for each in kept) in range(most, 3)
+    assert len(reads) in range(20, 24)
+    monkeypatch.setenv("TORUSGD_CACHE_GIB", "much")
+    with pytest.raises(UserError, match="TORUSGD_CACHE_GIB = much: must be a number of GiB"):
+        open_shards(URL, 3)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORUSGD_CACHE_GIB", "1")
+    monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"can't be fetched|set TORUSGD_CACHE to another folder"):
+        open_shards(URL, 3)
+
+
+def test_reads_that_fail_come_short_or_are_stale(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    train, _ = open_shards(URL, 3)
+    cat, faults = MemoryFileSystem.cat_file, list[str]()
+
+    def faulty(self: Any, path: str, start: Any = None, end: Any = None, **more: Any) -> bytes:
+        fault = faults.pop() if faults else ""
+        if fault == "fails":
+            raise RuntimeError("500 Internal Server Error")
+        data: bytes = cat(self, path, start=start, end=end, **more)
+        return data[: len(data) // 2] if fault == "short" else bytes(len(data)) if fault == "stale" else data
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", faulty)
+    for index, planned in enumerate((["fails"], ["short", "fails"], ["stale"])):
+        faults[:] = planned
+        assert train.encoded(index) == picture(index)
+        assert not faults
+    faults[:] = ["fails"] * 3
+    with pytest.raises(OSError, match="500 Internal Server Error"):
+        train.encoded(5)
+    faults[:] = ["stale"] * 2
+    with pytest.raises(UserError, match=r"bucket/a set/train-0000.tar: was changed since its index was written"):
+        train.encoded(5)
+
+
+def test_mistakes_are_told(local: Path, run_cli: Any) -> None:
+    write_tar(local / "train-0001.tar", samples(range(2)))
+    upload(local)
+    with pytest.raises(UserError, match=r"train-0001.tar: was changed since"):
+        open_shards(URL, 3)
+    Store("memory://bucket/a set").delete("val-0000.tar")
+    with pytest.raises(UserError, match=r"val-0000.tar.*though the index lists it|train-0001.tar: was changed"):
+        open_shards(URL, 3)
+    with pytest.raises(UserError, match="there is no index; write it where the tar files are, with torusgd data index"):
+        open_shards(Path("memory://bucket/none"), 3)
+    code, _, said = run_cli("train", "folder", "--data", URL, "--out", local / "run")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "only data.source tar reads from there, not folder" in said

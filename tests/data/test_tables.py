@@ -1,0 +1,99 @@
+"""Pictures in Parquet and Arrow files."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torusgd.data import CorruptImage, open_sources, tables
+from torusgd.data.identity import data_sha256
+from torusgd.data.info import describe
+from torusgd.data.shards import open_shards
+from torusgd.data.tables import open_tables
+from torusgd.errors import UserError
+
+from .pictures import folder_data
+from .tables import table, write_arrow, write_parquet
+from .tars import picture
+
+pytestmark = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs pyarrow")
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow])
+def test_rows_in_any_order(tmp_path: Path, write: Any) -> None:
+    train, held_out = open_sources(folder_data(source="hf"), write(tmp_path), 0)
+    assert train.classes == ("cat", "dog")
+    assert train.labels.tolist() == [number % 2 for number in range(12)]
+    assert isinstance(train, tables.TableImages)
+    assert [train.encoded(index) for index in (11, 0, 5, 6, 3)] == [picture(number) for number in (11, 0, 5, 6, 3)]
+    assert held_out.read(5).shape[2] == 3
+    info = describe(tmp_path)
+    assert (info.kind, info.images) == ("hf", {"train": 12, "eval": 6})
+    assert data_sha256(train, held_out) == data_sha256(*open_tables(tmp_path, 3))
+
+
+def test_row_groups_are_kept_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Any) -> None:
+    write_parquet(tmp_path / "set")
+    monkeypatch.setattr(tables, "MOST_KEPT", 20_000)
+    with pytest.raises(UserError, match=r"can't be read one by one; pack them first: torusgd data pack"):
+        open_tables(tmp_path / "set", 3)
+    train, _ = open_tables(tmp_path / "set", 3, whole=False)
+    for index in (0, 11, 4, 0, 11):
+        assert train.encoded(index) == picture(index)
+        assert sum(train._parts[each].size for each in train._kept) <= 20_000
+    assert run_cli("data", "pack", tmp_path / "set", tmp_path / "out")[0] == 0
+    packed, _ = open_shards(tmp_path / "out", 3)
+    assert [packed.encoded(index) for index in range(12)] == [picture(number) for number in range(12)]
+
+
+def write_one(root: Path, made: Any) -> Path:
+    import pyarrow.parquet as pq
+
+    root.mkdir(exist_ok=True)
+    for split in ("train", "val"):
+        pq.write_table(made, root / f"{split}.parquet")
+    return root
+
+
+def test_columns_are_found_or_given(tmp_path: Path) -> None:
+    root = write_one(tmp_path / "a", table(range(4), "pixels", "fine", coarse=[0, 0, 1, 1], depth=[b"a"] * 4))
+    with pytest.raises(UserError, match=r"which column holds the images\? It has pixels, fine, coarse, depth; say it"):
+        open_tables(root, 3)
+    with pytest.raises(UserError, match=r"which column holds the labels\?"):
+        open_tables(root, 3, image="pixels")
+    assert open_tables(root, 3, image="pixels", label="fine")[0].classes == ("cat", "dog")
+    assert open_tables(root, 3, image="pixels", label="coarse")[0].classes == ("0", "1")
+    with pytest.raises(UserError, match=r"options\.label: .* has no such column 'pixels'"):
+        open_tables(root, 3, image="pixels", label="pixels")
+    only = write_one(tmp_path / "b", table(range(4), "pixels", "kind"))
+    assert len(open_tables(only, 3)[0]) == 4
+
+
+def test_images_that_are_not_there(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = [{"bytes": None, "path": "x.jpg"}, {"bytes": picture(1), "path": None}]
+    train, _ = open_tables(write_one(tmp_path, pa.table({"image": pa.array(rows, kind), "label": ["a", "b"]})), 3)
+    assert train.classes == ("a", "b")
+    with pytest.raises(CorruptImage, match="row 0: no image"):
+        train.read(0)
+    train.read(1)
+    train, _ = open_tables(write_one(tmp_path, pa.table({"image": pa.array(rows[:1], kind), "label": ["a"]})), 3)
+    with pytest.raises(UserError, match="names its images but doesn't hold them"):
+        train.read(0)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_damaged_tables_are_told(tmp_path: Path, suffix: str) -> None:
+    (write_parquet if suffix == ".parquet" else write_arrow)(tmp_path)
+    (file,) = (file for file in tmp_path.rglob(f"*-00000-of-00001{suffix}") if "validation" not in str(file))
+    whole = file.read_bytes()
+    for damaged in (b"", b"text" * 50, whole[: len(whole) // 2]):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"{file}: no whole table"):
+            open_tables(tmp_path, 3)
+    file.unlink()
+    with pytest.raises(UserError, match=r"has (val|train) in its name"):
+        open_tables(tmp_path, 3)

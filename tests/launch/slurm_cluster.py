@@ -1,0 +1,88 @@
+"""A cluster of Slurm on this machine: a controller and two nodes, its real daemons, without its accounts and keys."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+AuthType=auth/none
+AuthInfo=cred_expire=5
+CredType=cred/none
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+KillWait=20
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{second}] CPUs={cpus} State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def can_run() -> bool:
+    """Whether the daemons are here, and may be started."""
+    return os.getuid() == 0 and all(shutil.which(name) for name in ("slurmctld", "slurmd", "sbatch", "srun"))
+
+
+@contextmanager
+def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
+    """The variables of the environment that lead to a cluster of two nodes."""
+    with ExitStack() as sockets:
+        ports = []
+        for _ in range(3):
+            listener = sockets.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            ports.append(listener.getsockname()[1])
+    while ports[2] != ports[1] + 1:  # the nodes' must follow each other; nobody else takes them meanwhile
+        ports[2] = ports[1] + 1
+    for name in ("state", "spool.n1", "spool.n2"):
+        (folder / name).mkdir(parents=True)
+    text = CONFIGURATION.format(
+        host=socket.gethostname(), folder=folder, user="root", cpus=os.cpu_count(),
+        port=ports[0], first=ports[1], second=ports[2],
+    )  # fmt: skip
+    (folder / "slurm.conf").write_text(text)
+    environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1"}
+    daemons = []
+    try:
+        for command in (["slurmctld", "-D", "-i"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
+            with open(folder / f"{command[-1].strip('-')}.out", "wb") as out:
+                daemons.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+        wait_until(lambda: ask(environment, "sinfo", "-h", "-o", "%T %D") == "idle 2", 60, "the nodes are idle")
+        yield environment
+        ask(environment, "scancel", "--user=root")
+    finally:
+        for daemon in daemons[::-1]:
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(30)
+
+
+def ask(environment: dict[str, str], *command: str) -> str:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return (done.stdout or done.stderr).strip()
+
+
+def wait_until(is_so: object, seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.5)
