@@ -59,6 +59,12 @@ class Precision:
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
+        self.grow()
+
+    def grow(self) -> None:
+        """Lets the loss scale grow after enough good steps, of which one more was taken."""
+        if not self._is_scaling:
+            return
         self.accepted_in_a_row += 1
         if self.accepted_in_a_row == self._interval:
             self.loss_scale = max(self.loss_scale, min(2.0 * self.loss_scale, MOST_SCALE))

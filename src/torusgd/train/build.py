@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.base import AllReduce, Work
@@ -26,11 +27,13 @@ from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline
 from ..data.sources import open_sources
 from ..gradients.bucket_rebuild import BucketRebuild
+from ..gradients.device_sum import device_sum
 from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
 from ..models import head_of, model_of
 from ..models.repeatable import check_repeatable
-from ..optim import BLOCK, build_optimizer
+from ..optim import BLOCK, Lars, Sgd, build_optimizer
+from ..optim.flat import FlatUpdate
 from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Schedule
@@ -53,6 +56,7 @@ from .initial_weights import read_initial
 from .journal import Journaled
 from .membership import Membership, even_shares
 from .relaxed import check_synchrony, keep_rates, local_steps, outer_optimizer, pass_thread, scheduled_rates
+from .run_ahead import RunAhead, runs_ahead
 from .step import TrainStep
 from .step_state import StepState
 from .step_stats import StepClock
@@ -105,6 +109,8 @@ class Trainer:
     """of ranks that have others than rank 0; empty unless the options allow them"""
     explanation: str
     """lines that say how gradients travel; empty where there is nothing to choose"""
+    ahead: RunAhead | None
+    """takes the steps in the place of `step`, where a GPU can be handed them in advance"""
     _close: Callable[[], None]
 
     def close(self) -> None:
@@ -132,6 +138,7 @@ def build(
     stop_requested: Callable[[], bool],
     generation: int = 0,
     fingerprint: Fingerprint | None = None,
+    ahead: bool | None = None,
 ) -> Trainer:
     """A run's parts on this rank; every rank calls it, since groups are made.
 
@@ -144,6 +151,7 @@ def build(
         generation: Of `world`: times that ranks have met anew.
         fingerprint: Of the job, as this rank has found it in an earlier generation, since it costs hashes of the data
             and of the weights; None: it is found here.
+        ahead: Whether the steps are taken in the form of a GPU, on any device; None: on a GPU, where they can be.
 
     Raises:
         UserError: The job can't be run as given.
@@ -180,6 +188,7 @@ def build(
         if world.size > 1:
             monitor.watch(world.start_all_reduce(maxima, maximum=True)).wait()
 
+    is_ahead = (device.type == "cuda" if ahead is None else ahead) and runs_ahead(recipe, options)
     reducer = Reducer(
         slots,
         reduction=recipe.reduction,
@@ -189,26 +198,20 @@ def build(
         rule=options.buckets,
         block=BLOCK,
         to_host=monitor.to_host,
+        make_sum=partial(device_sum, recipe.virtual_workers, device) if is_ahead else None,
     )
     hook_parameters(reducer)
-    local = recipe.synchrony.local_steps is not None
+    optimizer = _optimizer(recipe, model, tail, len(train.classes))
     update = Update(
         model,
-        outer_optimizer(recipe, model)
-        if local
-        else build_optimizer(
-            recipe.optimizer,
-            model,
-            recipe.rate.lr,
-            tail.held if tail is not None else None,
-            head=head_of(recipe, len(train.classes)) if recipe.optimizer.needs_head else (),
-        ),
+        optimizer,
         reducer,
         sum_over_ranks=lambda table: watched.start(table).wait(),
         columns=tail,
+        flat=FlatUpdate(optimizer, reducer.owned) if is_ahead and isinstance(optimizer, Sgd | Lars) else None,
     )
     forward_backward: ForwardBackward
-    if local and own_copy is not None:
+    if recipe.synchrony.local_steps is not None and own_copy is not None:
         forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
     elif tail is None:
         forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
@@ -227,7 +230,7 @@ def build(
         average=average,
         precision=precision,
         allreduce=watched,
-        set_rates=keep_rates if local else partial(scheduled_rates, update),
+        set_rates=keep_rates if recipe.synchrony.local_steps is not None else partial(scheduled_rates, update),
         control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
@@ -261,10 +264,13 @@ def build(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
         data=data,
         step=step,
-        bucket_rebuild=BucketRebuild(reducer, allreduce.profile if options.buckets == "auto" else None, world),
+        bucket_rebuild=BucketRebuild(
+            reducer, allreduce.profile if options.buckets == "auto" and not is_ahead else None, world
+        ),
         fingerprint=fingerprint,
         mixed_conditions=mixed_conditions,
         explanation="\n".join(lines),
+        ahead=RunAhead(step, monitor) if is_ahead else None,
         _close=close,
     )
 
@@ -280,6 +286,13 @@ def _fingerprint(job: Job, data: Data, model: nn.Module, device: torch.device) -
         conditions=conditions(recipe, device),
         replayed_sha256=replayed_sha256(job),
     )
+
+
+def _optimizer(recipe: Recipe, model: nn.Module, tail: ParallelTail | None, classes: int) -> Optimizer:
+    if recipe.synchrony.local_steps is not None:
+        return outer_optimizer(recipe, model)
+    head = head_of(recipe, classes) if recipe.optimizer.needs_head else ()
+    return build_optimizer(recipe.optimizer, model, recipe.rate.lr, tail.held if tail is not None else None, head=head)
 
 
 def _drift_every(options: RuntimeOptions, recipe: Recipe, world: Group) -> int:
