@@ -7,6 +7,7 @@ that one call clears them, and nothing moves between two steps.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from ..comm.buckets import Bucket, ParameterLayout, Span
 from .integer_hash import IntegerHash
 from .integer_sum import IntegerGradientSum, SumStatus, power_of_two_scale
 from .operators import operators
+
+_TRITON_FROM = (8, 0)
+"""compute capability; torch's operators serve V100, T4 and RTX 20"""
 
 
 class DeviceGradientSum(IntegerGradientSum):
@@ -38,6 +42,8 @@ class DeviceGradientSum(IntegerGradientSum):
         self._factors = torch.zeros_like(self._scales)
         self._found = [torch.zeros(b.stop - b.first + 1, dtype=torch.int32, device=device) for b in buckets]
         self._sizes = [torch.tensor(b.numels, device=device) for b in buckets]
+        self._all_sizes = torch.cat(self._sizes)
+        self._payloads = [message[: b.length] for b, message in zip(buckets, self._messages, strict=True)]
         self._waiting: list[dict[int, Tensor]] = [{} for _ in buckets]
         self.going = torch.ones(1, device=device)
 
@@ -91,13 +97,13 @@ class DeviceGradientSum(IntegerGradientSum):
 
     def write_mean(self, out: Sequence[Tensor], loss_scale: float) -> None:
         """Writes the mean (float32) of every slot without the loss scale, after `decide`."""
-        operators.mean(self._views, self._factors, 1.0 / loss_scale, list(out))
+        operators.mean(self._payloads, self._all_sizes, self._factors, 1.0 / loss_scale, list(out))
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
         """See `GradientSum`; for a step on which the host has decided."""
         assert spans is None, "all of the sums are here"
         self._factors.copy_(1.0 / (self._scales.double() * addends))
-        operators.mean(self._views, self._factors, 1.0, list(out))
+        operators.mean(self._payloads, self._all_sizes, self._factors, 1.0, list(out))
         self._bounds.copy_(self._pending)
         self._take_scales()
 
@@ -124,4 +130,19 @@ class DeviceGradientSum(IntegerGradientSum):
 def device_sum(addends: int, device: torch.device, layout: ParameterLayout) -> DeviceGradientSum:
     """The sum of a layout's gradients, all of whose slots every rank holds."""
     assert layout.is_whole, "column blocks are summed one by one"
+    if device.type == "cuda":
+        _use_triton(torch.cuda.get_device_capability(device))
     return DeviceGradientSum(layout.buckets, addends, device)
+
+
+@cache
+def _use_triton(capability: tuple[int, int]) -> bool:
+    """Takes Triton's kernels from now on, where there is Triton and it knows the GPU; the integers are the same."""
+    if capability < _TRITON_FROM:
+        return False
+    try:
+        from .triton_kernels import install
+    except ImportError:
+        return False
+    install()
+    return True

@@ -27,16 +27,16 @@ ACCEPTED, LOSS, UNDERFLOW = range(3)
 """places in the verdict's report"""
 REPORT = 3
 
-_LIBRARY = torch.library.Library("torusgd", "FRAGMENT")
-_LIBRARY.define(
+LIBRARY = torch.library.Library("torusgd", "FRAGMENT")
+LIBRARY.define(
     "add_gradients(Tensor[] gradients, Tensor sizes, Tensor scales, Tensor(a!) message, Tensor(b!) found) -> ()"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "add_bounds(Tensor(a!) found, Tensor scales, Tensor(b!) message, int length, float shift, float cap) -> ()"
 )
-_LIBRARY.define("mean(Tensor[] sums, Tensor factors, float scale, Tensor(a!)[] out) -> ()")
-_LIBRARY.define("add_statistics(Tensor(a!) sums, Tensor statistics, Tensor loss) -> ()")
-_LIBRARY.define(
+LIBRARY.define("mean(Tensor[] sums, Tensor sizes, Tensor factors, float scale, Tensor(a!)[] out) -> ()")
+LIBRARY.define("add_statistics(Tensor(a!) sums, Tensor statistics, Tensor loss) -> ()")
+LIBRARY.define(
     "verdict(Tensor[] trailers, Tensor control, Tensor ordinary, int addends, float shift, float limit, int elements, "
     "Tensor(a!) going, Tensor(b!) bounds, Tensor(c!) scales, Tensor(d!) factors, Tensor(e!) running, Tensor momenta, "
     "Tensor(f!) report) -> ()"
@@ -88,20 +88,21 @@ def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shif
     found.zero_()
 
 
-def mean(sums: Sequence[Tensor], factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
+def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
     """Writes sum * factor * scale of every slot.
 
     Args:
-        sums: int32 or int64, flat.
+        sums: int32 or int64, of each bucket those of its slots.
+        sizes: int64 [slots], their elements.
         factors: float32 [slots]: one over scale and addends.
         scale: A power of two: one over the loss scale.
-        out: float32.
+        out: float32, of each slot.
     """
-    flats = [target.view(-1) for target in out]
-    torch._foreach_copy_(flats, list(sums))
-    torch._foreach_mul_(flats, list(factors.unbind()))
+    values = torch.cat(list(sums)).float()
+    values.mul_(torch.repeat_interleave(factors, sizes, output_size=len(values)))
     if scale != 1.0:
-        torch._foreach_mul_(flats, scale)
+        values.mul_(scale)
+    torch._foreach_copy_([target.view(-1) for target in out], list(values.split([target.numel() for target in out])))
 
 
 def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor) -> None:
@@ -175,7 +176,7 @@ def joined(trailers: Sequence[Tensor]) -> Tensor:
 
 
 for _function in (add_gradients, add_bounds, add_statistics, mean, verdict):
-    _LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
+    LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
 
 operators = torch.ops.torusgd
 """the registered operators, by name"""
