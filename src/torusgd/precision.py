@@ -25,7 +25,8 @@ class Precision:
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self._dtype = _DTYPES[recipe.precision]
-        self._format = _FORMATS[recipe.memory_format]
+        self.memory_format = _FORMATS[recipe.memory_format]
+        """of the activations, and so of the images"""
         self._device = device
         self._is_scaling = recipe.precision == "float16"
         self._interval = recipe.loss_scale.growth_interval
@@ -42,12 +43,6 @@ class Precision:
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
-
-    def place(self, images: Tensor, device: torch.device) -> Tensor:
-        """Images (n, c, h, w) on the device in the recipe's memory format."""
-        # A new tensor, since one channel counts as both formats and the first convolution would choose the other.
-        placed = torch.empty(images.shape, dtype=images.dtype, device=device, memory_format=self._format)
-        return placed.copy_(images, non_blocking=True)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""

@@ -5,6 +5,7 @@ The form that a GPU takes, on the CPU, where each of its operators is made of to
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.groups import Group, alone, group_of
 from torusgd.comm.liveness import NoLiveness
+from torusgd.data.loader import Loader
+from torusgd.data.order import StreamOrder
+from torusgd.data.upload import BytePipeline
 from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -44,7 +48,14 @@ def make_trainer(ahead: bool, *overrides: str, world: Group | None = None, stop:
     changed = load_recipe("digits", [*TINY, LONG, "rate={lr: 0.05}", *overrides]).recipe
     recipe = changed.resolve(precision="float32", memory_format="contiguous")
     job, world, liveness = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), world or alone(), NoLiveness()
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness, stop, ahead=ahead)
+    data = open_data(job, world.device, liveness)
+    if ahead:  # as on a GPU, which normalises the images itself
+        pipeline = BytePipeline(data.training.source, recipe.data, recipe.seed)
+        data.loader.close()
+        data = replace(
+            data, training=pipeline, loader=Loader(pipeline, StreamOrder(96, recipe.seed), threads=1, ahead=4)
+        )
+    trainer = build(job, data, world, liveness, stop, ahead=ahead)
     trainer.step.next_look = lambda steps: len(trainer.step.schedule)
     return trainer
 

@@ -26,6 +26,7 @@ from ..data.loader import Loader
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline
 from ..data.sources import open_sources
+from ..data.upload import BytePipeline, can_normalise_later
 from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.device_sum import device_sum
 from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
@@ -123,11 +124,13 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: Once = m
     recipe = job.recipe
     liveness.outside("the list of images", images_at(job))
     train, held_out = open_sources(recipe.data, job.data, recipe.seed, once)
-    training = Pipeline(train, recipe.data, recipe.seed)
+    is_gpu = device.type == "cuda"
+    make = BytePipeline if is_gpu and can_normalise_later(recipe.data.augment) else Pipeline
+    training = make(train, recipe.data, recipe.seed)
     threads = loader_threads(device)
     order = StreamOrder(len(train), recipe.seed, recipe.data.augment.repeats)
     loader = Loader(training, order, threads=threads, ahead=threads + 3)
-    return Data(training, Pipeline(held_out, recipe.held_out_data, recipe.seed), loader)
+    return Data(training, (BytePipeline if is_gpu else Pipeline)(held_out, recipe.held_out_data, recipe.seed), loader)
 
 
 def build(

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..comm.groups import Group
 from ..data.pipeline import Batch
+from ..data.upload import place
 from ..gradients.reducer import Reducer
 from ..precision import Precision
 from ..recipe.schedule import Step
@@ -65,7 +66,7 @@ class WholeNetwork:
         # Dropout's draws belong to the virtual worker, whichever rank computes it.
         keys = (worker, part) if part else (worker,)
         torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, *keys)) >> 1)
-        images = self._precision.place(batch.images, self._device)
+        images = place(batch, self._device, self._precision.memory_format)
         targets = batch.targets.to(self._device, non_blocking=True)
         with self._precision.autocast():
             logits = self._model(images)
@@ -131,7 +132,7 @@ class SharedTail:
         self._batch_norm.begin_pass()
         self._columns.begin(batch.targets.to(self._world.device, non_blocking=True))
         torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, worker)) >> 1)
-        images = self._precision.place(batch.images, self._world.device)
+        images = place(batch, self._world.device, self._precision.memory_format)
         with self._precision.autocast():
             features = self._front(images)
         self._wait_weights()
