@@ -19,7 +19,7 @@ from torusgd.comm.groups import Group, alone, group_of
 from torusgd.comm.liveness import NoLiveness
 from torusgd.data.loader import Loader
 from torusgd.data.order import StreamOrder
-from torusgd.data.upload import BytePipeline
+from torusgd.data.upload import BytePipeline, can_normalise_later
 from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
@@ -49,7 +49,7 @@ def make_trainer(ahead: bool, *overrides: str, world: Group | None = None, stop:
     recipe = changed.resolve(precision="float32", memory_format="contiguous")
     job, world, liveness = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), world or alone(), NoLiveness()
     data = open_data(job, world.device, liveness)
-    if ahead:  # as on a GPU, which normalises the images itself
+    if ahead and can_normalise_later(recipe.data.augment):  # as on a GPU, which normalises the images itself
         pipeline = BytePipeline(data.training.source, recipe.data, recipe.seed)
         data.loader.close()
         data = replace(

@@ -175,6 +175,31 @@ def joined(trailers: Sequence[Tensor]) -> Tensor:
     return torch.cat([*bounds, *bad, torch.stack(lost).sum(dim=0, dtype=lost[0].dtype)])
 
 
+_unfilled: list[tuple[Tensor, Tensor]] = []
+
+
+def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """int64 [rows, columns] on a device, for a kernel; the host does not wait.
+
+    While a graph is captured nothing can be copied from the host: then `fill_tables` does it.
+    """
+    values = torch.tensor(rows)
+    if device.type != "cuda":
+        return values
+    if not torch.cuda.is_current_stream_capturing():
+        return values.pin_memory().to(device, non_blocking=True)
+    table = torch.empty(values.shape, dtype=values.dtype, device=device)
+    _unfilled.append((table, values))
+    return table
+
+
+def fill_tables() -> None:
+    """Fills the tables of what was captured since the last call, before its graph runs for the first time."""
+    for table, values in _unfilled:
+        table.copy_(values)
+    _unfilled.clear()
+
+
 for _function in (add_gradients, add_bounds, add_statistics, mean, verdict):
     LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
 

@@ -225,6 +225,10 @@ class Reducer:
         if self._is_last and not self._missing[bucket]:
             self._send_full()
 
+    def taken(self) -> None:
+        """All gradients of this virtual worker have been added to the sum by other means."""
+        self._missing = [0] * len(self._missing)
+
     def end_worker(self) -> None:
         """Ends a virtual worker: parameters without a gradient count as zero."""
         if self._is_measuring:

@@ -5,8 +5,7 @@ bucket. Here a gradient is read once, in its own dtype and layout, and its sum r
 a ResNet-50 by an H100's bandwidth. Integer maxima and counts are atomic, which no order can change; there is no
 floating-point sum. `install` puts them in the place of the others on CUDA tensors; Triton is the extra `triton`.
 
-A kernel finds the gradients of a bucket by a table of their addresses. Within a CUDA graph these do not move, but
-nothing may be copied from the host while a graph is captured: such tables are filled afterwards (`fill_tables`).
+A kernel finds the gradients of a bucket by a table of their addresses, which in a CUDA graph never move.
 """
 
 from collections.abc import Sequence
@@ -18,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .integer_sum import COUNT_BITS
-from .operators import LIBRARY
+from .operators import LIBRARY, table_of
 
 BLOCK = 1024
 """elements of one program"""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_unfilled: list[tuple[Tensor, Tensor]] = []
 
 
 @triton.jit
@@ -82,7 +80,7 @@ def _add_bounds(found, scales, message, length, slots, unit, cap, BITS: tl.const
 def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
     """See `operators.add_gradients`."""
     rows = [_how(gradient) for gradient in gradients]
-    how = _table(rows, message.device)
+    how = table_of(rows, message.device)
     blocks = _blocks(tuple(gradient.numel() for gradient in gradients), message.device)
     _add_gradients[(len(blocks),)](how, blocks, scales, message, found, len(gradients), BLOCK=BLOCK)
 
@@ -93,13 +91,6 @@ def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shif
     _add_bounds[(1,)](
         found, scales, message, length, slots, 1.0 / shift, cap, BITS=COUNT_BITS, SLOTS=triton.next_power_of_2(slots)
     )
-
-
-def fill_tables() -> None:
-    """Fills the tables of what was captured since the last call; before its graph runs for the first time."""
-    for table, values in _unfilled:
-        table.copy_(values)
-    _unfilled.clear()
 
 
 def install() -> None:
@@ -115,18 +106,6 @@ def _how(gradient: Tensor) -> tuple[int, int, int, int]:
         return gradient.data_ptr(), kind, 1, gradient.numel()
     assert gradient.is_contiguous(memory_format=torch.channels_last), "autograd leaves no other layout"
     return gradient.data_ptr(), kind, gradient.shape[1], gradient.shape[2] * gradient.shape[3]
-
-
-def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """int64 [slots, 4] on the device; the host does not wait."""
-    values = torch.tensor(rows)
-    if device.type != "cuda":
-        return values
-    if not torch.cuda.is_current_stream_capturing():
-        return values.pin_memory().to(device, non_blocking=True)
-    table = torch.empty(values.shape, dtype=values.dtype, device=device)
-    _unfilled.append((table, values))
-    return table
 
 
 @lru_cache(maxsize=4096)

@@ -53,6 +53,7 @@ from .control_vector import ControlMessage
 from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
+from .graphs import GraphedNetwork
 from .initial_weights import read_initial
 from .journal import Journaled
 from .membership import Membership, even_shares
@@ -217,7 +218,9 @@ def build(
     if recipe.synchrony.local_steps is not None and own_copy is not None:
         forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
     elif tail is None:
-        forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
+        network = WholeNetwork(model, recipe, precision, batch_norm, device)
+        is_graphed = is_ahead and device.type == "cuda"
+        forward_backward = GraphedNetwork(network, reducer, device) if is_graphed else network
     else:
         forward_backward = SharedTail(model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world)
     step = TrainStep(
@@ -259,10 +262,6 @@ def build(
         groups_closed()
         allreduce.close()
 
-    lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
-    lines += [tail.explanation] if tail is not None else []
-    if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
-        lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
     return Trainer(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
         data=data,
@@ -272,7 +271,7 @@ def build(
         ),
         fingerprint=fingerprint,
         mixed_conditions=mixed_conditions,
-        explanation="\n".join(lines),
+        explanation="\n".join(_explanations(recipe, options, allreduce, tail, world)),
         ahead=RunAhead(step, monitor) if is_ahead else None,
         _close=close,
     )
@@ -289,6 +288,16 @@ def _fingerprint(job: Job, data: Data, model: nn.Module, device: torch.device) -
         conditions=conditions(recipe, device),
         replayed_sha256=replayed_sha256(job),
     )
+
+
+def _explanations(
+    recipe: Recipe, options: RuntimeOptions, allreduce: AnyAllReduce, tail: ParallelTail | None, world: Group
+) -> list[str]:
+    lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
+    lines += [tail.explanation] if tail is not None else []
+    if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
+        lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
+    return lines
 
 
 def _optimizer(recipe: Recipe, model: nn.Module, tail: ParallelTail | None, classes: int) -> Optimizer:
