@@ -1,5 +1,6 @@
 """All tests run with one thread, as every rank of a CPU recipe does: bits differ between one and two."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from torusgd import cli
 from torusgd.signals import STOP_SIGNALS
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by whomever: kernels run on the CPU
 # A shell that starts the tests in the background has them ignore SIGINT, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

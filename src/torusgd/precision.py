@@ -25,7 +25,8 @@ class Precision:
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self._dtype = _DTYPES[recipe.precision]
-        self._format = _FORMATS[recipe.memory_format]
+        self.memory_format = _FORMATS[recipe.memory_format]
+        """of the activations, and so of the images"""
         self._device = device
         self._is_scaling = recipe.precision == "float16"
         self._interval = recipe.loss_scale.growth_interval
@@ -43,12 +44,6 @@ class Precision:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
 
-    def place(self, images: Tensor, device: torch.device) -> Tensor:
-        """Images (n, c, h, w) on the device in the recipe's memory format."""
-        # A new tensor, since one channel counts as both formats and the first convolution would choose the other.
-        placed = torch.empty(images.shape, dtype=images.dtype, device=device, memory_format=self._format)
-        return placed.copy_(images, non_blocking=True)
-
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return loss * self.loss_scale if self._is_scaling else loss
@@ -59,6 +54,12 @@ class Precision:
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
+        self.grow()
+
+    def grow(self) -> None:
+        """Lets the loss scale grow after enough good steps, of which one more was taken."""
+        if not self._is_scaling:
+            return
         self.accepted_in_a_row += 1
         if self.accepted_in_a_row == self._interval:
             self.loss_scale = max(self.loss_scale, min(2.0 * self.loss_scale, MOST_SCALE))

@@ -48,13 +48,21 @@ class Monitor:
         From a GPU it waits for all that the current stream has been given, messages of NCCL among it, for which nobody
         else waits on the host: so this is where a lost rank is found.
         """
+        return self.start_to_host(tensor)()
+
+    def start_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins `to_host`; the answer waits for it. Meanwhile the current stream may be given more."""
         if tensor.device.type == "cpu":
-            return tensor
+            return lambda: tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         copied = _Copied(torch.cuda.current_stream(tensor.device).record_event())
-        _wait_in_slices(copied, self.liveness, inf)
-        return host
+
+        def wait() -> torch.Tensor:
+            _wait_in_slices(copied, self.liveness, inf)
+            return host
+
+        return wait
 
     def over(self, allreduce: AllReduce) -> AllReduce:
         """The same all-reduce, all of whose messages are watched."""

@@ -52,13 +52,14 @@ class Batch:
     """Images ready for the network.
 
     Args:
-        images: float32 [n, channels, height, width], contiguous, normalised.
+        images: float32 [n, channels, height, width], contiguous, normalised; or uint8, with `table`.
         targets: int64 [n], labels.
         kept: int64 [n], the positions of these images in the request; shorter than the request only where
             evaluation left out undecodable ones.
         replaced: How many of these images stand in for undecodable ones.
         partners: int64 [n], the labels that images were mixed with; None where none is mixed.
         shares: float32 [n], the share of each image's own label.
+        table: float32 [channels, 256], what each byte of an image becomes when it is normalised (`upload.place`).
     """
 
     images: torch.Tensor
@@ -67,6 +68,7 @@ class Batch:
     replaced: int
     partners: torch.Tensor | None = None
     shares: torch.Tensor | None = None
+    table: torch.Tensor | None = None
 
 
 class Pipeline:
@@ -199,12 +201,16 @@ class Pipeline:
             images = random_changes.mirror(images, drawn.mirrored[at])
             if drawn.policy is not None:
                 images = apply_policy(images, self._data.augment, drawn.policy[at])
+        self._write(images, warps, places, out[at])
+
+    def _write(self, images: Pixels, warps: Warps | None, places: range, out: Float32) -> None:
+        """Changes the tones of finished images, at these places of their batch, and normalises them."""
         # Plane by plane, so that the three passes over a large image meet in the cache.
         block = max(1, (1 << 18) // max(1, images[:1].size))
         for start in range(0, len(images), block):
             some = slice(start, start + block)
             for channel in range(images.shape[1]):
-                plane = out[at][some, channel]
+                plane = out[some, channel]
                 plane[...] = images[some, channel]
                 if warps is not None:
                     for values, place in zip(plane, places[some], strict=True):

@@ -9,7 +9,7 @@ What a message carries:
     payload    the sums: int32, or int64 from 8,192 virtual workers on (`comm.exact_sum.gradient_integers`)
     trailer    for every slot a bound of sum |q| in units of 2**shift, rounded up and saturated,
                and a count of virtual workers whose gradient was not finite;
-               then two values that count the elements that were rounded to zero (see `_COUNT_BITS`)
+               then two values that count the elements that were rounded to zero (see `COUNT_BITS`)
 
 so that the same sum informs every rank of overflow, of inf and nan, and of the next step's scale. Where a rank gets
 back only a shard of a sum, or not all slots, the trailers travel in a message of their own.
@@ -31,7 +31,7 @@ HEADROOM = 8.0
 """growth of a gradient's maximum, from one step to the next, that the scale leaves room for"""
 LIMITS = {torch.int32: 2**31 - 1, torch.int64: 2**62}
 """largest magnitude of a sum; of int64 half of its range, since the bound is compared as float64"""
-_COUNT_BITS = 16
+COUNT_BITS = 16
 """of the lower value of a count, which may be beyond int32: 8,191 addends of it are not"""
 _CHUNK = 1 << 17
 """elements rounded at a time, so that the passes over a large tensor stay in the cache; a hash may begin at each"""
@@ -224,8 +224,8 @@ class IntegerGradientSum:
         bounds, bad, lost = self._trailer(bucket)
         bounds += torch.where(finite, bound, 0.0).to(self._dtype)
         bad += (~finite).to(self._dtype)
-        lost[0] += self._lost[bucket] & ((1 << _COUNT_BITS) - 1)
-        lost[1] += self._lost[bucket] >> _COUNT_BITS
+        lost[0] += self._lost[bucket] & ((1 << COUNT_BITS) - 1)
+        lost[1] += self._lost[bucket] >> COUNT_BITS
         self._lost[bucket] = 0
         self._low[b.first : b.stop].zero_()
         self._high[b.first : b.stop].zero_()
@@ -254,11 +254,8 @@ class IntegerGradientSum:
 
     def finish(self, trailers: Tensor | None = None) -> SumStatus:
         """Finds what has left the range or was not finite, and the bounds from which `mean` takes the next scales."""
-        found = self.trailers() if trailers is None else trailers
-        (units, counts), (low, high) = found[:-2].view(2, -1), found[-2:]
-        bounds, bad = units.to(torch.float64) * self._shift, counts > 0
+        bounds, bad, lost = read_trailers(self.trailers() if trailers is None else trailers, self._shift)
         self._pending = bounds / self._all_scales
-        lost = low.to(torch.float64) + high.to(torch.float64) * 2**_COUNT_BITS
         return SumStatus(torch.stack([(bounds > self._limit) & ~bad, bad]), lost / (self._elements * self._addends))
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
@@ -303,6 +300,17 @@ class IntegerGradientSum:
         self._all_scales = torch.cat([power_of_two_scale(run, float(self._limit)) for run in runs])
         self._scales = self._all_scales[self._places].to(torch.float32)
         self._scale_items = self._scales.unbind()
+
+
+def read_trailers(found: Tensor, shift: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What summed trailers say: bounds of sum |q| (float64 [slots]), which slots held inf or nan, and elements lost.
+
+    Args:
+        found: Integers [2 * slots + 2]: all bounds, all counts, the two values that count elements lost.
+        shift: Bounds are in units of so much.
+    """
+    (units, counts), (low, high) = found[:-2].view(2, -1), found[-2:]
+    return units.to(torch.float64) * shift, counts > 0, low.to(torch.float64) + high.to(torch.float64) * 2**COUNT_BITS
 
 
 def _count_nonzero(values: Tensor) -> int | Tensor:

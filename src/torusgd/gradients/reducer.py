@@ -74,6 +74,7 @@ class Reducer:
         rule: Of the buckets' sizes, see `comm.buckets.lay_out`.
         block: Elements of a norm block (`optim.norms.BLOCK`), at which shards are cut.
         to_host: Gives a tensor's values on the host (`comm.monitor.Monitor.to_host`); called once for a step's status.
+        make_sum: Makes the sum of a layout's gradients; None: the usual one of `reduction`.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class Reducer:
         rule: BucketRule,
         block: int,
         to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
+        make_sum: Callable[[ParameterLayout], GradientSum] | None = None,
     ) -> None:
-        self._to_host = to_host
+        self._to_host, self._make_sum = to_host, make_sum or self._usual_sum
         self._reduction, self._addends, self._channels = reduction, addends, channels
         self._maximum_over_ranks = maximum_over_ranks
         self._device = slots[0].tensor.device
@@ -120,24 +122,7 @@ class Reducer:
         self.layout = layout
         self.ready = [0.0] * len(layout.held)
         """when each gradient of the last virtual worker was there (time.perf_counter), or on a GPU was asked for"""
-        self.sum: GradientSum = (
-            IntegerGradientSum(
-                layout.buckets,
-                self._addends,
-                self._device,
-                layout.places,
-                layout.sections,
-                elements=sum(slot.tensor.numel() for slot in layout.slots),
-            )
-            if self._reduction == "exact"
-            else FloatGradientSum(
-                layout.buckets,
-                self._addends,
-                self._device,
-                WIRES[self._reduction],
-                wide=[number for number, b in enumerate(layout.buckets) if layout.held[b.first].is_wide],
-            )
-        )
+        self.sum: GradientSum = self._make_sum(layout)
         if state is not None:
             self.sum.load_state(state)
         self._missing = [0] * len(layout.buckets)
@@ -147,7 +132,17 @@ class Reducer:
         """the held slots, or this rank's shards of them, flat; their `grad` takes the mean"""
         if self.spans is not None:
             self.owned = runs_of([slot.tensor.detach().view(-1) for slot in layout.held], self.spans)
-        self._means = [torch.zeros_like(tensor) for tensor in self.owned]
+        self.means = [torch.zeros_like(tensor) for tensor in self.owned]
+        """of each tensor of `owned`, where `apply_mean` writes it"""
+
+    def _usual_sum(self, layout: ParameterLayout) -> GradientSum:
+        if self._reduction == "exact":
+            elements = sum(slot.tensor.numel() for slot in layout.slots)
+            return IntegerGradientSum(
+                layout.buckets, self._addends, self._device, layout.places, layout.sections, elements=elements
+            )
+        wide = [number for number, b in enumerate(layout.buckets) if layout.held[b.first].is_wide]
+        return FloatGradientSum(layout.buckets, self._addends, self._device, WIRES[self._reduction], wide=wide)
 
     def _own_spans(self) -> list[Span]:
         spans: list[Span] = []
@@ -177,7 +172,6 @@ class Reducer:
             if not self._is_begun:
                 self.begin()
             result = backward()
-            self._is_begun = False
             report = self._finish()
             check(result)
             if report.nonfinite or not report.overflow:
@@ -231,6 +225,10 @@ class Reducer:
         if self._is_last and not self._missing[bucket]:
             self._send_full()
 
+    def taken(self) -> None:
+        """All gradients of this virtual worker have been added to the sum by other means."""
+        self._missing = [0] * len(self._missing)
+
     def end_worker(self) -> None:
         """Ends a virtual worker: parameters without a gradient count as zero."""
         if self._is_measuring:
@@ -253,14 +251,19 @@ class Reducer:
 
     def apply_mean(self, addends: int) -> None:
         """Puts the mean over `addends` virtual workers into the `grad` of each tensor of `owned`."""
-        self.sum.mean(self._means, addends, self.spans)
-        for tensor, mean in zip(self.owned, self._means, strict=True):
+        self.sum.mean(self.means, addends, self.spans)
+        self.show_means()
+
+    def show_means(self) -> None:
+        """Puts `means` into the `grad` of each tensor of `owned`."""
+        for tensor, mean in zip(self.owned, self.means, strict=True):
             tensor.grad = mean
 
     def _begin(self, measuring: bool) -> None:
         self._is_measuring = measuring
         self._works, self._trailers = [], None
-        self._maxima.zero_()
+        if measuring:
+            self._maxima.zero_()
         self.sum.clear()
         for tensor in self.owned:
             tensor.grad = None  # the mean of the step before, to which autograd would add
@@ -274,9 +277,14 @@ class Reducer:
         check(result)
         self.sum.set_maxima(self._maxima)
 
-    def _finish(self) -> SumReport:
+    def wait(self) -> None:
+        """Returns when all messages of a step have arrived, on a GPU before it is there."""
+        self._is_begun = False
         for work in self._works:
             work.wait()
+
+    def _finish(self) -> SumReport:
+        self.wait()
         return self.sum.finish(self._trailers).read(self._to_host)
 
     def _send_full(self) -> None:

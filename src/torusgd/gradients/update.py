@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optim import AdamW, Lamb, Lars, layer_norms
+from ..optim.flat import FlatUpdate
 from ..optim.lars import Norms
 from .block_norms import BlockNorms
 from .reducer import Reducer
@@ -47,6 +48,7 @@ class Update:
         reducer: Puts the mean into the `grad` of `owned`.
         sum_over_ranks: Sums a float32 tensor over all ranks, in place.
         columns: The layers in column blocks; None: there are none.
+        flat: Takes the optimizer's steps in its place; replicated updates only.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class Update:
         reducer: Reducer,
         sum_over_ranks: Callable[[Tensor], object],
         columns: ColumnGather | None = None,
+        flat: FlatUpdate | None = None,
     ) -> None:
-        self._reducer, self._columns = reducer, columns
+        self._reducer, self._columns, self._flat = reducer, columns, flat
         self._gather = WeightGather(model, reducer) if reducer.is_sharded else None
         self._parameters = dict(model.named_parameters())
         self._is_whole = True
@@ -93,10 +96,15 @@ class Update:
 
     def step(self) -> None:
         """Updates the weights that this rank owns, and begins to gather the others' shards."""
-        self.optimizer.step()
+        (self._flat or self.optimizer).step()
         self._is_whole = False
         if self._gather is not None:
             self._gather.start()
+
+    def step_if(self, going: Tensor) -> None:
+        """`step`, unless `going` (float32 [1], on the device) is zero; with `flat` only."""
+        assert self._flat is not None, "the optimizer's own step asks nobody"
+        self._flat.step(going)
 
     def wait_weights(self) -> None:
         """Returns when this rank has the new weights that its passes need; to be called before each backward pass."""
@@ -157,7 +165,11 @@ class Update:
                 if reducer.spans is not None:
                     low, high = reducer.spans[number]
                     part = part.reshape(-1)[low:high]
-                self.optimizer.state[tensor][key] = part.to(tensor.device, copy=True)
+                state = self.optimizer.state[tensor]
+                if key in state:  # where it lies is somebody's choice
+                    state[key].copy_(part)
+                else:
+                    state[key] = part.to(tensor.device, copy=True)
 
     def close(self) -> None:
         """Takes the hooks off the model; every rank calls it."""

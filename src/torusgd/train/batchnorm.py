@@ -35,16 +35,17 @@ class BatchNormStatistics:
             if isinstance(layer.running_mean, Tensor) and not is_frozen(layer)
         }
         device = next(model.parameters()).device
-        running, momenta = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
+        running, shares = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
         for name, layer in self.layers.items():
             if layer.momentum is None:
                 raise UserError(f"model: batch norm {name!r} has momentum null; give it a number such as 0.1")
             assert isinstance(layer.running_mean, Tensor)
             assert isinstance(layer.running_var, Tensor)
             running += [layer.running_mean.float(), layer.running_var.float()]
-            momenta += [torch.full_like(layer.running_mean, layer.momentum)] * 2
+            shares += [torch.full_like(layer.running_mean, layer.momentum)] * 2
         self.running = torch.cat(running)
-        self._momenta = torch.cat(momenta)
+        self.momenta = torch.cat(shares)
+        """of each running value, the share of a step's statistics in it"""
         self.batch = self.running.clone()
         """the flat scratch: after a training pass, the batch's mean and unbiased variance of each layer"""
         offset = 0
@@ -63,7 +64,7 @@ class BatchNormStatistics:
 
     def update(self, mean: Tensor) -> None:
         """One moving-average update from the mean over the step's virtual workers, float32 like `running`."""
-        self.running.mul_(1 - self._momenta).add_(self._momenta * mean)
+        self.running.mul_(1 - self.momenta).add_(self.momenta * mean)
 
     def write_to_model(self, steps: int) -> None:
         """Puts the running statistics, and the count of updates, into the model's buffers."""

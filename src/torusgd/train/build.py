@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.base import AllReduce, Work
@@ -26,12 +27,15 @@ from ..data.loader import Loader
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline
 from ..data.sources import open_sources
+from ..data.upload import BytePipeline, can_normalise_later
 from ..gradients.bucket_rebuild import BucketRebuild
+from ..gradients.device_sum import device_sum
 from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
 from ..models import head_of, model_of
 from ..models.repeatable import check_repeatable
-from ..optim import BLOCK, build_optimizer
+from ..optim import BLOCK, Lars, Sgd, build_optimizer
+from ..optim.flat import FlatUpdate
 from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Schedule
@@ -50,10 +54,12 @@ from .control_vector import ControlMessage
 from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
+from .graphs import GraphedNetwork
 from .initial_weights import read_initial
 from .journal import Journaled
 from .membership import Membership, even_shares
 from .relaxed import check_synchrony, keep_rates, local_steps, outer_optimizer, pass_thread, scheduled_rates
+from .run_ahead import RunAhead, runs_ahead
 from .step import TrainStep
 from .step_state import StepState
 from .step_stats import StepClock
@@ -120,6 +126,8 @@ class Trainer:
     """to be called with the number of steps done, by every rank alike"""
     explanation: str
     """lines that say how gradients travel; empty where there is nothing to choose"""
+    ahead: RunAhead | None
+    """takes the steps in the place of `step`, where a GPU can be handed them in advance"""
     _close: Callable[[], None]
 
     def close(self) -> None:
@@ -132,11 +140,13 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: Once = m
     recipe = job.recipe
     liveness.outside("the list of images", images_at(job))
     train, held_out = open_sources(recipe.data, job.data, recipe.seed, once)
-    training = Pipeline(train, recipe.data, recipe.seed)
+    is_gpu = device.type == "cuda"
+    make = BytePipeline if is_gpu and can_normalise_later(recipe.data.augment) else Pipeline
+    training = make(train, recipe.data, recipe.seed)
     threads = loader_threads(device)
     order = StreamOrder(len(train), recipe.seed, recipe.data.augment.repeats)
     loader = Loader(training, order, threads=threads, ahead=threads + 3)
-    return Data(training, Pipeline(held_out, recipe.held_out_data, recipe.seed), loader)
+    return Data(training, (BytePipeline if is_gpu else Pipeline)(held_out, recipe.held_out_data, recipe.seed), loader)
 
 
 def build(
@@ -147,6 +157,7 @@ def build(
     stop_requested: Callable[[], bool],
     generation: int = 0,
     fingerprint: Fingerprint | None = None,
+    ahead: bool | None = None,
 ) -> Trainer:
     """A run's parts on this rank; every rank calls it, since groups are made.
 
@@ -159,6 +170,7 @@ def build(
         generation: Of `world`: times that ranks have met anew.
         fingerprint: Of the job, as this rank has found it in an earlier generation, since it costs hashes of the data
             and of the weights; None: it is found here.
+        ahead: Whether the steps are taken in the form of a GPU, on any device; None: on a GPU, where they can be.
 
     Raises:
         UserError: The job can't be run as given.
@@ -195,6 +207,7 @@ def build(
         if world.size > 1:
             monitor.watch(world.start_all_reduce(maxima, maximum=True)).wait()
 
+    is_ahead = (device.type == "cuda" if ahead is None else ahead) and runs_ahead(recipe, options)
     reducer = Reducer(
         slots,
         reduction=recipe.reduction,
@@ -204,29 +217,25 @@ def build(
         rule=options.buckets,
         block=BLOCK,
         to_host=monitor.to_host,
+        make_sum=partial(device_sum, recipe.virtual_workers, device) if is_ahead else None,
     )
     hook_parameters(reducer)
-    local = recipe.synchrony.local_steps is not None
+    optimizer = _optimizer(recipe, model, tail, len(train.classes))
     update = Update(
         model,
-        outer_optimizer(recipe, model)
-        if local
-        else build_optimizer(
-            recipe.optimizer,
-            model,
-            recipe.rate.lr,
-            tail.held if tail is not None else None,
-            head=head_of(recipe, len(train.classes)) if recipe.optimizer.needs_head else (),
-        ),
+        optimizer,
         reducer,
         sum_over_ranks=lambda table: watched.start(table).wait(),
         columns=tail,
+        flat=FlatUpdate(optimizer, reducer.owned) if is_ahead and isinstance(optimizer, Sgd | Lars) else None,
     )
     forward_backward: ForwardBackward
-    if local and own_copy is not None:
+    if recipe.synchrony.local_steps is not None and own_copy is not None:
         forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
     elif tail is None:
-        forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
+        network = WholeNetwork(model, recipe, precision, batch_norm, device)
+        is_graphed = is_ahead and device.type == "cuda"
+        forward_backward = GraphedNetwork(network, reducer, device) if is_graphed else network
     else:
         forward_backward = SharedTail(model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world)
     step = TrainStep(
@@ -242,7 +251,7 @@ def build(
         average=average,
         precision=precision,
         allreduce=watched,
-        set_rates=keep_rates if local else partial(scheduled_rates, update),
+        set_rates=keep_rates if recipe.synchrony.local_steps is not None else partial(scheduled_rates, update),
         control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
@@ -268,19 +277,19 @@ def build(
         groups_closed()
         allreduce.close()
 
-    lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
-    lines += [tail.explanation] if tail is not None else []
-    if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
-        lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
     return Trainer(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
         data=data,
         step=step,
-        bucket_rebuild=BucketRebuild(reducer, allreduce.profile if options.buckets == "auto" else None, world),
+        bucket_rebuild=BucketRebuild(
+            reducer, allreduce.profile if options.buckets == "auto" and not is_ahead else None, world
+        ),
         fingerprint=fingerprint,
         mixed_conditions=mixed_conditions,
         between_steps=trace_steps(job.trace, step, monitor, world, job.out),
         explanation="\n".join(lines),
+        explanation="\n".join(_explanations(recipe, options, allreduce, tail, world)),
+        ahead=RunAhead(step, monitor) if is_ahead else None,
         _close=close,
     )
 
@@ -296,6 +305,23 @@ def _fingerprint(job: Job, data: Data, model: nn.Module, device: torch.device) -
         conditions=conditions(recipe, device),
         replayed_sha256=replayed_sha256(job),
     )
+
+
+def _explanations(
+    recipe: Recipe, options: RuntimeOptions, allreduce: AnyAllReduce, tail: ParallelTail | None, world: Group
+) -> list[str]:
+    lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
+    lines += [tail.explanation] if tail is not None else []
+    if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
+        lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
+    return lines
+
+
+def _optimizer(recipe: Recipe, model: nn.Module, tail: ParallelTail | None, classes: int) -> Optimizer:
+    if recipe.synchrony.local_steps is not None:
+        return outer_optimizer(recipe, model)
+    head = head_of(recipe, classes) if recipe.optimizer.needs_head else ()
+    return build_optimizer(recipe.optimizer, model, recipe.rate.lr, tail.held if tail is not None else None, head=head)
 
 
 def _drift_every(options: RuntimeOptions, recipe: Recipe, world: Group) -> int:

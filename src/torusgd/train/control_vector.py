@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..comm.base import AllReduce, Work
-from ..comm.exact_sum import NARROW, decode, encode
+from ..comm.exact_sum import NARROW, decode
 from ..errors import RunError
+from ..gradients.operators import operators
 
 VERSION = 3
 """of the record: ranks with programs that would read each other's fields otherwise find out at the first step"""
@@ -86,7 +87,7 @@ class ControlMessage:
 
     def add(self, batch_norm: Tensor, loss: Tensor) -> None:
         """Adds a virtual worker: its batch statistics (float32, flat) and its loss (float32, 0-d)."""
-        self._values += encode(torch.cat([batch_norm, loss.reshape(1)]), NARROW)
+        operators.add_statistics(self._values, batch_norm, loss)
         self.counts.contributions += 1
 
     def send(self, allreduce: AllReduce, timings: Tensor, fingerprints: Tensor) -> Work:
@@ -100,6 +101,12 @@ class ControlMessage:
         here = small.to(device, non_blocking=True)
         self._message = torch.cat([self._values.reshape(-1), here, fingerprints.to(device)])
         return allreduce.start(self._message)
+
+    @property
+    def on_device(self) -> Tensor:
+        """int64: the summed record, after its work has been waited for: limbs of the statistics and the loss, counts,
+        and what `send` was given."""
+        return self._message
 
     def read(self) -> ControlVector:
         """The summed record, after its work has been waited for; one transfer to the host.

@@ -3,8 +3,9 @@
 Logits depend on the size of a batch, so chunks are cut by image index, never by rank: chunk i goes to rank i mod N.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +17,11 @@ from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
 from ..data.pipeline import Batch, Pipeline
+from ..data.upload import place
 from ..errors import DiskError, RunError, is_transient
 from ..precision import Precision
 from ..recipe.data_schema import Evaluate
+from ..runtime import loader_threads
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,13 @@ def evaluate(
     reason, kind = "", RunError
     try:
         with precision.autocast():
-            for batch, size in zip(read_ahead(pipeline, chunks, progress), map(len, chunks), strict=True):
+            batches = read_ahead(pipeline, chunks, loader_threads(world.device), progress)
+            for batch, size in zip(batches, map(len, chunks), strict=True):
                 if stop_requested():
                     counts[4] += 1
                     break
                 if len(batch.targets):
-                    images = precision.place(batch.images, world.device)
+                    images = place(batch, world.device, precision.memory_format)
                     logits = model(images).float()
                     if settings.flip:
                         logits = (logits + model(images.flip(-1)).float()) / 2
@@ -128,22 +132,22 @@ def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
 def read_ahead(
     pipeline: Pipeline,
     chunks: Iterable["np.ndarray[tuple[int], np.dtype[np.int64]]"],
+    threads: int,
     progress: Callable[[int], object] = lambda chunk: None,
 ) -> Iterator[Batch]:
-    """The validation batches of index chunks, in order, each prepared while the one before is used.
+    """The validation batches of index chunks, in order, prepared by so many threads while the ones before are used.
 
     `progress` is called with the place of each chunk before it is prepared.
     """
-    with ThreadPoolExecutor(1) as pool:
-        pending = None
+    with ThreadPoolExecutor(threads) as pool:
+        pending: deque[Future[Batch]] = deque()
         for place, chunk in enumerate(chunks):
             progress(place)
-            following = pool.submit(pipeline.validation_batch, chunk)
-            if pending is not None:
-                yield pending.result()
-            pending = following
-        if pending is not None:
-            yield pending.result()
+            pending.append(pool.submit(pipeline.validation_batch, chunk))
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:

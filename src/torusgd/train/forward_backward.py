@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..comm.groups import Group
 from ..data.pipeline import Batch
+from ..data.upload import place
 from ..gradients.reducer import Reducer
 from ..precision import Precision
 from ..recipe.schedule import Step
@@ -55,28 +56,34 @@ class WholeNetwork:
         batch_norm: BatchNormStatistics,
         device: torch.device,
     ) -> None:
-        self._model, self._recipe, self._precision = model, recipe, precision
+        self._model, self._recipe, self.precision = model, recipe, precision
         self._batch_norm, self._device = batch_norm, device
         self._loss: Tensor | None = None
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership, part: int = 0) -> Tensor:
         """See `ForwardBackward`; `part` counts the passes of a virtual worker in a step (`local_steps`)."""
-        self._batch_norm.begin_pass()
-        # Dropout's draws belong to the virtual worker, whichever rank computes it.
+        self.seed(step, worker, part)
+        self._loss = self.loss_of_images(place(batch, self._device, self.precision.memory_format), batch)
+        return self._loss
+
+    def seed(self, step: Step, worker: int, part: int = 0) -> None:
+        """Dropout's draws belong to the virtual worker, whichever rank computes it."""
         keys = (worker, part) if part else (worker,)
         torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, *keys)) >> 1)
-        images = self._precision.place(batch.images, self._device)
+
+    def loss_of_images(self, images: Tensor, batch: Batch) -> Tensor:
+        """The loss of a batch whose images lie on the device; batch norm's statistics of this pass are left aside."""
+        self._batch_norm.begin_pass()
         targets = batch.targets.to(self._device, non_blocking=True)
-        with self._precision.autocast():
+        with self.precision.autocast():
             logits = self._model(images)
-        self._loss = loss_of(self._recipe, logits.float(), targets, batch)
-        return self._loss
+        return loss_of(self._recipe, logits.float(), targets, batch)
 
     def backward(self) -> None:
         """See `ForwardBackward`."""
         assert self._loss is not None
         loss, self._loss = self._loss, None
-        self._precision.scaled(loss).backward()
+        self.precision.scaled(loss).backward()
 
 
 class SharedTail:
@@ -131,7 +138,7 @@ class SharedTail:
         self._batch_norm.begin_pass()
         self._columns.begin(batch.targets.to(self._world.device, non_blocking=True))
         torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, worker)) >> 1)
-        images = self._precision.place(batch.images, self._world.device)
+        images = place(batch, self._world.device, self._precision.memory_format)
         with self._precision.autocast():
             features = self._front(images)
         self._wait_weights()

@@ -94,4 +94,4 @@ class LocalSteps:
 def _part(batch: Batch, part: int, parts: int) -> Batch:
     images = len(batch.images) // parts
     own = slice(part * images, (part + 1) * images)
-    return Batch(batch.images[own], batch.targets[own], batch.kept[own], replaced=0)
+    return Batch(batch.images[own], batch.targets[own], batch.kept[own], replaced=0, table=batch.table)

@@ -21,9 +21,11 @@ from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
 from ..data.pipeline import Pipeline
+from ..data.upload import place
 from ..models.freeze import is_frozen
 from ..precision import Precision
 from ..recipe.schema import Recipe
+from ..runtime import loader_threads
 from .evaluate import read_ahead
 
 _USUAL_MOMENTUM = 0.1
@@ -192,9 +194,9 @@ def polish_by_recipe(
     if count - cuts[-2] == 1 and len(cuts) > 2:
         del cuts[-2]
     chunks = [np.arange(start, stop) for start, stop in pairwise(cuts)]
-    batches = read_ahead(pipeline, chunks[world.rank :: world.size], progress)
+    batches = read_ahead(pipeline, chunks[world.rank :: world.size], loader_threads(world.device), progress)
     with precision.autocast():
-        return polish(model, (precision.place(batch.images, world.device) for batch in batches), allreduce)
+        return polish(model, (place(batch, world.device, precision.memory_format) for batch in batches), allreduce)
 
 
 def _refresh_by_recipe(
@@ -213,8 +215,8 @@ def _refresh_by_recipe(
     size = (settings and settings.images_per_batch) or recipe.stages[-1].images_per_worker
     mine = range(world.rank, workers, world.size)
     chunks = [np.arange(size) + (step * workers + worker) * size for step in range(steps) for worker in mine]
-    batches = read_ahead(pipeline, [chunk % count for chunk in chunks], progress)
+    batches = read_ahead(pipeline, [chunk % count for chunk in chunks], loader_threads(world.device), progress)
     momentum = recipe.model.batch_norm_momentum or _USUAL_MOMENTUM
     with precision.autocast():
-        images = (precision.place(batch.images, world.device) for batch in batches)
+        images = (place(batch, world.device, precision.memory_format) for batch in batches)
         return refresh(model, (list(islice(images, len(mine))) for _ in range(steps)), workers, momentum, allreduce)

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -162,6 +163,8 @@ class Run:
         """
         state, trainer = self.state, self.trainer
         times = CheckpointTimes(self._saves, 60.0 * self.job.options.checkpoint_minutes, writer)
+        looks = sorted(self._evaluations | self._saves | {self.steps})
+        trainer.step.next_look = lambda steps: looks[min(bisect_left(looks, steps), len(looks) - 1)]
         trainer.step.checkpoint_due = lambda steps: self._is_first and times.is_due(steps)
         saver = Saver(state, trainer.step, writer, times, self.liveness, self._is_first, saved)
         closing = closing_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
@@ -180,7 +183,7 @@ class Run:
                     self.telemetry.status.tell(now=True, phase="stopped" if is_stopping else "finish")
                 return not is_stopping
             with saver.before_errors():
-                stats = trainer.step.run(self.membership, closing.next(state.step))
+                stats = (trainer.ahead or trainer.step).run(self.membership, closing.next(state.step))
             if stats is None:
                 is_stopping = True
                 continue

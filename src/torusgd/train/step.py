@@ -100,6 +100,8 @@ class TrainStep:
     """asked once a step, with the steps that are then done; what one rank says holds for all"""
     check_replaced: Callable[[Step, int], object] = lambda step, replaced: None
     """called with the step's count of replaced images before anything changes; what it raises ends the run"""
+    next_look: Callable[[int], int] = lambda steps: steps
+    """the count of steps, at least so many, after which somebody looks at the weights (`RunAhead`)"""
 
     def __post_init__(self) -> None:
         self._read_error, self._may_pass = "", False
@@ -184,6 +186,10 @@ class TrainStep:
         )
 
     def _passes(self, step: Step, entry: JournalEntry, membership: Membership) -> ControlVector:
+        self.take_passes(step, entry, membership)
+        return self.control.read()
+
+    def take_passes(self, step: Step, entry: JournalEntry, membership: Membership) -> None:
         """Forward and backward of this rank's virtual workers in an entry; buckets and control vector leave meanwhile.
 
         A rank that is asked to stop leaves out the virtual workers that it has not begun, and sends its messages all
@@ -227,7 +233,6 @@ class TrainStep:
             self.audit.start(step.index, membership, again)
         self.clock.passes_done()
         sent.wait()
-        return self.control.read()
 
     def _passes_in_time(self, step: Step, limit: Open, membership: Membership) -> ControlVector:
         """The sums of what finishes on this rank before the step is closed; then all messages leave at once.

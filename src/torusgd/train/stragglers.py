@@ -76,8 +76,7 @@ class Stragglers:
             data_seconds: For which this rank waited for images.
             pace: Gives the seconds that a virtual worker took, once the device has been there.
         """
-        if self._size > 1:
-            self._paces.append(pace)
+        self.note_pace(pace)
         begin, end = self._last_end, time.perf_counter()
         first, last = reducer.first_ready, reducer.last_ready
         link = self._probe.seconds if self._probe is not None else 0.0
@@ -88,10 +87,19 @@ class Stragglers:
         if self._probe is not None and step % self.every == self.every // 2:
             self._probe.measure()
 
+    def note_pace(self, pace: Callable[[], float]) -> None:
+        """Notes of a step no more than how long a virtual worker took, see `note`."""
+        if self._size > 1:
+            self._paces.append(pace)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the ranks compare their notes in this step."""
+        return self._size > 1 and step % self.every == 0
+
     def message(self, step: int) -> Tensor:
         """int64: this rank's notes of the step before, in its place among all; empty in most steps."""
         # After a resume there is no step before yet, on no rank.
-        if self._size == 1 or self._noted is None or step % self.every:
+        if self._noted is None or not self.is_due(step):
             return torch.zeros(0, dtype=torch.int64)
         places = torch.zeros(self._size, _FIELDS, dtype=torch.int64)
         paces, self._paces = [pace() for pace in self._paces], []

@@ -1,0 +1,119 @@
+"""Batches on their way to a device, and images that are normalised there.
+
+A GPU takes images as bytes, a quarter of what they are as float32, from memory that is pinned, on a stream beside the
+one that computes: while it computes, the images of the next passes arrive. What a CPU does last, a product and a sum
+for each value, is a look-up there: a byte has 256 values, and the table of what each becomes is made on the CPU by the
+same two roundings. So the network sees the same bits.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..recipe.data_schema import Augment, Data
+from ..recipe.section import ImageSizes
+from .pipeline import Batch, Pipeline
+from .types import Int64, Pixels, Source
+from .warp import Warps
+
+_LIBRARY = torch.library.Library("torusgd", "FRAGMENT")
+_LIBRARY.define("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()")
+
+
+def can_normalise_later(augment: Augment) -> bool:
+    """Whether normalising is the last change of an image, so that it is a function of each byte.
+
+    Brightness, contrast and noise change an image that has no bytes any more; erased boxes hold the mean, and mixed
+    images what is between two bytes.
+    """
+    changes = (augment.brightness, augment.noise, augment.erase, augment.mixup, augment.cutmix)
+    return not any(changes) and augment.contrast <= 1
+
+
+class BytePipeline(Pipeline):
+    """A pipeline that leaves normalising to the device; for recipes of which `can_normalise_later` is true.
+
+    Its images are uint8, in pinned memory where there is a GPU, and come with the table for `place`. The arguments are
+    those of `Pipeline`.
+    """
+
+    def __init__(self, source: Source, data: Data, seed: int) -> None:
+        super().__init__(source, data, seed)
+        every_byte = np.arange(256, dtype=np.uint8).repeat(data.channels).reshape(256, data.channels, 1, 1)
+        table = np.empty(every_byte.shape, dtype=np.float32)
+        super()._write(every_byte, None, range(256), table)
+        self._table = torch.from_numpy(table.reshape(256, data.channels).T.copy())
+
+    def _empty(self, count: int, sizes: ImageSizes) -> Any:
+        shape = (count, self._data.channels, *sizes.sides)
+        # torch's allocator keeps pinned memory, and hands out again what no copy reads any more: a ring.
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available()).numpy()
+
+    def _write(self, images: Pixels, warps: Warps | None, places: range, out: Any) -> None:
+        out[...] = images
+
+    def _batch(self, out: Any, indices: Int64, kept: Int64, replaced: int) -> Batch:
+        return replace(super()._batch(out, indices, kept, replaced), table=self._table)
+
+
+def place(batch: Batch, device: torch.device, memory_format: torch.memory_format) -> Tensor:
+    """A batch's images, normalised, on a device: float32 [n, channels, height, width] in that memory format.
+
+    The host waits for nothing where the batch lies in pinned memory.
+    """
+    # A new tensor, since one channel counts as both formats and the first convolution would choose the other.
+    placed = torch.empty(batch.images.shape, device=device, memory_format=memory_format)
+    pixels = _arriving(batch.images, device)
+    if batch.table is None:
+        return placed.copy_(pixels)
+    torch.ops.torusgd.look_up(pixels, _on(batch.table, device), placed)
+    return placed
+
+
+def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
+    """Writes what a table has for each byte.
+
+    Args:
+        pixels: uint8 [n, channels, height, width].
+        table: float32 [channels, 256].
+        out: float32, shaped like the pixels, of any memory format.
+    """
+    firsts = 256 * torch.arange(len(table), dtype=torch.int32, device=pixels.device)
+    places = pixels.int().add_(firsts.view(1, -1, 1, 1))
+    out.copy_(table.view(-1).index_select(0, places.view(-1)).view(pixels.shape))
+
+
+_LIBRARY.impl("look_up", look_up, "CompositeExplicitAutograd")
+
+
+def _arriving(images: Tensor, device: torch.device) -> Tensor:
+    """The images on a device; on a GPU copied beside what it computes, and waited for by what it is given next."""
+    if device.type != "cuda":
+        return images.to(device)
+    current = torch.cuda.current_stream(device)
+    with torch.cuda.stream(_copies(device)):
+        pixels = images.to(device, non_blocking=True)
+    current.wait_stream(_copies(device))
+    pixels.record_stream(current)
+    return pixels
+
+
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+_tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+"""by table and device, the table and its copy"""
+
+
+def _on(table: Tensor, device: torch.device) -> Tensor:
+    """A pipeline's table on a device, where it stays."""
+    key = (id(table), device)
+    if key not in _tables:
+        _tables[key] = (table, table.to(device))
+    return _tables[key][1]

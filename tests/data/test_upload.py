@@ -1,0 +1,61 @@
+"""Images that the device normalises: the bits of the CPU's own product and sum, whatever is done to an image before."""
+
+import numpy as np
+import pytest
+import torch
+
+from torusgd.data.pipeline import Pipeline
+from torusgd.data.sources import open_sources
+from torusgd.data.upload import BytePipeline, can_normalise_later, place
+from torusgd.recipe.data_schema import Augment, Data
+
+CPU = torch.device("cpu")
+
+
+def data_of(channels: int, **augment: object) -> Data:
+    return Data(
+        source="synthetic",
+        train_images=20,
+        eval_images=8,
+        image_size=9,
+        channels=channels,
+        classes=4,
+        mean=(0.485, 0.456, 0.406)[:channels],
+        std=(0.229, 0.224, 0.225)[:channels],
+        augment=Augment.model_validate(augment),
+    )
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("channels", "augment"),
+    [(1, {}), (3, {"crop": "shift", "shift": 1, "flip": 0.5}), (3, {"rotation": 0.2, "policy": "trivialaugment"})],
+)
+def test_a_device_makes_the_images_of_the_cpu(
+    channels: int, augment: dict[str, object], memory_format: torch.memory_format
+) -> None:
+    data = data_of(channels, **augment)
+    source, _ = open_sources(data, None, 0)
+    indices = np.arange(20)
+    ready, bytes_ = (
+        (
+            pipeline.training_batch(indices, np.full(20, 3), augment=True),
+            pipeline.validation_batch(indices[:7]),
+        )
+        for pipeline in (Pipeline(source, data, 0), BytePipeline(source, data, 0))
+    )
+    for ours, theirs in zip(bytes_, ready, strict=True):
+        assert ours.images.dtype == torch.uint8
+        images = place(ours, CPU, memory_format)
+        assert torch.equal(images, theirs.images)
+        assert images.is_contiguous(memory_format=memory_format)
+        assert torch.equal(place(theirs, CPU, memory_format), theirs.images)
+        assert torch.equal(ours.targets, theirs.targets)
+
+
+@pytest.mark.parametrize(
+    "augment", [{"brightness": 0.1}, {"noise": 0.1}, {"erase": 0.5}, {"mixup": 0.2}, {"cutmix": 1.0}, {"contrast": 1.5}]
+)
+def test_what_is_no_function_of_a_byte_is_normalised_on_the_cpu(augment: dict[str, object]) -> None:
+    assert not can_normalise_later(Augment.model_validate(augment))
+    assert can_normalise_later(Augment())

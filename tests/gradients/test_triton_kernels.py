@@ -1,0 +1,57 @@
+"""Triton's kernels under its interpreter, which runs them on a CPU: the integers of torch's own operators."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs the extra triton")
+if torch.cuda.is_available():
+    pytest.skip("there the interpreter is off", allow_module_level=True)
+
+from torusgd.gradients import operators, triton_kernels
+
+SHAPES = [(5,), (4, 3, 3, 3), (7, 300), (1,)]
+LENGTH = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+def gradients(seed: int) -> list[Tensor]:
+    """In all dtypes and layouts that autograd leaves, with halves, zeros and elements that vanish."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    drawn[0] = drawn[0].half()
+    drawn[1] = drawn[1].bfloat16().contiguous(memory_format=torch.channels_last)
+    drawn[2][0] = torch.arange(300) / 2**11 - 0.07  # halves of a unit among them
+    drawn[2][1] = 1e-30
+    drawn[2][2] = 0.0
+    return drawn
+
+
+def added(kernels: object, dtype: torch.dtype, bad: float | None) -> tuple[Tensor, Tensor]:
+    """Two virtual workers, bounds included; the message, and what was found before the second bounds."""
+    scales = torch.tensor([2.0**9, 2.0**12, 2.0**10, 2.0**20])
+    message = torch.zeros(LENGTH + 2 * len(SHAPES) + 2, dtype=dtype)
+    found = torch.zeros(len(SHAPES) + 1, dtype=torch.int32)
+    sizes = torch.tensor([torch.Size(shape).numel() for shape in SHAPES])
+    for worker in range(2):
+        given = gradients(worker)
+        if bad is not None:
+            given[2][3, 4] = bad
+        kernels.add_gradients(given, sizes, scales, message, found)  # type: ignore[attr-defined]
+        before = found.clone()
+        kernels.add_bounds(found, scales, message, LENGTH, 8.0, 2.0**27)  # type: ignore[attr-defined]
+        assert not found.any()
+    return message, before
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_integers_are_those_of_torch(dtype: torch.dtype) -> None:
+    ours, theirs = (added(kernels, dtype, bad=None) for kernels in (triton_kernels, operators))
+    assert torch.equal(ours[1], theirs[1])
+    assert torch.equal(ours[0], theirs[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_what_is_not_finite_is_counted_once_a_worker(bad: float) -> None:
+    ours, theirs = (added(kernels, torch.int32, bad)[0][LENGTH:-2] for kernels in (triton_kernels, operators))
+    assert torch.equal(ours, theirs)
+    assert ours[len(SHAPES) :].tolist() == [0, 0, 2, 0]

@@ -1,0 +1,220 @@
+"""Steps handed to the device in advance: the same bits as one by one, whatever happens, and what they ask of the host.
+
+The form that a GPU takes, on the CPU, where each of its operators is made of torch's own.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torusgd.comm.groups import Group, alone, group_of
+from torusgd.comm.liveness import NoLiveness
+from torusgd.data.loader import Loader
+from torusgd.data.order import StreamOrder
+from torusgd.data.upload import BytePipeline, can_normalise_later
+from torusgd.errors import RunError
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.train import run as run_module
+from torusgd.train.build import Job, Trainer, build, open_data
+from torusgd.train.journal import synchronous
+from torusgd.train.step_stats import StepStats
+from torusgd.weights import weights_sha256
+
+from ..comm.gloo_world import run_ranks
+from .runs import TINY, events, run_here
+from .test_host_reads import counted
+
+STEPS = 7
+LONG = f"stages=[{{until: 3st, images_per_worker: 3}}, {{until: {STEPS}st, images_per_worker: 4}}]"
+AVERAGED = "average={half_life: 2st, every: 3}"
+SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}"
+
+
+def never() -> bool:
+    return False
+
+
+def make_trainer(ahead: bool, *overrides: str, world: Group | None = None, stop: Callable[[], bool] = never) -> Trainer:
+    """A trainer of the tiny recipe, whose weights nobody looks at before its end."""
+    changed = load_recipe("digits", [*TINY, LONG, "rate={lr: 0.05}", *overrides]).recipe
+    recipe = changed.resolve(precision="float32", memory_format="contiguous")
+    job, world, liveness = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), world or alone(), NoLiveness()
+    data = open_data(job, world.device, liveness)
+    if ahead and can_normalise_later(recipe.data.augment):  # as on a GPU, which normalises the images itself
+        pipeline = BytePipeline(data.training.source, recipe.data, recipe.seed)
+        data.loader.close()
+        data = replace(
+            data, training=pipeline, loader=Loader(pipeline, StreamOrder(96, recipe.seed), threads=1, ahead=4)
+        )
+    trainer = build(job, data, world, liveness, stop, ahead=ahead)
+    trainer.step.next_look = lambda steps: len(trainer.step.schedule)
+    return trainer
+
+
+def take(trainer: Trainer, index: int) -> StepStats | None:
+    workers = trainer.step.recipe.virtual_workers
+    return (trainer.ahead or trainer.step).run(trainer.membership, synchronous(index, workers))
+
+
+def all_steps(trainer: Trainer) -> list[StepStats]:
+    return [stats for index in range(STEPS) if (stats := take(trainer, index)) is not None]
+
+
+def left(trainer: Trainer) -> str:
+    """A hash of all that the next step needs."""
+    return weights_sha256(trainer.step.state.state_dict(STEPS, keep=True))
+
+
+def told(stats: StepStats) -> dict[str, Any]:
+    """All of a step but its times."""
+    return {key: value for key, value in vars(stats).items() if key not in ("times", "entry")}
+
+
+@pytest.mark.parametrize("change", [SGD, "optimizer.name=lars", AVERAGED])
+def test_a_run_ahead_is_the_run_one_by_one(change: str) -> None:
+    trainers = [make_trainer(ahead, change) for ahead in (False, True)]
+    plain, ahead = (list(map(told, all_steps(trainer))) for trainer in trainers)
+    assert plain == ahead
+    assert left(trainers[0]) == left(trainers[1])
+
+
+def grow_once(trainer: Trainer, by: float) -> None:
+    """The fifth step's gradients are so many times as large, however often it is taken."""
+    forward = trainer.step.forward_backward.forward
+
+    def larger(step: Any, *arguments: Any) -> torch.Tensor:
+        loss = forward(step, *arguments) * (by if step.index == 4 else 1.0)
+        trainer.step.forward_backward._loss = loss  # type: ignore[attr-defined]
+        return loss
+
+    trainer.step.forward_backward.forward = larger  # type: ignore[method-assign]
+
+
+def test_a_sum_out_of_its_range_is_measured_and_redone_with_the_same_bits() -> None:
+    trainers = [make_trainer(ahead, SGD) for ahead in (False, True)]
+    for trainer in trainers:
+        grow_once(trainer, by=2.0**12)
+    plain, ahead = (list(map(told, all_steps(trainer))) for trainer in trainers)
+    assert plain == ahead
+    assert [step["redone"] for step in plain][:5] == [0, 0, 0, 0, 1]
+    assert left(trainers[0]) == left(trainers[1])
+
+
+def test_a_skipped_step_halves_the_loss_scale_of_those_after_it() -> None:
+    changes = (SGD, "precision=float16", "virtual_workers=1", "loss_scale={initial: 1024, growth_interval: 2}")
+    trainers = [make_trainer(ahead, *changes) for ahead in (False, True)]
+    for trainer in trainers:
+        grow_once(trainer, by=float("inf"))
+    plain, ahead = (list(map(told, all_steps(trainer))) for trainer in trainers)
+    assert [bool(step["skipped"]) for step in plain] == [False] * 4 + [True] + [False] * 2
+    assert [step["loss_scale"] for step in ahead] == [step["loss_scale"] for step in plain]
+    assert left(trainers[0]) == left(trainers[1])
+
+
+def test_an_error_leaves_what_the_last_good_step_left() -> None:
+    trainers = [make_trainer(ahead, SGD) for ahead in (False, True)]
+    for trainer in trainers:
+        grow_once(trainer, by=float("nan"))
+        with pytest.raises(RunError, match=r"step 4: .* not finite"):
+            all_steps(trainer)
+    assert left(trainers[0]) == left(trainers[1])
+
+
+def test_a_wish_to_stop_leaves_the_steps_before_it() -> None:
+    asked: list[bool] = []
+    trainer = make_trainer(True, SGD, stop=lambda: bool(asked))
+    for index in range(3):
+        take(trainer, index)
+    asked.append(True)
+    # The device has been given two more steps, which are taken; the next one is not.
+    assert [take(trainer, index) is not None for index in (3, 4, 5)] == [True, True, False]
+    plain = make_trainer(False, SGD)
+    for index in range(5):
+        take(plain, index)
+    assert left(plain) == left(trainer)
+
+
+def on_ranks() -> list[str]:
+    trainer = make_trainer(True, SGD, world=group_of())
+    all_steps(trainer)
+    return [left(trainer), *(trainer.step.reducer.names[:1])]
+
+
+def test_ranks_that_run_ahead_have_the_bits_of_one() -> None:
+    trainer = make_trainer(False, SGD)
+    all_steps(trainer)
+    assert run_ranks(2, on_ranks) == [[left(trainer), trainer.step.reducer.names[0]]] * 2
+
+
+def test_evaluations_and_checkpoints_see_the_weights_of_their_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = run_here(tmp_path / "plain", LONG, "evaluate.every=3st")
+    monkeypatch.setattr(run_module, "build", partial(build, ahead=True))
+    ahead, _ = run_here(tmp_path / "ahead", LONG, "evaluate.every=3st")
+    assert ahead["weights_sha256"] == plain["weights_sha256"]
+    of_plain, of_ahead = (
+        [(event.get("step"), event.get("loss"), event.get("top1")) for event in events(tmp_path / name)]
+        for name in ("plain", "ahead")
+    )
+    assert of_plain == of_ahead
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators outside the network's passes, and those of torusgd everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.in_network = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        is_nothing = (
+            function.is_view or "empty" in function.name() or (isinstance(result, Tensor) and not result.numel())
+        )
+        if not self.in_network and not is_nothing:
+            self.counts[str(function.overloadpacket)] += 1
+        return result
+
+    def around(self, function: Callable[..., Any], in_network: bool) -> Callable[..., Any]:
+        """The same function, inside of which one is, or is not, in the network."""
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            before, self.in_network = self.in_network, in_network
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                self.in_network = before
+
+        return call
+
+
+@pytest.mark.parametrize("change", [SGD, "optimizer.name=lars", "precision=float16"])
+def test_a_step_asks_for_nothing_and_has_two_operators_a_bucket_and_eight(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget of a step beyond the network's own passes, one pass a step."""
+    trainer = make_trainer(True, change, "virtual_workers=1")
+    take(trainer, 0)  # measures its scales, and is taken as on a CPU
+    run, operators = trainer.step, Operators()
+    passes = run.forward_backward
+    monkeypatch.setattr(passes, "forward", operators.around(passes.forward, in_network=True))
+    monkeypatch.setattr(passes, "backward", operators.around(passes.backward, in_network=True))
+    monkeypatch.setattr(run.reducer, "add", operators.around(run.reducer.add, in_network=False))
+    assert trainer.ahead is not None
+    with operators:
+        trainer.ahead._launch(1, trainer.membership)
+    assert sum(operators.counts.values()) <= 2 * len(run.reducer.layout.buckets) + 8
+    with counted() as reads:
+        trainer.ahead._launch(2, trainer.membership)
+    assert reads == {}
