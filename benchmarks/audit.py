@@ -22,7 +22,8 @@ from torusgd.launch.processes import meet, serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_auto
-from torusgd.train.build import Job, build, open_data
+from torusgd.train.build import build, open_data
+from torusgd.train.job import Job
 from torusgd.train.journal import synchronous
 
 SHARES = (0.0, 0.1, 0.5, 1.0)

@@ -23,8 +23,9 @@ from torusgd.launch.processes import meet, serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_auto
-from torusgd.train.build import Job, build, open_data
+from torusgd.train.build import build, open_data
 from torusgd.train.drift import steps_between
+from torusgd.train.job import Job
 from torusgd.train.journal import synchronous
 
 RANKS = 2

@@ -26,7 +26,8 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
 from torusgd.runtime import resolve_auto
-from torusgd.train.build import Job, build, open_data
+from torusgd.train.build import build, open_data
+from torusgd.train.job import Job
 from torusgd.train.journal import synchronous
 
 CASES = {

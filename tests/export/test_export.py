@@ -13,7 +13,7 @@ from tests.train.runs import run_here, sets, train
 
 from torusgd.errors import RunError
 from torusgd.export import graphs
-from torusgd.export.graphs import example_images
+from torusgd.export.formats import example_images
 from torusgd.export.model_card import card
 from torusgd.report.read_run import read_run
 from torusgd.train.load_trained import open_model

@@ -15,7 +15,7 @@ from torusgd.errors import UserError
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
 from torusgd.signals import StopFlag
-from torusgd.train.build import Job
+from torusgd.train.job import Job
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 

@@ -11,7 +11,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
-from torusgd.train.build import Job
+from torusgd.train.job import Job
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 

@@ -19,7 +19,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
 from torusgd.tensor_parallel.layout import choose_parallel
 from torusgd.tensor_parallel.tail import column_tail
-from torusgd.train.build import Job
+from torusgd.train.job import Job
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 from torusgd.weights import load_weights

@@ -20,8 +20,8 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Model
 from torusgd.signals import StopFlag
-from torusgd.train.build import Job
 from torusgd.train.initial_weights import check_initial, read_initial
+from torusgd.train.job import Job
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 

@@ -22,8 +22,9 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
 from torusgd.train.audit import Audit, check_audit
-from torusgd.train.build import Job, Trainer, build, open_data
+from torusgd.train.build import Trainer, build, open_data
 from torusgd.train.checkpoint import list_checkpoints, read_checkpoint
+from torusgd.train.job import Job
 from torusgd.train.journal import synchronous
 from torusgd.train.membership import even_shares
 from torusgd.train.run import Run

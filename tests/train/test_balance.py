@@ -19,7 +19,8 @@ from torusgd.rng import keyed_uniform
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train.balance import balance, follows_speed
-from torusgd.train.build import Job, build, open_data
+from torusgd.train.build import build, open_data
+from torusgd.train.job import Job
 from torusgd.train.journal import synchronous
 from torusgd.train.membership import Membership, even_shares, with_counts
 from torusgd.train.run import Run

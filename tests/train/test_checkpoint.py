@@ -23,7 +23,6 @@ from torusgd.errors import RunError, UserError
 from torusgd.recipe.duration import Duration
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.train import checkpoint as checkpoints
-from torusgd.train.build import Job
 from torusgd.train.checkpoint import (
     FILES,
     MANIFEST,
@@ -35,6 +34,7 @@ from torusgd.train.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
+from torusgd.train.job import Job
 from torusgd.train.result import finished
 from torusgd.train.run_dir import read_run_recipe
 from torusgd.train.step_stats import StepTimes, StepTotals

@@ -20,8 +20,9 @@ from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
-from torusgd.train.build import Job, Trainer, build, open_data
+from torusgd.train.build import Trainer, build, open_data
 from torusgd.train.drift import DriftWatch, steps_between
+from torusgd.train.job import Job
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 from torusgd.train.state import RunState

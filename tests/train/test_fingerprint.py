@@ -18,9 +18,9 @@ from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_auto
-from torusgd.train.build import Job
 from torusgd.train.conditions import conditions
 from torusgd.train.fingerprint import Fingerprint, check_ranks_agree
+from torusgd.train.job import Job
 from torusgd.train.result import finished
 
 from .processes import RECIPE, run_alone

@@ -20,7 +20,8 @@ from torusgd.comm.groups import alone
 from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.train.build import Job, Trainer, build, open_data
+from torusgd.train.build import Trainer, build, open_data
+from torusgd.train.job import Job
 from torusgd.train.journal import synchronous
 
 from .runs import TINY

@@ -15,8 +15,8 @@ from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
-from torusgd.train.build import Job
 from torusgd.train.closing import closing_of
+from torusgd.train.job import Job
 from torusgd.train.journal import JournalEntry, read_journal
 from torusgd.train.pass_thread import PassThread
 from torusgd.train.run import Run

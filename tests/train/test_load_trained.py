@@ -17,8 +17,8 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Model
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
-from torusgd.train.build import Job
 from torusgd.train.checkpoint import Checkpoint, write_checkpoint
+from torusgd.train.job import Job
 from torusgd.train.load_trained import open_trained
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir

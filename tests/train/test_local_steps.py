@@ -10,7 +10,8 @@ from torusgd.comm.groups import group_of
 from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.train.build import Job, Trainer, build, open_data
+from torusgd.train.build import Trainer, build, open_data
+from torusgd.train.job import Job
 from torusgd.train.journal import synchronous
 
 from .runs import TINY

@@ -24,7 +24,8 @@ from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.train import run as run_module
-from torusgd.train.build import Job, Trainer, build, open_data
+from torusgd.train.build import Trainer, build, open_data
+from torusgd.train.job import Job
 from torusgd.train.journal import synchronous
 from torusgd.train.step_stats import StepStats
 from torusgd.weights import weights_sha256

@@ -16,7 +16,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train import status
-from torusgd.train.build import Job
+from torusgd.train.job import Job
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 from torusgd.train.status import Asked, ask_for_workers, ask_to_stop, read_status

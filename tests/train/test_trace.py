@@ -72,7 +72,7 @@ def traced_here(out: str) -> None:
     from torusgd.recipe.runtime_options import RuntimeOptions
     from torusgd.runtime import resolve_auto
     from torusgd.signals import StopFlag
-    from torusgd.train.build import Job
+    from torusgd.train.job import Job
     from torusgd.train.run import Run
 
     recipe = resolve_auto(load_recipe("digits", list(TINY)).recipe, "cpu")

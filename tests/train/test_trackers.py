@@ -18,7 +18,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.train import trackers
-from torusgd.train.build import Job
+from torusgd.train.job import Job
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 from torusgd.train.trackers import Trackers, figures_of

@@ -36,7 +36,7 @@ def export(
             raise UserError(f"--format {name}: choose among {', '.join(FORMATS)}")
     if division not in ("open", "closed"):
         raise UserError(f"--division {division}: open or closed")
-    from ..export.graphs import export_onnx, export_torch
+    from ..export.formats import export_onnx, export_torch
     from ..export.mlperf import write_mlperf_log
     from ..export.model_card import write_hub_folder
     from ..report.read_run import read_run

@@ -43,7 +43,7 @@ def replay(
     from ..launch.torchrun import join_and_train
     from ..recipe.runtime_options import RuntimeOptions
     from ..runtime import ranks_are_given, resolve_device
-    from ..train.build import Job
+    from ..train.job import Job
     from ..train.journal import read_journal
     from ..train.run_dir import RunDir, read_run_recipe
 

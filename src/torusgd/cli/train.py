@@ -132,9 +132,9 @@ def train(
     from ..launch.torchrun import join_and_train
     from ..recipe.load import load_recipe
     from ..runtime import expected_ranks, ranks_are_given, resolve_auto, resolve_device
-    from ..train.build import Job
     from ..train.compare_plan import PlanComparison
     from ..train.initial_weights import check_initial
+    from ..train.job import Job
     from ..train.trace import TracedSteps
 
     if time_limit is not None:

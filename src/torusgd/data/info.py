@@ -16,9 +16,9 @@ from .encoded import EncodedImages
 from .folder import open_folder
 from .idx import open_idx
 from .lists import open_folders, open_list
+from .parquet import SUFFIXES, open_tables
 from .shards import open_shards
 from .sources import open_sources
-from .tables import SUFFIXES, open_tables
 from .types import CorruptImage, Source
 
 _SAMPLE = 200  # pictures of which the size is read

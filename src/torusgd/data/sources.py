@@ -15,9 +15,9 @@ from .frames import open_frames
 from .idx import open_idx
 from .listing import Once, make_here
 from .lists import open_folders, open_list
+from .parquet import open_tables
 from .shards import open_shards
 from .synthetic import open_synthetic
-from .tables import open_tables
 from .types import ArraySource, FileSource, ForeseeingSource, MarkedSource, RegionSource, Source
 
 

@@ -19,10 +19,10 @@ from ..comm.liveness import Liveness
 from ..errors import RunError
 from ..runtime import resolve_workers
 from ..signals import StopFlag, Stopped, asking_to_stop
-from ..train.build import Job
 from ..train.checkpoint import list_checkpoints
 from ..train.events import warn
 from ..train.host_share import KeptArrays
+from ..train.job import Job
 from ..train.result import RunResult, finished
 from ..train.run import Run
 from ..train.run_dir import RunDir

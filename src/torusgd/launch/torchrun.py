@@ -29,8 +29,8 @@ from ..comm.liveness import LateRank, Liveness
 from ..errors import RunError, UserError, tell_exit
 from ..runtime import check_world_size, ranks_are_given
 from ..signals import StopFlag, die_with_agent, end_on_stop
-from ..train.build import Job
 from ..train.events import warn
+from ..train.job import Job
 from ..train.result import RunResult, finished
 from ..train.run import train
 from ..train.run_dir import RunDir

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..data.pipeline import Pipeline
+from ..data.upload import place
 from ..precision import Precision
 from ..recipe.schema import Recipe
+from ..runtime import loader_threads
 from ..train.confusion import Confusion
 from ..train.evaluate import read_ahead
 
@@ -86,20 +88,20 @@ def find_mistakes(
     worst: list[tuple[float, int, int, int, Tensor]] = []  # a heap: the least wrong one of the worst goes first
     wrong = 0
     chunks = [np.arange(start, min(start + size, total)) for start in range(0, total, size)]
-    for chunk, batch in zip(chunks, read_ahead(pipeline, chunks), strict=True):
+    for chunk, batch in zip(chunks, read_ahead(pipeline, chunks, loader_threads(device)), strict=True):
         if not len(batch.targets):
             continue
         with precision.autocast():
-            logits = model(precision.place(batch.images, device)).float()
+            logits = model(place(batch, device, precision.memory_format)).float()
         targets = batch.targets.to(device)
         confusion.add(logits, targets)
         likely = logits.softmax(dim=1).cpu()
         chosen, own = likely.argmax(dim=1), likely.gather(1, batch.targets[:, None])[:, 0]
-        for place in (chosen != batch.targets).nonzero()[:, 0].tolist():
+        for row in (chosen != batch.targets).nonzero()[:, 0].tolist():
             wrong += 1
-            entry = (-float(own[place]), -int(chunk[batch.kept[place]]), int(batch.targets[place]), int(chosen[place]))
+            entry = (-float(own[row]), -int(chunk[batch.kept[row]]), int(batch.targets[row]), int(chosen[row]))
             # Clone: the batch's memory is used again for others.
-            heapq.heappush(worst, (*entry, batch.images[place].clone()))
+            heapq.heappush(worst, (*entry, batch.images[row].clone()))
             if len(worst) > MOST_IMAGES:
                 heapq.heappop(worst)
     images = [

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +47,13 @@ from ..weights import weights_sha256
 from .audit import Audit, check_audit
 from .balance import follows_speed
 from .batchnorm import BatchNormStatistics
-from .compare_plan import PlanComparison
 from .conditions import Conditions, conditions
 from .control_vector import ControlMessage
 from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .graphs import GraphedNetwork
-from .initial_weights import read_initial
-from .journal import Journaled
+from .job import Job, images_at, init_sha256, is_live, replayed_sha256
 from .membership import Membership, even_shares
 from .relaxed import check_synchrony, keep_rates, local_steps, outer_optimizer, pass_thread, scheduled_rates
 from .run_ahead import RunAhead, runs_ahead
@@ -64,42 +61,10 @@ from .step import TrainStep
 from .step_state import StepState
 from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
-from .trace import TracedSteps, trace_steps
+from .trace import trace_steps
 from .weight_average import MovingAverage
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to run, where, and how."""
-
-    recipe: Recipe
-    """no `auto` in it"""
-    options: RuntimeOptions
-    device: str
-    out: Path
-    data: Path | None = None
-    init: str | None = None
-    """weights to start from, see `initial_weights.read_initial`"""
-    max_steps: int | None = None
-    plan: PlanComparison | None = None
-    """to stand beside what is measured"""
-    replay: Journaled | None = None
-    """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
-    delays: str = ""
-    """a model of delays that the ranks sleep; empty: none"""
-    lists: tuple[str, ...] | None = None
-    """what the launcher has found of the images, for its ranks (`host_share.KeptArrays`); None: nobody's launcher is
-    ours, and the ranks find it together"""
-    trace: TracedSteps | None = None
-    """the steps of which a trace is written"""
-
-    def asked(self) -> dict[str, Any]:
-        """What the user asked for beside the recipe, as plain JSON: with it the same command can be given again."""
-        options = self.options.model_dump(mode="json", exclude_unset=True)
-        data = None if self.data is None else str(self.data)
-        return {"data": data, "init": self.init, "max_steps": self.max_steps, "runtime": options}
 
 
 @dataclass(frozen=True)
@@ -287,7 +252,6 @@ def build(
         fingerprint=fingerprint,
         mixed_conditions=mixed_conditions,
         between_steps=trace_steps(job.trace, step, monitor, world, job.out),
-        explanation="\n".join(lines),
         explanation="\n".join(_explanations(recipe, options, allreduce, tail, world)),
         ahead=RunAhead(step, monitor) if is_ahead else None,
         _close=close,
@@ -329,27 +293,6 @@ def _drift_every(options: RuntimeOptions, recipe: Recipe, world: Group) -> int:
         return options.drift_every
     fewest = min(stage.images_per_worker for stage in recipe.stages)
     return steps_between(recipe.virtual_workers * fewest // world.size)
-
-
-def is_live(job: Job) -> bool:
-    """Whether clocks decide what its steps leave out."""
-    form = job.recipe.synchrony
-    return form.leaves_out and form.delays is None and job.replay is None
-
-
-def images_at(job: Job) -> str:
-    """Where the training images are, for people."""
-    return str(job.data or job.recipe.data.source)
-
-
-def init_sha256(job: Job) -> str:
-    """The hash of the weights that a job starts from; empty where they are drawn from the seed."""
-    return weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else ""
-
-
-def replayed_sha256(job: Job) -> str:
-    """The head of the journal that a job replays; empty where it replays none."""
-    return job.replay.head.sha256 if job.replay is not None else ""
 
 
 def _all_reduce(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:

@@ -10,10 +10,11 @@ from ..comm.liveness import Liveness
 from ..errors import RunError, UserError
 from ..models import head_of
 from ..weights import match_weights
-from .build import Job, Trainer
+from .build import Trainer
 from .checkpoint import newest_checkpoint
 from .events import warn
 from .initial_weights import fit, read_initial
+from .job import Job
 from .state import RunState, resumed, share_tensors, tensors_of
 
 Found = tuple[RunState, Mapping[str, Tensor]]

@@ -1,6 +1,7 @@
 """What a run leaves: its trained weights and its summary; and whether a folder holds them already."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +10,11 @@ from ..data.listing import Once, make_here
 from ..data.sources import open_sources
 from ..errors import RunError
 from ..recipe.schedule import Schedule
+from ..recipe.schema import Recipe
 from ..signals import exit_code
 from ..weights import Tensors, json_text, save_weights, write_text
-from .build import Job, init_sha256, replayed_sha256
 from .fingerprint import Fingerprint
+from .job import Job, init_sha256, replayed_sha256
 from .run_dir import RunDir
 
 
@@ -47,6 +49,11 @@ def finished(job: Job, once: Once = make_here) -> dict[str, Any] | None:
             Fingerprint.from_dict({**now.as_dict(), **summary, "conditions": {}}), f"the run in {job.out}"
         )
     return summary
+
+
+def weights_metadata(recipe: Recipe, classes: Sequence[str]) -> dict[str, str]:
+    """What a file of weights says of itself, by which it can be used without the run's folder."""
+    return {"classes": json.dumps(classes), "recipe": json.dumps(recipe.as_dict()), "recipe_sha256": recipe.sha256()}
 
 
 def write_result(folder: RunDir, tensors: Tensors, summary: Mapping[str, Any], metadata: dict[str, str]) -> None:

@@ -1,6 +1,5 @@
 """A run on one rank: steps, evaluations and checkpoints, from the last good checkpoint to the summary."""
 
-import json
 import signal
 import time
 from bisect import bisect_left
@@ -19,16 +18,17 @@ from ..recipe.schedule import Schedule, Step
 from ..runtime import ranks_are_given
 from ..signals import StopFlag
 from ..weights import weights_sha256
-from .build import Job, Trainer, build
+from .build import Trainer, build
 from .checkpoint import CheckpointTimes, CheckpointWriter, list_checkpoints
 from .closing import as_seconds, closing_of
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, evaluation_event, plan_table, warn
 from .fingerprint import changes
+from .job import Job
 from .journal import Journal
 from .polish import polish_by_recipe
 from .restore import restore
-from .result import RunResult, write_result
+from .result import RunResult, weights_metadata, write_result
 from .run_dir import RunDir
 from .saving import Saver
 from .state import RunState
@@ -81,6 +81,7 @@ class Run:
             job = replace(job, options=options)
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
         self.run_dir = RunDir(job.out)
+        self._metadata = weights_metadata(job.recipe, kept.data.training.source.classes)
         self._asked = Asked(job.out)
         self.trainer: Trainer = build(
             job, kept.data, world, self.liveness, self._is_asked_to_stop, kept.generation + 1, kept.fingerprint
@@ -121,7 +122,7 @@ class Run:
                     )
                 self._counted = time.perf_counter()
             self._is_ready = True
-            writer = CheckpointWriter(self.run_dir.checkpoints, self.job.options.keep_checkpoints, self._metadata())
+            writer = CheckpointWriter(self.run_dir.checkpoints, self.job.options.keep_checkpoints, self._metadata)
             try:
                 self._open_journal()
                 if self._is_first:
@@ -291,7 +292,7 @@ class Run:
         if self.job.plan is not None and self._is_first:
             summary["predicted"] = self.job.plan.beside(self.run_dir.events)
         if self._is_first:
-            write_result(self.run_dir, tensors, summary, self._metadata())
+            write_result(self.run_dir, tensors, summary, self._metadata)
         return summary
 
     def _take_kept(self) -> bool:
@@ -391,11 +392,3 @@ class Run:
 
     def _boundaries(self, every: Duration | None, first: Duration | None = None) -> set[int]:
         return {step for step in self.schedule.boundaries(every, first) if step < self.steps} | {self.steps}
-
-    def _metadata(self) -> dict[str, str]:
-        recipe, classes = self.job.recipe, self.trainer.data.training.source.classes
-        return {
-            "classes": json.dumps(classes),
-            "recipe": json.dumps(recipe.as_dict()),
-            "recipe_sha256": recipe.sha256(),
-        }

@@ -25,9 +25,10 @@ from ..data.listing import Once
 from ..errors import UserError
 from ..recipe.runtime_options import RuntimeOptions
 from ..weights import Tensors
-from .build import Data, Job, images_at, open_data
+from .build import Data, open_data
 from .fingerprint import Fingerprint
 from .host_share import HostShare, MappedArrays
+from .job import Job, images_at
 from .state import RunState, share_tensors
 
 _LARGE = ("model/", "optimizer/")

@@ -9,8 +9,8 @@ import pytest
 from torusgd.data import CorruptImage, open_sources, tables
 from torusgd.data.identity import data_sha256
 from torusgd.data.info import describe
+from torusgd.data.parquet import open_tables
 from torusgd.data.shards import open_shards
-from torusgd.data.tables import open_tables
 from torusgd.errors import UserError
 
 from .pictures import folder_data

@@ -1,0 +1,66 @@
+"""A job: a recipe, the means to compute it, and where its data, weights and results lie."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..recipe.runtime_options import RuntimeOptions
+from ..recipe.schema import Recipe
+from ..weights import weights_sha256
+from .compare_plan import PlanComparison
+from .initial_weights import read_initial
+from .journal import Journaled
+from .trace import TracedSteps
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, where, and how."""
+
+    recipe: Recipe
+    """no `auto` in it"""
+    options: RuntimeOptions
+    device: str
+    out: Path
+    data: Path | None = None
+    init: str | None = None
+    """weights to start from, see `initial_weights.read_initial`"""
+    max_steps: int | None = None
+    plan: PlanComparison | None = None
+    """to stand beside what is measured"""
+    replay: Journaled | None = None
+    """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
+    delays: str = ""
+    """a model of delays that the ranks sleep; empty: none"""
+    lists: tuple[str, ...] | None = None
+    """what the launcher has found of the images, for its ranks (`host_share.KeptArrays`); None: nobody's launcher is
+    ours, and the ranks find it together"""
+    trace: TracedSteps | None = None
+    """the steps of which a trace is written"""
+
+    def asked(self) -> dict[str, Any]:
+        """What the user asked for beside the recipe, as plain JSON: with it the same command can be given again."""
+        options = self.options.model_dump(mode="json", exclude_unset=True)
+        data = None if self.data is None else str(self.data)
+        return {"data": data, "init": self.init, "max_steps": self.max_steps, "runtime": options}
+
+
+def is_live(job: Job) -> bool:
+    """Whether clocks decide what its steps leave out."""
+    form = job.recipe.synchrony
+    return form.leaves_out and form.delays is None and job.replay is None
+
+
+def images_at(job: Job) -> str:
+    """Where the training images are, for people."""
+    return str(job.data or job.recipe.data.source)
+
+
+def init_sha256(job: Job) -> str:
+    """The hash of the weights that a job starts from; empty where they are drawn from the seed."""
+    return weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else ""
+
+
+def replayed_sha256(job: Job) -> str:
+    """The head of the journal that a job replays; empty where it replays none."""
+    return job.replay.head.sha256 if job.replay is not None else ""
