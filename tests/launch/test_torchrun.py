@@ -105,6 +105,7 @@ def test_no_rank_outlives_a_killed_torchrun(tmp_path: Path, recipe: Path) -> Non
     until(lambda: not any(map(is_alive, ranks)), "no orphan is left")
 
 
+@pytest.mark.slow
 def test_a_stop_of_one_rank_started_by_hand_stops_all_with_a_checkpoint(tmp_path: Path, recipe: Path) -> None:
     out = tmp_path / "out"
     ranks = by_hand(tmp_path, out, recipe, 2, pauses(0.01))
@@ -153,10 +154,11 @@ def test_a_rank_that_is_lost_while_they_meet_ends_the_others_in_time(tmp_path: P
 @pytest.mark.parametrize(
     ("flags", "code", "line"),
     [
-        (
+        pytest.param(
             ["--set", "virtual_workers=1"],
             2,
             "torusgd: workers = 2: the recipe has 1 virtual workers to share; use at most",
+            marks=pytest.mark.slow,
         ),
         (["--set", "model={name: 'tests.train.slow:Broken'}"], 1, "torusgd: rank 1: KeyError: "),
     ],

@@ -95,6 +95,7 @@ def test_a_cut_link_ends_an_all_reduce_within_its_timeout():
         assert crew.wait(timeout=30) == [3, 3, 3], crew.outputs()
 
 
+@pytest.mark.slow
 def test_a_failing_rank_is_named_with_what_it_said(tmp_path):
     program = tmp_path / "fails.py"
     program.write_text("import os\nif os.environ['RANK'] == '1': raise SystemExit('no luck')\n")

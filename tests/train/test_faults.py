@@ -189,6 +189,7 @@ def test_a_mistake_is_one_line_before_any_rank_is_started(
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_ends_the_run_with_one_line(tmp_path: Path, recipe: Path) -> None:
     words = torusgd_words(tmp_path / "out", recipe, "--workers", "2", *pauses(0.005))
     reader, writer = os.pipe()
@@ -199,6 +200,7 @@ def test_output_that_nobody_reads_ends_the_run_with_one_line(tmp_path: Path, rec
     assert done.stderr == "torusgd: nobody reads the output any more; the last checkpoint is good\n"
 
 
+@pytest.mark.slow
 def test_fresh_begins_anew(tmp_path: Path, recipe: Path) -> None:
     out = tmp_path / "out"
     run_alone(out, recipe, "rate.lr=0.7", max_steps=6)

@@ -91,7 +91,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 5))])
 def test_a_replay_has_the_bits_of_the_live_run_on_any_number_of_ranks(size: int, live: Path, tmp_path: Path) -> None:
     names = LIVE if size == 2 else ("count", "threshold")
     jobs = {name: {"synchrony": LIVE[name], "replay": live / name} for name in names}
