@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torusgd.data import CorruptImage, open_sources, tables
+from torusgd.data import CorruptImage, open_sources, parquet
 from torusgd.data.identity import data_sha256
 from torusgd.data.info import describe
 from torusgd.data.parquet import open_tables
@@ -25,7 +25,7 @@ def test_rows_in_any_order(tmp_path: Path, write: Any) -> None:
     train, held_out = open_sources(folder_data(source="hf"), write(tmp_path), 0)
     assert train.classes == ("cat", "dog")
     assert train.labels.tolist() == [number % 2 for number in range(12)]
-    assert isinstance(train, tables.TableImages)
+    assert isinstance(train, parquet.TableImages)
     assert [train.encoded(index) for index in (11, 0, 5, 6, 3)] == [picture(number) for number in (11, 0, 5, 6, 3)]
     assert held_out.read(5).shape[2] == 3
     info = describe(tmp_path)
@@ -35,7 +35,7 @@ def test_rows_in_any_order(tmp_path: Path, write: Any) -> None:
 
 def test_row_groups_are_kept_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Any) -> None:
     write_parquet(tmp_path / "set")
-    monkeypatch.setattr(tables, "MOST_KEPT", 20_000)
+    monkeypatch.setattr(parquet, "MOST_KEPT", 20_000)
     with pytest.raises(UserError, match=r"can't be read one by one; pack them first: torusgd data pack"):
         open_tables(tmp_path / "set", 3)
     train, _ = open_tables(tmp_path / "set", 3, whole=False)

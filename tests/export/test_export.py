@@ -12,7 +12,7 @@ import yaml
 from tests.train.runs import run_here, sets, train
 
 from torusgd.errors import RunError
-from torusgd.export import graphs
+from torusgd.export import formats
 from torusgd.export.formats import example_images
 from torusgd.export.model_card import card
 from torusgd.report.read_run import read_run
@@ -38,7 +38,7 @@ def test_torch_export_gives_the_same_logits_for_any_batch(run: Path, tmp_path: P
 
 
 def test_a_graph_with_other_logits_is_not_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "TOLERANCE", -1.0)
+    monkeypatch.setattr(formats, "TOLERANCE", -1.0)
     with pytest.raises(RunError, match="differ"):
         graphs.export_torch(open_model(run), tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
