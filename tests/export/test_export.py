@@ -40,7 +40,7 @@ def test_torch_export_gives_the_same_logits_for_any_batch(run: Path, tmp_path: P
 def test_a_graph_with_other_logits_is_not_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "TOLERANCE", -1.0)
     with pytest.raises(RunError, match="differ"):
-        graphs.export_torch(open_model(run), tmp_path / "model.pt2")
+        formats.export_torch(open_model(run), tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
 
 
