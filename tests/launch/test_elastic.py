@@ -44,6 +44,7 @@ from ..train.processes import (
     until,
     wait_for_step,
 )
+from ..train.runs import command
 
 
 def kill(*pids: int) -> None:
@@ -134,6 +135,30 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     assert (told["world_size"], told["shares"]) == (1, {"0": 4})
     assert "ranks 1, 2 join; ranks 0, 1, 2 go on" in process.err
     assert " leaves; rank 0 goes on" in process.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_that_leaves_out_late_work_loses_a_rank_and_gets_another(
+    tmp_path: Path, recipe: Path, run_cli: Any, victim: int
+) -> None:
+    """Its journal gives the same bits on another number of ranks."""
+    late = tmp_path / "late.yaml"
+    longer = recipe.read_text().replace("until: 12st", "until: 20st").replace(f"until: {STEPS}st", "until: 60st")
+    late.write_text(longer + "synchrony: {form: cutoff, count: 3, warmup: 2}\n")
+    out = tmp_path / "out"
+    process = torusgd(tmp_path / "1", out, late, "--workers", "3", "--delays", "exponential@0.02", *pauses(0.01))
+    wait_for_step(out, 8, process)
+    kill(process.rank(out, victim))
+    wait_for_step(out, 20, process)
+    assert run_cli("scale", out, "--workers", "3")[0] == 0
+    assert process.end() == 0, process.output
+    told = summary(out)
+    assert (told["lost_ranks"], told["world_size"], told["restarts"]) == ([victim], 3, 0)
+    assert told["left_out_workers"] > 40
+    again = Process(tmp_path / "2", *command("replay", out, "--workers", "2"))
+    assert again.end() == 0, again.output
+    assert results(summary(out.with_name("out-replay"))) == results(told)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 
 from torusgd.comm.device_clock import DeviceClock
 from torusgd.comm.groups import group_of
+from torusgd.train.step_stats import StepClock
 from torusgd.train.stragglers import EVERY, LinkProbe, Stragglers, slowest
 
 from ..comm.gloo_world import run_ranks
@@ -74,3 +75,13 @@ def _probe_and_close(pause: float) -> float:
 @pytest.mark.parametrize("size", [3, 4])
 def test_a_probe_that_is_closed_ends_on_all_ranks_with_what_it_was_asked_for(size: int) -> None:
     assert min(run_ranks(size, _probe_and_close, 0.02)) > 0
+
+
+def test_a_step_whose_passes_nobody_timed_says_nothing_of_a_rank_s_pace() -> None:
+    clock = StepClock(SimpleNamespace(wait_seconds=0.0), SimpleNamespace(waited=0.0, on_way=0.0))
+    assert clock.pace() == 0.0
+    clock.begin_work(lambda: 1.0)
+    clock.end_work(lambda: 3.0, workers=2)
+    assert clock.pace() == 1.0
+    clock.start()
+    assert clock.pace() == 0.0

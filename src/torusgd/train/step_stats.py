@@ -196,12 +196,13 @@ class StepClock:
     _passed: float = field(default=0.0, init=False)
     _work_began: Mark = field(default=time.perf_counter, init=False)
     _waited_before: float = field(default=0.0, init=False)
-    pace: Callable[[], float] = field(default=lambda: 0.0, init=False)
-    """the seconds that a virtual worker of the last passes took this rank, its images included; to be asked for once
-    the device has been there"""
+    pace: Callable[[], float] = field(default_factory=lambda: _unknown, init=False)
+    """the seconds that a virtual worker of the step's passes took this rank, its images included, or 0 where nobody can
+    tell; to be asked for once the device has been there"""
 
     def start(self) -> None:
         """A step begins."""
+        self.pace = _unknown
         self._started, self._before = time.perf_counter(), self._waits()
 
     def data_seconds(self) -> float:
@@ -230,3 +231,7 @@ class StepClock:
 
     def _waits(self) -> tuple[float, float, float]:
         return self.loader.wait_seconds, self.monitor.waited, self.monitor.on_way
+
+
+def _unknown() -> float:
+    return 0.0
