@@ -116,7 +116,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "reduction": ([], "reduction=float16"),
     "float32_norms": (["reduction=float16"], "float32_norms=true"),
     # Two threads wait busily for each other where processors are few.
-    "threads": (["stages=[{until: 1st, images_per_worker: 3}]", "evaluate.every=null"], "threads=2"),
+    "threads": (["stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null"], "threads=2"),
     "evaluate.every": ([], "evaluate.every=1st"),
     "evaluate.first": (["evaluate.every=2st"], "evaluate.first=1st"),
     "evaluate.image_size": ([], "evaluate={image_size: 10, resize: 12}"),
