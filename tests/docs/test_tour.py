@@ -73,3 +73,13 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exact_all_reduce" in (tmp_path / "api.html").read_text()
+
+
+def test_the_figures_of_the_readme_stand_in_the_documents_that_it_names() -> None:
+    rows = re.findall(r"^\| (.*) \| (.*) \| (docs/\S+\.md) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 4
+    for what, told, document in rows:
+        text = (ROOT / document).read_text()
+        for figure in re.findall(r"\d[\d,.]*\d", f"{what} {told}"):
+            assert figure in text, (what, figure)
+    assert (ROOT / "docs" / "pictures" / "report.png").is_file()

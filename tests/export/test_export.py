@@ -124,6 +124,20 @@ def test_cards_and_logs_are_of_finished_runs(run: Path, name: str, tmp_path: Pat
     assert "needs a finished run" in errors
 
 
+@pytest.mark.parametrize(("key", "value"), [("seconds", None), ("train_images", "x"), ("world_size", {})])
+def test_a_damaged_summary_makes_no_log_but_one_line(
+    run: Path, key: str, value: object, tmp_path: Path, run_cli: Any
+) -> None:
+    for file in ("events.jsonl", "recipe.yaml", "status.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((run / file).read_bytes())
+    summary = json.loads((run / "summary.json").read_text()) | {key: value}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    code, _, errors = run_cli("export", tmp_path, "--format", "mlperf")
+    assert code == 2
+    assert "damaged" in errors
+    assert errors.count("\n") == 1
+
+
 def test_an_mlperf_log_has_its_intervals_in_order(run: Path, tmp_path: Path, run_cli: Any) -> None:
     code, _, errors = run_cli("export", run, "--format", "mlperf", "--out", tmp_path)
     assert (code, errors) == (0, "")

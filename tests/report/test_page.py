@@ -14,7 +14,7 @@ from torusgd.errors import UserError
 from torusgd.report.mistakes import Mistakes, WorstClass, WrongImage, picture_of, png
 from torusgd.report.page import run_page
 from torusgd.report.read_run import read_run
-from torusgd.report.tables import command_of, time_shares
+from torusgd.report.tables import command_of, plan_table, ranks_table, time_shares, time_table
 
 pytest.importorskip("jinja2")
 EVIL = "<script>alert(1)</script>"
@@ -134,7 +134,7 @@ def test_lines_that_are_no_events_are_left_out(run: Path, tmp_path: Path, line: 
     Tags(run_page([record], [None]))
 
 
-@pytest.mark.parametrize("value", [None, "x", [], {}, -1, 1e999])
+@pytest.mark.parametrize("value", [None, "x", [], {}, -1, 1e999, 10**400])
 @pytest.mark.parametrize("key", ["top1", "seconds", "predicted", "shares", "conditions", "lost_ranks", "world_size"])
 def test_a_summary_of_other_types_makes_a_page_or_one_line(run: Path, tmp_path: Path, key: str, value: object) -> None:
     other = copied(run, tmp_path / "other", **{key: value})
@@ -191,3 +191,33 @@ def test_events_must_be_a_file(run: Path, tmp_path: Path) -> None:
     (other / "events.jsonl").symlink_to("/dev/zero")
     with pytest.raises(UserError, match="is no file"):
         read_run(other)
+
+
+def rows_of(table: Any) -> dict[str, str]:
+    return {row.label: row.cells[0] for row in table.rows}
+
+
+def test_slow_ranks_times_and_the_plan_are_told_as_they_were_recorded(run: Path, tmp_path: Path) -> None:
+    step = {"samples": 8, "epoch": 0.5, "loss": 1.0, "lr": 0.1, "batch": 8, "stage": 0, "momentum": 0.9}
+    late = ((1, 0.2, "data"), (1, 0.4, "compute"), (0, 0.1, "network"), (1, 0.3, "compute"))
+    events = [
+        step | {"step": place, "seconds": 2.0 * place, "step_seconds": 1.0, "data_seconds": 0.25, "sync_seconds": 0.125,
+                "update_seconds": 0.125, "redone": 1, "slowest": {"rank": rank, "behind": behind, "cause": cause}}
+        for place, (rank, behind, cause) in enumerate(late, 1)
+    ]  # fmt: skip
+    predicted = {"step_seconds": 0.5, "measured_step_seconds": 1.0, "step_seconds_error": -0.5}
+    folder = copied(run, tmp_path / "other", [json.dumps(event) for event in events], seconds=8.0, predicted=predicted)
+    record = read_run(folder)
+    times = rows_of(time_table([record]))
+    assert times["compute"] == "2.0 s (25.0%)"
+    assert times["waiting for images"] == "1.0 s (12.5%)"
+    assert times["exposed communication"] == "0.5 s (6.2%)"
+    assert times["evaluation, checkpoints, start"] == "4.0 s (50.0%)"
+    assert times["images a second"] == "8"
+    ranks = rows_of(ranks_table([record]))
+    assert ranks["steps redone after an overflow"] == "4"
+    assert ranks["ranks most often behind"].startswith("rank 1 in 3 of 4 looks, by 300.0 ms in the median, mostly comp")
+    plan = plan_table([record])
+    assert plan is not None
+    assert rows_of(plan)["a step"] == "500.0 ms / 1000.0 ms (plan -50.0%)"
+    assert plan_table([read_run(run)]) is None

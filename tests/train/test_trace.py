@@ -65,7 +65,7 @@ def check(trace: dict[str, Any], ranks: int, steps: int, workers: int) -> None:
         assert all(sorted(spans[rank, 0])[place + 1][1] > latest_begin for rank in range(ranks))
 
 
-def traced_here(out: str) -> None:
+def traced_here(out: str, steps: TracedSteps = TracedSteps(2, 3)) -> None:  # noqa: B008 - it is frozen
     """One rank of a traced run."""
     from torusgd.comm.groups import group_of
     from torusgd.recipe.load import load_recipe
@@ -76,7 +76,7 @@ def traced_here(out: str) -> None:
     from torusgd.train.run import Run
 
     recipe = resolve_auto(load_recipe("digits", list(TINY)).recipe, "cpu")
-    job = Job(recipe, RuntimeOptions(), "cpu", Path(out), trace=TracedSteps(2, 3))
+    job = Job(recipe, RuntimeOptions(), "cpu", Path(out), trace=steps)
     Run(job, group_of(), StopFlag(), restarts=0).run()
 
 
@@ -87,6 +87,11 @@ def test_a_trace_has_the_steps_and_changes_no_bit(tmp_path: Path) -> None:
     check(json.loads((tmp_path / "run" / "trace.json").read_text()), ranks=1, steps=2, workers=4)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["weights_sha256"] == alone["weights_sha256"]
+
+
+def test_steps_beyond_the_run_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--trace 3:5: the run has 4 steps"):
+        traced_here(str(tmp_path), TracedSteps(3, 5))
 
 
 @pytest.mark.slow

@@ -197,6 +197,7 @@ def test_mlflow_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "eval/top1")) == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_mlflow_wants_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

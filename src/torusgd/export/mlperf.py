@@ -34,14 +34,11 @@ def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
         raise UserError(f"{run.folder}: --format mlperf needs a finished run")
     if run.recipe.optimizer.name not in ("sgd", "lars"):
         raise UserError(f"{run.folder}: MLPerf's rules know sgd and lars, not {run.recipe.optimizer.name}")
-    begin = (run.folder / "summary.json").stat().st_mtime - float(run.summary["seconds"])
-    lines = []
-    for seconds, kind, key, value, metadata in _entries(run, division):
-        entry = {
-            "namespace": "", "time_ms": round(1e3 * (begin + seconds)), "event_type": kind, "key": key, "value": value,
-            "metadata": {"file": "events.jsonl", "lineno": 0, **metadata},
-        }  # fmt: skip
-        lines.append(f":::MLLOG {json.dumps(entry)}\n")
+    try:
+        begin = (run.folder / "summary.json").stat().st_mtime - float(run.summary["seconds"])
+        lines = [_line(begin, entry) for entry in _entries(run, division)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{run.folder}: its summary or events are damaged: {type(error).__name__} {error}") from None
     try:
         write_text(path, "".join(lines))
     except OSError as error:
@@ -49,6 +46,15 @@ def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
 
 
 Entry = tuple[float, str, str, Any, Mapping[str, Any]]
+
+
+def _line(begin: float, entry: Entry) -> str:
+    seconds, kind, key, value, metadata = entry
+    tree = {
+        "namespace": "", "time_ms": round(1e3 * (begin + seconds)), "event_type": kind, "key": key, "value": value,
+        "metadata": {"file": "events.jsonl", "lineno": 0, **metadata},
+    }  # fmt: skip
+    return f":::MLLOG {json.dumps(tree)}\n"
 
 
 def _entries(run: RunRecord, division: str) -> Iterator[Entry]:

@@ -82,15 +82,12 @@ def _lines(runs: Sequence[RunRecord], key: str) -> list[Series]:
 
 
 def _dots(runs: Sequence[RunRecord], key: str, joined: bool = False) -> list[Series]:
-    """Evaluations of the weights in training; the polished ones are another network."""
-    points = [
-        [
-            (epoch, event[key])
-            for event in run.evaluations
-            if is_number(event.get(key)) and (epoch := run.epoch_of(event["step"])) is not None
-        ]
-        for run in runs
-    ]
+    """Evaluations of the weights in training, without the polished ones: the table of results has those."""
+    points = []
+    for run in runs:
+        events = [e for e in run.evaluations if e["event"] == "evaluation" and is_number(e.get(key))]
+        placed = [(run.epoch_of(event["step"]), event[key]) for event in events]
+        points.append([(epoch, value) for epoch, value in placed if epoch is not None])
     return _series(runs, points, dots=not joined)
 
 

@@ -4,7 +4,6 @@ Others may have written the folder, and a machine may have died in the middle of
 a line that can't be understood is counted and left out, and only values of the expected type go any further.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ from ..untrusted import MOST_YAML, check_regular, parse_json, read_text
 
 MOST_EVENT = 1 << 20
 """bytes of a line of events.jsonl; a step of a thousand ranks has some 20,000"""
+MOST_FIGURE = 1e15
+"""no figure of a run is larger; sums of so many stay finite"""
 _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("shares", "conditions", "predicted", "runtime"), dict),
     **dict.fromkeys(("lost_ranks", "other_conditions", "mixed_conditions"), list),
@@ -53,7 +54,7 @@ class RunRecord:
         return self.folder.resolve().name or str(self.folder)
 
     def numbers(self, key: str) -> list[float]:
-        """A finite number of each step."""
+        """A number of each step."""
         return [float(step[key]) for step in self.steps]
 
     def epoch_of(self, step: float) -> float | None:
@@ -93,8 +94,8 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of a stranger's JSON is a finite number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value of a stranger's JSON is a number, no truth value, of at most MOST_FIGURE."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_FIGURE
 
 
 def _read_recipe(path: Path) -> Recipe:

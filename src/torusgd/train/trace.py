@@ -112,9 +112,15 @@ class StepTrace:
 def trace_steps(
     steps: TracedSteps | None, step: "TrainStep", monitor: Monitor, world: Group, folder: Path
 ) -> Callable[[int], object]:
-    """Attaches a trace of these steps, which is written into the run's folder; what it must be told between steps."""
+    """Attaches a trace of these steps, which is written into the run's folder; what it must be told between steps.
+
+    Raises:
+        UserError: The run has fewer steps.
+    """
     if steps is None:
         return lambda done: None
+    if steps.last > len(step.schedule):
+        raise UserError(f"--trace {steps.first}:{steps.last}: the run has {len(step.schedule)} steps")
     trace = StepTrace(steps, world, folder / FILE)
     trace.attach(step, monitor)
     return trace.reach
