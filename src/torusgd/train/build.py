@@ -81,6 +81,8 @@ class Job:
     """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
     delays: str = ""
     """a model of delays that the ranks sleep; empty: none"""
+    bucket: str | None = None
+    """the URL to which what stands in `out` is copied; None: nowhere"""
 
 
 @dataclass(frozen=True)
