@@ -6,6 +6,7 @@ tried again here.
 """
 
 import errno
+import os
 import re
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from .errors import UserError, is_transient
 
 SCHEMES = ("s3", "gs", "hf", "http", "https")
+CACHE = "TORUSGD_CACHE"
 PAUSES = (0.2, 1.0, 3.0)
 """seconds before each further attempt"""
 _SECONDS = 30
@@ -36,6 +38,11 @@ def url_of(path: Path | None) -> str | None:
     """
     found = re.fullmatch(r"([a-z0-9]+):/+(.+)", str(path)) if path is not None else None
     return f"{found[1]}://{found[2]}" if found is not None and found[1] in SCHEMES else None
+
+
+def cache_folder() -> Path:
+    """Where this machine keeps copies of what is in buckets: TORUSGD_CACHE, or else ~/.cache/torusgd."""
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "torusgd")
 
 
 class Store:

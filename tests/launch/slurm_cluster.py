@@ -51,8 +51,7 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
             listener = sockets.enter_context(socket.socket())
             listener.bind(("127.0.0.1", 0))
             ports.append(listener.getsockname()[1])
-    while ports[2] != ports[1] + 1:  # the nodes' must follow each other; nobody else takes them meanwhile
-        ports[2] = ports[1] + 1
+    ports[2] = ports[1] + 1  # the nodes' must follow each other
     for name in ("state", "spool.n1", "spool.n2"):
         (folder / name).mkdir(parents=True)
     text = CONFIGURATION.format(
@@ -68,12 +67,15 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
                 daemons.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
         wait_until(lambda: ask(environment, "sinfo", "-h", "-o", "%T %D") == "idle 2", 60, "the nodes are idle")
         yield environment
-        ask(environment, "scancel", "--user=root")
     finally:
         for daemon in daemons[::-1]:
             daemon.terminate()
         for daemon in daemons:
-            daemon.wait(30)
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:  # a node that waits for its last step
+                daemon.kill()
+                daemon.wait()
 
 
 def ask(environment: dict[str, str], *command: str) -> str:

@@ -16,8 +16,14 @@ pytestmark = [
 ]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm" / "train.sh"
-STEPS = 3000
-SETTINGS = sets(*TINY, f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]", "evaluate.every=null")
+PICTURES = "image_size: 8, channels: 1, mean: [0.5], std: [0.25]"
+
+
+def settings(pause: float) -> list[str]:
+    """800 steps of 12 images on two ranks, each image after so many seconds: with 0.02 more than one job has."""
+    source = f"data={{source: 'tests.train.slow:Slow', options: {{pause: {pause}}}, {PICTURES}}}"
+    stages = "stages=[{until: 800st, images_per_worker: 3}]"
+    return sets(*TINY, source, stages, "evaluate.every=null")
 
 
 def test_queued_again_at_the_time_limit(tmp_path: Path) -> None:
@@ -28,17 +34,20 @@ def test_queued_again_at_the_time_limit(tmp_path: Path) -> None:
     with slurm_cluster(tmp_path / "slurm") as environment:
         environment["PATH"] = f"{tmp_path / 'bin'}:{environment['PATH']}"
         given = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--overcommit"]
-        given += ["--time=1", "--signal=USR1@30", f"--output={log}"]
-        job = ask(environment, "sbatch", "--parsable", *given, str(EXAMPLE), "digits", *SETTINGS, "--out", str(out))
+        # The signal may come a minute before its time, so 30 to 90 s after the start.
+        given += ["--time=2", "--signal=USR1@30", f"--output={log}"]
+        job = ask(
+            environment, "sbatch", "--parsable", *given, str(EXAMPLE), "digits", *settings(0.02), "--out", str(out)
+        )
         assert job.isdigit(), job
 
         def state() -> str:
             return ask(environment, "squeue", "-h", "-j", job, "-o", "%T")
 
-        wait_until(lambda: (out / "summary.json").exists() or not state().isalpha(), 600, "the job is done")
+        wait_until(lambda: state() in ("COMPLETED", "FAILED", ""), 600, "the job is done")
         record = ask(environment, "scontrol", "show", "job", job)
     assert (out / "summary.json").exists(), log.read_text() + record
     summary = json.loads((out / "summary.json").read_text())
     assert "Restarts=0" not in record, "the time limit was reached and the job was queued again"
     assert summary["world_size"] == 2
-    assert summary["weights_sha256"] == train(tmp_path / "alone", *SETTINGS, "--workers", 2)["weights_sha256"]
+    assert summary["weights_sha256"] == train(tmp_path / "alone", *settings(0.0), "--workers", 2)["weights_sha256"]

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torusgd import cli
 from torusgd.comm.profile import Profile, choose
 from torusgd.data.decode import decode, decode_region
 from torusgd.data.sources import open_sources
-from torusgd.data.types import Region
+from torusgd.data.tar_index import make_index, write_index
+from torusgd.data.types import CorruptImage, Region
 from torusgd.errors import UserError
 from torusgd.models import build_model
 from torusgd.plan.cluster import load_cluster, load_software
@@ -60,6 +62,7 @@ class Fuzz:
             "pictures": (250, self.pictures),
             "arrays": (120, self.arrays),
             "IDX": (60, self.idx),
+            "tar shards and lists": (160, self.shards),
             "checkpoints": (120, self.checkpoints),
             "published results": (60, self.tables),
             "network profiles": (80, self.profiles),
@@ -221,6 +224,38 @@ class Fuzz:
                 self.file(f"{path.name}/{stem}-idx{dims}-ubyte", damaged(rng, content) if each == torn else content)
             yield path.name, lambda path=path: read_first(data, path)
 
+    def shards(self, count: int, rng: random.Random) -> Inputs:
+        """A tar file of two that is damaged before it is indexed, or after; an index; a list of files."""
+        picture = io.BytesIO()
+        Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(picture, "JPEG")
+        formats = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
+        for number in range(count):
+            path = self.folder / f"shards-{number}"
+            stream = io.BytesIO()
+            with tarfile.open(fileobj=stream, mode="w", format=rng.choice(formats)) as archive:
+                for each in range(4):
+                    for kind, content in ((".jpg", picture.getvalue()), (".cls", b"%d" % (each % 2))):
+                        member = tarfile.TarInfo(f"{'long' * rng.choice((1, 30))}/{each}{kind}")
+                        member.size = len(content)
+                        archive.addfile(member, io.BytesIO(content))
+            good = stream.getvalue()
+            for split in ("train", "val"):
+                self.file(f"{path.name}/{split}.tar", good)
+            torn = rng.choice(("before", "after", "index", "list"))
+            if torn == "before":
+                self.file(f"{path.name}/train.tar", damaged(rng, good))
+            else:
+                write_index(path / "index.npz", make_index(path))
+            if torn == "after":
+                self.file(f"{path.name}/train.tar", damaged(rng, good))
+            if torn == "index":
+                self.file(f"{path.name}/index.npz", damaged(rng, (path / "index.npz").read_bytes()))
+            if torn == "list":
+                self.file(f"{path.name}/a.jpg", picture.getvalue())
+                for split in ("train", "val"):
+                    self.file(f"{path.name}/{split}.csv", damaged(rng, b"path,label\n" + b"a.jpg,cat\n" * 5))
+            yield f"{path.name} {torn}", lambda path=path, torn=torn: read_shards(path, torn)
+
     def checkpoints(self, count: int, rng: random.Random) -> Inputs:
         """Checkpoints with one file damaged, half of them with a manifest that says that all is well."""
         recipe = load_recipe("digits").recipe
@@ -335,6 +370,17 @@ def read_first(data: Data, path: Path) -> None:
     """A data set opened, and an image of each half read."""
     for source in open_sources(data, path, 0):
         source.read(0)
+
+
+def read_shards(path: Path, torn: str) -> None:
+    """Tar shards or lists as training reads them; an image that can't be decoded would be replaced."""
+    if torn == "before":
+        write_index(path / "index.npz", make_index(path))
+    data = Data(source="list" if torn == "list" else "tar", image_size=4)
+    for source in open_sources(data, path, 0):
+        for index in range(min(8, len(source))):
+            with contextlib.suppress(CorruptImage, FileNotFoundError):
+                source.read(index)
 
 
 def chosen(profile: Profile) -> None:

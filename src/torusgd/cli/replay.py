@@ -64,7 +64,7 @@ def replay(
     job = Job(recipe, options, resolve_device(options), folder, data, init, steps, replay=journaled)
     result = (join_and_train if ranks_are_given() else launch)(job, fresh)
     if result.summary:
-        show_result(result.summary, folder)
+        show_result(result.summary, str(folder))
         compare(run, told, result.summary)
     raise typer.Exit(result.code)
 

@@ -33,7 +33,8 @@ def train(
         ),
     ] = None,
     out: Annotated[
-        Path | None, Option("--out", help="The run's folder. Default: runs/RECIPE.", rich_help_panel=OUTPUT)
+        Path | None,
+        Option("--out", help="The run's folder, or s3://BUCKET/RUN. Default: runs/RECIPE.", rich_help_panel=OUTPUT),
     ] = None,
     fresh: Annotated[
         bool, Option("--fresh", help="Delete an earlier run in --out and begin anew.", rich_help_panel=OUTPUT)
@@ -133,8 +134,10 @@ def train(
     from ..recipe.load import load_recipe
     from ..runtime import expected_ranks, ranks_are_given, resolve_auto, resolve_device
     from ..train.compare_plan import PlanComparison
+    from ..train.events import warn
     from ..train.initial_weights import check_initial
     from ..train.job import Job
+    from ..train.mirror import Mirror
     from ..train.trace import TracedSteps
 
     if time_limit is not None:
@@ -157,20 +160,38 @@ def train(
         check_initial(init, asked)
     resolved = resolve_auto(asked, device)
     options = runtime.fitted(options, block, expected_ranks(options, device, resolved))
-    folder = out or Path("runs") / resolved.name
-    planned = PlanComparison.load(plan) if plan else None
-    traced = TracedSteps.parse(trace) if trace else None
-    job = Job(resolved, options, device, folder, data, init, max_steps, planned, delays=delays or "", trace=traced)
     begins = fresh and slurm.restarts() == 0  # a job that Slurm has queued again goes on
+    folder, is_first = out or Path("runs") / resolved.name, os.environ.get("RANK", "0") == "0"
+    mirror = Mirror.at(folder, warn)
+    if mirror is not None:
+        folder = mirror.folder
+        if is_first:
+            mirror.begin(begins)
+    planned = PlanComparison.load(plan) if plan else None
+    job = Job(
+        resolved,
+        options,
+        device,
+        folder,
+        data,
+        init,
+        max_steps,
+        planned,
+        delays=delays or "",
+        trace=TracedSteps.parse(trace) if trace else None,
+        bucket=mirror.url if mirror is not None else None,
+    )
     result = (join_and_train if ranks_are_given() else launch)(job, begins)
-    if requeue and result.code == EXIT_AGAIN and os.environ.get("RANK", "0") == "0":
+    if mirror is not None and is_first:
+        mirror.put_result()
+    if requeue and result.code == EXIT_AGAIN and is_first:
         slurm.requeue()
     if result.summary:
-        show_result(result.summary, folder)
+        show_result(result.summary, mirror.url if mirror is not None else str(folder))
     raise typer.Exit(result.code)
 
 
-def show_result(summary: Mapping[str, Any], folder: Path) -> None:
+def show_result(summary: Mapping[str, Any], folder: str) -> None:
     """The result and where it lies."""
     terminal = console()
     terminal.print(

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
-from ..storage import Store
+from ..storage import CACHE, Store, cache_folder
 from ..weights import replacing
 from .tar_index import FILE
 from .types import Int64
@@ -30,16 +30,11 @@ THREADS = 32
 """ranges under way at a time: a bucket answers after 20 to 50 ms, whatever is asked"""
 _MOST_AHEAD = 4096
 """images that are read before they are asked for"""
-_CACHE, _CACHE_GIB = "TORUSGD_CACHE", "TORUSGD_CACHE_GIB"
+_CACHE_GIB = "TORUSGD_CACHE_GIB"
 _DEFAULT_GIB = 64.0
 _COUNT_EVERY = 256
 
 log = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """Where this machine keeps copies of what is in buckets: TORUSGD_CACHE, or else ~/.cache/torusgd."""
-    return Path(os.environ.get(_CACHE) or Path.home() / ".cache" / "torusgd")
 
 
 def cache_bytes() -> int:
@@ -160,7 +155,7 @@ class RangeCache:
                     file.truncate(4 * len(sizes))
             self._sums = np.memmap(folder / "kept", np.uint32, "r+", 0, (len(sizes),))
         except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: can't keep copies there ({error}); set {_CACHE} to another folder") from error
+            raise UserError(f"{folder}: can't keep copies there ({error}); set {CACHE} to another folder") from error
         self._is_full = False
 
     def get(self, number: int, file: int, begin: int, size: int) -> bytes | None:

@@ -158,10 +158,14 @@ class CheckpointWriter:
         folder: Where checkpoints stand; made when the first is written.
         keep: How many stay.
         metadata: Written into the weight file, such as the class names.
+        copy: Called with each checkpoint once it stands; what it raises is as if the disk had.
     """
 
-    def __init__(self, folder: Path, keep: int, metadata: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, keep: int, metadata: dict[str, str], copy: Callable[[Path], object] = lambda path: None
+    ) -> None:
         self.folder = folder
+        self._copy = copy
         self._keep = keep
         self._metadata = metadata
         self._pool = ThreadPoolExecutor(1, "checkpoint")
@@ -219,6 +223,7 @@ class CheckpointWriter:
 
     def _write(self, checkpoint: Checkpoint) -> None:
         written = write_checkpoint(self.folder, checkpoint, self._metadata)
+        self._copy(written)
         for old in [path for path in list_checkpoints(self.folder) if path.name <= written.name][self._keep :]:
             os.replace(old, _partial(old))  # so that a process that is killed meanwhile leaves no half of one
             shutil.rmtree(_partial(old), ignore_errors=True)

@@ -37,6 +37,8 @@ class Job:
     ours, and the ranks find it together"""
     trace: TracedSteps | None = None
     """the steps of which a trace is written"""
+    bucket: str | None = None
+    """the URL to which what stands in `out` is copied; None: nowhere"""
 
     def asked(self) -> dict[str, Any]:
         """What the user asked for beside the recipe, as plain JSON: with it the same command can be given again."""

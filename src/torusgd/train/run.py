@@ -26,6 +26,7 @@ from .events import Telemetry, evaluation_event, plan_table, warn
 from .fingerprint import changes
 from .job import Job
 from .journal import Journal
+from .mirror import Mirror
 from .polish import polish_by_recipe
 from .restore import restore
 from .result import RunResult, weights_metadata, write_result
@@ -122,7 +123,10 @@ class Run:
                     )
                 self._counted = time.perf_counter()
             self._is_ready = True
-            writer = CheckpointWriter(self.run_dir.checkpoints, self.job.options.keep_checkpoints, self._metadata)
+            keep = self.job.options.keep_checkpoints
+            mirror = Mirror(self.job.bucket) if self.job.bucket is not None and self._is_first else None
+            copy = partial(mirror.put_checkpoint, keep=keep) if mirror is not None else lambda path: None
+            writer = CheckpointWriter(self.run_dir.checkpoints, keep, self._metadata, copy)
             try:
                 self._open_journal()
                 if self._is_first:

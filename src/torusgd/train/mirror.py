@@ -1,0 +1,166 @@
+"""A run whose folder is in a bucket: it works in a folder of this machine, and what it must keep goes to the bucket.
+
+The bucket decides: another machine that is given the same URL goes on from the newest checkpoint there. A checkpoint's
+manifest is written last and deleted first, so a checkpoint with a manifest is whole, and its sums say whether what was
+fetched is. A name that the run drew when it began tells what this machine has of the same run from what it has of an
+earlier one.
+"""
+
+import hashlib
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import RunError, UserError
+from ..storage import Store, cache_folder, url_of
+from ..untrusted import read_text
+from ..weights import write_text
+from .checkpoint import FILES as CHECKPOINT_FILES
+from .checkpoint import MANIFEST, list_checkpoints, read_checkpoint
+from .run_dir import FILES, RunDir
+from .status import HEAD
+
+NAME = ".run-name"
+"""what the run drew when it began"""
+_RECIPE, _SUMMARY = "recipe.yaml", "summary.json"
+_SMALL = (_RECIPE, *(name for name in FILES if name not in ("status.json", _SUMMARY)), _SUMMARY)
+"""files beside the checkpoints, in the order in which they go there: the summary says that the rest is whole"""
+
+
+class Mirror:
+    """What a run has in a bucket, and the folder in which it works.
+
+    Args:
+        url: Of the run, as given by --out.
+        warn: Gets a line for a checkpoint in the bucket that is not whole.
+
+    Raises:
+        UserError: The package for that kind of bucket is missing.
+    """
+
+    def __init__(self, url: str, warn: Callable[[str], None] = lambda line: None) -> None:
+        self.url = url
+        self.folder = cache_folder() / "runs" / hashlib.sha256(url.encode()).hexdigest()[:32]
+        self._store = Store(url)
+        self._warn = warn
+
+    @classmethod
+    def at(cls, out: Path, warn: Callable[[str], None] = lambda line: None) -> "Mirror | None":
+        """That of a run's `--out`; None: it is a folder."""
+        url = url_of(out)
+        return None if url is None else cls(url, warn)
+
+    def begin(self, fresh: bool) -> None:
+        """Makes the working folder one of the run in the bucket; with `fresh` the run there is deleted.
+
+        Raises:
+            UserError: The bucket can't be reached, or holds what no run left there.
+            RunError: It holds checkpoints, none of which is good.
+        """
+        try:
+            with RunDir(self.folder).lock():
+                self._begin(fresh)
+        except OSError as error:
+            raise UserError(f"--out {self.url}: can't be used: {error}") from error
+
+    def put_checkpoint(self, checkpoint: Path, keep: int) -> None:
+        """Copies a checkpoint there, with the files beside it, and leaves the newest `keep`; OSError as it comes."""
+        self._put_small(but=_SUMMARY)
+        for name in (*CHECKPOINT_FILES, MANIFEST):
+            self._store.put(checkpoint / name, f"checkpoints/{checkpoint.name}/{name}")
+        for old in [name for name in self._checkpoints() if name <= checkpoint.name][keep:]:
+            self._delete(old)
+
+    def put_result(self) -> None:
+        """Copies the events there, and the weights and the summary of a finished run.
+
+        Raises:
+            RunError: The bucket doesn't take them.
+        """
+        try:
+            self._put_small(but="" if (self.folder / _SUMMARY).exists() else _SUMMARY)
+        except OSError as error:
+            raise RunError(f"{self.url}: can't be written: {error}; the same command tries again") from error
+
+    def _begin(self, fresh: bool) -> None:
+        there = self._store.sizes()
+        is_run = _RECIPE in there and self._store.read(_RECIPE).decode(errors="replace").startswith(HEAD)
+        if there and not is_run and (not fresh or {_RECIPE, *FILES} & there.keys()):
+            raise UserError(f"--out {self.url}: holds {min(there)!r} but no run; choose another place")
+        if fresh and is_run:
+            self._clear(list(there))
+        if fresh or not is_run or self._name_here() != self._store.read(NAME).decode():
+            self._forget()
+        if fresh or not is_run:
+            write_text(self.folder / NAME, secrets.token_hex(8))
+            return
+        is_newer = self._fetch_newest()
+        for name in (NAME, *_SMALL):
+            if name in there and (is_newer or not (self.folder / name).exists()):
+                self._store.get(name, self.folder / name)
+
+    def _fetch_newest(self) -> bool:
+        """Brings the newest good checkpoint here; False where this machine has it, or a newer one of the same run."""
+        here = next((path.name for path in list_checkpoints(self.folder / "checkpoints")), "")
+        there = self._checkpoints()
+        for name in there:
+            if name <= here:
+                return False
+            partial, final = (self.folder / "checkpoints" / each for each in (f".{name}.partial", name))
+            for _ in range(2):  # a bucket may answer once with what was there before
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                try:
+                    for file in (MANIFEST, *CHECKPOINT_FILES):
+                        self._store.get(f"checkpoints/{name}/{file}", partial / file)
+                    read_checkpoint(partial)
+                except (UserError, FileNotFoundError) as error:
+                    problem = error
+                else:
+                    partial.rename(final)
+                    return True
+            shutil.rmtree(partial)
+            self._warn(f"{self.url}/checkpoints/{name}: {problem}; an older one is taken")
+        if there and not here:
+            raise RunError(
+                f"{self.url}: none of its {len(there)} checkpoints is good; put a good copy there, or begin anew with "
+                "--fresh, which deletes them"
+            )
+        return False
+
+    def _put_small(self, but: str) -> None:
+        for name in (NAME, *_SMALL):
+            if name != but and (self.folder / name).exists():
+                self._store.put(self.folder / name, name)
+
+    def _checkpoints(self) -> list[str]:
+        """The names of the whole ones, newest first."""
+        end = f"/{MANIFEST}"
+        found = [name.split("/")[1] for name in self._store.sizes() if name.endswith(end) and name.count("/") == 2]
+        return sorted((name for name in found if name.startswith("step-")), reverse=True)
+
+    def _delete(self, checkpoint: str) -> None:
+        for name in (MANIFEST, *CHECKPOINT_FILES):
+            self._store.delete(f"checkpoints/{checkpoint}/{name}")
+
+    def _clear(self, names: list[str]) -> None:
+        for checkpoint in self._checkpoints():
+            self._delete(checkpoint)
+        for name in (_SUMMARY, *_SMALL, NAME):
+            if name in names:
+                self._store.delete(name)
+
+    def _name_here(self) -> str:
+        try:
+            return read_text(self.folder / NAME)
+        except (OSError, ValueError):
+            return ""
+
+    def _forget(self) -> None:
+        """Empties the working folder, but for the lock that is held."""
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif not path.name.startswith("."):
+                path.unlink()

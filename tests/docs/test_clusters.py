@@ -1,0 +1,81 @@
+"""The examples for clusters: well formed, and the commands in them are ones that torusgd takes."""
+
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from torusgd.cli import app
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+KUBERNETES = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
+
+
+def options_of(command: str) -> set[str]:
+    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    return {name for parameter in found.params for name in parameter.opts}
+
+
+def containers(tree: Any) -> list[dict[str, Any]]:
+    """Whatever in a manifest has a command, by depth first."""
+    if isinstance(tree, list):
+        return [each for item in tree for each in containers(item)]
+    if not isinstance(tree, dict):
+        return []
+    own = [tree] if "args" in tree else []
+    return [*own, *(each for value in tree.values() for each in containers(value))]
+
+
+def words_of(path: Path) -> list[list[str]]:
+    """The commands `torusgd train ...` of an example, as words."""
+    text = path.read_text()
+    if path in KUBERNETES:
+        found = [[*map(str, [*each.get("command", []), *each["args"]])] for each in containers(yaml.safe_load(text))]
+    else:
+        joined = text.replace("\\\n", " ")
+        found = [shlex.split(line) for line in joined.splitlines() if " torusgd train" in line and line[0] != "#"]
+    return [words[words.index("train") :] for words in found]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*KUBERNETES, *sorted((EXAMPLES / "slurm").iterdir()), EXAMPLES / "skypilot.yaml"],
+    ids=lambda path: path.name,
+)
+def test_the_command_of_an_example_is_one(path: Path) -> None:
+    commands = words_of(path)
+    assert commands
+    for words in commands:
+        assert {word for word in words if word.startswith("--")} <= options_of("train")
+
+
+def test_manifests_name_what_the_image_has() -> None:
+    image = (EXAMPLES.parent / "Containerfile").read_text()
+    assert 'ENTRYPOINT ["torusgd"]' in image
+    for path in KUBERNETES:
+        for container in containers(yaml.safe_load(path.read_text())):
+            assert container["image"].partition(":")[0] == "torusgd"
+            assert (container.get("command") or container["args"])[0] in ("torchrun", "train")
+            mounted = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
+            assert not mounted or "/runs" in mounted
+
+
+@pytest.mark.skipif(find_spec("kubernetes_validate") is None, reason="needs kubernetes-validate")
+def test_the_pods_keep_to_the_schema_of_kubernetes() -> None:
+    import kubernetes_validate
+
+    checked = 0
+    for path in KUBERNETES:
+        tree = yaml.safe_load(path.read_text())
+        if tree["kind"] == "Job":
+            kubernetes_validate.validate(tree, kubernetes_validate.latest_version(), strict=True)
+            checked += 1
+        for replica in tree["spec"].get("pytorchReplicaSpecs", {}).values():
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replica["template"]["spec"]}
+            kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+            checked += 1
+    assert checked == 3

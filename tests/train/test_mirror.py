@@ -1,0 +1,189 @@
+"""A run whose folder is in a bucket: fsspec's in memory here; the slow test has a real S3 server that fails."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fsspec")
+
+import torch
+
+from torusgd import storage
+from torusgd.errors import RunError, UserError
+from torusgd.recipe.load import load_recipe
+from torusgd.storage import Store
+from torusgd.train.checkpoint import Checkpoint, list_checkpoints, read_checkpoint, write_checkpoint
+from torusgd.train.mirror import NAME, Mirror
+from torusgd.train.run_dir import RunDir
+
+from .runs import TINY, command, sets, train
+
+URL = "memory://runs/one"
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes a mirror on a machine of its own."""
+    import fsspec
+
+    monkeypatch.setattr(storage, "SCHEMES", ("memory", *storage.SCHEMES))
+    monkeypatch.setattr(storage, "PAUSES", ())
+    lines: list[str] = []
+
+    def machine(name: str, fresh: bool = False) -> Mirror:
+        monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / name))
+        mirror = Mirror(URL, lines.append)
+        mirror.begin(fresh)
+        return mirror
+
+    machine.lines = lines  # type: ignore[attr-defined]
+    yield machine
+    fsspec.filesystem("memory").store.clear()
+
+
+def advance(mirror: Mirror, step: int, keep: int = 2) -> None:
+    RunDir(mirror.folder).claim(load_recipe("digits").recipe, fresh=False)
+    with (mirror.folder / "events.jsonl").open("a") as file:
+        file.write(f"{step}\n")
+    checkpoint = Checkpoint({"w": torch.full((3,), 1.0)}, {"momentum": torch.ones(3)}, {"step": step})
+    mirror.put_checkpoint(write_checkpoint(mirror.folder / "checkpoints", checkpoint, {}), keep)
+
+
+def newest(mirror: Mirror) -> int:
+    return read_checkpoint(list_checkpoints(mirror.folder / "checkpoints")[0]).step
+
+
+def test_another_machine_goes_on(machines: Any) -> None:
+    first = machines("a")
+    for step in (1, 2, 3):
+        advance(first, step)
+    steps = {name.split("/")[1] for name in Store(URL).sizes() if name.startswith("checkpoints")}
+    assert steps == {"step-00000002", "step-00000003"}
+    second = machines("b")
+    assert newest(second) == 3
+    assert (second.folder / "events.jsonl").read_text() == "1\n2\n3\n"
+    advance(second, 4)
+    assert newest(machines("a")) == 4
+    assert (first.folder / "events.jsonl").read_text() == "1\n2\n3\n4\n"
+    assert not (first.folder / "summary.json").exists()
+    (first.folder / "summary.json").write_text("{}")
+    first.put_result()
+    assert (machines("c").folder / "summary.json").read_text() == "{}"
+
+
+def test_a_machine_that_is_ahead_of_the_bucket_stays_so(machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = machines("a")
+    advance(first, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "put_checkpoint", lambda *each: None)
+        advance(first, 2)
+    assert newest(machines("a")) == 2
+    assert newest(machines("b")) == 1
+
+
+def test_what_is_not_whole_is_not_taken(machines: Any) -> None:
+    first = machines("a")
+    for step in (1, 2, 3):
+        advance(first, step, keep=3)
+    Store(URL).delete("checkpoints/step-00000003/manifest.json")  # it is being written, or deleted
+    Store(URL).write("checkpoints/step-00000002/model.safetensors", b"stale")
+    assert newest(machines("b")) == 1
+    assert "step-00000002" in machines.lines[0]
+    assert "is damaged" in machines.lines[0]
+    Store(URL).delete("checkpoints/step-00000001/state.json")
+    with pytest.raises(RunError, match="none of its 2 checkpoints is good; put a good copy there, or begin anew"):
+        machines("c")
+
+
+def test_a_run_that_was_begun_anew_elsewhere_is_another(machines: Any) -> None:
+    for step in (1, 2, 3):
+        advance(machines("a"), step)
+    Store(URL).write("notes.txt", b"mine")
+    second = machines("b", fresh=True)
+    assert set(Store(URL).sizes()) == {"notes.txt"}, "only what a run wrote is deleted"
+    advance(second, 1)
+    assert newest(machines("a")) == 1
+
+
+def test_places_that_hold_something_else_are_refused(machines: Any) -> None:
+    Store(URL).write("photo.jpg", b"x")
+    with pytest.raises(UserError, match=r"--out memory://runs/one: holds 'photo.jpg' but no run"):
+        machines("a")
+    machines("a", fresh=True)
+    Store(URL).write("recipe.yaml", b"name: of somebody\n")
+    with pytest.raises(UserError, match="but no run; choose another place"):
+        machines("a", fresh=True)
+    assert Store(URL).read("recipe.yaml") == b"name: of somebody\n"
+
+
+def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    mirror = machines("a")
+    advance(mirror, 1)
+    (mirror.folder / "summary.json").write_text("{}")
+
+    def fails(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("503 Slow Down")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", fails)
+    with pytest.raises(RunError, match="503 Slow Down"):
+        mirror.put_result()
+    with pytest.raises(OSError, match="503 Slow Down"):
+        advance(mirror, 2)
+    monkeypatch.setattr(MemoryFileSystem, "find", fails)
+    with pytest.raises(UserError, match=r"--out memory://runs/one: can't be used: .*503 Slow Down"):
+        machines("a")
+    assert (mirror.folder / NAME).exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_bucket_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real S3 server that fails now and then; a machine is killed, and its disk is gone."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    from tests.data.s3_server import BUCKET, s3_server
+
+    source = "data={source: 'tests.train.slow:Slow', options: {pause: PAUSE}, image_size: 8, channels: 1, "
+    source += "mean: [0.5], std: [0.25]}"
+    stages = "stages=[{until: 60st, images_per_worker: 3}]"
+
+    def settings(pause: float) -> list[str]:
+        return [*sets(*TINY, source.replace("PAUSE", str(pause)), stages, "evaluate.every=null"), "--workers", "2"]
+
+    expected = train(tmp_path / "folder", *settings(0.0))["weights_sha256"]
+    out = f"s3://{BUCKET}/a run"
+    with s3_server(http_500=4, cut=6, stale=9, slow=5) as (_, variables):
+        environment = {**os.environ, **variables}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        run = command("train", "digits", *settings(0.05), "--out", out, "--checkpoint-every", "5st")
+        first = subprocess.Popen(run, env={**environment, "TORUSGD_CACHE": str(tmp_path / "machine 1")})
+        end = time.monotonic() + 150
+        while not any(name.endswith("manifest.json") for name in Store(out).sizes()):
+            assert time.monotonic() < end
+            time.sleep(0.5)
+        first.send_signal(signal.SIGKILL)
+        first.wait(30)
+        shutil.rmtree(tmp_path / "machine 1")
+        monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / "machine 2"))
+        done = subprocess.run(run, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "resumed from the checkpoint of step" in done.stdout
+        summary = json.loads(Store(out).read("summary.json"))
+        assert summary["weights_sha256"] == expected
+        assert f"in {out}: model.safetensors" in done.stdout
+        there = Store(out).sizes()
+        assert {"model.safetensors", "events.jsonl", "recipe.yaml"} <= there.keys()
+        monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / "machine 3"))
+        again = subprocess.run(run, capture_output=True, text=True, timeout=200, check=False)
+        assert again.returncode == 0, again.stderr
+        assert expected in again.stdout
