@@ -32,6 +32,7 @@ from ..gradients.device_sum import device_sum
 from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
 from ..models import head_of, model_of
+from ..models.compiled import compile_blocks
 from ..models.repeatable import check_repeatable
 from ..optim import BLOCK, Lars, Sgd, build_optimizer
 from ..optim.flat import FlatUpdate
@@ -218,6 +219,8 @@ def build(
     if recipe.synchrony.local_steps is not None and own_copy is not None:
         forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
     elif tail is None:
+        if recipe.compile:
+            compile_blocks(model, device)
         network = WholeNetwork(model, recipe, precision, batch_norm, device)
         is_graphed = is_ahead and device.type == "cuda"
         forward_backward = GraphedNetwork(network, reducer, device) if is_graphed else network

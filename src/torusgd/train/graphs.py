@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class CudaGraph:
 
 
 @cache
-def _pool() -> object:
+def _pool() -> Any:
     """The memory that all graphs of a process share, since no two of them run at a time."""
     return torch.cuda.graph_pool_handle()
 
