@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.base import AllReduce, Work
+from ..comm.buckets import Slot
 from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
@@ -54,7 +55,7 @@ from .control_vector import ControlMessage
 from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
-from .graphs import GraphedNetwork
+from .graphs import device_network
 from .initial_weights import read_initial
 from .journal import Journaled
 from .membership import Membership, even_shares
@@ -186,8 +187,7 @@ def build(
     watched = monitor.over(allreduce)
     tail = _shared_tail(model, recipe, options, world, monitor.watch)
     channels, groups_closed = _channels(options, allreduce, watched, monitor, tail)
-    wide_norms = recipe.float32_norms and recipe.reduction in ("float16", "bfloat16")
-    slots = [*(tail.slots if tail is not None else ()), *parameter_slots(model, wide_norms=wide_norms)]
+    slots = _slots(recipe, model, tail)
 
     def maximum_over_ranks(maxima: Tensor) -> None:
         if world.size > 1:
@@ -205,7 +205,6 @@ def build(
         to_host=monitor.to_host,
         make_sum=partial(device_sum, recipe.virtual_workers, device) if is_ahead else None,
     )
-    hook_parameters(reducer)
     optimizer = _optimizer(recipe, model, tail, len(train.classes))
     update = Update(
         model,
@@ -215,17 +214,21 @@ def build(
         columns=tail,
         flat=FlatUpdate(optimizer, reducer.owned) if is_ahead and isinstance(optimizer, Sgd | Lars) else None,
     )
+    if recipe.compile:
+        compile_blocks(model, device)
     forward_backward: ForwardBackward
-    if recipe.synchrony.local_steps is not None and own_copy is not None:
-        forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
-    elif tail is None:
-        if recipe.compile:
-            compile_blocks(model, device)
-        network = WholeNetwork(model, recipe, precision, batch_norm, device)
-        is_graphed = is_ahead and device.type == "cuda"
-        forward_backward = GraphedNetwork(network, reducer, device) if is_graphed else network
+    if is_ahead:
+        forward_backward = device_network(model, recipe, precision, batch_norm, reducer, device)
     else:
-        forward_backward = SharedTail(model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world)
+        hook_parameters(reducer)
+        if recipe.synchrony.local_steps is not None and own_copy is not None:
+            forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
+        elif tail is None:
+            forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
+        else:
+            forward_backward = SharedTail(
+                model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world
+            )
     step = TrainStep(
         recipe=recipe,
         schedule=schedule,
@@ -301,6 +304,11 @@ def _explanations(
     if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
         lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
     return lines
+
+
+def _slots(recipe: Recipe, model: nn.Module, tail: ParallelTail | None) -> list[Slot]:
+    wide_norms = recipe.float32_norms and recipe.reduction in ("float16", "bfloat16")
+    return [*(tail.slots if tail is not None else ()), *parameter_slots(model, wide_norms=wide_norms)]
 
 
 def _optimizer(recipe: Recipe, model: nn.Module, tail: ParallelTail | None, classes: int) -> Optimizer:
