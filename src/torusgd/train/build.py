@@ -4,7 +4,7 @@ Data, model, all-reduce, reducer, update, and the step that joins them.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
-from ..comm.base import AllReduce, Work
 from ..comm.buckets import Slot
-from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
-from ..comm.reduce_scatter import ShardCollectives
 from ..data.identity import data_sha256
 from ..data.listing import Once, make_here
 from ..data.loader import Loader
@@ -30,7 +26,7 @@ from ..data.sources import open_sources
 from ..data.upload import BytePipeline, can_normalise_later
 from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.device_sum import device_sum
-from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
+from ..gradients.reducer import Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
 from ..models import head_of, model_of
 from ..models.compiled import compile_blocks
@@ -42,13 +38,12 @@ from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..runtime import check_world_size, loader_threads, prepare_process
-from ..tensor_parallel.layout import check_parallel, choose_parallel
 from ..tensor_parallel.parallel_tail import ParallelTail
-from ..tensor_parallel.tail import column_tail
 from ..weights import weights_sha256
 from .audit import Audit, check_audit
 from .balance import follows_speed
 from .batchnorm import BatchNormStatistics
+from .channels import all_reduce_of, channels_of, explanations, shared_tail
 from .compare_plan import PlanComparison
 from .conditions import Conditions, conditions
 from .control_vector import ControlMessage
@@ -66,8 +61,6 @@ from .step_state import StepState
 from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
 from .weight_average import MovingAverage
-
-AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
 
 
 @dataclass(frozen=True)
@@ -181,12 +174,12 @@ def build(
     average = MovingAverage(recipe.average, len(train), model, batch_norm.running) if recipe.average else None
     precision = Precision(recipe, device)
 
-    allreduce = _all_reduce(options, world, options.grid_size)
+    allreduce = all_reduce_of(options, world, options.grid_size)
     monitor = Monitor()
     monitor.liveness = liveness
     watched = monitor.over(allreduce)
-    tail = _shared_tail(model, recipe, options, world, monitor.watch)
-    channels, groups_closed = _channels(options, allreduce, watched, monitor, tail)
+    tail = shared_tail(model, recipe, options, world, monitor.watch)
+    channels, groups_closed = channels_of(options, allreduce, watched, monitor, tail)
     slots = _slots(recipe, model, tail)
 
     def maximum_over_ranks(maxima: Tensor) -> None:
@@ -277,7 +270,7 @@ def build(
         ),
         fingerprint=fingerprint,
         mixed_conditions=mixed_conditions,
-        explanation="\n".join(_explanations(recipe, options, allreduce, tail, world)),
+        explanation="\n".join(explanations(recipe, options, allreduce, tail, world)),
         ahead=RunAhead(step, monitor) if is_ahead else None,
         _close=close,
     )
@@ -294,16 +287,6 @@ def _fingerprint(job: Job, data: Data, model: nn.Module, device: torch.device) -
         conditions=conditions(recipe, device),
         replayed_sha256=replayed_sha256(job),
     )
-
-
-def _explanations(
-    recipe: Recipe, options: RuntimeOptions, allreduce: AnyAllReduce, tail: ParallelTail | None, world: Group
-) -> list[str]:
-    lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
-    lines += [tail.explanation] if tail is not None else []
-    if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
-        lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
-    return lines
 
 
 def _slots(recipe: Recipe, model: nn.Module, tail: ParallelTail | None) -> list[Slot]:
@@ -344,56 +327,3 @@ def init_sha256(job: Job) -> str:
 def replayed_sha256(job: Job) -> str:
     """The head of the journal that a job replays; empty where it replays none."""
     return job.replay.head.sha256 if job.replay is not None else ""
-
-
-def _all_reduce(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:
-    profile = Path(options.profile) if options.profile else None
-    return create(
-        options.allreduce,
-        grid=grid,
-        profile=profile,
-        group=group,
-        device=group.device,
-    )
-
-
-def _shared_tail(
-    model: nn.Module, recipe: Recipe, options: RuntimeOptions, world: Group, watch: Callable[[Work], Work]
-) -> ParallelTail | None:
-    """The network's tail in column blocks; None where the recipe computes its linear layers whole."""
-    blocks, asked = recipe.column_blocks, options.model_parallel
-    if asked != "auto":
-        check_parallel(asked, world.size, blocks, recipe.virtual_workers)
-    if blocks == 1:
-        return None
-    tail = column_tail(model, blocks)
-    batch = recipe.virtual_workers * recipe.stages[0].images_per_worker
-    parallel = choose_parallel(asked, tail.layers, blocks, recipe.virtual_workers, batch, world.size)
-    return ParallelTail(model, tail, parallel, world, watch)
-
-
-def _channels(
-    options: RuntimeOptions, allreduce: AnyAllReduce, watched: AllReduce, monitor: Monitor, tail: ParallelTail | None
-) -> tuple[Mapping[int, Channel], Callable[[], None]]:
-    """By the number of ranks that share a layer, how those that hold the same columns sum them; and how to end it."""
-    sums: dict[int, AnyAllReduce] = {1: allreduce}
-    for parallel in sorted(set(tail.parallel if tail is not None else ()) - {1}):
-        assert tail is not None
-        sums[parallel] = _all_reduce(options, tail.groups.data_parallel(parallel))
-    shards = {
-        parallel: ShardCollectives(each, monitor.watch) if options.update == "sharded" else None
-        for parallel, each in sums.items()
-    }
-    channels = {
-        parallel: Channel(watched if parallel == 1 else monitor.over(each), shards[parallel])
-        for parallel, each in sums.items()
-    }
-
-    def close() -> None:
-        for parallel, each in sums.items():
-            if parallel > 1:
-                each.close()
-        if tail is not None:
-            tail.close()
-
-    return channels, close
