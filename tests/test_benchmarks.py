@@ -135,6 +135,8 @@ def test_the_section_that_the_gpu_benchmark_writes(tmp_path: Path) -> None:
     assert "| 64 | torusgd, exact sums | 6,274.5 | 6,213.6 - 6,274.5 | 1.961 |" in text
     assert "- 64 images: exact sums cost +2.0% of a step, deterministic algorithms +100.0%" in text
     assert "- precision failed: OutOfMemoryError: no" in text
+    assert f"- 64 images: aim 4,500 images/s, missed: 3,137 ({script['RUN']})" in text
+    assert "- 64 images: aim, at least the plain loop, missed: 0.980 of it" in text
     once = script["put_section"]("# Benchmarks\n", text)
     again = script["put_section"](once + "\n## More\n", text.replace("4200", "4100"))
     assert again.startswith("# Benchmarks\n")

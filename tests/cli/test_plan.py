@@ -209,6 +209,20 @@ def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.Monke
     assert (code, "depth" in err) == (2, True)
 
 
+def test_a_device_on_which_the_program_has_not_run_is_told(tmp_path: Path, plan) -> None:
+    command = ("digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--cluster", "hgx-h100")
+    alone = (*command, "--devices", 1, "--software", "torusgd")
+    assert "torusgd was never measured on such a device (H100-SXM5-80GB)" in " ".join(plan(*alone)[0].split())
+    assert "never measured" not in plan(*command, "--devices", 1)[0]
+    # A run with one worker on such a device is all that it takes; its steps were handed over in advance.
+    (tmp_path / "summary.json").write_text(json.dumps({"world_size": 1}))
+    events = [{"step": n, "batch": 96, "step_seconds": 0.002, "update_seconds": 0.0} for n in range(1, 6)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    told, found = plan(*alone, "--measured", tmp_path)
+    assert "never measured" not in told
+    assert found["stages"][0]["seconds"] == pytest.approx(0.002, rel=0.05)
+
+
 def test_this_machine_by_a_measured_network_and_a_measured_run(tmp_path: Path, plan, run_cli: Run) -> None:
     profile, folder = tmp_path / "profile.json", tmp_path / "one"
     link = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
@@ -221,6 +235,8 @@ def test_this_machine_by_a_measured_network_and_a_measured_run(tmp_path: Path, p
         "digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--cluster", "local", "--devices", 2,
         "--profile", profile,
     )  # fmt: skip
-    assert "one worker here" in plan(*command, "--measured", folder)[0]
+    told = plan(*command, "--measured", folder)[0]
+    assert "one worker here" in told
+    assert "never measured" not in told
     code, _, err = run_cli("plan", *command)
     assert (code, "--measured" in err) == (2, True)

@@ -35,7 +35,9 @@ def graphed(capture: Callable[..., object], *overrides: str) -> tuple[object, li
         captured.append(work)
         return capture(work)
 
-    trainer.step.forward_backward = GraphedNetwork(network, trainer.step.reducer, torch.device("cpu"), note)
+    reducer, shadow = trainer.step.reducer, network._shadow
+    leaves = [slot.tensor if shadow is None else shadow.leaf(slot.tensor) for slot in reducer.layout.held]
+    trainer.step.forward_backward = GraphedNetwork(network, reducer, torch.device("cpu"), leaves, note)
     return trainer, captured
 
 

@@ -80,7 +80,7 @@ def told(stats: StepStats) -> dict[str, Any]:
     return {key: value for key, value in vars(stats).items() if key not in ("times", "entry")}
 
 
-@pytest.mark.parametrize("change", [SGD, "optimizer.name=lars", AVERAGED])
+@pytest.mark.parametrize("change", [SGD, "optimizer.name=lars", AVERAGED, "precision=bfloat16"])
 def test_a_run_ahead_is_the_run_one_by_one(change: str) -> None:
     trainers = [make_trainer(ahead, change) for ahead in (False, True)]
     plain, ahead = (list(map(told, all_steps(trainer))) for trainer in trainers)

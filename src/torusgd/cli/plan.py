@@ -218,7 +218,7 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
     terminal.print(title, markup=False)
     workload = fixed_batch(planned.workload, devices)
     now = forecast(workload, cluster, program, devices)
-    notes = _notes(planned, workload, now.memory)
+    notes = _notes(planned, workload, now.memory, program)
     for note in notes:
         terminal.print(f"note: {note}", markup=False)
     show_forecast(terminal, now, price)
@@ -324,9 +324,14 @@ def _top1(text: str) -> float:
     return round(value, 6)
 
 
-def _notes(planned: Planned, workload: "Workload", memory: float) -> list[str]:
-    """What is planned otherwise than it stands in the recipe, and what will not fit."""
-    cluster, devices, notes = planned.cluster, planned.devices, []
+def _notes(planned: Planned, workload: "Workload", memory: float, program: "Software") -> list[str]:
+    """What is planned otherwise than it stands in the recipe, what will not fit, and what nobody has measured."""
+    cluster, devices, notes = planned.cluster, planned.devices, list[str]()
+    if program.measured_on is not None and cluster.device.name not in program.measured_on:
+        notes.append(
+            f"{program.name} was never measured on such a device ({cluster.device.name}): its share of the peak is "
+            "that of other programs; --measured RUN takes it from a run with one worker on one"
+        )
     if workload != planned.workload:
         images = " > ".join(str(stage.images) for stage in workload.stages)
         notes.append(

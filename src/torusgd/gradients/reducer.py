@@ -319,19 +319,25 @@ def parameter_slots(model: nn.Module, *, wide_norms: bool = False) -> list[Slot]
     return sorted(slots, key=lambda slot: slot.is_wide)
 
 
-def hook_parameters(reducer: Reducer) -> list[RemovableHandle]:
-    """Hands each parameter's gradient to the reducer as soon as autograd has it, and drops it."""
+def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) -> list[RemovableHandle]:
+    """Hands each parameter's gradient to the reducer as soon as autograd has it, and drops it.
+
+    Args:
+        reducer: Takes the gradients.
+        leaves: Of each held slot the tensor by which the network computes; None: the slots' own.
+    """
 
     def hook(slot: int) -> Callable[[Tensor], None]:
-        def take(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            reducer.add(slot, parameter.grad)
-            parameter.grad = None
+        def take(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            reducer.add(slot, leaf.grad)
+            leaf.grad = None
 
         return take
 
+    held = reducer.layout.held
     return [
-        slot.tensor.register_post_accumulate_grad_hook(hook(number))
-        for number, slot in enumerate(reducer.layout.held)
+        leaf.register_post_accumulate_grad_hook(hook(number))
+        for number, (slot, leaf) in enumerate(zip(held, leaves or [slot.tensor for slot in held], strict=True))
         if slot.layer is None
     ]

@@ -167,6 +167,8 @@ class Software(Section):
 
     name: str
     source: str
+    measured_on: tuple[str, ...] | None = None
+    """devices on which it was measured; null: those of its publication"""
     precision: Precision = "float32"
     fused: bool = False
     """activations and additions are done inside the kernel before them"""

@@ -77,4 +77,5 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
     if cluster.profile is not None:
         communication = software.communication.model_copy(update={"message": cluster.profile.message})
         software = software.model_copy(update={"communication": communication})
+    software = software.model_copy(update={"measured_on": (cluster.device.name,)})
     return matched(software, workload.cost_of(first), cluster.device, first.images, passes, update, first.workers)

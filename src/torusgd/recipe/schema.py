@@ -62,6 +62,9 @@ class Recipe(Section):
     """share of the target spread evenly over all classes"""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """of the passes (autocast); auto: the fastest of the device, written to the recipe of the run"""
+    compile: bool = False
+    """each block of the network compiled by torch (Inductor): fewer and larger kernels, other bits; it needs a C++
+    compiler on a CPU, Triton on a GPU"""
     loss_scale: LossScale = LossScale()
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """of the activations"""
@@ -100,6 +103,8 @@ class Recipe(Section):
             size, resize = self.training_sizes(stage)
             if resize is not None and resize < max(size):
                 raise ValueError(f"stages.{number}.resize: must be at least its image_size, {max(size)}")
+        if self.compile and (self.column_blocks > 1 or self.synchrony.form != "synchronous"):
+            raise ValueError("compile: true takes whole networks in synchronous steps; set it to false")
         if self.loss != "cross-entropy" and self.column_blocks > 1:
             raise ValueError("loss: binary-cross-entropy is computed by a whole network only; set column_blocks: 1")
         held_out = self.held_out_data

@@ -52,7 +52,9 @@ class BatchNormStatistics:
         for layer in self.layers.values():
             layer.momentum = 1.0
             for key in ("running_mean", "running_var"):
-                layer._buffers[key] = self.batch[offset : offset + layer.num_features]
+                # `data`, for a version counter of its own: what is compiled keeps a buffer, and must not take a change
+                # of another layer's for one of its own.
+                layer._buffers[key] = self.batch[offset : offset + layer.num_features].data
                 offset += layer.num_features
 
     def begin_pass(self) -> None:

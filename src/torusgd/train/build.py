@@ -4,22 +4,18 @@ Data, model, all-reduce, reducer, update, and the step that joins them.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
-from ..comm.base import AllReduce, Work
-from ..comm.exact_sum import gradient_integers
+from ..comm.buckets import Slot
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
-from ..comm.reduce_scatter import ShardCollectives
 from ..data.identity import data_sha256
 from ..data.listing import Once, make_here
 from ..data.loader import Loader
@@ -29,9 +25,10 @@ from ..data.sources import open_sources
 from ..data.upload import BytePipeline, can_normalise_later
 from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.device_sum import device_sum
-from ..gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
+from ..gradients.reducer import Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
 from ..models import head_of, model_of
+from ..models.compiled import compile_blocks
 from ..models.repeatable import check_repeatable
 from ..optim import BLOCK, Lars, Sgd, build_optimizer
 from ..optim.flat import FlatUpdate
@@ -40,19 +37,18 @@ from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..runtime import check_world_size, loader_threads, prepare_process
-from ..tensor_parallel.layout import check_parallel, choose_parallel
 from ..tensor_parallel.parallel_tail import ParallelTail
-from ..tensor_parallel.tail import column_tail
 from ..weights import weights_sha256
 from .audit import Audit, check_audit
 from .balance import follows_speed
 from .batchnorm import BatchNormStatistics
+from .channels import all_reduce_of, channels_of, explanations, shared_tail
 from .conditions import Conditions, conditions
 from .control_vector import ControlMessage
 from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
-from .graphs import GraphedNetwork
+from .graphs import device_network
 from .job import Job, images_at, init_sha256, is_live, replayed_sha256
 from .membership import Membership, even_shares
 from .relaxed import check_synchrony, keep_rates, local_steps, outer_optimizer, pass_thread, scheduled_rates
@@ -63,8 +59,6 @@ from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
 from .trace import trace_steps
 from .weight_average import MovingAverage
-
-AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
 
 
 @dataclass(frozen=True)
@@ -159,14 +153,13 @@ def build(
     average = MovingAverage(recipe.average, len(train), model, batch_norm.running) if recipe.average else None
     precision = Precision(recipe, device)
 
-    allreduce = _all_reduce(options, world, options.grid_size)
+    allreduce = all_reduce_of(options, world, options.grid_size)
     monitor = Monitor()
     monitor.liveness = liveness
     watched = monitor.over(allreduce)
-    tail = _shared_tail(model, recipe, options, world, monitor.watch)
-    channels, groups_closed = _channels(options, allreduce, watched, monitor, tail)
-    wide_norms = recipe.float32_norms and recipe.reduction in ("float16", "bfloat16")
-    slots = [*(tail.slots if tail is not None else ()), *parameter_slots(model, wide_norms=wide_norms)]
+    tail = shared_tail(model, recipe, options, world, monitor.watch)
+    channels, groups_closed = channels_of(options, allreduce, watched, monitor, tail)
+    slots = _slots(recipe, model, tail)
 
     def maximum_over_ranks(maxima: Tensor) -> None:
         if world.size > 1:
@@ -184,7 +177,6 @@ def build(
         to_host=monitor.to_host,
         make_sum=partial(device_sum, recipe.virtual_workers, device) if is_ahead else None,
     )
-    hook_parameters(reducer)
     optimizer = _optimizer(recipe, model, tail, len(train.classes))
     update = Update(
         model,
@@ -194,15 +186,21 @@ def build(
         columns=tail,
         flat=FlatUpdate(optimizer, reducer.owned) if is_ahead and isinstance(optimizer, Sgd | Lars) else None,
     )
+    if recipe.compile:
+        compile_blocks(model, device)
     forward_backward: ForwardBackward
-    if recipe.synchrony.local_steps is not None and own_copy is not None:
-        forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
-    elif tail is None:
-        network = WholeNetwork(model, recipe, precision, batch_norm, device)
-        is_graphed = is_ahead and device.type == "cuda"
-        forward_backward = GraphedNetwork(network, reducer, device) if is_graphed else network
+    if is_ahead:
+        forward_backward = device_network(model, recipe, precision, batch_norm, reducer, device)
     else:
-        forward_backward = SharedTail(model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world)
+        hook_parameters(reducer)
+        if recipe.synchrony.local_steps is not None and own_copy is not None:
+            forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
+        elif tail is None:
+            forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
+        else:
+            forward_backward = SharedTail(
+                model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world
+            )
     step = TrainStep(
         recipe=recipe,
         schedule=schedule,
@@ -252,7 +250,7 @@ def build(
         fingerprint=fingerprint,
         mixed_conditions=mixed_conditions,
         between_steps=trace_steps(job.trace, step, monitor, world, job.out),
-        explanation="\n".join(_explanations(recipe, options, allreduce, tail, world)),
+        explanation="\n".join(explanations(recipe, options, allreduce, tail, world)),
         ahead=RunAhead(step, monitor) if is_ahead else None,
         _close=close,
     )
@@ -271,14 +269,9 @@ def _fingerprint(job: Job, data: Data, model: nn.Module, device: torch.device) -
     )
 
 
-def _explanations(
-    recipe: Recipe, options: RuntimeOptions, allreduce: AnyAllReduce, tail: ParallelTail | None, world: Group
-) -> list[str]:
-    lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
-    lines += [tail.explanation] if tail is not None else []
-    if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
-        lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
-    return lines
+def _slots(recipe: Recipe, model: nn.Module, tail: ParallelTail | None) -> list[Slot]:
+    wide_norms = recipe.float32_norms and recipe.reduction in ("float16", "bfloat16")
+    return [*(tail.slots if tail is not None else ()), *parameter_slots(model, wide_norms=wide_norms)]
 
 
 def _optimizer(recipe: Recipe, model: nn.Module, tail: ParallelTail | None, classes: int) -> Optimizer:
@@ -293,56 +286,3 @@ def _drift_every(options: RuntimeOptions, recipe: Recipe, world: Group) -> int:
         return options.drift_every
     fewest = min(stage.images_per_worker for stage in recipe.stages)
     return steps_between(recipe.virtual_workers * fewest // world.size)
-
-
-def _all_reduce(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:
-    profile = Path(options.profile) if options.profile else None
-    return create(
-        options.allreduce,
-        grid=grid,
-        profile=profile,
-        group=group,
-        device=group.device,
-    )
-
-
-def _shared_tail(
-    model: nn.Module, recipe: Recipe, options: RuntimeOptions, world: Group, watch: Callable[[Work], Work]
-) -> ParallelTail | None:
-    """The network's tail in column blocks; None where the recipe computes its linear layers whole."""
-    blocks, asked = recipe.column_blocks, options.model_parallel
-    if asked != "auto":
-        check_parallel(asked, world.size, blocks, recipe.virtual_workers)
-    if blocks == 1:
-        return None
-    tail = column_tail(model, blocks)
-    batch = recipe.virtual_workers * recipe.stages[0].images_per_worker
-    parallel = choose_parallel(asked, tail.layers, blocks, recipe.virtual_workers, batch, world.size)
-    return ParallelTail(model, tail, parallel, world, watch)
-
-
-def _channels(
-    options: RuntimeOptions, allreduce: AnyAllReduce, watched: AllReduce, monitor: Monitor, tail: ParallelTail | None
-) -> tuple[Mapping[int, Channel], Callable[[], None]]:
-    """By the number of ranks that share a layer, how those that hold the same columns sum them; and how to end it."""
-    sums: dict[int, AnyAllReduce] = {1: allreduce}
-    for parallel in sorted(set(tail.parallel if tail is not None else ()) - {1}):
-        assert tail is not None
-        sums[parallel] = _all_reduce(options, tail.groups.data_parallel(parallel))
-    shards = {
-        parallel: ShardCollectives(each, monitor.watch) if options.update == "sharded" else None
-        for parallel, each in sums.items()
-    }
-    channels = {
-        parallel: Channel(watched if parallel == 1 else monitor.over(each), shards[parallel])
-        for parallel, each in sums.items()
-    }
-
-    def close() -> None:
-        for parallel, each in sums.items():
-            if parallel > 1:
-                each.close()
-        if tail is not None:
-            tail.close()
-
-    return channels, close

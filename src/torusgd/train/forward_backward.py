@@ -20,6 +20,7 @@ from ..tensor_parallel.column_pass import ColumnPass
 from ..tensor_parallel.parallel_tail import ParallelTail
 from .batchnorm import BatchNormStatistics
 from .membership import Membership
+from .shadow import ShadowWeights
 
 
 class ForwardBackward(Protocol):
@@ -44,6 +45,7 @@ class WholeNetwork:
         precision: Of the pass.
         batch_norm: Of the model.
         device: Of the model.
+        shadow: Computes in the place of the model; None: the model does.
     """
 
     in_step = False
@@ -55,19 +57,24 @@ class WholeNetwork:
         precision: Precision,
         batch_norm: BatchNormStatistics,
         device: torch.device,
+        shadow: ShadowWeights | None = None,
     ) -> None:
         self._model, self._recipe, self.precision = model, recipe, precision
+        self._shadow = shadow
         self._batch_norm, self._device = batch_norm, device
         self._loss: Tensor | None = None
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership, part: int = 0) -> Tensor:
         """See `ForwardBackward`; `part` counts the passes of a virtual worker in a step (`local_steps`)."""
-        self.seed(step, worker, part)
+        self.begin(step, worker, part)
         self._loss = self.loss_of_images(place(batch, self._device, self.precision.memory_format), batch)
         return self._loss
 
-    def seed(self, step: Step, worker: int, part: int = 0) -> None:
-        """Dropout's draws belong to the virtual worker, whichever rank computes it."""
+    def begin(self, step: Step, worker: int, part: int = 0) -> None:
+        """Before a pass: the weights are those of the step, and dropout's draws belong to the virtual worker, whichever
+        rank computes it."""
+        if self._shadow is not None:
+            self._shadow.follow(step.index)
         keys = (worker, part) if part else (worker,)
         torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, *keys)) >> 1)
 
@@ -76,7 +83,7 @@ class WholeNetwork:
         self._batch_norm.begin_pass()
         targets = batch.targets.to(self._device, non_blocking=True)
         with self.precision.autocast():
-            logits = self._model(images)
+            logits = (self._shadow or self._model)(images)
         return loss_of(self._recipe, logits.float(), targets, batch)
 
     def backward(self) -> None:

@@ -10,21 +10,25 @@ which is told once.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.pipeline import Batch
 from ..data.upload import place
 from ..gradients.operators import fill_tables
-from ..gradients.reducer import Reducer
+from ..gradients.reducer import Reducer, hook_parameters
+from ..precision import Precision
 from ..recipe.schedule import Step
+from ..recipe.schema import Recipe
+from .batchnorm import BatchNormStatistics
 from .forward_backward import WholeNetwork
 from .membership import Membership
+from .shadow import ShadowWeights
 
 _Shape = tuple[tuple[int, ...], bool]
 
@@ -68,6 +72,7 @@ class GraphedNetwork:
         network: Takes the passes that are captured, and plain ones.
         reducer: With a `DeviceGradientSum`.
         device: Of the network.
+        leaves: Of each slot the tensor by which the network computes, in order.
         capture: Makes a graph of work.
     """
 
@@ -78,9 +83,11 @@ class GraphedNetwork:
         network: WholeNetwork,
         reducer: Reducer,
         device: torch.device,
+        leaves: Sequence[Tensor],
         capture: Callable[[Callable[[], None]], Graph] = CudaGraph,
     ) -> None:
         self._network, self._reducer, self._device, self._capture = network, reducer, device, capture
+        self._leaves = leaves
         self._passes: dict[_Shape, _Pass | None] = {}
         self._is_plain = True
 
@@ -90,7 +97,7 @@ class GraphedNetwork:
         # The first pass of a shape warms up what chooses and allocates.
         self._is_plain = self._reducer.is_measuring or shape not in self._passes
         if shape not in self._passes:
-            self._passes[shape] = _Pass(batch, self._device)
+            self._passes[shape] = _Pass(batch, self._device, self._leaves)
         captured = self._passes[shape]
         if self._is_plain or captured is None:
             self._is_plain = True
@@ -104,7 +111,7 @@ class GraphedNetwork:
                 warnings.warn(f"the network's passes run without a CUDA graph, more slowly: {reason}", stacklevel=2)
                 self._passes[shape], self._is_plain = None, True
                 return self._network.forward(step, worker, batch, membership)
-        self._network.seed(step, worker)
+        self._network.begin(step, worker)
         captured.graph.replay()
         self._reducer.taken()
         return captured.loss
@@ -115,11 +122,32 @@ class GraphedNetwork:
             self._network.backward()
 
 
+def device_network(
+    model: nn.Module,
+    recipe: Recipe,
+    precision: Precision,
+    batch_norm: BatchNormStatistics,
+    reducer: Reducer,
+    device: torch.device,
+) -> WholeNetwork | GraphedNetwork:
+    """A whole network in the form of a GPU: with 16-bit copies of the weights, and on a GPU with captured passes.
+
+    The arguments are those of `WholeNetwork`; the reducer, with a `DeviceGradientSum`, gets the gradients.
+    """
+    shadow = None
+    if precision.dtype != torch.float32:
+        shadow = ShadowWeights(model, precision.dtype, precision.memory_format)
+    leaves = [slot.tensor if shadow is None else shadow.leaf(slot.tensor) for slot in reducer.layout.held]
+    hook_parameters(reducer, leaves)
+    network = WholeNetwork(model, recipe, precision, batch_norm, device, shadow)
+    return GraphedNetwork(network, reducer, device, leaves) if device.type == "cuda" else network
+
+
 class _Pass:
     """The memory of a captured pass: what it reads, and its loss."""
 
-    def __init__(self, batch: Batch, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, batch: Batch, device: torch.device, leaves: Sequence[Tensor]) -> None:
+        self._device, self._leaves = device, leaves
         self._images = torch.empty(0)
         self._batch = batch
         self.scale = torch.ones((), device=device)
@@ -149,8 +177,7 @@ class _Pass:
     def run(self, network: WholeNetwork, reducer: Reducer) -> None:
         """The pass that is captured: from the images to the sums."""
         loss = network.loss_of_images(self._images, self._batch)
-        tensors = [slot.tensor for slot in reducer.layout.held]
-        gradients = torch.autograd.grad(loss * self.scale, tensors, allow_unused=True)
+        gradients = torch.autograd.grad(loss * self.scale, self._leaves, allow_unused=True)
         for index, bucket in enumerate(reducer.layout.buckets):
             for slot in range(bucket.first, bucket.stop):
                 if gradients[slot] is not None:

@@ -1,0 +1,55 @@
+"""Blocks that are compiled: which they are, who can't have them, and that they are trained with bits that repeat."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torusgd.errors import UserError
+from torusgd.models import compiled
+from torusgd.models.compiled import blocks, compile_blocks
+from torusgd.models.resnet import resnet50
+from torusgd.recipe.load import load_recipe
+
+from ..train.runs import TINY, run_here
+
+CPU = torch.device("cpu")
+
+
+def test_a_residual_network_is_compiled_block_by_block() -> None:
+    with torch.device("meta"):
+        found = dict(blocks(resnet50(classes=10, channels=3)))
+    assert list(found) == [f"layer{i + 1}.{j}" for i, depth in enumerate((3, 4, 6, 3)) for j in range(depth)]
+
+
+def test_a_network_of_layers_alone_is_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: asked.append(self))
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: f"/usr/bin/{name}")
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert compile_blocks(net, CPU) == [""]
+    assert asked == [net]
+
+
+def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"compile: true: needs the C\+\+ compiler no-such-compiler"):
+        compile_blocks(nn.Linear(2, 2), CPU)
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="compile: true: needs Triton"):
+        compile_blocks(nn.Linear(2, 2), torch.device("cuda"))
+    with pytest.raises(UserError, match="compile: true takes whole networks"):
+        load_recipe("digits", [*TINY, "compile=true", "column_blocks=2"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_compiled_run_repeats_its_bits_and_is_about_as_accurate(tmp_path: Path) -> None:
+    def run(name: str, *changes: str) -> dict[str, Any]:
+        return run_here(tmp_path / name, "rate={lr: 0.05}", *changes)[0]
+
+    plain, *both = run("plain"), run("first", "compile=true"), run("second", "compile=true")
+    assert both[0]["weights_sha256"] == both[1]["weights_sha256"]
+    assert both[0]["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-3)
