@@ -3,8 +3,8 @@
     python benchmarks/proof.py --data data/fashion-mnist --out runs/proof [--only EMA]
 
 Each claim stands in CLAIMS before its first run, with the difference of the mean top-1 that it expects, and the table
-says whether it held. A run is a proxy of at most 90 seconds on two cores. It lies in a folder named by its recipe's
-hash: a baseline that several claims share runs once, and the same command goes on where it was ended.
+says whether it held. A run is a proxy of at most 90 seconds on two cores. Its accuracy is kept in RESULTS under its
+recipe's hash: a baseline that several claims share runs once, and the same command goes on where it was ended.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from statistics import mean
 
 from torusgd.recipe.load import load_recipe
 
+RESULTS = Path(__file__).parent / "results" / "proof.json"
+"""top-1 by the first 12 digits of a recipe's hash"""
 LARGE = (
     "data.train_images=8192",
     "stages=[{until: 10ep, images_per_worker: 64}]",
@@ -102,18 +104,20 @@ def overrides(claim: Claim, is_on: bool, seed: int) -> list[str]:
 
 
 def top1(recipe: str, changes: list[str], data: Path, out: Path, workers: int) -> float:
-    """The accuracy of a run, from its summary where it is done; 0 where training can't go on."""
-    folder = out / load_recipe(recipe, changes).recipe.sha256()[:12]
-    summary, diverged = folder / "summary.json", folder / "diverged.txt"
-    if not summary.exists() and not diverged.exists():
-        words = [sys.executable, "-m", "torusgd", "train", recipe, "--data", str(data), "--out", str(folder)]
+    """The accuracy of a run, from RESULTS where it has been done; 0 where training can't go on."""
+    name = load_recipe(recipe, changes).recipe.sha256()[:12]
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if name not in known:
+        summary = out / name / "summary.json"
+        words = [sys.executable, "-m", "torusgd", "train", recipe, "--data", str(data), "--out", str(out / name)]
         sets = [word for change in changes for word in ("--set", change)]
         done = subprocess.run([*words, "--workers", str(workers), *sets], capture_output=True, text=True, check=False)
-        if done.returncode == 1 and "diverged" in done.stderr:
-            diverged.write_text(done.stderr)
-        elif done.returncode:
+        if done.returncode and not (done.returncode == 1 and "diverged" in done.stderr):
             raise SystemExit(done.stderr)
-    return float(json.loads(summary.read_text())["top1"]) if summary.exists() else 0.0
+        known[name] = json.loads(summary.read_text())["top1"] if done.returncode == 0 else 0.0
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    return float(known[name])
 
 
 def line(claim: Claim, on: Sequence[float], off: Sequence[float]) -> str:
