@@ -30,10 +30,13 @@ from torusgd.recipe.data_schema import Data
 from torusgd.recipe.load import load_recipe, recipe_source
 from torusgd.recipe.schedule import Schedule
 from torusgd.recipe.schema import Model
+from torusgd.report.page import run_page
+from torusgd.report.read_run import read_run
 from torusgd.train.checkpoint import FILES, MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
 from torusgd.train.compare_plan import PlanComparison
 from torusgd.train.fingerprint import Fingerprint
 from torusgd.train.load_trained import open_trained
+from torusgd.train.run_dir import dump_recipe
 from torusgd.train.state import RunState, resumed
 
 from .mutations import WORDS, damaged, drawn, plain_values, with_size
@@ -68,6 +71,7 @@ class Fuzz:
             "network profiles": (80, self.profiles),
             "clusters and software": (120, self.machines),
             "plans": (50, self.plans),
+            "runs": (120, self.runs),
         }
 
     def run(self, kind: str, share: float) -> Tally:
@@ -326,6 +330,28 @@ class Fuzz:
         for number in range(count):
             path = self.file(f"plan-{number}.json", damaged(rng, good))
             yield path.name, lambda path=path: PlanComparison.load(path).check("digits", {96}, 8)
+
+    def runs(self, count: int, rng: random.Random) -> Inputs:
+        """Folders of runs, for the pages of `torusgd report`; two folders in three are damaged in one file."""
+        step = {"epoch": 0.5, "loss": 2.0, "lr": 0.1, "batch": 96, "seconds": 0.2, "step_seconds": 0.1,
+                "data_seconds": 0.0, "sync_seconds": 0.01, "update_seconds": 0.01,
+                "slowest": {"rank": 1, "behind": 0.1, "cause": "data"}}  # fmt: skip
+        evaluation = {"event": "evaluation", "step": 2, "seconds": 0.3, "top1": 0.5, "top5": 0.9, "loss": 1.0}
+        events = [*({"step": number, **step} for number in (1, 2)), evaluation]
+        summary = {"top1": 0.5, "seconds": 0.4, "steps": 2, "world_size": 2, "shares": {"0": 6}, "lost_ranks": [1],
+                   "predicted": {"step_seconds": 0.1}, "conditions": {"cpu": "x"}}  # fmt: skip
+        good = {
+            "recipe.yaml": dump_recipe(load_recipe("digits").recipe).encode(),
+            "events.jsonl": "".join(json.dumps(event) + "\n" for event in events).encode(),
+            "summary.json": json.dumps(summary).encode(),
+            "status.json": json.dumps({"phase": "finish", "runtime": {"allreduce": "ring"}, "data": "x"}).encode(),
+        }
+        for number in range(count):
+            for name, data in good.items():
+                is_damaged = name == list(good)[number % 6] if number % 6 < len(good) else False
+                self.file(f"run-{number}/{name}", damaged(rng, data) if is_damaged else data)
+            folder = self.folder / f"run-{number}"
+            yield folder.name, lambda folder=folder: run_page([read_run(folder)], [None])
 
 
 def scheduled(name: str, overrides: list[str]) -> None:

@@ -6,6 +6,7 @@ a line that can't be understood is counted and left out, and only values of the 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -61,7 +62,7 @@ class RunRecord:
         """The epochs done after so many steps; None where the events don't tell."""
         return self._epochs.get(int(step))
 
-    @property
+    @cached_property
     def _epochs(self) -> dict[int, float]:
         return {int(event["step"]): float(event["epoch"]) for event in self.steps}
 
