@@ -141,6 +141,10 @@ class Store:
         try:
             return call()
         except (FileNotFoundError, PermissionError) as error:
+            if isinstance(
+                error.__cause__, OSError
+            ):  # fsspec says of a web server that can't be reached that it has none
+                raise OSError(errno.EIO, _line(error.__cause__), f"{self.url}/{name}") from error
             raise type(error)(error.errno or errno.ENOENT, _line(error), f"{self.url}/{name}") from error
         except Exception as error:  # of the store's library, of its library's library, of the network
             raise OSError(errno.EIO, _line(error), f"{self.url}/{name}") from error

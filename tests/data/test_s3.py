@@ -1,5 +1,8 @@
 """Tar shards in a real S3 server, which is slow, cuts answers short, fails, and answers with what was there before."""
 
+import functools
+import http.server
+import threading
 from pathlib import Path
 
 import pytest
@@ -71,3 +74,37 @@ def test_a_run_from_a_bucket_has_the_hash_of_one_from_a_folder(local: Path, monk
             assert summary["weights_sha256"] == folder["weights_sha256"]
             reads.append(proxy.reads)
         assert reads[0] == reads[1] == reads[2], "the first run has left all images on this machine's disk"
+
+
+class Ranges(http.server.SimpleHTTPRequestHandler):
+    """A web server that gives parts of files, as those of the net do and Python's own does not."""
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        file = Path(self.translate_path(self.path))
+        if "Range" not in self.headers or not file.is_file():
+            super().do_GET()
+            return
+        begin, end = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        data = file.read_bytes()[begin : end + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Range", f"bytes {begin}-{begin + len(data) - 1}/{file.stat().st_size}")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def test_a_web_server(local: Path) -> None:
+    handler = functools.partial(Ranges, directory=str(local.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        web = Path(f"http://127.0.0.1:{server.server_port}")
+        source, _ = open_shards(web / "set", 3)
+        assert [source.encoded(index) for index in (7, 3, 11)] == [picture(number) for number in (7, 3, 11)]
+        with pytest.raises(UserError, match="there is no index"):
+            open_shards(web / "none", 3)
+        server.shutdown()
+    with pytest.raises(UserError, match=r"index\.npz: can't be fetched"):
+        open_shards(Path("http://127.0.0.1:9/x"), 3)

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -76,7 +77,7 @@ def pack(
         )
     lacking = total - sum(counts.values())
     typer.echo(f"{out}: {counts['train']} training images, {counts['eval']} held out; {lacking} can't be decoded")
-    typer.echo(f"train with --set data.source=tar --data {out}")
+    typer.echo(f"train with --set data.source=tar --data {quote(str(out))}")
 
 
 @app.command()
@@ -94,7 +95,8 @@ def prepare(
         arrays = prepare_imagenet(path, lambda done: status.update(f"{path}: {done:,} images"))
     counts = {split: len(arrays[f"{split} labels"]) for split in ("train", "eval")}
     typer.echo(f"{path}: {counts['train']} training images and {counts['eval']} held out, as many as there must be")
-    typer.echo(f"train with --set data.source=tar --data {path}, or scale copies first: torusgd data pack {path} OUT")
+    here = quote(str(path))
+    typer.echo(f"train with --set data.source=tar --data {here}, or scale copies first: torusgd data pack {here} OUT")
 
 
 @app.command()

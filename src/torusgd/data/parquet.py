@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,7 @@ def open_tables(
     if whole and (size := sum(part.size for each in parts.values() for part in each)) > MOST_KEPT:
         raise UserError(
             f"{path}: {size:,} bytes of Parquet, whose rows can't be read one by one; pack them first: "
-            f"torusgd data pack {path} OUT"
+            f"torusgd data pack {quote(str(path))} OUT"
         )
     names = _names(first.schema, label)
     classes, labels = number_labels(texts, None if names is None else dict(zip(names, names, strict=True)), str(path))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from shlex import quote
 from typing import Any, Protocol
 
 import numpy as np
@@ -183,7 +184,7 @@ def read_index(file: Path, root: str) -> Arrays:
     Raises:
         UserError: It isn't there, or is none.
     """
-    anew = f"write it {'anew ' if file.exists() else ''}with: torusgd data index {root}"
+    anew = f"write it {'anew ' if file.exists() else ''}with: torusgd data index {quote(root)}"
     try:
         arrays = read_arrays(file)
         if arrays["format"].tolist() != [FORMAT]:
@@ -200,7 +201,7 @@ def read_index(file: Path, root: str) -> Arrays:
 
 def changed(file: str, folder: str) -> UserError:
     """What is said of a tar file that is not the one of the index."""
-    return UserError(f"{file}: was changed since its index was written; give again: torusgd data index {folder}")
+    return UserError(f"{file}: was changed since its index was written; give again: torusgd data index {quote(folder)}")
 
 
 def _check(split: Arrays) -> None:
