@@ -113,6 +113,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "loss_scale.initial": ([HALF], "loss_scale.initial=1.0e+30"),
     "loss_scale.growth_interval": ([HALF, "loss_scale.initial=256.0"], "loss_scale.growth_interval=1"),
     "memory_format": ([], "memory_format=contiguous"),
+    "compile": ([], "compile=true"),
     "reduction": ([], "reduction=float16"),
     "float32_norms": (["reduction=float16"], "float32_norms=true"),
     # Two threads wait busily for each other where processors are few.
@@ -170,7 +171,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("key", sorted(CHANGES))
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=pytest.mark.slow if key == "compile" else ()) for key in sorted(CHANGES)]
+)
 def test_a_changed_field_is_seen(key: str, runs: Callable[..., Any]) -> None:
     before, change = CHANGES[key]
     if not key.startswith("polish."):  # which takes a third of so short a run
@@ -186,5 +189,6 @@ def seen(out: Path, *overrides: str) -> Any:
         return str(error)
     told = [{k: v for k, v in event.items() if "seconds" not in k} for event in events(out)]
     kept = {k: v for k, v in summary.items() if "second" not in k and "share" not in k and k not in HASHED}
-    # A memory format may change no bit; it is seen in the recipe that the run writes down.
-    return plan, told, kept, (out / "recipe.yaml").read_text() if "memory_format" in str(overrides) else ""
+    # These may change no bit; they are seen in the recipe that the run writes down.
+    may_change_nothing = any(each.startswith(("memory_format", "compile")) for each in overrides)
+    return plan, told, kept, (out / "recipe.yaml").read_text() if may_change_nothing else ""
