@@ -170,8 +170,8 @@ def test_a_rank_joins_a_run_on_a_folder_of_pictures(tmp_path: Path, recipe: Path
     text = recipe.read_text()
     assert source in text
     assert options in text
-    own.write_text(text.replace(source, "source: folder\n  resize: 8").replace("until: 12st", "until: 300st").replace(
-        f"until: {STEPS}st", "until: 600st").replace("channels: 1", "channels: 3").replace(
+    own.write_text(text.replace(source, "source: folder\n  resize: 8").replace("until: 12st", "until: 150st").replace(
+        f"until: {STEPS}st", "until: 300st").replace("channels: 1", "channels: 3").replace(
         "mean: [0.5]", "mean: [0.5, 0.5, 0.5]").replace("std: [0.25]", "std: [0.25, 0.25, 0.25]"))  # fmt: skip
     out = tmp_path / "out"
     process = torusgd(tmp_path / "1", out, own, "--workers", "1", "--data", pictures)
