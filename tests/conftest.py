@@ -16,8 +16,8 @@ from torusgd.signals import STOP_SIGNALS
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by whomever: kernels run on the CPU
-# A shell that starts the tests in the background has them ignore SIGINT, and nohup SIGHUP; what they start would inherit
-# that.
+# A shell that starts the tests in the background has them ignore SIGINT, and nohup SIGHUP; what they start would
+# inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
