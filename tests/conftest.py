@@ -4,12 +4,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.comm.gloo_world import start_forkserver
+from tests.train.processes import RECIPE, results, run_alone
 from torusgd import cli
 from torusgd.signals import STOP_SIGNALS
 
@@ -53,3 +55,17 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     yield run
     for number, handler in old.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a short recipe, to which something may happen while it runs (`tests.train.processes`)."""
+    path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of a run that nothing happens to: one rank, no launcher, no pauses."""
+    return results(run_alone(tmp_path_factory.mktemp("undisturbed") / "out", recipe))

@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
+from typing import NoReturn
 
 _MOST_LISTED = 30
 
@@ -47,6 +49,27 @@ def is_transient(error: OSError) -> bool:
     (True, False)
     """
     return error.errno in _TRANSIENT
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, or its type's name where that is empty."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
+def in_one_line(error: BaseException) -> str:
+    """All that an exception says, or its type's name where it says nothing.
+
+    >>> in_one_line(ValueError("no\\n  number")), in_one_line(KeyError())
+    ('no number', 'KeyError')
+    """
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def end(code: int, line: str) -> NoReturn:
+    """Ends this process with a line for people, and one for schedulers (`tell_exit`)."""
+    print(f"torusgd: {line}", file=sys.stderr)
+    tell_exit(code, line)
+    sys.exit(code)
 
 
 def tell_exit(code: int, reason: str) -> None:

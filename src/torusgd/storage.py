@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import UserError, is_transient
+from .errors import UserError, in_one_line, is_transient
 
 SCHEMES = ("s3", "gs", "hf", "http", "https")
 CACHE = "TORUSGD_CACHE"
@@ -141,9 +141,8 @@ class Store:
         try:
             return call()
         except (FileNotFoundError, PermissionError) as error:
-            if isinstance(
-                error.__cause__, OSError
-            ):  # fsspec says of a web server that can't be reached that it has none
+            # fsspec says of a web server that can't be reached that it lacks the file.
+            if isinstance(error.__cause__, OSError):
                 raise OSError(errno.EIO, _line(error.__cause__), f"{self.url}/{name}") from error
             raise type(error)(error.errno or errno.ENOENT, _line(error), f"{self.url}/{name}") from error
         except Exception as error:  # of the store's library, of its library's library, of the network
@@ -151,4 +150,4 @@ class Store:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return in_one_line(error)[:300]

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.duration import Duration
+from torusgd.recipe.load import read_run_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.train import checkpoint as checkpoints
 from torusgd.train.checkpoint import (
@@ -36,11 +37,10 @@ from torusgd.train.checkpoint import (
 )
 from torusgd.train.job import Job
 from torusgd.train.result import finished
-from torusgd.train.run_dir import read_run_recipe
 from torusgd.train.step_stats import StepTimes, StepTotals
 from torusgd.weights import json_text, load_weights, save_weights
 
-from .processes import RECIPE, STEPS, assert_told_once, results, run_alone
+from .processes import STEPS, assert_told_once, results, run_alone
 
 
 def flip_a_byte(path: Path) -> None:
@@ -229,24 +229,12 @@ def test_a_write_that_fails_leaves_nothing_and_is_told_at_the_next(tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
-    path.write_text(RECIPE)
-    return path
-
-
-@pytest.fixture(scope="module")
 def half_way(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 15 of its 30 steps, with checkpoints of steps 12 and 15."""
     out = tmp_path_factory.mktemp("half") / "out"
     told = run_alone(out, recipe, max_steps=15)
     assert told["steps"] == 15
     return out
-
-
-@pytest.fixture(scope="module")
-def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results(run_alone(tmp_path_factory.mktemp("whole") / "out", recipe))
 
 
 @pytest.mark.parametrize(("damaged", "resumed_from"), [((), 15), ((15,), 12)])

@@ -30,13 +30,6 @@ from .processes import (
 from .slow import Slow
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
-    path.write_text(RECIPE)
-    return path
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 8 MiB; only root can make one."""

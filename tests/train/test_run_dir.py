@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torusgd.errors import RunError, UserError
-from torusgd.recipe.load import load_recipe
+from torusgd.recipe.load import load_recipe, read_run_recipe
 from torusgd.recipe.schema import Recipe
 from torusgd.train import run_dir as module
 from torusgd.train.run_dir import RunDir
@@ -42,7 +42,7 @@ def test_a_new_folder_gets_the_complete_recipe(tmp_path: Path) -> None:
     with folder.lock():
         folder.claim(RECIPE, fresh=False)
         folder.claim(RECIPE, fresh=False)
-    assert module.read_run_recipe(folder.recipe) == RECIPE
+    assert read_run_recipe(folder.recipe) == RECIPE
     assert files(folder.path) == ["recipe.yaml"]
 
 
@@ -64,7 +64,7 @@ def test_another_recipe_is_refused_by_its_first_different_key(tmp_path: Path, ov
         folder.claim(other, fresh=False)
     assert files(tmp_path) == before
     folder.claim(other, fresh=True)
-    assert module.read_run_recipe(folder.recipe) == other
+    assert read_run_recipe(folder.recipe) == other
     assert files(tmp_path) == ["checkpoints/notes.txt", "notes.txt", "recipe.yaml"]
 
 

@@ -8,11 +8,11 @@ rehearse, report, export.
 import os
 import sys
 from importlib.metadata import version
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-from ..errors import RunError, UserError, tell_exit
+from ..errors import RunError, UserError, end, tell_exit
 from ..launch.slurm import adopt_step
 from . import bench, control, data, eval, export, plan, recipes, rehearse, replay, report, simulate, train, tune
 
@@ -74,18 +74,12 @@ def main() -> None:
     except _UsageError as error:
         if not error.format_message():  # no command was given: typer has printed the help
             sys.exit(2)
-        _end(2, f"{error.format_message()} (--help says what there is)")
+        end(2, f"{error.format_message()} (--help says what there is)")
     except UserError as error:
-        _end(2, str(error))
+        end(2, str(error))
     except RunError as error:
-        _end(1, str(error))
+        end(1, str(error))
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
-        _end(1, str(error))
-
-
-def _end(code: int, line: str) -> NoReturn:
-    print(f"torusgd: {line}", file=sys.stderr)
-    tell_exit(code, line)
-    sys.exit(code)
+        end(1, str(error))

@@ -36,7 +36,7 @@ def index(
 ) -> None:
     """Write down where each image of a set of tar files lies, once, so that training reads any of them."""
     from ..data.classes import read_classes
-    from ..data.tar_index import CLASSES, FILE, make_index, write_index
+    from ..data.tar_index import CLASSES, FILE, count_images, make_index, write_index
 
     listed = classes or (path / CLASSES if (path / CLASSES).is_file() else None)
     with console().status(f"{path}: looking for images") as status:
@@ -46,7 +46,7 @@ def index(
             progress=lambda done: status.update(f"{path}: {done:,} images"),
         )
         write_index(out or path / FILE, arrays)
-    counts = {split: len(arrays[f"{split} labels"]) for split in ("train", "eval")}
+    counts = count_images(arrays)
     typer.echo(f"{out or path / FILE}: {counts['train']} training images, {counts['eval']} held out")
 
 
@@ -87,13 +87,14 @@ def prepare(
 ) -> None:
     """Make a data set that one must download oneself ready for training, and check that it is whole."""
     from ..data.imagenet import prepare_imagenet
+    from ..data.tar_index import count_images
     from ..errors import UserError
 
     if name != "imagenet":
         raise UserError(f"data prepare: no data set {name!r}; there is imagenet")
     with console().status(f"{path}: looking for images") as status:
         arrays = prepare_imagenet(path, lambda done: status.update(f"{path}: {done:,} images"))
-    counts = {split: len(arrays[f"{split} labels"]) for split in ("train", "eval")}
+    counts = count_images(arrays)
     typer.echo(f"{path}: {counts['train']} training images and {counts['eval']} held out, as many as there must be")
     here = quote(str(path))
     typer.echo(f"train with --set data.source=tar --data {here}, or scale copies first: torusgd data pack {here} OUT")

@@ -13,6 +13,7 @@ from ..plan.published import Prediction, base_of, counted_groups, left_out, numb
 from ..plan.relaxed import RelaxedForecast
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
 from ..plan.time_to_accuracy import AccuracyPlan, AccuracySweep, quickest
+from ..report.tables import duration
 
 _PARTS = ("forward", "backward", "exposed", "contention", "exchange", "coordination", "update", "input", "jitter")
 _SHORT = {
@@ -24,17 +25,6 @@ _SHORT = {
 }
 _MOST_STAGES = 5
 _NAMES = {"exposed": "exposed communication", "exchange": "exchange within layers", "jitter": "slow devices"}
-
-
-def duration(seconds: float) -> str:
-    """122 s, 31.5 min or 7.3 h.
-
-    >>> duration(90), duration(3000), duration(90000)
-    ('90.0 s', '50.0 min', '25.0 h')
-    """
-    if seconds < 600:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} h"
 
 
 def price_of(forecast: Forecast, price: float) -> float:

@@ -41,11 +41,12 @@ def replay(
         start_forkserver()
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
+    from ..recipe.load import read_run_recipe
     from ..recipe.runtime_options import RuntimeOptions
     from ..runtime import ranks_are_given, resolve_device
     from ..train.job import Job
     from ..train.journal import read_journal
-    from ..train.run_dir import RunDir, read_run_recipe
+    from ..train.run_dir import RunDir
 
     original = RunDir(run)
     if not original.recipe.is_file():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UserError
+from ..errors import UserError, in_one_line
 from ..rng import SPLIT, keyed_permutation
 from ..untrusted import check_swelling
 from .listing import Once, make_here
@@ -148,5 +148,5 @@ def _telling(path: Path, name: str) -> Iterator[None]:
     except KeyError as error:
         raise UserError(f"{path}: has no array {name}; save it with np.savez(path, {name}=...)") from error
     except Exception as error:  # whatever a parser of a foreign file comes to, numpy's, zipfile's or zlib's
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = in_one_line(error)
         raise UserError(f"{member}: can't load {name} ({reason}); arrays of plain numbers are wanted") from error

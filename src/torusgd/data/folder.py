@@ -2,6 +2,7 @@
 
 import os
 import stat
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,22 @@ LISTED = ("text", "ends", "labels")
 """what `list_pictures` gives"""
 
 
-class Folder(EncodedImages):
-    """A source of picture files.
+class PictureFiles(EncodedImages):
+    """A source of picture files; a source of its own says where each lies."""
+
+    @abstractmethod
+    def file(self, index: int) -> str:
+        """Where an image lies."""
+
+    def where(self, index: int) -> str:
+        return self.file(index)
+
+    def encoded(self, index: int) -> bytes:
+        return read_picture(self.file(index))
+
+
+class Folder(PictureFiles):
+    """A source of picture files in a folder a class.
 
     Args:
         root: The folder of the class folders.
@@ -33,7 +48,7 @@ class Folder(EncodedImages):
     def __init__(
         self, root: Path, folders: Sequence[str], classes: Sequence[str], channels: int, listed: Arrays | None = None
     ) -> None:
-        listed = listpictures_in(root, folders) if listed is None else listed
+        listed = list_pictures(root, folders) if listed is None else listed
         super().__init__(classes, listed["labels"], channels)
         self.root = root
         self._folders = tuple(folders)
@@ -42,12 +57,6 @@ class Folder(EncodedImages):
     def file(self, index: int) -> str:
         """Where an image lies."""
         return os.path.join(self.root, self._folders[self.labels[index]], self.names[index])
-
-    def where(self, index: int) -> str:
-        return self.file(index)
-
-    def encoded(self, index: int) -> bytes:
-        return read_picture(self.file(index))
 
 
 def read_picture(file: str) -> bytes:
@@ -103,7 +112,7 @@ def _look(path: Path, classes: str | None, progress: Progress) -> Arrays:
     if classes is None and (unknown := set(class_folders(val)) - set(folders)):
         raise UserError(f"{val / min(unknown)}: a class that {train} doesn't have")
     found = {
-        f"{root.name} {key}": v for root in (train, val) for key, v in listpictures_in(root, folders, progress).items()
+        f"{root.name} {key}": v for root in (train, val) for key, v in list_pictures(root, folders, progress).items()
     }
     counts = np.bincount(found["train labels"], minlength=len(folders))
     if not counts.all():
@@ -114,7 +123,7 @@ def _look(path: Path, classes: str | None, progress: Progress) -> Arrays:
     return found
 
 
-def listpictures_in(root: Path, folders: Sequence[str], progress: Progress = lambda done: None) -> Arrays:
+def list_pictures(root: Path, folders: Sequence[str], progress: Progress = lambda done: None) -> Arrays:
     """The picture files in the class folders: `text` and `ends` of their `Names`, and `labels`, int64 [files]."""
     counts = []
 

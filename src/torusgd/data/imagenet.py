@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, in_one_line
 from .listing import Arrays, Names, Progress
 from .tar_index import FILE, make_index, write_index
 
@@ -92,6 +92,6 @@ def read_devkit(file: Path) -> Devkit:
         numbers = [int(line) for line in truth.split()]
         labels = {f"ILSVRC2012_val_{at:08d}.JPEG": str(leaves[n]["WNID"]) for at, n in enumerate(numbers, 1)}
     except Exception as error:  # whatever a parser of a foreign file comes to, gzip's, tarfile's or SciPy's
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = in_one_line(error)
         raise UserError(f"{file}: no development kit of ILSVRC 2012 ({reason}); fetch it again") from error
     return Devkit(dict(sorted(images.items())), labels)

@@ -99,8 +99,8 @@ def files_under(path: Path) -> list[str]:
     return sorted(file.as_posix() for file in files if not any(part.startswith((".", "_")) for part in file.parts))
 
 
-def files_by_split(path: Path, suffixes: tuple[str, ...]) -> dict[str, list[str]]:
-    """The files with these suffixes in a folder, by the split that their own name or their sub-folder's says.
+def files_by_split(path: Path, names: Iterable[str], suffixes: tuple[str, ...]) -> dict[str, list[str]]:
+    """Of a folder's files (`files_under`) those with these suffixes, by the split that their name or sub-folder says.
 
     Returns:
         `train` and `eval` (of those named val, validation or eval, or else test), sorted.
@@ -108,14 +108,14 @@ def files_by_split(path: Path, suffixes: tuple[str, ...]) -> dict[str, list[str]
     Raises:
         UserError: One of the two has no file.
     """
-    files = [name for name in files_under(path) if name.lower().endswith(suffixes)]
+    files = [name for name in names if name.lower().endswith(suffixes)]
     if not files:
         raise UserError(f"{path}: holds no {' or '.join(suffixes)} file")
     train = [name for name in files if _TRAIN.search(name)]
     rest = [name for name in files if not _TRAIN.search(name)]
     held_out = [name for name in rest if _EVAL.search(name)] or [name for name in rest if _TEST.search(name)]
-    for word, names in (("train", train), ("val", held_out)):
-        if not names:
+    for word, found in (("train", train), ("val", held_out)):
+        if not found:
             wanted = f"train-0000{suffixes[0]} and val-0000{suffixes[0]}"
             raise UserError(f"{path}: no {suffixes[0]} file has {word} in its name; wanted are names such as {wanted}")
     return {"train": train, "eval": held_out}

@@ -9,8 +9,7 @@ from pathlib import Path
 from ..errors import UserError
 from .classes import number_labels, read_classes
 from .decode import load_decoders
-from .encoded import EncodedImages
-from .folder import class_folders, pictures_in, read_picture
+from .folder import PictureFiles, class_folders, pictures_in
 from .listing import Arrays, Names, Once, Progress, make_here, names_as_arrays
 from .types import Int64
 
@@ -23,7 +22,7 @@ Rows = tuple[list[str], list[str]]
 """paths, and the label of each as a text"""
 
 
-class ListedImages(EncodedImages):
+class ListedImages(PictureFiles):
     """A source of picture files that lie anywhere.
 
     Args:
@@ -39,12 +38,6 @@ class ListedImages(EncodedImages):
     def file(self, index: int) -> str:
         """Where an image lies."""
         return os.path.join(self.root, self.names[index])
-
-    def where(self, index: int) -> str:
-        return self.file(index)
-
-    def encoded(self, index: int) -> bytes:
-        return read_picture(self.file(index))
 
 
 Both = tuple[ListedImages, ListedImages]

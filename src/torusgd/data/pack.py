@@ -23,7 +23,7 @@ from .classes import read_classes
 from .decode import Undecodable, decode, load_decoders, picture_size
 from .encoded import EncodedImages
 from .identity import data_sha256
-from .tar_index import CLASSES, FILE, make_index, write_index
+from .tar_index import CLASSES, FILE, count_images, make_index, write_index
 from .types import CorruptImage, Pixels, Source
 from .view import render, scaled
 
@@ -92,7 +92,7 @@ def pack(
         raise RunError(f"{out}: can't be written: {error.strerror or error}; the same command goes on") from error
     arrays = make_index(out, read_classes(out / CLASSES))
     write_index(out / FILE, arrays)
-    return {split: len(arrays[f"{split} labels"]) for split in ("train", "eval")}
+    return count_images(arrays)
 
 
 def _claim(out: Path, settings: dict[str, Any]) -> None:

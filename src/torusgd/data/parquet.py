@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError, suggest
+from ..errors import UserError, in_one_line, suggest
 from ..untrusted import parse_json
 from .classes import number_labels
 from .decode import Undecodable, load_decoders
 from .encoded import MOST_BYTES, EncodedImages
-from .listing import files_by_split
+from .listing import files_by_split, files_under
 from .types import Int64
 
 SUFFIXES = (".parquet", ".arrow")
@@ -134,7 +134,8 @@ def open_tables(
         UserError: There are no such files of both splits, they are damaged or too large, or a column is not found.
     """
     load_decoders()
-    files = {split: [_open(path / name) for name in names] for split, names in files_by_split(path, SUFFIXES).items()}
+    by_split = files_by_split(path, files_under(path), SUFFIXES)
+    files = {split: [_open(path / name) for name in names] for split, names in by_split.items()}
     first = files["train"][0]
     image = _column(first, image, "image", _IMAGES, _is_image)
     label = _column(first, label, "label", _LABELS, _is_label)
@@ -144,7 +145,7 @@ def open_tables(
             texts[split] = [str(value) for file in each for value in file.column(label).to_pylist()]
             parts[split] = [part for file in each for part in file.parts(image)]
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{path}: the tables of {split} can't be read ({' '.join(str(error).split())})") from error
+            raise UserError(f"{path}: the tables of {split} can't be read ({in_one_line(error)})") from error
     if whole and (size := sum(part.size for each in parts.values() for part in each)) > MOST_KEPT:
         raise UserError(
             f"{path}: {size:,} bytes of Parquet, whose rows can't be read one by one; pack them first: "
@@ -174,7 +175,7 @@ def _open(path: Path) -> _File:
         except pa.ArrowInvalid:
             return _File(path, pa.ipc.open_file(mapped).read_all(), None)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no whole table ({' '.join(str(error).split())})") from error
+        raise UserError(f"{path}: no whole table ({in_one_line(error)})") from error
 
 
 def _bytes_of(read: Callable[[], Any], path: Path) -> Any:

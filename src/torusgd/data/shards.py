@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, in_one_line
 from ..storage import Store, url_of
 from .decode import Undecodable, load_decoders
 from .encoded import MOST_BYTES, EncodedImages
@@ -195,7 +195,7 @@ def read_index(file: Path, root: str) -> Arrays:
     except FileNotFoundError:
         raise UserError(f"{file}: there is no index of the tar files; {anew}") from None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{file}: no whole index ({' '.join(str(error).split())}); {anew}") from None
+        raise UserError(f"{file}: no whole index ({in_one_line(error)}); {anew}") from None
     return arrays
 
 

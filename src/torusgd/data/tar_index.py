@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, in_one_line
 from ..untrusted import parse_json
 from ..weights import replacing
 from .classes import number_labels
@@ -124,6 +124,11 @@ def make_index(
     return arrays
 
 
+def count_images(arrays: Arrays) -> dict[str, int]:
+    """How many images an index has, by split."""
+    return {split: len(arrays[f"{split} labels"]) for split in SPLITS}
+
+
 def write_index(file: Path, arrays: Arrays) -> None:
     """Writes an index whole or not at all; UserError where the folder can't be written."""
     try:
@@ -135,10 +140,11 @@ def write_index(file: Path, arrays: Arrays) -> None:
 
 def find_shards(path: Path) -> dict[str, list[str]]:
     """The names of a folder's tar files by split, sorted; UserError where a split has none."""
-    packed = next((name for name in files_under(path) if name.lower().endswith(_COMPRESSED)), None)
-    if packed is not None and not any(name.lower().endswith(".tar") for name in files_under(path)):
+    names = files_under(path)
+    packed = next((name for name in names if name.lower().endswith(_COMPRESSED)), None)
+    if packed is not None and not any(name.lower().endswith(".tar") for name in names):
         raise UserError(f"{path / packed}: is compressed, so no image in it can be read by itself; unpack it")
-    return files_by_split(path, (".tar",))
+    return files_by_split(path, names, (".tar",))
 
 
 def _walk(stream: IO[bytes], file: Path, number: int, found: _Found, given: Mapping[str, str]) -> None:
@@ -268,4 +274,4 @@ def _why_no_tar(file: Path, error: Exception) -> str:
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return f"is compressed ({kind}), so no image in it can be read by itself; unpack it"
-    return f"no whole tar file ({' '.join(str(error).split()) or type(error).__name__})"
+    return f"no whole tar file ({in_one_line(error)})"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from ..recipe.data_schema import Augment, Data
 from ..recipe.section import ImageSizes
@@ -20,7 +21,7 @@ from .pipeline import Batch, Pipeline
 from .types import Int64, Pixels, Source
 from .warp import Warps
 
-_LIBRARY = torch.library.Library("torusgd", "FRAGMENT")
+_LIBRARY = Library("torusgd", "FRAGMENT")
 _LIBRARY.define("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import RunError, UserError
+from ..errors import RunError, UserError, first_line
 from ..recipe.section import sides
 from ..train.load_trained import TrainedModel
 from ..weights import replacing, weights_sha256
@@ -120,7 +120,6 @@ def _telling(name: str) -> Iterator[None]:
     except (UserError, RunError, OSError):
         raise
     except Exception as error:  # of many kinds, all of which mean that this network has no such graph
-        line = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise RunError(f"--format {name}: the network can't be exported: {line}") from error
+        raise RunError(f"--format {name}: the network can't be exported: {first_line(error)}") from error
     finally:
         log.setLevel(level)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from ..comm.exact_sum import NARROW, decode, encode
 from .integer_sum import COUNT_BITS, power_of_two_scale, read_trailers
@@ -27,7 +28,7 @@ ACCEPTED, LOSS, UNDERFLOW = range(3)
 """places in the verdict's report"""
 REPORT = 3
 
-LIBRARY = torch.library.Library("torusgd", "FRAGMENT")
+LIBRARY = Library("torusgd", "FRAGMENT")
 LIBRARY.define(
     "add_gradients(Tensor[] gradients, Tensor sizes, Tensor scales, Tensor(a!) message, Tensor(b!) found) -> ()"
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError, suggest
+from ..errors import UserError, first_line, suggest
 from ..recipe.section import Options
 
 _WEIGHTS = {
@@ -41,7 +41,7 @@ def torchvision_classifier(name: str, *, classes: int, channels: int, options: O
     try:
         return models.get_model(name, weights=None, num_classes=classes, **options)
     except (TypeError, ValueError) as error:
-        raise UserError(f"model.options: torchvision's {name} does not take them: {_first_line(error)}") from error
+        raise UserError(f"model.options: torchvision's {name} does not take them: {first_line(error)}") from error
 
 
 def timm_classifier(name: str, *, classes: int, channels: int, options: Options) -> nn.Module:
@@ -73,7 +73,7 @@ def timm_pretrained(name: str, *, channels: int, options: Options) -> dict[str, 
     except (OSError, RuntimeError) as error:
         where = config.hf_hub_id or config.url
         raise UserError(
-            f"--init timm: can't get the weights of {name} ({where}): {_first_line(error)}; without a net set HF_HOME "
+            f"--init timm: can't get the weights of {name} ({where}): {first_line(error)}; without a net set HF_HOME "
             "to a folder that holds them, and HF_HUB_OFFLINE=1"
         ) from error
     return dict(network.state_dict())
@@ -99,7 +99,7 @@ def _timm(name: str) -> ModuleType:
     try:
         timm.get_pretrained_cfg(name)
     except RuntimeError as error:  # its tag is none of the architecture's
-        raise UserError(f"model.name: timm has no {name!r}: {_first_line(error)}") from error
+        raise UserError(f"model.name: timm has no {name!r}: {first_line(error)}") from error
     return timm
 
 
@@ -107,7 +107,7 @@ def _create(timm: ModuleType, name: str, **options: Any) -> nn.Module:
     try:
         return timm.create_model(name, **options)
     except (TypeError, ValueError, AssertionError, KeyError, AttributeError) as error:
-        raise UserError(f"model.options: timm's {name} does not take them: {_first_line(error)}") from error
+        raise UserError(f"model.options: timm's {name} does not take them: {first_line(error)}") from error
 
 
 def _check_options(library: str, options: Options) -> None:
@@ -123,10 +123,6 @@ def _remedy(library: str, error: Exception) -> str:
     build = torch.__version__.partition("+")[2]
     index = f" --extra-index-url https://download.pytorch.org/whl/{build}" if build else ""
     return (
-        f"model.name: {library} can't be imported ({_first_line(error)}); with the torchvision that is made for torch "
+        f"model.name: {library} can't be imported ({first_line(error)}); with the torchvision that is made for torch "
         f"{torch.__version__} it comes by: pip install 'torusgd[{library}]'{index}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import UserError, suggest
+from ..errors import UserError, first_line, suggest
 from ..importing import import_factory
 from ..recipe.schema import Model, Recipe
 from ..recipe.section import Sides, sides
@@ -212,7 +212,7 @@ def _check(name: str, network: nn.Module, images: Tensor, classes: int, size_key
     try:
         logits = trial(images)
     except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         key = SIZE_OPTIONS.get(name.partition(":")[0])
         hint = f"; where it is made for one size, give model.options.{key}" if key else ""
         raise UserError(f"model.name: {name} does not take {size} images ({size_key}): {reason}{hint}") from error

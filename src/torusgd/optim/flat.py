@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from .lars import Lars, lars
 from .sgd import Sgd, momentum_step
@@ -19,7 +20,7 @@ _ALIGNED = 16
 _SGD, _NESTEROV = "sgd", "nesterov"
 """rules beside the variants of LARS"""
 
-_LIBRARY = torch.library.Library("torusgd", "FRAGMENT")
+_LIBRARY = Library("torusgd", "FRAGMENT")
 _LIBRARY.define(
     "update(Tensor(a!) weights, Tensor(b!) momenta, Tensor[] gradients, Tensor going, int[] offsets, int[] groups, "
     "bool[] scaled, float[] rates, float[] decays, float[] trusts, float momentum, str rule, float eps, float peak, "

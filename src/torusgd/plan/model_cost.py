@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..models import MODELS
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -150,7 +150,7 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
             model = build().train()
         few, many = _trace(model, 2, shape), _trace(model, 4, shape)
     except (RuntimeError, NotImplementedError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"model: the planner can't trace it on the meta device: {reason}") from error
     if [row.name for row in few.rows] != [row.name for row in many.rows]:
         raise UserError("model: it runs other kernels for 4 images than for 2; the planner needs one order of work")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..errors import UserError, suggest
+from ..errors import UserError, in_one_line, suggest
 from ..untrusted import MOST_YAML, read_text
 from .runtime_options import RuntimeOptions
 from .schema import Recipe
@@ -144,6 +144,15 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
     )
 
 
+def read_run_recipe(path: Path) -> Recipe:
+    """The complete recipe that a run wrote down; UserError when it is damaged."""
+    try:
+        text = read_text(path, MOST_YAML)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: can't be read as a recipe: {error}") from None
+    return validate(Recipe, parse_yaml(text, str(path)), str(path))
+
+
 def validate(model: type[M], tree: object, where: str) -> M:
     """Builds a pydantic model from plain values; UserError of one line for the first mistake."""
     try:
@@ -163,7 +172,7 @@ def parse_yaml(text: str, where: str) -> Any:
     except Exception as error:  # PyYAML lets pass what Python raises where a value doesn't fit its tag
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or " ".join(str(error).split()) or type(error).__name__
+        reason = getattr(error, "problem", None) or in_one_line(error)
         raise UserError(f"{where}:{line}: not valid YAML: {reason}") from error
 
 

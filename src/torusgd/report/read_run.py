@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..errors import UserError
-from ..recipe.load import parse_yaml, validate
+from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
 from ..train.status import STATUS, gone, read_status
-from ..untrusted import MOST_YAML, check_regular, parse_json, read_text
+from ..untrusted import check_regular, parse_json, read_text
 
 MOST_EVENT = 1 << 20
 """bytes of a line of events.jsonl; a step of a thousand ranks has some 20,000"""
@@ -74,7 +74,7 @@ def read_run(folder: Path) -> RunRecord:
         UserError: It holds no run, or one whose recipe, status or events can't be read.
     """
     status = read_status(folder)
-    recipe = _read_recipe(folder / "recipe.yaml")
+    recipe = read_run_recipe(folder / "recipe.yaml")
     events, unread = _read_events(folder / "events.jsonl")
     why = ""
     if status.state == "running":
@@ -97,14 +97,6 @@ def read_run(folder: Path) -> RunRecord:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value of a stranger's JSON is a number, no truth value, of at most MOST_FIGURE."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_FIGURE
-
-
-def _read_recipe(path: Path) -> Recipe:
-    try:
-        text = read_text(path, MOST_YAML)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: can't be read as a recipe: {error}") from None
-    return validate(Recipe, parse_yaml(text, str(path)), str(path))
 
 
 def _read_told(path: Path) -> Mapping[str, Any]:

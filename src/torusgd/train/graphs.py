@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..data.pipeline import Batch
 from ..data.upload import place
+from ..errors import first_line
 from ..gradients.operators import fill_tables
 from ..gradients.reducer import Reducer, hook_parameters
 from ..precision import Precision
@@ -107,8 +108,9 @@ class GraphedNetwork:
             try:
                 captured.graph = self._capture(lambda: captured.run(self._network, self._reducer))
             except RuntimeError as error:
-                reason = (str(error).splitlines() or [""])[0]
-                warnings.warn(f"the network's passes run without a CUDA graph, more slowly: {reason}", stacklevel=2)
+                warnings.warn(
+                    f"the network's passes run without a CUDA graph, more slowly: {first_line(error)}", stacklevel=2
+                )
                 self._passes[shape], self._is_plain = None, True
                 return self._network.forward(step, worker, batch, membership)
         self._network.begin(step, worker)

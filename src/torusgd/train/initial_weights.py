@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..models.libraries import timm_pretrained
 from ..recipe.schema import Recipe
 from ..weights import Tensors, load_weights, match_weights
@@ -131,7 +131,7 @@ def _from_hub(init: str) -> Path:
     try:
         return Path(hf_hub_download(repository, _FILE, revision=revision or None))
     except Exception as error:  # of the hub's client, of its HTTP library, or of the name's check
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(
             f"--init {init}: can't get {_FILE} of it: {reason}; without a net set HF_HOME to a folder that holds it, "
             "and HF_HUB_OFFLINE=1"

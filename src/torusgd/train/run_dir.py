@@ -14,9 +14,9 @@ import yaml
 from filelock import FileLock, Timeout
 
 from ..errors import RunError, UserError
-from ..recipe.load import parse_yaml, validate
+from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
-from ..untrusted import MOST_YAML, parse_json, read_text
+from ..untrusted import parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED
 from .events import warn
@@ -219,15 +219,6 @@ def dump_recipe(recipe: Recipe) -> str:
     """The complete recipe as YAML, defaults included."""
     head = f"{HEAD} recipe_sha256: {recipe.sha256()}\n"
     return head + yaml.safe_dump(recipe.as_dict(), sort_keys=False, default_flow_style=None, width=110)
-
-
-def read_run_recipe(path: Path) -> Recipe:
-    """The recipe that a run wrote down; UserError when it is damaged."""
-    try:
-        text = read_text(path, MOST_YAML)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: can't be read as a recipe: {error}") from None
-    return validate(Recipe, parse_yaml(text, str(path)), str(path))
 
 
 def _first_difference(one: Any, other: Any, path: str = "") -> str:

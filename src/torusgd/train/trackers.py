@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..untrusted import parse_json
 from ..weights import write_text
 
@@ -98,7 +98,7 @@ class Trackers:
     def _leave_aside(self, name: str, error: Exception) -> None:
         del self._open[name]
         self._warn(
-            f"--track {name}: left aside, since it failed: {_first_line(error)}; events.jsonl holds everything, and "
+            f"--track {name}: left aside, since it failed: {first_line(error)}; events.jsonl holds everything, and "
             "the next resume sends what is missing"
         )
 
@@ -178,7 +178,7 @@ class WeightsAndBiases:
             )
         except Exception as error:
             raise UserError(
-                f"--track wandb: {_first_line(error)}; give: wandb login, or set WANDB_MODE=offline"
+                f"--track wandb: {first_line(error)}; give: wandb login, or set WANDB_MODE=offline"
             ) from None
         for kind in ("train", "eval", "polished"):
             self._run.define_metric(f"{kind}/step", hidden=True)
@@ -220,7 +220,7 @@ class MLflow:
             self._client.update_run(self._id, status="RUNNING")
             self._sent = {kind: self._last(f"{kind}/{key}") for kind, key in _MARKS.items()}
         except Exception as error:
-            raise UserError(f"--track mlflow: {_first_line(error)}") from None
+            raise UserError(f"--track mlflow: {first_line(error)}") from None
 
     def has(self, kind: str, step: int) -> bool:
         """See `Tracker`."""
@@ -281,7 +281,3 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
 
 def _missing(name: str) -> UserError:
     return UserError(f"--track {name}: not installed; give: pip install 'torusgd[{name}]'")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
