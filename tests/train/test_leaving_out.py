@@ -29,8 +29,9 @@ BASE = (
     "virtual_workers=8",
     "stages=[{until: 8st, images_per_worker: 3}]",
     "rate={lr: 4.0, warmup: {length: 2st}}",
+    "data.eval_images=70",
     "evaluate={every: 4st, images_per_chunk: 50}",
-    "polish={images_per_batch: 100}",
+    "polish={images: 250, images_per_batch: 100}",
 )
 SYNCHRONOUS = "{form: synchronous}"
 ALL = "{form: cutoff, count: 8, warmup: 2}"

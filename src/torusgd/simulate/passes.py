@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from ..data import Pipeline, StreamOrder
 from ..models import model_of
 from ..recipe.schema import Recipe
-from ..rng import DROPOUT, keyed_hash
+from ..rng import DROPOUT, seed_torch
 
 _CHUNK = 500
 _STATISTICS = 4
@@ -49,7 +49,7 @@ class Passes:
         batch = self._train.training_batch(indices, epochs, augment=self._recipe.stages[0].augment)
         self._put(weights)
         self._model.train()
-        torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, number)) >> 1)
+        seed_torch(self.initial.device, DROPOUT, self._recipe.seed, number)
         logits = self._model(batch.images)
         loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._recipe.label_smoothing)
         return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(self._model.parameters()))])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..precision import Precision
-from ..rng import DROPOUT, keyed_hash
+from ..rng import DROPOUT, seed_torch
 from .cross_entropy import NUMBERS, Joined, block_gradient, block_numbers, join
 from .exchange import Exchange, ParallelGroups, Transfer, join_columns, sum_partials
 from .layout import OWN, ActivationBlock, ActivationBlocks, Layout, sum_in_tree
@@ -120,7 +120,7 @@ class ColumnPass:
 
     def _elementwise(self, layer: ColumnLayer, product: Tensor, key: tuple[int, ...]) -> Tensor:
         if any(isinstance(module, nn.Dropout) for module in layer.after):
-            torch.manual_seed(int(keyed_hash(DROPOUT, self._seed, *key)) >> 1)
+            seed_torch(product.device, DROPOUT, self._seed, *key)
         with torch.enable_grad(), self._precision.autocast():
             output: Tensor = layer.after(product.requires_grad_())
         return output

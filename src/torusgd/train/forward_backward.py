@@ -15,7 +15,7 @@ from ..gradients.reducer import Reducer
 from ..precision import Precision
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
-from ..rng import DROPOUT, keyed_hash
+from ..rng import DROPOUT, seed_torch
 from ..tensor_parallel.column_pass import ColumnPass
 from ..tensor_parallel.parallel_tail import ParallelTail
 from .batchnorm import BatchNormStatistics
@@ -76,7 +76,7 @@ class WholeNetwork:
         if self._shadow is not None:
             self._shadow.follow(step.index)
         keys = (worker, part) if part else (worker,)
-        torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, *keys)) >> 1)
+        seed_torch(self._device, DROPOUT, self._recipe.seed, step.index, *keys)
 
     def loss_of_images(self, images: Tensor, batch: Batch) -> Tensor:
         """The loss of a batch whose images lie on the device; batch norm's statistics of this pass are left aside."""
@@ -144,7 +144,7 @@ class SharedTail:
         """See `ForwardBackward`."""
         self._batch_norm.begin_pass()
         self._columns.begin(batch.targets.to(self._world.device, non_blocking=True))
-        torch.manual_seed(int(keyed_hash(DROPOUT, self._recipe.seed, step.index, worker)) >> 1)
+        seed_torch(self._world.device, DROPOUT, self._recipe.seed, step.index, worker)
         images = place(batch, self._world.device, self._precision.memory_format)
         with self._precision.autocast():
             features = self._front(images)
