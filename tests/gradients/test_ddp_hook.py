@@ -84,12 +84,13 @@ def largest_difference(plain: list, ours: list) -> float:
 
 
 def largest_differences(profile: Path) -> list[list[float]]:
-    """For each case and each hook, the largest difference from plain DDP; `auto` probes once."""
+    """For each case and each hook, the largest difference from plain DDP; `auto` probes once, which takes seconds."""
     found = []
     for number, (ddp, both, accumulate) in enumerate(CASES):
         plain = gradients(None, copy.copy(ddp), both, accumulate)
         chosen = [
-            {"profile": profile, **hooked} if number and "algorithm" not in hooked else hooked for hooked, _ in HOOKS
+            {"profile": profile, **hooked} if (number or hooked) and "algorithm" not in hooked else hooked
+            for hooked, _ in HOOKS
         ]
         found.append([largest_difference(plain, gradients(how, copy.copy(ddp), both, accumulate)) for how in chosen])
     return found

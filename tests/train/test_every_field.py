@@ -16,7 +16,8 @@ SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
 RESIZED = "data.augment={crop: resized, area: [0.3, 1.0], aspect: [0.75, 1.4]}"
 STEPS = "rate.decay={shape: step, milestones: [2st], factor: 0.1}"
 RAND = "data.augment.policy=randaugment"
-HALF = "precision=float16"
+# A CPU computes float16 slowly.
+HALF = ("precision=float16", "model.options={width: 4}", "virtual_workers=2")
 # Images that must be cropped: 12 pixels a side, of which the recipe takes 8.
 LARGER = "data.resize=12"
 CUTOFF = "synchrony={form: cutoff, count: 2, warmup: 2, delays: exponential}"
@@ -110,8 +111,8 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "clip_grad_norm": ([], "clip_grad_norm=0.1"),
     "label_smoothing": ([], "label_smoothing=0.3"),
     "precision": ([], "precision=bfloat16"),
-    "loss_scale.initial": ([HALF], "loss_scale.initial=1.0e+30"),
-    "loss_scale.growth_interval": ([HALF, "loss_scale.initial=256.0"], "loss_scale.growth_interval=1"),
+    "loss_scale.initial": ([*HALF], "loss_scale.initial=1.0e+30"),
+    "loss_scale.growth_interval": ([*HALF, "loss_scale.initial=256.0"], "loss_scale.growth_interval=1"),
     "memory_format": ([], "memory_format=contiguous"),
     "compile": ([], "compile=true"),
     "reduction": ([], "reduction=float16"),
