@@ -15,8 +15,8 @@ from torusgd.recipe.schema import Recipe
 
 IMAGENET = 1281167
 RECORDS = {
-    "sony-224s", "sony-85k", "sony-119k", "sony-122s", "fujitsu-74s", "fujitsu-62s", "you-resnet50-20min", "you-resnet50-14min",
-    "you-alexnet-11min",
+    "sony-224s", "sony-85k", "sony-119k", "sony-122s", "fujitsu-74s", "fujitsu-62s",
+    "you-resnet50-20min", "you-resnet50-14min", "you-alexnet-11min",
 }  # fmt: skip
 # Nodes, batch, steps: Das et al. (arXiv 1602.06709), with the lengths of VGG's and OverFeat's authors.
 INTEL = {

@@ -38,6 +38,7 @@ FURTHER = {
         "column_blocks=4",
     ),
     "intel-cddnn-16": ("model.options.width=64",),
+    "sony-119k": (*PICTURES, "stages.3.images_per_worker=40"),  # twice 56 are more than all 96 images
     "sony-122s": (*PICTURES, "noise_scale.batch=4"),
 }
 
