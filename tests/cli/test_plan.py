@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.train.runs import run_here
 
 from torusgd.cli.plan_tables import duration
 from torusgd.comm.profile import Link, Profile
@@ -107,6 +108,14 @@ def test_relaxed_synchrony_stands_beside_synchronous_steps(plan) -> None:
         "fujitsu-74s", "--cluster", "abci", "--devices", 64, "--delays", "constant", "--synchrony", "backup:8"
     )
     assert "It changes the result" not in out
+
+
+def test_delays_are_taken_from_a_run(plan, tmp_path: Path) -> None:
+    run_here(tmp_path / "run", "stages=[{until: 40st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
+    words = ("fujitsu-74s", "--cluster", "abci", "--devices", 64, "--synchrony", "cutoff")
+    _, found = plan(*words, "--delays", tmp_path / "run")
+    assert [each["form"] for each in found["relaxed"]] == ["synchronous", "cutoff"]
+    assert found["relaxed"][0]["seconds"] > found["stages"][0]["seconds"]
 
 
 @pytest.mark.parametrize(

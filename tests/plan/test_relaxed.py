@@ -8,7 +8,7 @@ import pytest
 from torusgd.errors import UserError
 from torusgd.plan.forecast import Forecast, Workload
 from torusgd.plan.model_cost import ModelCost
-from torusgd.plan.relaxed import relaxed_forecasts
+from torusgd.plan.relaxed import measured_delays, relaxed_forecasts
 from torusgd.plan.run_time import PlannedStage, RunTime
 from torusgd.plan.timeline import StepTime
 
@@ -45,6 +45,25 @@ def test_without_delays_nothing_is_gained_but_the_exchange() -> None:
     assert full.seconds == pytest.approx(1.6)
     assert (cutoff.share, cutoff.speedup) == (1, 1)
     assert local.seconds == pytest.approx(1.6 - 0.5 * 4 / 5)
+
+
+def event(own: float, batch: int = 4) -> dict[str, float]:
+    times = {"data_seconds": 0.1, "sync_seconds": 0.2, "update_seconds": 0.3}
+    return {"step_seconds": own + sum(times.values()), "batch": batch, **times}
+
+
+def test_delays_that_a_run_had_are_what_its_ranks_are_late_by() -> None:
+    """Of ten steps one takes 3 s more, at two batches; the first tenth of the run is warm-up."""
+    steps = [event(50.0)] * 11
+    steps += [event(1.0 + 3.0 * (number % 10 == 0)) for number in range(50)]
+    steps += [event(2.0 + 3.0 * (number % 10 == 0), batch=8) for number in range(50)]
+    delays = measured_delays(steps)
+    assert sorted(delays.amounts)[89:91] == pytest.approx([0.0, 3.0])
+    full, cutoff = relaxed_forecasts(*planned(ranks=4), ["cutoff"], delays)
+    assert full.seconds == pytest.approx(1 + 3 * (1 - 0.9**4), rel=0.03)
+    assert cutoff.seconds < full.seconds
+    with pytest.raises(UserError, match="the run has 29 steps"):
+        measured_delays(steps[:29])
 
 
 @pytest.mark.parametrize("form", ["", "gossip", "backup", "backup:100", "local:0", "cutoff:3"])

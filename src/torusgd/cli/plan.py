@@ -58,8 +58,8 @@ def plan(
         str | None,
         Option(
             "--delays",
-            metavar="MODEL",
-            help="How late ranks are, such as lognormal or exponential@0.05; with --best every form is tried.",
+            metavar="MODEL|RUN",
+            help="How late ranks are: lognormal, exponential@0.05, or a run's folder; with --best every form is tried.",
             rich_help_panel=ASKED,
         ),
     ] = None,
@@ -261,13 +261,17 @@ def _write_report(path: Path | None, found: dict[str, Any]) -> None:
 def _relaxed(planned: Planned, form: str | None, delays: str, best: bool) -> "list[RelaxedForecast]":
     """What relaxed synchrony brings with delays, beside synchronous steps: the form that was asked for, or all."""
     from ..plan.forecast import forecast
-    from ..plan.relaxed import candidate_forms, relaxed_forecasts
+    from ..plan.relaxed import candidate_forms, measured_delays, relaxed_forecasts
     from ..plan.search import fixed_batch
+    from ..report.read_run import read_run
 
     workload = fixed_batch(planned.workload, planned.devices)
     now = forecast(workload, planned.cluster, planned.program(planned.runtime), planned.devices)
     forms = [*([form] if form is not None else []), *(candidate_forms(planned.devices) if best else [])]
-    return relaxed_forecasts(workload, now, list(dict.fromkeys(forms)), delays)
+    run = Path(delays) if Path(delays).is_dir() else None
+    return relaxed_forecasts(
+        workload, now, list(dict.fromkeys(forms)), delays if run is None else measured_delays(read_run(run).steps)
+    )
 
 
 def _show_accuracy(

@@ -16,20 +16,23 @@ count work, not what it does for the accuracy.
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from ..errors import UserError
 from ..synchrony.cutoff import best_cutoff
-from ..synchrony.delays import F64, delay_model
+from ..synchrony.delays import F64, DelayModel, Measured, delay_model
 from .forecast import Forecast, Workload
 from .timeline import StepTime
 
 _SEED = 0
 _DRAWS = 400_000
 """delays of ranks and steps that a mean is taken over"""
+_LEAST_STEPS = 30
 LOCAL_STEPS = (4, 16, 64)
 """local steps that are tried where no number is given"""
 
@@ -49,14 +52,36 @@ class RelaxedForecast:
     """of images_per_second over the synchronous steps with the same delays"""
 
 
-def relaxed_forecasts(workload: Workload, forecast: Forecast, forms: list[str], delays: str) -> list[RelaxedForecast]:
+def measured_delays(steps: Sequence[Mapping[str, Any]]) -> Measured:
+    """How late a rank was in the steps of a run: what its own work took beyond the fastest tenth at the same batch.
+
+    Args:
+        steps: Events of a run's steps, of which each tells what the rank that wrote them (rank 0) spent.
+
+    Raises:
+        UserError: Fewer than `_LEAST_STEPS` steps, the first tenth of which is warm-up and does not count.
+    """
+    by_batch: dict[float, list[float]] = {}
+    for step in steps[len(steps) // 10 :]:
+        own = step["step_seconds"] - step["data_seconds"] - step["sync_seconds"] - step["update_seconds"]
+        by_batch.setdefault(step["batch"], []).append(max(own, 0.0))
+    if len(steps) < _LEAST_STEPS:
+        raise UserError(f"--delays: the run has {len(steps)} steps; its delays are known from {_LEAST_STEPS} on")
+    floors = {batch: float(np.quantile(times, 0.1)) for batch, times in by_batch.items()}
+    return Measured(tuple(max(each - floors[batch], 0.0) for batch, times in by_batch.items() for each in times))
+
+
+def relaxed_forecasts(
+    workload: Workload, forecast: Forecast, forms: list[str], delays: str | Measured
+) -> list[RelaxedForecast]:
     """What synchronous steps and `forms` bring with delays, the synchronous steps first.
 
     Args:
         workload: What is planned.
         forecast: Its plan; its `jitter` is left out, as the delays stand in its place.
         forms: `cutoff`, `backup:B`, `local:H`.
-        delays: A model's text; its unit, where it names none, is the time of one virtual worker's passes.
+        delays: A model's text; its unit, where it names none, is the time of one virtual worker's passes. Or what was
+            measured, in seconds, as if every rank were late like the one that measured it, each by itself.
 
     Raises:
         UserError: A form or the delays are not what there is, or more backup ranks than there are ranks.
@@ -87,7 +112,7 @@ def candidate_forms(devices: int) -> list[str]:
     return ["cutoff", *backup, *(f"local:{steps}" for steps in LOCAL_STEPS)]
 
 
-def _step(form: str, step: StepTime, ranks: int, parts: int, delays: str) -> tuple[float, float]:
+def _step(form: str, step: StepTime, ranks: int, parts: int, delays: str | Measured) -> tuple[float, float]:
     """Seconds of a step, and the share of the gradients that enter it."""
     rest = step.seconds - step.compute - step.jitter
     match = re.fullmatch(r"synchronous|cutoff|(backup|local):(\d+)", form)
@@ -108,8 +133,12 @@ def _step(form: str, step: StepTime, ranks: int, parts: int, delays: str) -> tup
 
 
 @cache
-def _passes(delays: str, compute: float, ranks: int, parts: int, steps: int) -> F64:
+def _passes(delays: str | Measured, compute: float, ranks: int, parts: int, steps: int) -> F64:
     """Seconds of each rank's passes with their delays, [steps, ranks]."""
-    model = delay_model(delays, _SEED, unit=compute / parts)
+    model = (
+        DelayModel(((delays, 1.0),), _SEED)
+        if isinstance(delays, Measured)
+        else delay_model(delays, _SEED, unit=compute / parts)
+    )
     late = model.at(np.arange(ranks)[:, None], np.arange(steps)[:, None, None], np.arange(parts))
     return np.asarray(compute + late.sum(axis=2))

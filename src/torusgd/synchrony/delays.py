@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UserError, suggest
-from ..rng import DELAY, keyed_uniform
+from ..rng import DELAY, keyed_integer, keyed_uniform
 
 F64 = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -136,6 +136,18 @@ class Slow(Delay):
         """See `Delay`."""
         slow = (keyed_uniform(*key, worker) < self.share) & (step >= self.since)
         return np.where(slow, self.factor - 1, 0.0) + np.zeros(part.shape)
+
+
+@dataclass(frozen=True)
+class Measured(Delay):
+    """Delays of whole steps that were measured, each as likely as any other; a step's first part has all of it."""
+
+    amounts: tuple[float, ...]
+
+    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+        """See `Delay`."""
+        drawn = keyed_integer(len(self.amounts), *key, worker, step)
+        return np.where(part == 0, np.array(self.amounts)[drawn], 0.0)
 
 
 @dataclass(frozen=True)
