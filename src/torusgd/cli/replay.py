@@ -39,6 +39,7 @@ def replay(
 
     if "RANK" not in os.environ:
         start_forkserver()
+    from ..hub import pinned
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
     from ..recipe.load import read_run_recipe
@@ -62,6 +63,7 @@ def replay(
         steps = len(journaled.left_out)
     if steps == 0:
         raise UserError(f"{original.journal}: holds no update yet; there is nothing to replay")
+    data = pinned(data, original.data_revision())
     job = Job(recipe, options, resolve_device(options), folder, data, init, steps, replay=journaled)
     result = (join_and_train if ranks_are_given() else launch)(job, fresh)
     if result.summary:

@@ -128,6 +128,7 @@ def train(
 
     if "RANK" not in os.environ:  # not a rank of torchrun: `launch` needs it; asked here, before torch is imported
         start_forkserver()
+    from ..hub import pinned
     from ..launch import slurm
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
@@ -138,6 +139,7 @@ def train(
     from ..train.initial_weights import check_initial
     from ..train.job import Job
     from ..train.mirror import Mirror
+    from ..train.run_dir import RunDir
     from ..train.trace import TracedSteps
 
     if time_limit is not None:
@@ -167,6 +169,7 @@ def train(
         folder = mirror.folder
         if is_first:
             mirror.begin(begins)
+    data = pinned(data, "" if begins else RunDir(folder).data_revision())
     planned = PlanComparison.load(plan) if plan else None
     job = Job(
         resolved,
