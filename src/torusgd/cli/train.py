@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -167,26 +168,25 @@ def train(
     mirror = Mirror.at(folder, warn)
     if mirror is not None:
         folder = mirror.folder
-        if is_first:
-            mirror.begin(begins)
-    data = pinned(data, "" if begins else RunDir(folder).data_revision())
-    planned = PlanComparison.load(plan) if plan else None
-    job = Job(
-        resolved,
-        options,
-        device,
-        folder,
-        data,
-        init,
-        max_steps,
-        planned,
-        delays=delays or "",
-        trace=TracedSteps.parse(trace) if trace else None,
-        bucket=mirror.url if mirror is not None else None,
-    )
-    result = (join_and_train if ranks_are_given() else launch)(job, begins)
-    if mirror is not None and is_first:
-        mirror.put_result()
+    with mirror.held(begins) if mirror is not None and is_first else nullcontext():
+        data = pinned(data, "" if begins else RunDir(folder).data_revision())
+        planned = PlanComparison.load(plan) if plan else None
+        job = Job(
+            resolved,
+            options,
+            device,
+            folder,
+            data,
+            init,
+            max_steps,
+            planned,
+            delays=delays or "",
+            trace=TracedSteps.parse(trace) if trace else None,
+            bucket=mirror.url if mirror is not None else None,
+        )
+        result = (join_and_train if ranks_are_given() else launch)(job, begins)
+        if mirror is not None and is_first:
+            mirror.put_result()
     if requeue and result.code == EXIT_AGAIN and is_first:
         slurm.requeue()
     if result.summary:

@@ -204,6 +204,8 @@ class CheckpointWriter:
             progress(time.monotonic() - began)
         try:
             pending.result()
+        except RunError:  # of the copy: another machine has taken over
+            raise
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error)
             kind = DiskError if isinstance(error, OSError) and is_transient(error) else RunError
