@@ -25,7 +25,8 @@ _SECONDS = 30
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": _SECONDS, "read_timeout": _SECONDS, "retries": {"max_attempts": 1}}},
 }
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
+_EXTRAS = {"gs": "gcs", "hf": "remote,hub"}
+"""that bring what a kind of URL needs, where it isn't `remote` alone"""
 
 T = TypeVar("T")
 
@@ -63,8 +64,8 @@ class Store:
             options = _OPTIONS.get(scheme, {})
             self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
         except ImportError as error:
-            package = _PACKAGES.get(scheme, "fsspec")
-            raise UserError(f"{url}: needs {package} ({error}); pip install 'torusgd[remote]' or {package}") from error
+            extra = _EXTRAS.get(scheme, "remote")
+            raise UserError(f"{url}: a package for it is missing ({error}); pip install 'torusgd[{extra}]'") from error
         except ValueError as error:
             raise UserError(f"{url}: no URL of a bucket or a web server ({error})") from error
         self.url = url.rstrip("/")
