@@ -20,6 +20,7 @@ ORDER = [
     "untrusted",
     "weights",
     "storage",
+    "hub",
     "recipe",
     "runtime",
     "precision",

@@ -25,7 +25,8 @@ _SECONDS = 30
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": _SECONDS, "read_timeout": _SECONDS, "retries": {"max_attempts": 1}}},
 }
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
+_EXTRAS = {"gs": "gcs", "hf": "remote,hub"}
+"""that bring what a kind of URL needs, where it isn't `remote` alone"""
 
 T = TypeVar("T")
 
@@ -63,8 +64,8 @@ class Store:
             options = _OPTIONS.get(scheme, {})
             self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
         except ImportError as error:
-            package = _PACKAGES.get(scheme, "fsspec")
-            raise UserError(f"{url}: needs {package} ({error}); pip install 'torusgd[remote]' or {package}") from error
+            extra = _EXTRAS.get(scheme, "remote")
+            raise UserError(f"{url}: a package for it is missing ({error}); pip install 'torusgd[{extra}]'") from error
         except ValueError as error:
             raise UserError(f"{url}: no URL of a bucket or a web server ({error})") from error
         self.url = url.rstrip("/")
@@ -94,6 +95,18 @@ class Store:
         """Makes or replaces an object; OSError where it can't."""
         self._patiently(name, lambda: self._files.pipe_file(self._path(name), data))
 
+    def create(self, name: str, data: bytes) -> bool:
+        """Makes an object unless there is one of that name, in which case it is False; OSError where it can't.
+
+        Of several that try at a time one succeeds, in a store that has conditional writes: S3 and what speaks its
+        language (If-None-Match), Google's (ifGenerationMatch). Elsewhere it is looked up before it is written.
+        """
+        try:
+            self._patiently(name, lambda: self._files.pipe_file(self._path(name), data, mode="create"))
+        except FileExistsError:
+            return self.read(name) == data  # an attempt whose answer was lost may have been the one
+        return True
+
     def put(self, file: Path, name: str) -> None:
         """Copies a file to an object, in parts if it is large; OSError where it can't."""
         self._patiently(name, lambda: self._files.put_file(str(file), self._path(name)))
@@ -119,6 +132,10 @@ class Store:
         """The bytes of an object; raises as `read`."""
         return int(self._patiently(name, lambda: self._files.info(self._path(name)))["size"])
 
+    def modified(self, name: str) -> float:
+        """When an object was last written, by the store's clock, in seconds since 1970; raises as `read`."""
+        return float(self._patiently(name, lambda: self._files.modified(self._path(name))).timestamp())
+
     def version(self, name: str) -> str:
         """Changes whenever the object does, as far as the store tells; raises as `read`."""
         found = self._patiently(name, lambda: self._files.info(self._path(name)))
@@ -140,6 +157,8 @@ class Store:
     def _telling(self, name: str, call: Callable[[], T]) -> T:
         try:
             return call()
+        except FileExistsError:
+            raise
         except (FileNotFoundError, PermissionError) as error:
             # fsspec says of a web server that can't be reached that it lacks the file.
             if isinstance(error.__cause__, OSError):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-BUCKET = "images"
+from .gcs_server import BUCKET
 
 
 class FaultyProxy(ThreadingHTTPServer):
@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.server.fault() if is_read else ""
         if fault == "slow":
             time.sleep(0.5)
-        if fault == "500":
+        if fault == "http_500":
             answer.status, data = 500, b"<Error><Code>InternalError</Code></Error>"
         if fault == "stale":
             data = bytes(len(data))
@@ -83,7 +83,7 @@ def s3_server(**every: int) -> Iterator[tuple[FaultyProxy, dict[str, str]]]:
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
-    proxy = FaultyProxy(port, {kind.removeprefix("http_"): count for kind, count in every.items()})
+    proxy = FaultyProxy(port, every)
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     variables = {
         "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": "us-east-1",

@@ -1,6 +1,8 @@
-"""Tar shards in a bucket: here fsspec's in memory, which is no server; tests/data/test_s3.py has a real one."""
+"""Tar shards in a bucket: here fsspec's in memory, which is no server; tests/data/test_buckets.py has real ones."""
 
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +152,14 @@ def test_mistakes_are_told(local: Path, run_cli: Any) -> None:
     code, _, said = run_cli("train", "folder", "--data", URL, "--out", local / "run")
     assert (code, said.count("\n")) == (2, 1)
     assert "only data.source tar reads from there, not folder" in said
+
+
+@pytest.mark.parametrize(("url", "package", "extra"), [("s3://b/x", "s3fs", "remote"), ("gs://b/x", "gcsfs", "gcs")])
+def test_a_missing_package_is_one_line(url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = import_module("fsspec.registry")
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(registry, "_registry", {})  # of those imported already
+    monkeypatch.setattr(registry, "registry", registry._registry)
+    line = rf"{url}: a package for it is missing \(.*\); pip install 'torusgd\[{extra}\]'"
+    with pytest.raises(UserError, match=line):
+        Store(url)

@@ -19,7 +19,7 @@ from torusgd.train import status
 from torusgd.train.job import Job
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
-from torusgd.train.status import Asked, ask_for_workers, ask_to_stop, read_status
+from torusgd.train.status import STOP, WORKERS, Asked, ask, read_status
 
 from .runs import TINY
 
@@ -114,9 +114,9 @@ def test_what_was_asked_is_found_once_and_only_since_the_run_began(
     monkeypatch.setattr(status, "SECONDS", 0.0)
     asked = Asked(tmp_path)
     assert (asked.to_stop(), asked.workers()) == (False, None)
-    ask_for_workers(tmp_path, 3)
+    ask(tmp_path / WORKERS, "3")
     assert (asked.workers(), asked.workers()) == (3, None)
-    ask_to_stop(tmp_path)
+    ask(tmp_path / STOP, "")
     assert asked.to_stop()
     for wrong in ("-1", "[", "true and more", '"3"'):
         (tmp_path / ".workers").write_text(wrong)

@@ -1,8 +1,8 @@
 """The command line: one file a command, which reads its options, calls the library, and prints.
 
 Modules here import torch, pydantic and what needs them only once a command runs, so that --help takes no seconds.
-May import: errors, signals, weights, recipe, runtime, precision, data, models, comm, simulate, train, launch, plan,
-rehearse, report, export.
+May import: errors, signals, weights, storage, hub, recipe, runtime, precision, data, models, comm, simulate, train,
+launch, plan, rehearse, report, export.
 """
 
 import os

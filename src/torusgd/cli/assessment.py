@@ -15,6 +15,7 @@ from ..train.confusion import Confusion
 from ..train.evaluate import Evaluation, evaluate
 from ..train.load_trained import open_trained
 from ..train.polish import polish_by_recipe
+from ..train.run_view import local_run
 from .options import TrainedWeights
 
 TIMEOUT = 1800.0
@@ -35,7 +36,7 @@ class Assessment:
     def __init__(self, weights: TrainedWeights) -> None:
         device = resolve_device(RuntimeOptions.model_validate({"device": weights.device}))
         self.trained = open_trained(
-            weights.checkpoint, weights.data, weights.model, weights.classes, weights.overrides or []
+            local_run(weights.checkpoint), weights.data, weights.model, weights.classes, weights.overrides or []
         )
         self.world = join(device, TIMEOUT)
         self.recipe: Recipe = resolve_auto(self.trained.recipe, device)

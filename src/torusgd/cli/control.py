@@ -11,8 +11,7 @@ from typer import Argument, Option
 from ..errors import RunError, UserError
 from .output import console
 
-RunFolder = Annotated[Path, Argument(metavar="RUN", help="The run's folder, that of --out.")]
-_POLL_SECONDS = 0.2
+RunFolder = Annotated[Path, Argument(metavar="RUN", help="The run's folder or URL, that of --out.")]
 _MOST_SHOWN = 16
 """ranks whose shares stand in a line"""
 
@@ -22,21 +21,23 @@ def status(
     as_json: Annotated[bool, Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """Show how a run is: its step, rate, ranks and their shares, slow ranks, time left."""
-    from ..train.status import gone, read_status
+    from ..train.run_view import RunView
+    from ..train.status import gone
 
-    found = read_status(run)
+    view = RunView(run)
+    found = view.read()
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=1))
     elif found.state == "gone":
-        raise RunError(f"{run}: {gone(found)}")
+        raise RunError(f"{view.name}: {gone(found)}")
     elif found.state == "stopped":
-        typer.echo(f"{run}: {gone(found)}")
+        typer.echo(f"{view.name}: {gone(found)}")
     else:
         terminal = console()
         try:
             lines = _lines(found.state, found.told, found.age)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{run}: its status can't be read: {type(error).__name__} {error}") from None
+            raise UserError(f"{view.name}: its status can't be read: {type(error).__name__} {error}") from None
         for line in lines:
             terminal.print(line, markup=False)
 
@@ -46,19 +47,21 @@ def stop(
     seconds: Annotated[float, Option("--seconds", min=0, help="Wait for its end so long; 0: don't wait.")] = 120.0,
 ) -> None:
     """Ask a run for a checkpoint and its end; the same `torusgd train` goes on with it."""
-    from ..train.status import ask_to_stop, gone, read_status, running
+    from ..train.run_view import RunView
+    from ..train.status import STOP, gone
 
-    running(run, "stop")
-    ask_to_stop(run)
+    view = RunView(run)
+    view.running("stop")
+    view.ask(STOP, "")
     end = time.monotonic() + seconds
-    while (found := read_status(run)).state == "running" and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS)
+    while (found := view.read()).state == "running" and time.monotonic() < end:
+        time.sleep(view.poll)
     if found.state == "finished":
-        typer.echo(f"{run}: the run has finished meanwhile")
+        typer.echo(f"{view.name}: the run has finished meanwhile")
     elif found.state != "running":
-        typer.echo(f"{run}: {gone(found)}")
+        typer.echo(f"{view.name}: {gone(found)}")
     elif seconds:
-        raise RunError(f"{run}: was asked to stop, and has not within {seconds:g} s; it ends after its step")
+        raise RunError(f"{view.name}: was asked to stop, and has not within {seconds:g} s; it ends after its step")
 
 
 def scale(
@@ -66,18 +69,20 @@ def scale(
     workers: Annotated[int, Option("--workers", min=1, metavar="N", help="Ranks to go on with.")],
 ) -> None:
     """Ask a run on one machine to go on with another number of ranks, to the same weights."""
-    from ..train.status import ask_for_workers, running
+    from ..train.run_view import RunView
+    from ..train.status import WORKERS
 
-    found = running(run, "scale")
+    view = RunView(run)
+    found = view.running("scale")
     most = found.told.get("virtual_workers", workers)
     if workers > most:
         raise UserError(f"--workers {workers}: the recipe has {most} virtual workers to share; ask for at most {most}")
     if why := found.told.get("fixed_ranks"):
         raise UserError(
-            f"{run}: its ranks can't change: {why}; stop it, and give the same command with other --workers"
+            f"{view.name}: its ranks can't change: {why}; stop it, and give the same command with other --workers"
         )
-    ask_for_workers(run, workers)
-    typer.echo(f"{run}: asked to go on with {workers} ranks; torusgd status {run} shows when it does")
+    view.ask(WORKERS, str(workers))
+    typer.echo(f"{view.name}: asked to go on with {workers} ranks; torusgd status {view.name} shows when it does")
 
 
 def _lines(state: str, told: dict[str, Any], age: float) -> list[str]:

@@ -11,7 +11,7 @@ from typer import Option
 
 from ..errors import UserError
 from .options import OUTPUT, JsonFile, TrainedWeights, takes_groups
-from .output import check_writable, console, write_json
+from .output import check_out, check_writable, console, write_json
 
 if TYPE_CHECKING:
     from ..train.evaluate import Evaluation
@@ -59,6 +59,7 @@ def polish(
     from ..weights import save_weights, weights_sha256
     from .assessment import Assessment
 
+    check_out(out, weights.checkpoint)
     assessment = Assessment(weights)
     trained, recipe = assessment.trained, assessment.recipe
     target = out or trained.path.with_name(f"{trained.path.stem}-polished.safetensors")

@@ -7,14 +7,14 @@ from typer import Argument, Option
 
 from ..errors import UserError
 from .options import OUTPUT, Overrides
-from .output import console
+from .output import check_out, console
 
 FORMATS = ("onnx", "torch", "hub", "mlperf")
 
 
 def export(
     run: Annotated[
-        Path, Argument(metavar="RUN", help="A run's folder; for onnx and torch a checkpoint or weight file too.")
+        Path, Argument(metavar="RUN", help="A run's folder or URL; for onnx and torch a checkpoint or weight file too.")
     ],
     formats: Annotated[
         list[str] | None,
@@ -36,12 +36,15 @@ def export(
             raise UserError(f"--format {name}: choose among {', '.join(FORMATS)}")
     if division not in ("open", "closed"):
         raise UserError(f"--division {division}: open or closed")
+    check_out(out, run)
     from ..export.formats import export_onnx, export_torch
     from ..export.mlperf import write_mlperf_log
     from ..export.model_card import write_hub_folder
     from ..report.read_run import read_run
     from ..train.load_trained import open_model
+    from ..train.run_view import local_run
 
+    run = local_run(run)
     folder = out or (run if run.is_dir() else run.parent) / "export"
     record = read_run(run) if not wanted.keys().isdisjoint({"hub", "mlperf"}) else None
     trained = open_model(run, overrides or []) if wanted.keys() != {"mlperf"} else None

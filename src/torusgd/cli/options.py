@@ -186,7 +186,8 @@ class TrainedWeights:
     """The weights that eval and polish open, and the data that they read."""
 
     checkpoint: Annotated[
-        Path, Argument(metavar="CHECKPOINT", help="A run's folder, a checkpoint's folder or a weight file.")
+        Path,
+        Argument(metavar="CHECKPOINT", help="A run's folder, a checkpoint's or a weight file; or its URL."),
     ]
     data: DataPath = None
     classes: Annotated[

@@ -7,11 +7,18 @@ from typing import Any
 from rich.console import Console
 
 from ..errors import UserError
+from ..storage import url_of
 
 
 def console() -> Console:
     """The terminal; lines are neither coloured nor wrapped, so that they can be searched."""
     return Console(highlight=False, soft_wrap=True)
+
+
+def check_out(out: Path | None, run: Path) -> None:
+    """UserError where --out is missing and the result can't lie beside its run, which is in a bucket."""
+    if out is None and (url := url_of(run)) is not None:
+        raise UserError(f"{url}: what is made of it is written to this machine; say where with --out")
 
 
 def check_writable(flag: str, path: Path | None) -> None:

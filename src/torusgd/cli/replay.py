@@ -9,13 +9,13 @@ from typer import Argument, Option
 
 from ..errors import RunError, UserError
 from .options import DATA, OUTPUT, DataPath, RuntimeFlags, takes_groups
-from .output import console
+from .output import check_out, console
 from .train import show_result
 
 
 @takes_groups
 def replay(
-    run: Annotated[Path, Argument(metavar="RUN", help="A run's folder.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="A run's folder or URL.")],
     runtime: RuntimeFlags,
     data: DataPath = None,
     init: Annotated[
@@ -39,6 +39,7 @@ def replay(
 
     if "RANK" not in os.environ:
         start_forkserver()
+    from ..hub import pinned
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
     from ..recipe.load import read_run_recipe
@@ -47,7 +48,10 @@ def replay(
     from ..train.job import Job
     from ..train.journal import read_journal
     from ..train.run_dir import RunDir
+    from ..train.run_view import local_run
 
+    check_out(out, run)
+    run = local_run(run)
     original = RunDir(run)
     if not original.recipe.is_file():
         raise UserError(f"{run}: holds no run; give the folder that torusgd train wrote")
@@ -62,6 +66,7 @@ def replay(
         steps = len(journaled.left_out)
     if steps == 0:
         raise UserError(f"{original.journal}: holds no update yet; there is nothing to replay")
+    data = pinned(data, original.data_revision())
     job = Job(recipe, options, resolve_device(options), folder, data, init, steps, replay=journaled)
     result = (join_and_train if ranks_are_given() else launch)(job, fresh)
     if result.summary:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs, finished or not.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders or URLs of runs, finished or not.")],
     out: Annotated[Path, Option("--out", help="The page to write.", rich_help_panel=OUTPUT)] = Path("report.html"),
     mistakes: Annotated[
         bool,
@@ -25,12 +25,14 @@ def report(
     """Write a page about runs: what was trained, how well, where the time went; --data implies --mistakes."""
     from ..report.page import check_jinja, run_page, write_page
     from ..report.read_run import read_run
+    from ..train.run_view import local_run
 
     check_jinja()
     check_writable("--out", out)
-    records = [read_run(run) for run in runs]
+    folders = [local_run(run) for run in runs]
+    records = [read_run(folder) for folder in folders]
     wanted = mistakes or data is not None
-    found = [_mistakes(run, data, device) if wanted else None for run in runs]
+    found = [_mistakes(run, data, device) if wanted else None for run in folders]
     write_page(out, run_page(records, found), "--out")
     console().print(f"wrote {out}", markup=False)
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,6 +129,7 @@ def train(
 
     if "RANK" not in os.environ:  # not a rank of torchrun: `launch` needs it; asked here, before torch is imported
         start_forkserver()
+    from ..hub import pinned
     from ..launch import slurm
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
@@ -138,6 +140,7 @@ def train(
     from ..train.initial_weights import check_initial
     from ..train.job import Job
     from ..train.mirror import Mirror
+    from ..train.run_dir import RunDir
     from ..train.trace import TracedSteps
 
     if time_limit is not None:
@@ -165,25 +168,25 @@ def train(
     mirror = Mirror.at(folder, warn)
     if mirror is not None:
         folder = mirror.folder
-        if is_first:
-            mirror.begin(begins)
-    planned = PlanComparison.load(plan) if plan else None
-    job = Job(
-        resolved,
-        options,
-        device,
-        folder,
-        data,
-        init,
-        max_steps,
-        planned,
-        delays=delays or "",
-        trace=TracedSteps.parse(trace) if trace else None,
-        bucket=mirror.url if mirror is not None else None,
-    )
-    result = (join_and_train if ranks_are_given() else launch)(job, begins)
-    if mirror is not None and is_first:
-        mirror.put_result()
+    with mirror.held(begins) if mirror is not None and is_first else nullcontext():
+        data = pinned(data, "" if begins else RunDir(folder).data_revision())
+        planned = PlanComparison.load(plan) if plan else None
+        job = Job(
+            resolved,
+            options,
+            device,
+            folder,
+            data,
+            init,
+            max_steps,
+            planned,
+            delays=delays or "",
+            trace=TracedSteps.parse(trace) if trace else None,
+            bucket=mirror.url if mirror is not None else None,
+        )
+        result = (join_and_train if ranks_are_given() else launch)(job, begins)
+        if mirror is not None and is_first:
+            mirror.put_result()
     if requeue and result.code == EXIT_AGAIN and is_first:
         slurm.requeue()
     if result.summary:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
+from ..hub import hub_name
 from ..recipe.load import load_recipe, recipe_names
 from ..storage import url_of
 from .arrays import open_arrays
@@ -113,6 +114,8 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
     if not path.exists() and str(path) in recipe_names():
         recipe = load_recipe(str(path)).recipe
         return recipe.data.source, *open_sources(recipe.data, None, recipe.seed)
+    if hub_name(path) is not None:
+        return "hf", *open_tables(path, channels=3, whole=False)
     if url_of(path) is not None:
         return "tar", *open_shards(path, channels=3)
     for kind, is_there, opened in _LAYOUTS:

@@ -99,6 +99,15 @@ def files_under(path: Path) -> list[str]:
     return sorted(file.as_posix() for file in files if not any(part.startswith((".", "_")) for part in file.parts))
 
 
+def says_split(name: str) -> bool:
+    """Whether a file's name or its folders' says of which split it is.
+
+    >>> says_split("data/train-00000-of-00002.parquet"), says_split("trainers/README.md")
+    (True, False)
+    """
+    return any(words.search(name) for words in (_TRAIN, _EVAL, _TEST))
+
+
 def files_by_split(path: Path, names: Iterable[str], suffixes: tuple[str, ...]) -> dict[str, list[str]]:
     """Of a folder's files (`files_under`) those with these suffixes, by the split that their name or sub-folder says.
 

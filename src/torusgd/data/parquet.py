@@ -1,4 +1,4 @@
-"""Images in the tables of a Hugging Face data set on this machine, Parquet or Arrow: the source `hf`.
+"""Images in the tables of a Hugging Face data set, Parquet or Arrow files: the source `hf`.
 
 An Arrow file is mapped, so any of its rows is at hand. To have one row of a Parquet file its whole row group, up to
 some 100 MB, must be unpacked. So row groups are kept once they are read, and a larger set is packed into tar shards
@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError, in_one_line, suggest
+from ..hub import hub_name, table_folder
 from ..untrusted import parse_json
 from .classes import number_labels
 from .decode import Undecodable, load_decoders
 from .encoded import MOST_BYTES, EncodedImages
-from .listing import files_by_split, files_under
+from .listing import files_by_split, files_under, says_split
 from .types import Int64
 
 SUFFIXES = (".parquet", ".arrow")
@@ -118,24 +119,31 @@ class _File:
 
 
 def open_tables(
-    path: Path, channels: int, image: str | None = None, label: str | None = None, whole: bool = True
+    path: Path,
+    channels: int,
+    image: str | None = None,
+    label: str | None = None,
+    subset: str | None = None,
+    whole: bool = True,
 ) -> tuple[TableImages, TableImages]:
     """Training and held-out images of a data set in Parquet or Arrow files, in the order of the files' names.
 
     Args:
-        path: Its folder, as `Dataset.save_to_disk` or the hub lay it out; a file's own name or its folder's says its
-            split, as for tar files.
+        path: Its folder, as `Dataset.save_to_disk` or the hub lay it out, or its name on the hub (`hub.hub_name`); a
+            file's own name or its folder's says its split, as for tar files.
         channels: See `EncodedImages`.
         image: The column of the images, encoded. None: found.
         label: That of the labels, numbers or names. None: found.
+        subset: The folder to read, where there are several sets beside one another, which the hub calls subsets.
         whole: Images are wanted in any order, so Parquet files must fit into memory.
 
     Raises:
         UserError: There are no such files of both splits, they are damaged or too large, or a column is not found.
     """
     load_decoders()
-    by_split = files_by_split(path, files_under(path), SUFFIXES)
-    files = {split: [_open(path / name) for name in names] for split, names in by_split.items()}
+    root = path if hub_name(path) is None else table_folder(path)
+    by_split = files_by_split(path, _of_subset(path, files_under(root), subset), SUFFIXES)
+    files = {split: [_open(root / name) for name in names] for split, names in by_split.items()}
     first = files["train"][0]
     image = _column(first, image, "image", _IMAGES, _is_image)
     label = _column(first, label, "label", _LABELS, _is_label)
@@ -158,6 +166,21 @@ def open_tables(
         for split in ("train", "eval")
     )
     return train, held_out
+
+
+def _of_subset(path: Path, names: Sequence[str], subset: str | None) -> list[str]:
+    """The files of one of the sets that stand beside one another, each a folder with splits of its own."""
+    tables = (name.partition("/") for name in names if name.endswith(SUFFIXES))
+    sets = sorted({folder for folder, _, rest in tables if says_split(rest) and not says_split(folder)})
+    if subset is not None:
+        if subset not in sets:
+            raise UserError(f"data.options.subset: {path} has no folder {subset!r}{suggest(subset, sets)}")
+        return [name for name in names if name.startswith(f"{subset}/")]
+    if len(sets) > 1:
+        raise UserError(
+            f"{path}: holds several sets, {', '.join(sets)}; say which: --set data.options.subset={sets[0]}"
+        )
+    return list(names)
 
 
 def _open(path: Path) -> _File:

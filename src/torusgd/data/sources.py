@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..hub import hub_name
 from ..importing import import_factory
 from ..recipe.data_schema import Data
 from ..recipe.section import sides
@@ -96,7 +97,7 @@ def _folders(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
 
 
 def _hf(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
-    return open_tables(needed(path, data.source), data.channels, **options(data, "image", "label"))
+    return open_tables(needed(path, data.source), data.channels, **options(data, "image", "label", "subset"))
 
 
 def _factory(data: Data, path: Path | None, seed: int, once: Once) -> Pair:
@@ -142,9 +143,10 @@ def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_her
         raise UserError(
             f"data.source: no source {data.source!r}; take {', '.join(SOURCES)}, or package.module:factory of your own"
         )
-    if url_of(path) is not None and data.source != "tar":
-        raise UserError(f"--data {url_of(path)}: only data.source tar reads from there, not {data.source}")
-    if path is not None and url_of(path) is None and not path.exists():
+    for place, reads in ((url_of(path), "tar"), (hub_name(path), "hf")):
+        if place is not None and data.source != reads:
+            raise UserError(f"--data {place}: only data.source {reads} reads from there, not {data.source}")
+    if path is not None and url_of(path) is None and hub_name(path) is None and not path.exists():
         raise UserError(f"--data {path}: there is no such file or folder")
     train, held_out = SOURCES.get(data.source, _factory)(data, path, seed, once)
     for source, word in ((train, "training"), (held_out, "held-out")):

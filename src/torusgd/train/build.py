@@ -27,6 +27,7 @@ from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.device_sum import device_sum
 from ..gradients.reducer import Reducer, hook_parameters, parameter_slots
 from ..gradients.update import Update
+from ..hub import commit_of
 from ..models import head_of, model_of
 from ..models.compiled import compile_blocks
 from ..models.repeatable import check_repeatable
@@ -266,6 +267,7 @@ def _fingerprint(job: Job, data: Data, model: nn.Module, device: torch.device) -
         drawn_sha256=weights_sha256(model.state_dict()),
         conditions=conditions(recipe, device),
         replayed_sha256=replayed_sha256(job),
+        data_revision=commit_of(job.data),
     )
 
 

@@ -32,7 +32,9 @@ from ..weights import Tensors, json_text, save_weights, write_text
 FORMAT = 4
 """of what is in a checkpoint, written into its progress; another number is refused with a line"""
 MANIFEST = "manifest.json"
-FILES = ("model.safetensors", "state.safetensors", "state.json")
+STATE = "state.json"
+"""how far the run had come, plain JSON"""
+FILES = ("model.safetensors", "state.safetensors", STATE)
 DAMAGED = ".damaged"
 """after the name of a checkpoint that was set aside"""
 READ_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -202,6 +204,8 @@ class CheckpointWriter:
             progress(time.monotonic() - began)
         try:
             pending.result()
+        except RunError:  # of the copy: another machine has taken over
+            raise
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error)
             kind = DiskError if isinstance(error, OSError) and is_transient(error) else RunError

@@ -20,6 +20,7 @@ _WHAT = {
     "recipe_sha256": "another recipe",
     "train_images": "another data set",
     "data_sha256": "another data set",
+    "data_revision": "another commit of the data set",
     "init_sha256": "other initial weights (--init)",
     "replayed_sha256": "another journal",
 }
@@ -42,6 +43,8 @@ class Fingerprint:
     conditions: Conditions
     replayed_sha256: str = ""
     """of the journal that is replayed; empty: none"""
+    data_revision: str = ""
+    """the commit of a data set of the hub; empty: it is none of the hub's"""
 
     def check_same_run(self, other: "Fingerprint", whose: str) -> None:
         """UserError where `other`, a checkpoint's, is of another recipe, data set or initial weights."""
@@ -60,7 +63,7 @@ class Fingerprint:
     @classmethod
     def from_dict(cls, tree: Mapping[str, object]) -> "Fingerprint":
         """From what `as_dict` gave; KeyError or TypeError where it is something else."""
-        tree = {"replayed_sha256": "", **tree}  # which older checkpoints lack
+        tree = {"replayed_sha256": "", "data_revision": "", **tree}  # which older checkpoints lack
         return cls(**{field.name: tree[field.name] for field in fields(cls)})  # type: ignore[arg-type]
 
 

@@ -4,19 +4,18 @@ A head that fits is kept. One for another number of classes stays as the recipe'
 drawn first and the body is put over it, so that the head's values don't depend on where the body comes from.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import UserError, first_line
+from ..errors import UserError
+from ..hub import hub_name, weight_file
 from ..models.libraries import timm_pretrained
 from ..recipe.schema import Recipe
 from ..weights import Tensors, load_weights, match_weights
 
-_FILE = "model.safetensors"
 _COUNTS = "num_batches_tracked"
 
 
@@ -65,11 +64,10 @@ def read_initial(init: str, recipe: Recipe) -> InitialWeights:
         name = recipe.model.name.removeprefix("timm:")
         tensors = timm_pretrained(name, channels=recipe.data.channels, options=recipe.model.options)
         return InitialWeights(recipe.model.name, tensors)
-    if init.startswith("hf:"):
-        path = _from_hub(init)
-        repository = init.partition("@")[0]
-        # The cache keeps a file under snapshots/COMMIT: a branch may move on, the commit says which weights these were.
-        return InitialWeights(f"{repository}@{path.parent.name}", load_weights(path)[0])
+    if (repository := hub_name(init)) is not None:
+        path = weight_file(repository, f"--init {init}")
+        # A branch may move on; the commit, as which the cache calls the folder, says which weights these were.
+        return InitialWeights(f"hf:{repository.repository}@{path.parent.name}", load_weights(path)[0])
     return InitialWeights(init, load_weights(Path(init))[0])
 
 
@@ -83,7 +81,7 @@ def check_initial(init: str, recipe: Recipe) -> None:
         if not recipe.model.name.startswith("timm:"):
             raise UserError(f"--init timm: needs model.name timm:NAME, not {recipe.model.name}; or give a weight file")
     elif init.startswith("hf:"):
-        if not re.fullmatch(r"hf:[\w.-]+/[\w.-]+(@[^@]+)?", init):
+        if hub_name(init) is None:
             raise UserError(f"--init {init}: write hf:ORG/NAME or hf:ORG/NAME@REVISION")
     elif not Path(init).is_file():
         raise UserError(f"--init {init}: no such file")
@@ -120,19 +118,3 @@ def fit(initial: InitialWeights, network: Mapping[str, Tensor], head_of: Callabl
         {name: list(given[name].shape) for name in sorted(new) if name in given},
         {name: list(network[name].shape) for name in sorted(new)},
     )
-
-
-def _from_hub(init: str) -> Path:
-    repository, _, revision = init.removeprefix("hf:").partition("@")
-    try:
-        from huggingface_hub import hf_hub_download
-    except ImportError:
-        raise UserError(f"--init {init}: needs huggingface_hub: pip install 'torusgd[hub]'") from None
-    try:
-        return Path(hf_hub_download(repository, _FILE, revision=revision or None))
-    except Exception as error:  # of the hub's client, of its HTTP library, or of the name's check
-        reason = first_line(error)
-        raise UserError(
-            f"--init {init}: can't get {_FILE} of it: {reason}; without a net set HF_HOME to a folder that holds it, "
-            "and HF_HUB_OFFLINE=1"
-        ) from None

@@ -6,25 +6,27 @@ fetched is. A name that the run drew when it began tells what this machine has o
 earlier one.
 """
 
-import hashlib
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import RunError, UserError
-from ..storage import Store, cache_folder, url_of
+from ..storage import Store, url_of
 from ..untrusted import read_text
 from ..weights import write_text
 from .checkpoint import FILES as CHECKPOINT_FILES
 from .checkpoint import MANIFEST, list_checkpoints, read_checkpoint
+from .lease import Lease, is_lease
 from .run_dir import FILES, RunDir
-from .status import HEAD
+from .run_view import working_folder
+from .status import ASKED, HEAD, STATUS
 
 NAME = ".run-name"
 """what the run drew when it began"""
 _RECIPE, _SUMMARY = "recipe.yaml", "summary.json"
-_SMALL = (_RECIPE, *(name for name in FILES if name not in ("status.json", _SUMMARY)), _SUMMARY)
+_SMALL = (_RECIPE, *(name for name in FILES if name not in (STATUS, _SUMMARY)), _SUMMARY)
 """files beside the checkpoints, in the order in which they go there: the summary says that the rest is whole"""
 
 
@@ -41,8 +43,9 @@ class Mirror:
 
     def __init__(self, url: str, warn: Callable[[str], None] = lambda line: None) -> None:
         self.url = url
-        self.folder = cache_folder() / "runs" / hashlib.sha256(url.encode()).hexdigest()[:32]
+        self.folder = working_folder(url)
         self._store = Store(url)
+        self._lease = Lease(self._store, self.folder)
         self._warn = warn
 
     @classmethod
@@ -51,21 +54,30 @@ class Mirror:
         url = url_of(out)
         return None if url is None else cls(url, warn)
 
-    def begin(self, fresh: bool) -> None:
-        """Makes the working folder one of the run in the bucket; with `fresh` the run there is deleted.
+    @contextmanager
+    def held(self, fresh: bool) -> Iterator[None]:
+        """Takes the run's lock and makes the working folder one of the run in the bucket; gives the lock back.
+
+        Args:
+            fresh: The run there is deleted.
 
         Raises:
-            UserError: The bucket can't be reached, or holds what no run left there.
+            UserError: The bucket can't be reached, holds what no run left there, or another machine is at work.
             RunError: It holds checkpoints, none of which is good.
         """
         try:
             with RunDir(self.folder).lock():
+                self._refuse_strangers(fresh)
+                self._lease.acquire(self._warn)
                 self._begin(fresh)
         except OSError as error:
             raise UserError(f"--out {self.url}: can't be used: {error}") from error
+        with self._lease.renewed(self._exchange):
+            yield
 
     def put_checkpoint(self, checkpoint: Path, keep: int) -> None:
         """Copies a checkpoint there, with the files beside it, and leaves the newest `keep`; OSError as it comes."""
+        self._lease.check()
         self._put_small(but=_SUMMARY)
         for name in (*CHECKPOINT_FILES, MANIFEST):
             self._store.put(checkpoint / name, f"checkpoints/{checkpoint.name}/{name}")
@@ -79,15 +91,32 @@ class Mirror:
             RunError: The bucket doesn't take them.
         """
         try:
+            self._lease.check()
+            self._exchange()
             self._put_small(but="" if (self.folder / _SUMMARY).exists() else _SUMMARY)
         except OSError as error:
             raise RunError(f"{self.url}: can't be written: {error}; the same command tries again") from error
 
-    def _begin(self, fresh: bool) -> None:
-        there = self._store.sizes()
-        is_run = _RECIPE in there and self._store.read(_RECIPE).decode(errors="replace").startswith(HEAD)
+    def _exchange(self) -> None:
+        """Now and then, while the run is at work: its status goes there, and what was asked of it comes here."""
+        if (self.folder / STATUS).exists():
+            self._store.put(self.folder / STATUS, STATUS)
+        for name in ASKED & self._store.sizes().keys():
+            write_text(self.folder / name, self._store.read(name).decode(errors="replace"))
+            self._store.delete(name)
+
+    def _there(self) -> tuple[dict[str, int], bool]:
+        """What is in the bucket beside locks, and whether it is a run."""
+        there = {name: size for name, size in self._store.sizes().items() if not is_lease(name)}
+        return there, _RECIPE in there and self._store.read(_RECIPE).decode(errors="replace").startswith(HEAD)
+
+    def _refuse_strangers(self, fresh: bool) -> None:
+        there, is_run = self._there()
         if there and not is_run and (not fresh or {_RECIPE, *FILES} & there.keys()):
             raise UserError(f"--out {self.url}: holds {min(there)!r} but no run; choose another place")
+
+    def _begin(self, fresh: bool) -> None:
+        there, is_run = self._there()
         if fresh and is_run:
             self._clear(list(there))
         if fresh or not is_run or self._name_here() != self._store.read(NAME).decode():
@@ -147,7 +176,7 @@ class Mirror:
     def _clear(self, names: list[str]) -> None:
         for checkpoint in self._checkpoints():
             self._delete(checkpoint)
-        for name in (_SUMMARY, *_SMALL, NAME):
+        for name in (_SUMMARY, STATUS, *ASKED, *_SMALL, NAME):
             if name in names:
                 self._store.delete(name)
 

@@ -9,6 +9,7 @@ from ..data.identity import data_sha256
 from ..data.listing import Once, make_here
 from ..data.sources import open_sources
 from ..errors import RunError
+from ..hub import commit_of
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..signals import exit_code
@@ -44,7 +45,8 @@ def finished(job: Job, once: Once = make_here) -> dict[str, Any] | None:
     summary = RunDir(job.out).finished(min(steps, job.max_steps or steps))
     if summary is not None:
         data = data_sha256(source, held_out)
-        now = Fingerprint(job.recipe.sha256(), len(source), data, init_sha256(job), "", {}, replayed_sha256(job))
+        known = replayed_sha256(job), commit_of(job.data)
+        now = Fingerprint(job.recipe.sha256(), len(source), data, init_sha256(job), "", {}, *known)
         now.check_same_run(
             Fingerprint.from_dict({**now.as_dict(), **summary, "conditions": {}}), f"the run in {job.out}"
         )

@@ -18,7 +18,7 @@ from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from ..weights import write_text
-from .checkpoint import DAMAGED
+from .checkpoint import DAMAGED, STATE, list_checkpoints
 from .events import warn
 from .status import HEAD, HOLDER, LOCK, STATUS, forget_what_was_asked
 from .trace import FILE as TRACE
@@ -124,6 +124,15 @@ class RunDir:
         except (OSError, ValueError):
             return None
         return summary if isinstance(summary, dict) else None
+
+    def data_revision(self) -> str:
+        """The commit of the hub's data set that the run here reads; empty where it reads none, or has just begun."""
+        newest = [checkpoint / STATE for checkpoint in list_checkpoints(self.checkpoints)]
+        for file in (self.summary, *newest):
+            with suppress(OSError, ValueError, AttributeError):
+                tree = parse_json(read_text(file))
+                return str(tree.get("fingerprint", tree).get("data_revision", ""))
+        return ""
 
     def _is_run(self) -> bool:
         try:

@@ -63,6 +63,7 @@ class RunState:
             "recipe_sha256": self.fingerprint.recipe_sha256,
             "train_images": self.fingerprint.train_images,
             "data_sha256": self.fingerprint.data_sha256,
+            "data_revision": self.fingerprint.data_revision,
             "init_sha256": self.fingerprint.init_sha256,
             "init": None if self.initial is None else asdict(self.initial),
             "replayed_sha256": self.fingerprint.replayed_sha256,

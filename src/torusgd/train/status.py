@@ -30,7 +30,9 @@ SECONDS = 1.0
 """from one status to the next, and from one look at what is asked to the next"""
 FRESH = 30.0
 """seconds for which a status of another host counts as a sign of life"""
-_STOP, _WORKERS = ".stop", ".workers"
+STOP, WORKERS = ".stop", ".workers"
+"""files by which a run is asked for a checkpoint and its end, and to go on with so many ranks"""
+ASKED = frozenset({STOP, WORKERS})
 
 
 class StatusFile:
@@ -75,12 +77,12 @@ class Asked:
     def to_stop(self) -> bool:
         """Whether to stop; it costs a look at the disk once a second."""
         if not self._is_stopping and self._is_time():
-            self._is_stopping = (self._folder / _STOP).exists()
+            self._is_stopping = (self._folder / STOP).exists()
         return self._is_stopping
 
     def workers(self) -> int | None:
         """The number of ranks asked for, which is then forgotten; None: none was."""
-        path = self._folder / _WORKERS
+        path = self._folder / WORKERS
         if not self._is_time() or not path.exists():
             return None
         try:
@@ -99,12 +101,12 @@ class Asked:
 
 def was_asked_to_stop(folder: Path) -> bool:
     """Whether somebody has asked the run to stop since it began."""
-    return (folder / _STOP).exists()
+    return (folder / STOP).exists()
 
 
 def forget_what_was_asked(folder: Path) -> None:
     """Removes what was asked of an earlier run in this folder."""
-    for name in (_STOP, _WORKERS):
+    for name in ASKED:
         (folder / name).unlink(missing_ok=True)
 
 
@@ -124,14 +126,18 @@ class RunStatus:
         return {"state": self.state, "age": round(self.age, 1), **self.told}
 
 
-def read_status(folder: Path) -> RunStatus:
+def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
     """How a run is.
+
+    Args:
+        folder: The run's, or a copy of what is in its bucket.
+        is_alive: Whether somebody holds the run's lock; None: the folder's lock tells.
 
     Raises:
         UserError: The folder holds no run, or one whose status can't be read.
     """
     _check_run(folder)
-    is_running = _is_locked(folder)
+    is_running = is_locked(folder) if is_alive is None else is_alive
     try:
         if not is_running and (folder / "summary.json").exists():
             return RunStatus("finished", _tree(folder / "summary.json"), _age(folder / "summary.json"))
@@ -144,24 +150,6 @@ def read_status(folder: Path) -> RunStatus:
     return RunStatus("running" if is_running or (is_elsewhere and ended == "gone") else ended, told, age)
 
 
-def running(folder: Path, to: str) -> RunStatus:
-    """The status of a run that is at work.
-
-    Args:
-        folder: The run's.
-        to: What is asked of it, for the error.
-
-    Raises:
-        UserError: There is none; one line says why.
-    """
-    status = read_status(folder)
-    if status.state == "finished":
-        raise UserError(f"{folder}: the run is finished; there is nothing to {to}")
-    if status.state != "running":
-        raise UserError(f"{folder}: {gone(status)}; there is nothing to {to}")
-    return status
-
-
 def gone(status: RunStatus) -> str:
     """Why a run that is not finished does not run."""
     at = f" after step {status.told['step']}" if "step" in status.told else ""
@@ -169,17 +157,8 @@ def gone(status: RunStatus) -> str:
     return f"the run {why}{at}; the same `torusgd train` goes on with it"
 
 
-def ask_to_stop(folder: Path) -> None:
-    """Asks a run for a checkpoint and its end."""
-    _ask(folder / _STOP, "")
-
-
-def ask_for_workers(folder: Path, workers: int) -> None:
-    """Asks a run to go on with so many ranks."""
-    _ask(folder / _WORKERS, str(workers))
-
-
-def _ask(path: Path, text: str) -> None:
+def ask(path: Path, text: str) -> None:
+    """Writes what is asked of a run, a file of `ASKED` in its folder; UserError where it can't be written."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         temporary.write_text(text)
@@ -198,7 +177,8 @@ def _check_run(folder: Path) -> None:
         raise UserError(f"{folder}: holds no run; give the folder that was --out of torusgd train, such as runs/digits")
 
 
-def _is_locked(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds a run's folder."""
     if not (folder / LOCK).exists():
         return False
     lock = FileLock(folder / LOCK, timeout=0)

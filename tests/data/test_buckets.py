@@ -1,4 +1,4 @@
-"""Tar shards in a real S3 server, which is slow, cuts answers short, fails, and answers with what was there before."""
+"""Tar shards in real servers of S3, Google's storage and the web: slow, failing, cut short, out of date."""
 
 import functools
 import http.server
@@ -13,13 +13,10 @@ from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.storage import Store
 
-from .s3_server import BUCKET, s3_server
+from .buckets import KINDS, bucket
 from .tars import picture, write_shards
 
 pytestmark = pytest.mark.slow
-
-pytest.importorskip("s3fs")
-pytest.importorskip("moto")
 
 SETTINGS = sets(
     "virtual_workers=3", "stages=[{until: 4st, images_per_worker: 4}]", "polish={images_per_batch: 5}",
@@ -34,45 +31,46 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "set"
 
 
-def upload(folder: Path) -> Path:
-    url = f"s3://{BUCKET}/a set"
+def upload(folder: Path, url: str) -> Path:
+    url = f"{url}/a set"
     for file in folder.iterdir():
         Store(url).put(file, file.name)
     return Path(url)
 
 
-def test_images_come_whole_whatever_the_server_does(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server(http_500=3, cut=4, stale=7, slow=5) as (proxy, variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        url = upload(local)
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_come_whole_whatever_the_server_does(kind: str, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bucket(kind, monkeypatch, http_500=8, cut=9, stale=13, slow=7) as (server, root):
+        url = upload(local, root)
         monkeypatch.setenv("TORUSGD_CACHE_GIB", "0")
         source, held_out = open_shards(url, 3)
         for _ in range(3):
             assert [source.encoded(index) for index in range(12)] == [picture(number) for number in range(12)]
             assert [held_out.encoded(index) for index in range(6)] == [picture(100 + number) for number in range(6)]
-        assert min(proxy.faults[kind] for kind in ("500", "cut", "stale", "slow")) > 1
+        assert min(server.faults[fault] for fault in ("http_500", "cut", "stale", "slow")) > 1
         with pytest.raises(UserError, match="there is no index"):
             open_shards(url / "none", 3)
         with pytest.raises(UserError, match=r"no index|can't be fetched"):
-            open_shards(Path("s3://no-such-bucket/set"), 3)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+            open_shards(Path(f"{kind}://no-such-bucket/set"), 3)
+        for name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"):
+            monkeypatch.setenv(name, "http://127.0.0.1:9")
         with pytest.raises(UserError, match="can't be fetched"):
             open_shards(url, 3)
 
 
-def test_a_run_from_a_bucket_has_the_hash_of_one_from_a_folder(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_from_a_bucket_has_the_hash_of_one_from_a_folder(
+    kind: str, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = local.parent
     folder = train(out / "folder", "--data", local, "--workers", 1, *SETTINGS)
-    with s3_server(http_500=5, cut=7, stale=11, slow=6) as (proxy, variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        url = upload(local)
+    with bucket(kind, monkeypatch, http_500=5, cut=7, stale=11, slow=6) as (server, root):
+        url = upload(local, root)
         reads = []
         for ranks in (1, 2, 3):
             summary = train(out / f"bucket {ranks}", "--data", url, "--workers", ranks, *SETTINGS)
             assert summary["weights_sha256"] == folder["weights_sha256"]
-            reads.append(proxy.reads)
+            reads.append(server.reads)
         assert reads[0] == reads[1] == reads[2], "the first run has left all images on this machine's disk"
 
 

@@ -1,0 +1,163 @@
+"""The Hugging Face hub: weights and data sets by name, `hf:ORG/NAME@REVISION`, through huggingface_hub.
+
+Files are data and never code: of weights a safetensors file is taken, of a data set its Parquet files; a script that
+would make it is not even fetched. huggingface_hub keeps what it has fetched under the commit it is of (HF_HOME), with
+a list of the commit's files, so a cache that is whole serves without a net.
+"""
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import UserError, first_line
+
+PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0)
+"""seconds before each further attempt, which begins with what the earlier ones have fetched"""
+_WEIGHTS = "model.safetensors"
+_TABLES = "*.parquet"
+_CONVERTED = "refs/convert/parquet"
+"""the branch in which the hub keeps copies of its data sets as Parquet"""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FOR_GOOD = (
+    "GatedRepoError", "RepositoryNotFoundError", "DisabledRepoError", "RevisionNotFoundError", "OfflineModeIsEnabled",
+    "RemoteEntryNotFoundError", "HFValidationError", "HfUriError", "BadRequestError",
+)  # fmt: skip
+"""errors of huggingface_hub after which another attempt would end the same way"""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Name:
+    """What stands behind `hf:`."""
+
+    repository: str
+    """ORG/NAME, or NAME alone for a few old data sets"""
+    revision: str
+    """a branch, tag or commit; empty: the newest"""
+
+    def __str__(self) -> str:
+        return f"hf:{self.repository}" + (f"@{self.revision}" if self.revision else "")
+
+
+def hub_name(text: Path | str | None) -> Name | None:
+    """The name that a path's place holds; None: it is none of the hub's.
+
+    >>> hub_name("hf:org/flowers@v2"), hub_name("runs/digits"), hub_name("hf://datasets/org/flowers")
+    (Name(repository='org/flowers', revision='v2'), None, None)
+    """
+    found = re.fullmatch(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([^@]+))?", str(text)) if text is not None else None
+    return Name(found[1], found[2] or "") if found is not None else None
+
+
+def weight_file(name: Name, flag: str) -> Path:
+    """The model.safetensors of a repository, in the hub's cache; its folder is called as the commit.
+
+    Args:
+        name: The repository's.
+        flag: Begins the message of an error.
+
+    Raises:
+        UserError: It isn't there, is not for us, or can't be reached.
+    """
+    hub = _hub(flag)
+    download = partial(hub.hf_hub_download, name.repository, _WEIGHTS, revision=name.revision or None)
+    return Path(_patiently(download, flag, f"{_WEIGHTS} of {name}"))
+
+
+def table_folder(path: Path, flag: str = "--data") -> Path:
+    """The folder with the Parquet files of a data set, in the hub's cache; it is called as the commit.
+
+    Args:
+        path: As `--data` has it, hf:ORG/NAME@REVISION.
+        flag: Begins the message of an error.
+
+    Raises:
+        UserError: There is no such data set, it has no Parquet files, is not for us, or can't be reached.
+    """
+    name = hub_name(path)
+    assert name is not None, "asked by whoever sees a name of the hub"
+    hub = _hub(flag)
+    download = partial(
+        hub.snapshot_download,
+        name.repository,
+        repo_type="dataset",
+        revision=name.revision or None,
+        allow_patterns=[_TABLES],
+    )
+    folder = Path(_patiently(download, flag, f"the data set {name}"))
+    if not any(folder.rglob(_TABLES)):
+        raise UserError(
+            f"{flag} {name}: holds no Parquet file, and scripts that make a data set are never run; where the hub has "
+            f"converted it, give hf:{name.repository}@{_CONVERTED}"
+        )
+    return folder
+
+
+def pinned(path: Path | None, commit: str = "") -> Path | None:
+    """A data set of the hub with its commit, so that all ranks and every later start read the same; others as they are.
+
+    Its files are fetched on the way, by the launcher for all ranks of its machine.
+
+    Args:
+        path: As `--data` has it.
+        commit: Of the run that goes on; taken where the path names no revision.
+
+    Raises:
+        UserError: As `table_folder`.
+    """
+    name = hub_name(path)
+    if path is None or name is None:
+        return path
+    if not name.revision:
+        path = Path(str(Name(name.repository, commit)))
+    return Path(str(Name(name.repository, table_folder(path).name)))
+
+
+def commit_of(path: Path | None) -> str:
+    """The commit that a `pinned` path names; empty where it names none."""
+    name = hub_name(path)
+    return name.revision if name is not None and _COMMIT.fullmatch(name.revision) else ""
+
+
+def _hub(flag: str) -> Any:
+    try:
+        import huggingface_hub
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError as error:
+        raise UserError(f"{flag}: needs huggingface_hub ({error}); pip install 'torusgd[hub]'") from None
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)  # that no file is there, we tell
+    return huggingface_hub
+
+
+def _patiently(call: Callable[[], T], flag: str, what: str) -> T:
+    """What a call of the hub's client returns, tried again after errors that may pass."""
+    for pause in (*PAUSES, None):
+        try:
+            return call()
+        except Exception as error:  # of the client, of its HTTP library, of the disk
+            kinds = {kind.__name__ for cause in (error, error.__cause__) for kind in type(cause).__mro__}
+            if pause is None or not kinds.isdisjoint(_FOR_GOOD):
+                raise UserError(f"{flag}: can't get {what}: {_reason(error, kinds)}") from None
+            time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _reason(error: Exception, kinds: set[str]) -> str:
+    if "GatedRepoError" in kinds:
+        return "its owner wants to be asked first; ask on its page, and log in (hf auth login, or HF_TOKEN)"
+    if "RepositoryNotFoundError" in kinds:
+        return "there is none of that name, or it is private; for a private one log in (hf auth login, or HF_TOKEN)"
+    if "RevisionNotFoundError" in kinds:
+        return "it has no such revision"
+    if "RemoteEntryNotFoundError" in kinds:
+        return "the repository holds no such file"
+    return f"{first_line(error)}; without a net set HF_HOME to a folder that holds it, and HF_HUB_OFFLINE=1"

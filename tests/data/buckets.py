@@ -1,0 +1,31 @@
+"""Buckets in real servers on loopback, by the scheme of their URLs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from .gcs_server import BUCKET, gcs_server
+from .s3_server import s3_server
+
+KINDS = ("s3", "gs")
+
+
+@contextmanager
+def bucket(kind: str, monkeypatch: pytest.MonkeyPatch, **every: int) -> Iterator[tuple[Any, str]]:
+    """A server that fails every so many reads, which the environment leads to, and its bucket's URL.
+
+    Args:
+        kind: One of `KINDS`.
+        monkeypatch: Sets the environment.
+        every: How many reads there are for one that goes wrong so: http_500, cut, slow, stale.
+    """
+    for package in ("s3fs", "moto") if kind == "s3" else ("gcsfs",):
+        if find_spec(package) is None:  # not imported: gcsfs reads the environment then
+            pytest.skip(f"needs {package}")
+    with (s3_server if kind == "s3" else gcs_server)(**every) as (server, variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield server, f"{kind}://{BUCKET}"

@@ -1,0 +1,178 @@
+"""A server on loopback that speaks what gcsfs asks of Google Cloud Storage, and fails now and then as networks do.
+
+Unlike the emulators that packages bring it keeps the condition ifGenerationMatch=0 of a write.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+BUCKET = "images"
+
+
+class Gcs(ThreadingHTTPServer):
+    """One bucket.
+
+    Args:
+        every: How many reads there are for one that goes wrong so: http_500, cut, slow, stale.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, every: dict[str, int]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.every, self.reads, self.faults = every, 0, Counter[str]()
+        self.objects: dict[str, tuple[bytes, int, str]] = {}
+        """bytes, generation, and when it was written"""
+        self.parts: dict[str, tuple[str, bytes]] = {}
+        """uploads under way: name and what has come"""
+        self.lock = threading.Lock()
+        self.generation = 0
+
+    def store(self, name: str, data: bytes, query: dict[str, str]) -> bool:
+        """Makes or replaces an object; False where the write's condition doesn't hold."""
+        with self.lock:
+            if query.get("ifGenerationMatch") == "0" and name in self.objects:
+                return False
+            self.generation += 1
+            self.objects[name] = data, self.generation, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
+            return True
+
+    def fault(self) -> str:
+        with self.lock:
+            self.reads += 1
+            found = next((kind for kind, every in self.every.items() if self.reads % every == 0), "")
+            self.faults[found] += 1
+            return found
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Gcs
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def _handle(self) -> None:
+        url = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        found = re.fullmatch(rf"(/upload|/download)?/storage/v1/b/{BUCKET}/o(?:/(.+))?", url.path)
+        if found is None:
+            self._answer(404, {})
+        elif found[1] == "/upload":
+            self._upload(query, body)
+        elif found[2] is None:
+            self._list(query)
+        else:
+            self._object(unquote(found[2]), is_read=found[1] == "/download" or query.get("alt") == "media")
+
+    do_GET = do_PUT = do_POST = do_DELETE = _handle
+
+    def _upload(self, query: dict[str, str], body: bytes) -> None:
+        if query.get("uploadType") == "multipart":
+            _, told, data = body.split(b"--==0==", 2)
+            name = json.loads(told.partition(b"\n\n")[2])["name"]
+            self._stored(name, data.partition(b"\n\n")[2].removesuffix(b"\n--==0==--"), query)
+        elif "upload_id" not in query:
+            upload = str(len(self.server.parts))
+            self.server.parts[upload] = query["name"], b""
+            where = f"http://{self.headers['Host']}/upload/storage/v1/b/{BUCKET}/o?upload_id={upload}"
+            self._answer(200, {}, {"Location": where})
+        else:
+            name, before = self.server.parts[query["upload_id"]]
+            data = before + body
+            self.server.parts[query["upload_id"]] = name, data
+            if self.headers["Content-Range"].endswith("/*") or len(data) < int(
+                self.headers["Content-Range"].rpartition("/")[2]
+            ):
+                self._answer(308, {}, {"Range": f"bytes=0-{len(data) - 1}"})
+            else:
+                self._stored(name, data, query)
+
+    def _stored(self, name: str, data: bytes, query: dict[str, str]) -> None:
+        if self.server.store(name, data, query):
+            self._answer(200, self._about(name))
+        else:
+            self._answer(412, {"error": {"code": 412, "message": "conditionNotMet"}})
+
+    def _list(self, query: dict[str, str]) -> None:
+        names = [name for name in sorted(self.server.objects) if name.startswith(query.get("prefix", ""))]
+        self._answer(200, {"kind": "storage#objects", "items": [self._about(name) for name in names]})
+
+    def _object(self, name: str, is_read: bool) -> None:
+        if name not in self.server.objects:
+            self._answer(404, {"error": {"code": 404, "message": "Not Found"}})
+        elif self.command == "DELETE":
+            with self.server.lock:
+                self.server.objects.pop(name, None)
+            self._answer(204, {})
+        elif not is_read:
+            self._answer(200, self._about(name))
+        else:
+            self._read(name, self.server.objects[name][0])
+
+    def _read(self, name: str, data: bytes) -> None:
+        fault = self.server.fault() if name.endswith((".tar", ".safetensors")) else ""
+        if fault == "slow":
+            time.sleep(0.5)
+        if fault == "http_500":
+            self._answer(500, {"error": {"code": 500, "message": "backendError"}})
+            return
+        code, length = 200, len(data)
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
+            code, data = 206, data[int(wanted[1]) : int(wanted[2]) + 1 if wanted[2] else None]
+        data = bytes(len(data)) if fault == "stale" else data
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        if code == 206:
+            self.send_header("Content-Range", f"{self.headers['Range'].replace('=', ' ')}/{length}")
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
+        if fault == "cut":
+            self.close_connection = True
+
+    def _about(self, name: str) -> dict[str, Any]:
+        data, generation, written = self.server.objects[name]
+        return {
+            "kind": "storage#object", "name": name, "bucket": BUCKET, "size": str(len(data)),
+            "generation": str(generation), "metageneration": "1", "contentType": "application/octet-stream",
+            "md5Hash": base64.b64encode(hashlib.md5(data).digest()).decode(), "updated": written,
+            "timeCreated": written,
+        }  # fmt: skip
+
+    def _answer(self, code: int, tree: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        data = b"" if code == 204 else json.dumps(tree).encode()
+        self.send_response(code)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        with suppress(OSError):  # whoever asks need not wait for it
+            self.wfile.write(data)
+
+
+@contextmanager
+def gcs_server(**every: int) -> Iterator[tuple[Gcs, dict[str, str]]]:
+    """The server at work, and the variables of the environment that lead to it."""
+    server = Gcs(every)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    variables = {
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{server.server_port}",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # which asks Google's own servers about the bucket
+    }
+    try:
+        yield server, variables
+    finally:
+        server.shutdown()

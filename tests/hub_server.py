@@ -1,0 +1,163 @@
+"""A server on loopback that speaks what huggingface_hub asks of the hub, and fails now and then as networks do."""
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+COMMITS = ("1" * 40, "2" * 40)
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories by kind and name; of each the files by revision, `main` being the last of `COMMITS` it has.
+
+    Args:
+        every: How many requests there are for one that goes wrong so: http_500, cut, slow.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, every: dict[str, int]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.every, self.requests, self.faults = every, 0, Counter[str]()
+        self.repositories: dict[str, list[dict[str, bytes]]] = {}
+        self.gated: set[str] = set()
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def push(self, repository: str, files: dict[str, bytes]) -> str:
+        """Adds a commit to `datasets/ORG/NAME` or `models/ORG/NAME`; returns it."""
+        commits = self.repositories.setdefault(repository, [])
+        commits.append(files)
+        return COMMITS[len(commits) - 1]
+
+    def fault(self) -> str:
+        with self.lock:
+            self.requests += 1
+            found = next((kind for kind, every in self.every.items() if self.requests % every == 0), "")
+            self.faults[found] += 1
+            return found
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        fault = self.server.fault()
+        if fault == "slow":
+            time.sleep(0.5)
+        if fault == "http_500":
+            self._answer(500, b"{}")
+            return
+        path = unquote(urlsplit(self.path).path)
+        for pattern, handle in (
+            (r"/api/((?:datasets|models)/[^/]+/[^/]+)(?:/revision/(.+))?", self._info),
+            (r"/api/((?:datasets|models)/[^/]+/[^/]+)/tree/([^/]+)", self._tree),
+            (r"/(datasets/[^/]+/[^/]+)/resolve/([^/]+|refs/\w+/\w+)/(.+)", self._file),
+            (r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._file),
+        ):
+            if found := re.fullmatch(pattern, path):
+                repository = found[1] if found[1].startswith(("datasets/", "models/")) else f"models/{found[1]}"
+                if repository in self.server.gated:
+                    self._refuse(403, "GatedRepo")
+                elif repository not in self.server.repositories:
+                    self._refuse(401, "RepoNotFound")
+                else:
+                    handle(repository, *found.groups()[1:], is_cut=fault == "cut")
+                return
+        self._answer(404, b"{}")
+
+    do_HEAD = do_GET
+
+    def _commit(self, repository: str, revision: str | None) -> int | None:
+        count = len(self.server.repositories[repository])
+        if revision in (None, "main"):
+            return count - 1
+        number = COMMITS.index(revision) if revision in COMMITS else count
+        return number if number < count else None
+
+    def _info(self, repository: str, revision: str | None, is_cut: bool) -> None:
+        number = self._commit(repository, revision)
+        if number is None:
+            self._refuse(404, "RevisionNotFound")
+            return
+        files = self.server.repositories[repository][number]
+        told = {
+            "id": repository.partition("/")[2], "sha": COMMITS[number], "private": False, "disabled": False,
+            "gated": False, "tags": [], "downloads": 0, "likes": 0, "siblings": [{"rfilename": name} for name in files],
+        }  # fmt: skip
+        self._answer(200, json.dumps(told).encode(), is_cut=is_cut)
+
+    def _tree(self, repository: str, revision: str, is_cut: bool) -> None:
+        number = self._commit(repository, revision)
+        if number is None:
+            self._refuse(404, "RevisionNotFound")
+            return
+        listed = [
+            {"type": "file", "path": name, "size": len(data), "oid": _sum(data)[:40],
+             "lfs": {"oid": _sum(data), "size": len(data), "pointerSize": 130}}
+            for name, data in self.server.repositories[repository][number].items()
+        ]  # fmt: skip
+        self._answer(200, json.dumps(listed).encode(), is_cut=is_cut)
+
+    def _file(self, repository: str, revision: str, name: str, is_cut: bool) -> None:
+        number = self._commit(repository, revision)
+        if number is None:
+            self._refuse(404, "RevisionNotFound")
+            return
+        data = self.server.repositories[repository][number].get(name)
+        if data is None:
+            self._refuse(404, "EntryNotFound", COMMITS[number])
+            return
+        begin = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        headers = {
+            "ETag": f'"{_sum(data)}"', "X-Repo-Commit": COMMITS[number], "X-Linked-Size": str(len(data)),
+            "X-Linked-Etag": f'"{_sum(data)}"', "Accept-Ranges": "bytes",
+        }  # fmt: skip
+        if begin:
+            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+        self._answer(206 if begin else 200, data[begin:], headers, is_cut)
+
+    def _refuse(self, code: int, why: str, commit: str = "") -> None:
+        self._answer(code, b"{}", {"X-Error-Code": why, **({"X-Repo-Commit": commit} if commit else {})})
+
+    def _answer(self, code: int, data: bytes, headers: dict[str, str] | None = None, is_cut: bool = False) -> None:
+        self.send_response(code)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.send_header("Content-Type", "application/json" if code != 206 else "application/octet-stream")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.wfile.write(data[: len(data) // 2] if is_cut else data)
+        if is_cut:
+            self.close_connection = True
+
+
+def _sum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def hub_server(**every: int) -> Iterator[Hub]:
+    """The server, at work."""
+    hub = Hub(every)
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        hub.shutdown()

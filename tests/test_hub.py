@@ -1,0 +1,195 @@
+"""Weights and data sets of the Hugging Face hub, by huggingface_hub itself from a server on loopback."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("huggingface_hub")
+
+from torusgd import hub as hub_module
+from torusgd.data import open_sources
+from torusgd.data.info import describe
+from torusgd.errors import UserError
+from torusgd.hub import commit_of, hub_name, pinned
+from torusgd.recipe.load import load_recipe
+from torusgd.train.initial_weights import check_initial, read_initial
+from torusgd.weights import save_weights
+
+from .data.pictures import folder_data
+from .data.tables import table, write_parquet
+from .data.tars import picture
+from .hub_server import COMMITS, Hub, hub_server
+from .train.runs import sets, train
+
+FLOWERS = "datasets/garden/flowers"
+
+
+@pytest.fixture
+def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets huggingface_hub ask a server, with a cache of its own."""
+
+    def to(hub: Hub, cache: str = "hub") -> None:
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / cache))
+
+    monkeypatch.setattr(hub_module, "PAUSES", (0.0,) * 6)
+    # It pauses for seconds between attempts of its own.
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    return to
+
+
+@pytest.fixture
+def hub(use: Any) -> Iterator[Hub]:
+    with hub_server() as server:
+        use(server)
+        yield server
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {file.relative_to(root).as_posix(): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+
+
+def push_flowers(hub: Hub, folder: Path) -> str:
+    pytest.importorskip("pyarrow")
+    if not folder.exists():
+        write_parquet(folder)
+    return hub.push(FLOWERS, {"README.md": b"# flowers", "flowers.py": b"print(1)", **files_of(folder)})
+
+
+def test_names() -> None:
+    assert str(hub_name(Path("hf:mnist@refs/convert/parquet"))) == "hf:mnist@refs/convert/parquet"
+    assert [hub_name(each) for each in (None, "hf:", "hf:a/b/c", "hf:/a", Path("hf://datasets/a/b"))] == [None] * 5
+    assert commit_of(Path(f"hf:a/b@{COMMITS[0]}")) == COMMITS[0]
+    assert [commit_of(each) for each in (None, Path("x"), Path("hf:a/b@main"))] == [""] * 3
+
+
+def test_a_data_set_is_read_and_pinned(hub: Hub, tmp_path: Path) -> None:
+    first = push_flowers(hub, tmp_path / "set")
+    name = Path("hf:garden/flowers")
+    train, held_out = open_sources(folder_data(source="hf"), name, 0)
+    assert train.classes == ("cat", "dog"), "of the features' ClassLabel"
+    assert [train.encoded(index) for index in (11, 0)] == [picture(11), picture(0)]  # type: ignore[attr-defined]
+    assert len(held_out) == 6
+    assert describe(name).lines()[0] == "hf:garden/flowers: data.source hf, 3 channels"
+    assert str(pinned(name)) == f"hf:garden/flowers@{first}"
+    assert not list(tmp_path.rglob("flowers.py")), "no code is fetched"
+    second = push_flowers(hub, tmp_path / "set")
+    assert str(pinned(name)) == f"hf:garden/flowers@{second}"
+    assert str(pinned(name, first)) == f"hf:garden/flowers@{first}", "a run that goes on stays where it began"
+    assert str(pinned(Path(f"{name}@{second}"), first)).endswith(second)
+    before = hub.requests
+    open_sources(folder_data(source="hf"), pinned(name, first), 0)
+    assert hub.requests == before, "a rank asks for nothing that its launcher has fetched"
+
+
+def test_a_hub_that_is_slow_fails_and_breaks_off(use: Any, tmp_path: Path) -> None:
+    with hub_server(http_500=5, cut=3, slow=4) as hub:
+        use(hub)
+        push_flowers(hub, tmp_path / "set")
+        for number in range(2):
+            use(hub, f"cache {number}")
+            train, _ = open_sources(folder_data(source="hf"), Path("hf:garden/flowers"), 0)
+            assert [train.encoded(i) for i in range(12)] == [picture(i) for i in range(12)]  # type: ignore[attr-defined]
+        assert min(hub.faults[kind] for kind in ("http_500", "cut", "slow")) > 0
+
+
+def test_a_cache_serves_without_a_net(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = push_flowers(hub, tmp_path / "set")
+    name = Path("hf:garden/flowers")
+    pinned(name)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert str(pinned(name)).endswith(first)
+    with pytest.raises(UserError, match=r"can't get the data set hf:garden/trees: .*set HF_HOME to a folder"):
+        pinned(Path("hf:garden/trees"))
+    next(file for file in (tmp_path / "hub").rglob("snapshots/*/data/test*")).unlink()
+    with pytest.raises(UserError, match="can't get the data set hf:garden/flowers"):
+        pinned(name)
+
+
+def test_mistakes_are_told_in_one_line(hub: Hub, tmp_path: Path, run_cli: Any) -> None:
+    push_flowers(hub, tmp_path / "set")
+    hub.push("datasets/garden/by-hand", {"by-hand.py": b"raise SystemExit", "README.md": b""})
+    hub.push("datasets/garden/gated", {})
+    hub.gated.add("datasets/garden/gated")
+    for name, line in {
+        "hf:garden/nothing": "there is none of that name, or it is private; for a private one log in",
+        "hf:garden/gated": "its owner wants to be asked first; ask on its page, and log in",
+        "hf:garden/flowers@v9": "it has no such revision",
+        "hf:garden/by-hand": "holds no Parquet file, and scripts that make a data set are never run; where the hub has "
+        "converted it, give hf:garden/by-hand@refs/convert/parquet",
+    }.items():
+        code, out, error = run_cli("data", "info", name)
+        assert (code, out, error.count("\n")) == (2, "", 1)
+        assert line in error
+    with pytest.raises(UserError, match=r"--data hf:garden/flowers: only data.source hf reads from there, not folder"):
+        open_sources(folder_data(), Path("hf:garden/flowers"), 0)
+
+
+def test_a_data_set_without_images_or_with_several_sets(hub: Hub, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    text = table(range(2)).drop_columns("image")
+    sets = tmp_path / "sets"
+    for name, made in (("large", table(range(4))), ("small", table(range(2))), ("text", text)):
+        for split in ("train", "test"):
+            (sets / name / split).mkdir(parents=True)
+            pq.write_table(made, sets / name / split / "0000.parquet")
+    hub.push("datasets/garden/text", files_of(sets / "text"))
+    with pytest.raises(UserError, match=r"which column holds the images\? It has label; say it with"):
+        describe(Path("hf:garden/text"))
+    hub.push("datasets/garden/sets", files_of(sets))
+    data = folder_data(source="hf")
+    with pytest.raises(UserError, match=r"holds several sets, large, small, text; say which: --set "):
+        open_sources(data, Path("hf:garden/sets"), 0)
+    chosen = data.model_copy(update={"options": {"subset": "small"}})
+    assert len(open_sources(chosen, Path("hf:garden/sets"), 0)[0]) == 2
+    wrong = data.model_copy(update={"options": {"subset": "smal"}})
+    with pytest.raises(UserError, match=r"has no folder 'smal'; did you mean small\?"):
+        open_sources(wrong, Path("hf:garden/sets"), 0)
+
+
+def test_weights_to_begin_with(use: Any, tmp_path: Path) -> None:
+    recipe = load_recipe("digits").recipe
+    weights = {"w": torch.arange(5000.0)}
+    save_weights(tmp_path / "w.safetensors", weights, {})
+    with hub_server(http_500=4, cut=3, slow=5) as hub:
+        use(hub)
+        commit = hub.push("models/garden/net", {"model.safetensors": (tmp_path / "w.safetensors").read_bytes()})
+        hub.push("models/garden/empty", {"pytorch_model.bin": b"pickled"})
+        found = read_initial("hf:garden/net", recipe)
+        assert found.source == f"hf:garden/net@{commit}"
+        assert found.tensors["w"].equal(weights["w"])
+        assert read_initial(f"hf:garden/net@{commit}", recipe).source == found.source
+        hub.every = {}
+        with pytest.raises(UserError, match=r"--init hf:garden/empty: .*the repository holds no such file"):
+            read_initial("hf:garden/empty", recipe)
+    with pytest.raises(UserError, match="write hf:ORG/NAME or hf:ORG/NAME@REVISION"):
+        check_initial("hf:a b", recipe)
+
+
+@pytest.mark.slow
+def test_a_run_from_the_hub_has_the_hash_of_one_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = sets(
+        "virtual_workers=3", "stages=[{until: 4st, images_per_worker: 4}]", "polish={images_per_batch: 5}",
+        "data={source: hf, image_size: 8, resize: 10, channels: 1, mean: [0.5], std: [0.25]}",
+    )  # fmt: skip
+    with hub_server(http_500=11, cut=7, slow=6) as server:
+        first = push_flowers(server, tmp_path / "set")
+        folder = train(tmp_path / "folder", "--data", tmp_path / "set", "--workers", 1, *settings)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        for ranks in (1, 3):
+            monkeypatch.setenv("HF_HOME", str(tmp_path / f"home {ranks}"))
+            here = tmp_path / f"hub {ranks}", "--data", "hf:garden/flowers", "--workers", ranks, *settings
+            summary = train(*here, "--max-steps", 2)
+            assert summary["data_revision"] == first
+            push_flowers(server, tmp_path / "set")
+            summary = train(*here)
+            assert (summary["weights_sha256"], summary["data_revision"]) == (folder["weights_sha256"], first)
+            del server.repositories[FLOWERS][1:]

@@ -1,0 +1,114 @@
+"""The lock of a run in a bucket: fsspec's in memory here; slow tests have real servers, which decide by themselves."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fsspec")
+
+from torusgd.errors import RunError, UserError
+from torusgd.storage import Store
+from torusgd.train import lease as module
+from torusgd.train.lease import Lease
+
+URL = "memory://runs/locked"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes a machine's view of the lock."""
+    import fsspec
+
+    monkeypatch.setattr(module, "RENEW", 0.02)
+    monkeypatch.setattr(module, "POLL", 0.05)
+    monkeypatch.setattr(module, "EXPIRES", 30.0)  # of a holder at work a sign is seen long before
+
+    def on(name: str) -> Lease:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return Lease(Store(URL), tmp_path / name)
+
+    yield on
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_holder_at_work_keeps_others_out(machine: Any) -> None:
+    lines: list[str] = []
+    first, second = machine("a"), machine("b")
+    first.acquire(lines.append)
+    with first.renewed():
+        with pytest.raises(UserError, match=rf"--out {URL}: in use by process \d+ on .* since .*; wait"):
+            second.acquire(lines.append)
+        first.check()
+    assert len(lines) == 1
+    assert lines[0].endswith("waiting 30 s for a sign of life")
+    second.acquire(lines.append)
+    assert len(lines) == 1, "what was given back is taken at once"
+
+
+def test_a_holder_that_is_gone_is_outlived_and_then_kept_from_writing(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXPIRES", 0.2)
+    lines: list[str] = []
+    first, second, third = machine("a"), machine("b"), machine("c")
+    for each in (first, second, third):
+        each.acquire(lines.append)
+    assert len(lines) == 2
+    third.check()
+    for late in (first, second):
+        with pytest.raises(RunError, match="has taken over, since this machine gave no sign of life"):
+            late.check()
+    assert [name for name in Store(URL).sizes() if name.startswith(".lease")] == [".lease-00000003.json"]
+
+
+def test_a_start_on_the_same_machine_need_not_wait(machine: Any) -> None:
+    lines: list[str] = []
+    machine("a").acquire(lines.append)
+    machine("a").acquire(lines.append)  # whoever held it is gone, since the folder's own lock is free
+    assert not lines
+
+
+def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = machine("a"), machine("b")
+    found = second.newest()
+    first.acquire(lambda line: None)
+    monkeypatch.setattr(second, "newest", lambda: monkeypatch.undo() or found)
+    with first.renewed(), pytest.raises(UserError, match="in use by"):
+        second.acquire(lambda line: None)
+
+
+def test_an_answer_that_was_lost_is_no_refusal(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    pipe, calls = MemoryFileSystem.pipe_file, list[str]()
+
+    def loses(self: Any, path: str, value: bytes, **more: Any) -> None:
+        calls.append(path)
+        pipe(self, path, value, **more)
+        if len(calls) == 1:
+            raise RuntimeError("the connection was cut")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", loses)
+    monkeypatch.setattr("torusgd.storage.PAUSES", (0.0,))
+    assert Store(URL).create("x", b"mine")
+    assert not Store(URL).create("x", b"yours")
+    assert Store(URL).read("x") == b"mine"
+
+
+def test_what_lies_beside_is_called_and_may_fail(machine: Any) -> None:
+    first, calls = machine("a"), list[float]()
+
+    def beside() -> None:
+        calls.append(time.monotonic())
+        raise OSError("503 Slow Down")
+
+    first.acquire(lambda line: None)
+    with first.renewed(beside):
+        end = time.monotonic() + 30
+        while len(calls) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+    assert len(calls) >= 3
+    assert first.newest()[1].released

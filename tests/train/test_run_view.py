@@ -1,0 +1,108 @@
+"""Runs in a bucket, looked at and used from another machine; the bucket is fsspec's in memory."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fsspec")
+
+from torusgd import storage
+from torusgd.errors import UserError
+from torusgd.report.read_run import read_run
+from torusgd.storage import Store
+from torusgd.train import lease
+from torusgd.train.mirror import Mirror
+from torusgd.train.run_dir import RunDir
+from torusgd.train.run_view import RunView, local_run
+from torusgd.train.status import STOP, WORKERS
+
+from .runs import run_here
+
+URL = "memory://runs/digits one"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Moves to another machine, which is one with another cache."""
+    import fsspec
+
+    monkeypatch.setattr(storage, "SCHEMES", ("memory", *storage.SCHEMES))
+    monkeypatch.setattr(storage, "PAUSES", ())
+    monkeypatch.setattr(lease, "RENEW", 0.05)
+
+    def move(name: str) -> None:
+        monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / name))
+
+    yield move
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_what_a_finished_run_left_is_used_by_its_url(elsewhere: Any, tmp_path: Path, run_cli: Any) -> None:
+    elsewhere("a")
+    mirror = Mirror(URL)
+    with mirror.held(fresh=False):
+        summary, _ = run_here(mirror.folder)
+        mirror.put_result()
+    elsewhere("b")
+    assert RunView(Path(URL)).read().told["weights_sha256"] == summary["weights_sha256"]
+    record = read_run(local_run(Path(URL)))
+    assert (record.name, record.state, len(record.steps)) == ("digits one", "finished", 4)
+    told = tmp_path / "told.json"
+    code, out, _ = run_cli("eval", URL, "--json", told)
+    assert code == 0
+    assert f"top-1 {summary['top1']:.2%}" in out
+    assert run_cli("eval", f"{URL}/model.safetensors")[0] == 0
+    code, out, _ = run_cli("status", URL)
+    assert (code, out.startswith("finished: 4 steps")) == (0, True)
+    assert run_cli("report", URL, "--out", tmp_path / "report.html")[0] == 0
+    for words in (("polish", URL), ("export", URL), ("replay", URL)):
+        code, _, error = run_cli(*words)
+        assert (code, error.count("\n")) == (2, 1)
+        assert f"{URL}: what is made of it is written to this machine; say where with --out" in error
+    code, _, error = run_cli("stop", URL)
+    assert (code, error) == (2, f"torusgd: {URL}: the run is finished; there is nothing to stop\n")
+    code, _, error = run_cli("eval", "memory://runs/none")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "memory://runs/none: holds no run; give the URL that was --out of torusgd train" in error
+
+
+def test_a_checkpoint_serves_until_the_run_is_done(elsewhere: Any) -> None:
+    elsewhere("a")
+    mirror = Mirror(URL)
+    with mirror.held(fresh=False):
+        run_here(mirror.folder, max_steps=2)
+        for name in ("summary.json", "model.safetensors"):
+            (mirror.folder / name).unlink()
+        mirror.put_checkpoint(mirror.folder / "checkpoints" / "step-00000002", 2)
+    elsewhere("b")
+    assert (local_run(Path(URL)) / "checkpoints" / "step-00000002" / "model.safetensors").is_file()
+    assert (local_run(Path(f"{URL}/checkpoints/step-00000002")) / "model.safetensors").is_file()
+    assert RunView(Path(URL)).read().state == "gone"
+
+
+def test_a_run_at_work_elsewhere_is_seen_and_asked(elsewhere: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere("a")
+    mirror = Mirror(URL)
+    with mirror.held(fresh=False):
+        run_here(mirror.folder, max_steps=2)
+        for name in ("summary.json", "model.safetensors"):
+            (mirror.folder / name).unlink()
+        with RunDir(mirror.folder).lock():
+            assert RunView(Path(URL)).read().state == "running", "on the machine itself its folder's own lock tells"
+        mirror.put_checkpoint(mirror.folder / "checkpoints" / "step-00000002", 2)
+        elsewhere("b")
+        view = RunView(Path(URL))
+        assert view.running("stop").told["virtual_workers"] == 4
+        view.ask(STOP, "")
+        view.ask(WORKERS, "3")
+        end = time.monotonic() + 60
+        while not ((mirror.folder / STOP).exists() and (mirror.folder / WORKERS).exists()):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert (mirror.folder / WORKERS).read_text() == "3"
+        assert {STOP, WORKERS}.isdisjoint(Store(URL).sizes())
+    with pytest.raises(UserError, match=r"digits one: the run is not running, .*; there is nothing to scale"):
+        view.running("scale")
