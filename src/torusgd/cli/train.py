@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from ..errors import UserError
 from ..signals import EXIT_AGAIN, stop_after
 from .options import DATA, OUTPUT, RECIPE, RUNTIME, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
 from .output import console
@@ -95,6 +96,23 @@ def train(
             "--mixed", help="Ranks may differ in processor or libraries: bits don't repeat.", rich_help_panel=RUNTIME
         ),
     ] = False,
+    listen: Annotated[
+        str | None,
+        Option(
+            "--listen",
+            metavar="ADDRESS:PORT",
+            help="Let other machines join at this address of this machine (torusgd join). Default: nobody can.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        Option(
+            "--token-file",
+            help="What machines that join need a copy of; made if it is not there. Default: RUN/.join-token.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     delays: Annotated[
         str | None,
         Option(
@@ -129,7 +147,8 @@ def train(
     if "RANK" not in os.environ:  # not a rank of torchrun: `launch` needs it; asked here, before torch is imported
         start_forkserver()
     from ..launch import slurm
-    from ..launch.local import launch
+    from ..launch.handshake import parse_address
+    from ..launch.local import Entrance, launch
     from ..launch.torchrun import join_and_train
     from ..recipe.load import load_recipe
     from ..runtime import expected_ranks, ranks_are_given, resolve_auto, resolve_device
@@ -181,7 +200,13 @@ def train(
         trace=TracedSteps.parse(trace) if trace else None,
         bucket=mirror.url if mirror is not None else None,
     )
-    result = (join_and_train if ranks_are_given() else launch)(job, begins)
+    entrance = Entrance(parse_address(listen, "--listen"), token_file) if listen is not None else None
+    if not ranks_are_given():
+        result = launch(job, begins, entrance)
+    elif entrance is None:
+        result = join_and_train(job, begins)
+    else:
+        raise UserError("--listen: another launcher has started these ranks, and brings others; leave it out")
     if mirror is not None and is_first:
         mirror.put_result()
     if requeue and result.code == EXIT_AGAIN and is_first:

@@ -144,7 +144,7 @@ def build(
 
     model = model_of(recipe, len(train.classes)).to(device)
     own_copy = copy.deepcopy(model) if recipe.synchrony.form != "synchronous" else None
-    fingerprint = fingerprint or _fingerprint(job, data, model, device)
+    fingerprint = fingerprint or fingerprint_of(job, data, model, device)
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
     if device.type == "cuda" and recipe.reduction == "exact":
@@ -256,7 +256,8 @@ def build(
     )
 
 
-def _fingerprint(job: Job, data: Data, model: nn.Module, device: torch.device) -> Fingerprint:
+def fingerprint_of(job: Job, data: Data, model: nn.Module, device: torch.device) -> Fingerprint:
+    """Of a job on this rank, with the network's weights as they were drawn."""
     recipe, train = job.recipe, data.training.source
     return Fingerprint(
         recipe_sha256=recipe.sha256(),
