@@ -57,9 +57,9 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
         RunError: The run can't go on.
     """
     folder = RunDir(job.out)
-    if entrance is not None and (why := obstacle(job)):
-        raise UserError(f"--listen: ranks can't join this run: {why}")
-    workers = resolve_workers(job.options, job.device, job.recipe)
+    if (entrance is not None or job.options.workers_range is not None) and (why := obstacle(job)):
+        raise UserError(f"{'--workers MIN:MAX' if entrance is None else '--listen'}: its ranks can't change: {why}")
+    workers = resolve_workers(job.options, job.device, job.recipe, begins_alone=entrance is None)
     with folder.lock():
         folder.claim(job.recipe, fresh)
         kept = KeptArrays()
@@ -149,14 +149,14 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int)
     """One attempt after another, each from the last checkpoint."""
     restarts, pause = Restarts(), 0.0
     asked = Asked(folder.path)
-    most = job.recipe.virtual_workers if supervisor.listener is not None else None
+    wanted, most = job.options.workers_range or (1, job.recipe.virtual_workers)
     while True:
         try:
             time.sleep(pause)
             with asking_to_stop(supervisor.ask_to_stop, STOP_SECONDS) as stop:
                 rank = TrainRank(job, supervisor.size)
-                ask = partial(_ranks_asked_for, asked, job, fewest)
-                told = supervisor.run(rank, restarts.total, fewest, ask, most=most)
+                ask = partial(_ranks_asked_for, asked, job, max(fewest, wanted), most)
+                told = supervisor.run(rank, restarts.total, fewest, ask, wanted, most)
                 results = [RunResult(**tree) for tree in told]
         except RankFailed as error:
             failure, in_vain = error.failure, restarts.in_vain
@@ -183,10 +183,10 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int)
             _show_cursor()
 
 
-def _ranks_asked_for(asked: Asked, job: Job, fewest: int) -> int | None:
+def _ranks_asked_for(asked: Asked, job: Job, fewest: int, most: int) -> int | None:
     """With how many ranks `torusgd scale` asks a run to go on, within what it allows; None: with no other number."""
     workers = None if obstacle(job) else asked.workers()
-    return None if workers is None else max(fewest, min(workers, job.recipe.virtual_workers))
+    return None if workers is None else max(fewest, min(workers, most))
 
 
 class TrainRank:
