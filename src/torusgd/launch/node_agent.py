@@ -19,11 +19,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ..data.sources import open_sources
 from ..errors import RunError, UserError
 from ..signals import held_back
+from ..train.build import find_images
 from ..train.events import warn
-from ..train.host_share import KeptArrays
 from ..train.job import Job
 from .handshake import (
     NODE,
@@ -77,11 +76,10 @@ def join_run(
             if "end" in welcome:
                 return _ended(where, welcome)
             channel.silent = float(welcome["silent"])
-            kept = KeptArrays()
             job = Job.from_dict(welcome["job"], data)
             threading.Thread(target=_beat, args=(channel,), daemon=True, name="torusgd-beat").start()
-            open_sources(job.recipe.data, job.data, job.recipe.seed, kept)
-            job = replace(job, lists=tuple(kept.paths))
+            found = find_images(job)  # kept here as long as ranks map it
+            job = replace(job, lists=tuple(found.paths))
             store = StorePort(partial(_connect, address, token, STORE))
             held.callback(store.close)
             crew = _Crew(job, store.port, interface)

@@ -49,6 +49,7 @@ from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .graphs import device_network
+from .host_share import KeptArrays
 from .job import Job, images_at, init_sha256, is_live, replayed_sha256
 from .membership import Membership, even_shares
 from .relaxed import check_synchrony, keep_rates, local_steps, outer_optimizer, pass_thread, scheduled_rates
@@ -92,6 +93,13 @@ class Trainer:
     def close(self) -> None:
         """Ends threads and groups; every rank calls it, with nothing under way."""
         self._close()
+
+
+def find_images(job: Job) -> KeptArrays:
+    """What there is of a job's images, found by a process that starts ranks; UserError where they can't be used."""
+    kept = KeptArrays()
+    open_sources(job.recipe.data, job.data, job.recipe.seed, kept)
+    return kept
 
 
 def open_data(job: Job, device: torch.device, liveness: Liveness, once: Once = make_here) -> Data:
