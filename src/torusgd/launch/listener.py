@@ -223,8 +223,10 @@ class Listener:
                         node.is_ready = True
                     elif "exit" in message and (rank := node.ranks.pop(message["exit"], None)) is not None:
                         rank.ended(int(message["code"]))
-                        if not node.ranks and not message["code"]:
+                        if not node.ranks and message["code"] == 0:
                             node.end(0, "its ranks have done their part")
+                        elif not node.ranks and message["code"] < 0:  # after other ends all may start again
+                            node.end(1, "its ranks were lost; the same command joins again")
                 channel.check_silence()
                 if time.monotonic() - beaten > BEAT_SECONDS:
                     beaten = time.monotonic()
