@@ -177,9 +177,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--pause", type=float, default=0.015, help="seconds an image")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--undisturbed", help="the weights' hash without changes, if it is known; else they are trained"
-    )
+    parser.add_argument("--undisturbed", help="the hash of the weights without changes; else they are trained")
     arguments = parser.parse_args()
     words = ["--max-steps", str(arguments.max_steps)] if arguments.max_steps else []
     data = ["--data", arguments.data] if arguments.data else []
