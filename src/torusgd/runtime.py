@@ -37,10 +37,19 @@ def resolve_device(options: RuntimeOptions) -> str:
     return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def resolve_workers(options: RuntimeOptions, device: str, recipe: Recipe) -> int:
-    """Ranks to start on this machine, at most one a virtual worker; UserError when more are asked for."""
+def resolve_workers(options: RuntimeOptions, device: str, recipe: Recipe, begins_alone: bool = True) -> int:
+    """Ranks to start on this machine, at most one a virtual worker; UserError when more are asked for.
+
+    Where other machines can join, a run that does not `begin alone` leaves it to them to make up its fewest ranks.
+    """
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     available = gpus * options.ranks_per_gpu if device == "cuda" else len(os.sched_getaffinity(0))
+    if options.workers_range is not None:
+        fewest, most = options.workers_range
+        if fewest > most:
+            raise UserError(f"workers = {fewest}:{most}: give the smaller number first")
+        check_world_size(most, recipe)
+        return max(fewest if begins_alone else 1, min(available, most))
     if options.workers is None:
         return max(1, min(available, recipe.virtual_workers))
     check_world_size(options.workers, recipe)

@@ -38,6 +38,7 @@ PANELS = {
 }
 NEUTRAL = {
     "device": "a plan is of its cluster's devices",
+    "workers_range": "a plan is of one number of devices",
     "ranks_per_gpu": "a plan prices devices, each with one rank",
     "checkpoint_every": "a thread writes checkpoints beside the steps; a plan counts none",
     "checkpoint_minutes": "as checkpoint_every",
@@ -54,6 +55,7 @@ NEUTRAL = {
 CHANGED: dict[str, Any] = {
     "device": "cuda",
     "workers": 8,
+    "workers_range": [2, 16],
     "ranks_per_gpu": 2,
     "allreduce": "torus:halving/ring",
     "grid": "2x8",

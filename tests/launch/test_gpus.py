@@ -15,7 +15,7 @@ from torusgd.errors import UserError
 from torusgd.launch import torchrun
 from torusgd.launch.gpus import LOCAL_RANK, WATCHDOG, check_own_gpus, local_rank, own_gpu
 from torusgd.launch.heartbeat import Limits
-from torusgd.launch.processes import meet
+from torusgd.launch.rank_process import meet
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_workers

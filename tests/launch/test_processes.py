@@ -18,7 +18,8 @@ from torusgd.comm.groups import Group
 from torusgd.comm.liveness import Liveness
 from torusgd.errors import UserError
 from torusgd.launch.failures import Failure, FailureKind
-from torusgd.launch.processes import RankFailed, RankFunction, Supervisor
+from torusgd.launch.processes import RankFailed, Supervisor
+from torusgd.launch.rank_process import RankFunction
 from torusgd.launch.roll_call import Limits
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

@@ -45,6 +45,20 @@ class Held(Slow):
         return super().read(index)
 
 
+class Gated(Slow):
+    """`Slow` as long as there is the file `gate`; another data set where the path is named `other`."""
+
+    def __init__(self, path: object, split: str, *, gate: str, pause: float = 0.0) -> None:
+        super().__init__(path, split, pause=pause, images=100 if str(path).endswith("other") else 96)
+        self._gate, self._most, self._pause = Path(gate), self._pause, 0.0
+
+    def read(self, index: int) -> np.ndarray:
+        end = time.monotonic() + self._most
+        while time.monotonic() < end and self._gate.exists():
+            time.sleep(0.01)
+        return super().read(index)
+
+
 class Late(nn.Module):
     """A net whose forward pass takes `pause` seconds more on one rank."""
 

@@ -14,7 +14,7 @@ import typer
 
 from ..errors import RunError, UserError, end, tell_exit
 from ..launch.slurm import adopt_step
-from . import bench, control, data, eval, export, plan, recipes, rehearse, replay, report, simulate, train, tune
+from . import bench, control, data, eval, export, join, plan, recipes, rehearse, replay, report, simulate, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
 
@@ -41,6 +41,7 @@ def common(
 
 
 app.command()(train.train)
+app.command()(join.join)
 app.command()(replay.replay)
 app.command()(control.status)
 app.command()(control.stop)

@@ -77,6 +77,9 @@ def scale(
     most = found.told.get("virtual_workers", workers)
     if workers > most:
         raise UserError(f"--workers {workers}: the recipe has {most} virtual workers to share; ask for at most {most}")
+    fewest, greatest = (found.told.get("runtime") or {}).get("workers_range") or (1, most)
+    if not fewest <= workers <= greatest:
+        raise UserError(f"--workers {workers}: the run takes {fewest} to {greatest} ranks, as its --workers said")
     if why := found.told.get("fixed_ranks"):
         raise UserError(
             f"{view.name}: its ranks can't change: {why}; stop it, and give the same command with other --workers"
@@ -89,7 +92,7 @@ def _lines(state: str, told: dict[str, Any], age: float) -> list[str]:
     if state == "finished":
         return [f"finished: {told['steps']} steps, top-1 {told['top1']:.2%}, weights_sha256 {told['weights_sha256']}"]
     if "images_per_second" not in told:
-        return [f"{told.get('recipe', 'a run')}: starting"]
+        return [f"{told.get('recipe', 'a run')}: {told.get('phase', 'starting')}"]
     shares, slow = told["shares"], told.get("slow_ranks", {})
     few = len(shares) <= _MOST_SHOWN
     counts = "/".join(map(str, shares.values())) if few else f"{min(shares.values())} to {max(shares.values())}"

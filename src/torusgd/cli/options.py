@@ -51,6 +51,18 @@ Device = Annotated[
         rich_help_panel=RUNTIME,
     ),
 ]
+
+
+def _workers(text: str) -> Any:
+    """N, or MIN:MAX as a list of two; what is neither is refused where a recipe's block would be.
+
+    >>> _workers("8"), _workers("2:8")
+    (8, [2, 8])
+    """
+    numbers = [int(part) if part.isascii() and part.isdigit() else part for part in text.split(":")]
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
 Workers = Annotated[
     int | None,
     Option(
@@ -58,6 +70,19 @@ Workers = Annotated[
         "--devices",
         metavar="N",
         help="Ranks. Default: as many as this machine's GPUs, else cores; plan and rehearse need it.",
+        rich_help_panel=RUNTIME,
+    ),
+]
+WorkersOrRange = Annotated[
+    Any,
+    Option(
+        "--workers",
+        "--devices",
+        metavar="N|MIN:MAX",
+        parser=_workers,
+        show_default=False,
+        help="Ranks. Default: as many as this machine's GPUs, else cores; plan and rehearse need it. MIN:MAX, of train "
+        "alone: as many as cores, others may join, and with less than MIN the run waits.",
         rich_help_panel=RUNTIME,
     ),
 ]
@@ -77,7 +102,7 @@ Profile = Annotated[Path | None, Option("--profile", help="A file of torusgd tun
 class RuntimeFlags:
     """The flags that override a recipe's `runtime:` block, of train, plan and rehearse alike."""
 
-    workers: Workers = None
+    workers: WorkersOrRange = None
     device: Device = None
     update: Annotated[
         str | None,
@@ -130,6 +155,11 @@ class RuntimeFlags:
         from ..recipe.runtime_options import RuntimeOptions
 
         given = {key: value for key, value in {**asdict(self), **more}.items() if value is not None}
+        if isinstance(given.get("workers"), list):
+            given["workers_range"] = given.pop("workers")
+            block = block.without(["workers"])
+        elif "workers" in given:
+            block = block.without(["workers_range"])
         if "allreduce" in given:  # a grid belongs to the all-reduce that it was written beside
             block = block.without(["grid"])
         for key in ("model_parallel", "buckets"):  # a word, a number or a list, as in a recipe file

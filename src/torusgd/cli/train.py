@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from ..errors import UserError
 from ..signals import EXIT_AGAIN, stop_after
 from .options import DATA, OUTPUT, RECIPE, RUNTIME, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
 from .output import console
@@ -96,6 +97,23 @@ def train(
             "--mixed", help="Ranks may differ in processor or libraries: bits don't repeat.", rich_help_panel=RUNTIME
         ),
     ] = False,
+    listen: Annotated[
+        str | None,
+        Option(
+            "--listen",
+            metavar="ADDRESS:PORT",
+            help="Let other machines join at this address of this machine (torusgd join). Default: nobody can.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        Option(
+            "--token-file",
+            help="What machines that join need a copy of; made if it is not there. Default: RUN/.join-token.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     delays: Annotated[
         str | None,
         Option(
@@ -131,7 +149,8 @@ def train(
         start_forkserver()
     from ..hub import pinned
     from ..launch import slurm
-    from ..launch.local import launch
+    from ..launch.handshake import parse_address
+    from ..launch.local import Entrance, launch
     from ..launch.torchrun import join_and_train
     from ..recipe.load import load_recipe
     from ..runtime import expected_ranks, ranks_are_given, resolve_auto, resolve_device
@@ -168,6 +187,9 @@ def train(
     mirror = Mirror.at(folder, warn)
     if mirror is not None:
         folder = mirror.folder
+    if listen is not None and ranks_are_given():
+        raise UserError("--listen: another launcher has started these ranks, and brings others; leave it out")
+    entrance = Entrance(parse_address(listen, "--listen"), token_file) if listen is not None else None
     with mirror.held(begins) if mirror is not None and is_first else nullcontext():
         data = pinned(data, "" if begins else RunDir(folder).data_revision())
         planned = PlanComparison.load(plan) if plan else None
@@ -184,7 +206,7 @@ def train(
             trace=TracedSteps.parse(trace) if trace else None,
             bucket=mirror.url if mirror is not None else None,
         )
-        result = (join_and_train if ranks_are_given() else launch)(job, begins)
+        result = join_and_train(job, begins) if ranks_are_given() else launch(job, begins, entrance)
         if mirror is not None and is_first:
             mirror.put_result()
     if requeue and result.code == EXIT_AGAIN and is_first:

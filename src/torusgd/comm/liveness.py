@@ -55,6 +55,9 @@ class Liveness(Protocol):
     def ranks_change(self) -> bool:
         """Whether ranks are to join or to leave as soon as a step is done."""
 
+    def lacks_ranks(self) -> bool:
+        """Whether these ranks are fewer than the run wants, so that they wait for others before the next step."""
+
 
 class NoLiveness:
     """Knows of no late rank, ever: waits end by the timeout of their group."""
@@ -72,5 +75,9 @@ class NoLiveness:
         return []
 
     def ranks_change(self) -> bool:
+        """Never."""
+        return False
+
+    def lacks_ranks(self) -> bool:
         """Never."""
         return False

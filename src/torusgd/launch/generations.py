@@ -59,21 +59,26 @@ class Generations:
         """of the generation that this process has announced, or has joined"""
         self.lost: tuple[int, ...] = ()
         """the ranks that were lost until then"""
+        self.waits = False
+        """its ranks are too few, and wait for others"""
         self.is_planned = False
         """there is a next generation, to be joined after the step under way"""
         self._looked = 0.0
 
-    def announce(self, ranks: Sequence[int], lost: Iterable[int] = (), planned: bool = False) -> None:
+    def announce(
+        self, ranks: Sequence[int], lost: Iterable[int] = (), planned: bool = False, waits: bool = False
+    ) -> None:
         """The launcher says which ranks make up the next generation; none: those that are left shall end.
 
         Args:
             ranks: In the order of the group's places.
             lost: Ranks that were lost since the generation before.
             planned: The ranks of the generation before are well, and shall end their step first.
+            waits: They are too few, and shall take no step.
         """
         self.number += 1
         self.lost = (*self.lost, *lost)
-        self._store.set(_KEY, json.dumps([self.number, list(ranks), self.lost, planned]))
+        self._store.set(_KEY, json.dumps([self.number, list(ranks), self.lost, planned, waits]))
 
     def are_ready(self, ranks: Iterable[int]) -> bool:
         """Whether all these ranks wait to take part; asked by the launcher."""
@@ -106,7 +111,7 @@ class Generations:
             Released: The others go on without this rank.
         """
         while True:
-            self.number, ranks, self.lost, _ = self._newest()
+            self.number, ranks, self.lost, _, self.waits = self._newest()
             self.is_planned = False
             if not ranks:
                 raise ConnectionLost("ranks were lost, and the others do not go on")
@@ -140,14 +145,24 @@ class Generations:
         """
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
-            number, _, _, is_planned = self._newest()
+            number, _, _, is_planned, _ = self._newest()
             self.is_planned = number > self.number and is_planned
             if number > self.number and not is_planned:
                 raise ConnectionLost("ranks were lost, says the launcher")
 
-    def _newest(self) -> tuple[int, list[int], tuple[int, ...], bool]:
-        number, ranks, lost, is_planned = json.loads(self._store.get(_KEY))
-        return number, ranks, tuple(lost), is_planned
+    def is_forsaken(self, store: Store) -> bool:
+        """Whether ranks of this generation are lost, asked in another connection to the attempt's store.
+
+        Whoever waits for a message must ask: of a machine that is cut off no connection closes.
+        """
+        if self.number < 0:
+            return False
+        number, _, _, is_planned, _ = json.loads(store.get(_KEY))
+        return number > self.number and not is_planned
+
+    def _newest(self) -> tuple[int, list[int], tuple[int, ...], bool, bool]:
+        number, ranks, lost, is_planned, waits = json.loads(self._store.get(_KEY))
+        return number, ranks, tuple(lost), is_planned, waits
 
     def _is_over(self) -> bool:
         return self._newest()[0] > self.number

@@ -72,6 +72,7 @@ class Heartbeat:
         self._longest = 0.0
         self._units = self._asked = 0  # the thread compares them with those of its last beat
         self._late: list[LateRank] = []
+        self._forsaken = -1  # the last generation of which ranks are known to be lost
         self._is_known = False  # to the main thread, that ranks are late
         self._rounds, self._thread_silence = 0, Unchanged()
         self._stop = threading.Event()
@@ -95,12 +96,18 @@ class Heartbeat:
         late = self._late
         if self._thread_silence.seconds(self._rounds) > self._limits.beat and not late:
             late = [_unreachable("no answer")]
+        if self._generations is not None and self._forsaken == self._generations.number >= 0:
+            return [LateRank("ranks were lost, says the launcher")]
         self._is_known = self._is_known or bool(late)
         return late
 
     def ranks_change(self) -> bool:
         """See `Liveness`."""
         return self._generations is not None and self._generations.is_planned
+
+    def lacks_ranks(self) -> bool:
+        """See `Liveness`."""
+        return self._generations is not None and self._generations.waits
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -140,6 +147,7 @@ class Heartbeat:
                     return
                 asked = self._asked
                 self._late = self.watch.look()
+                self._look_at_generation()
                 self.watch.publish()
                 if told := self.watch.outside_wait():
                     self._tell(told)
@@ -151,6 +159,11 @@ class Heartbeat:
             self._late = [_unreachable(str(error).splitlines()[0])]
             if not self._stop.wait(GRACE_SECONDS):
                 self._call_on_late()
+
+    def _look_at_generation(self) -> None:
+        if self._generations is not None:
+            number = self._generations.number
+            self._forsaken = number if self._generations.is_forsaken(self.store) else -1
 
     def _call_on_late(self) -> None:
         if not self._is_known:

@@ -6,54 +6,85 @@ defect, or a run that can't go on ends them all with one line.
 """
 
 import gc
+import json
 import signal
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
-from ..errors import RunError
+from ..errors import RunError, UserError
 from ..runtime import resolve_workers
 from ..signals import StopFlag, Stopped, asking_to_stop
 from ..train.checkpoint import list_checkpoints
 from ..train.events import warn
+from ..train.fingerprint import Fingerprint
 from ..train.host_share import KeptArrays
 from ..train.job import Job
 from ..train.result import RunResult, finished
 from ..train.run import Run
 from ..train.run_dir import RunDir
 from ..train.status import Asked, was_asked_to_stop
-from ..train.survival import fewest_ranks, nothing_yet, obstacle
+from ..train.survival import Kept, fewest_ranks, nothing_yet, obstacle, prepared
 from .failures import Failure, FailureKind
+from .handshake import make_token
+from .heartbeat import Heartbeat
+from .listener import Listener
 from .processes import RankFailed, Supervisor
 from .roll_call import Limits
 
 MAX_RESTARTS = 10
 """without a new checkpoint, each after a longer pause; a new checkpoint makes it as many again"""
 LONGEST_PAUSE = 60.0
+TOKEN = ".join-token"
+"""in the run's folder: what machines that join need a copy of"""
+_FINGERPRINT = "fingerprint"
+"""key in the store of an attempt: what ranks that join compare themselves with"""
 STOP_SECONDS = 120
 """for a step and a checkpoint after a signal; then the ranks are ended as they are"""
 
 
-def launch(job: Job, fresh: bool) -> RunResult:
-    """Runs a job to its end on ranks of its own.
+def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResult:
+    """Runs a job to its end on ranks of its own, and on those of other machines where there is an `entrance`.
 
     Raises:
         UserError: The job can't be run as given.
         RunError: The run can't go on.
     """
     folder = RunDir(job.out)
-    workers = resolve_workers(job.options, job.device, job.recipe)
+    if (entrance is not None or job.options.workers_range is not None) and (why := obstacle(job)):
+        raise UserError(f"{'--workers MIN:MAX' if entrance is None else '--listen'}: its ranks can't change: {why}")
+    workers = resolve_workers(job.options, job.device, job.recipe, begins_alone=entrance is None)
     with folder.lock():
         folder.claim(job.recipe, fresh)
         kept = KeptArrays()
         summary = finished(job, kept)
         job = replace(job, lists=tuple(kept.paths))
-        return RunResult(summary) if summary is not None else _supervise(job, workers, folder)
+        return RunResult(summary) if summary is not None else _supervise(job, workers, folder, entrance)
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """Where other machines join a run."""
+
+    address: tuple[str, int]
+    """of this machine, and a port; 0: any that is free"""
+    token_file: Path | None = None
+    """what the others need a copy of; None: in the run's folder"""
+
+    def open(self, job: Job, supervisor: Supervisor) -> Listener:
+        """Lets machines join the ranks of a supervisor; UserError where the address or the token is no good."""
+        path = self.token_file or job.out / TOKEN
+        token, silent = make_token(path), limits_of(job).beat
+        listener = Listener(self.address, token, supervisor.port, job.as_dict(), silent, warn)
+        host, port = listener.address
+        warn(f"other machines join by torusgd join {host}:{port} --token-file FILE, where FILE is a copy of {path}")
+        return listener
 
 
 def limits_of(job: Job) -> Limits:
@@ -98,62 +129,92 @@ class Restarts:
         return 0.0 if self.in_vain == 1 else min(2.0 ** (self.in_vain - 2), LONGEST_PAUSE)
 
 
-def _supervise(job: Job, workers: int, folder: RunDir) -> RunResult:
-    """Runs the ranks until they end well or for good."""
+def _supervise(job: Job, workers: int, folder: RunDir, entrance: Entrance | None) -> RunResult:
+    """Runs the ranks, here and on machines that join, until they end well or for good."""
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
-    restarts, pause = Restarts(), 0.0
-    fewest = fewest_ranks(job, workers)
-    asked = Asked(folder.path)
     with Supervisor(workers, job.device, limits_of(job), job.options.ranks_per_gpu, warn) as supervisor:
-        while True:
-            try:
-                time.sleep(pause)
-                with asking_to_stop(supervisor.ask_to_stop, STOP_SECONDS) as stop:
-                    rank = _TrainRank(job, supervisor.size)
-                    told = supervisor.run(rank, restarts.total, fewest, partial(_ranks_asked_for, asked, job, fewest))
-                    results = [RunResult(**tree) for tree in told]
-            except RankFailed as error:
-                failure, in_vain = error.failure, restarts.in_vain
-                if failure.is_loss and stop():
-                    return _stopped(stop.signal, folder)
-                again = restarts.pause(failure, last_checkpoint(folder))
-                if again is None and failure.is_loss:
-                    raise RunError(
-                        f"{failure.text}, after {in_vain} restarts without a new checkpoint; {last_checkpoint(folder)} "
-                        "is good"
-                    ) from None
-                if again is None:
-                    failure.throw()
-                pause = again
-                after = f" in {pause:g} s" if pause else ""
-                goes_on = f"all ranks start again{after} from {last_checkpoint(folder)}"
-                warn(f"{failure.text}; {goes_on} (restart {restarts.in_vain} of {MAX_RESTARTS})")
-            except Stopped as broken:
-                return _stopped(broken.number, folder)
-            else:
-                number = next((result.signal for result in results if result.signal), 0)
-                return _stopped(stop.signal or number, folder) if number else results[0]
-            finally:
-                _show_cursor()
+        if entrance is None:
+            return _run_attempts(job, folder, supervisor, fewest_ranks(job, workers))
+        listener = supervisor.listener = entrance.open(job, supervisor)
+        try:
+            result = _run_attempts(job, folder, supervisor, fewest_ranks(job, workers))
+        except (UserError, RunError) as error:
+            listener.close(1, str(error))
+            raise
+        listener.close(result.code, "was stopped" if result.signal else "is finished")
+        return result
 
 
-def _ranks_asked_for(asked: Asked, job: Job, fewest: int) -> int | None:
+def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int) -> RunResult:
+    """One attempt after another, each from the last checkpoint."""
+    restarts, pause = Restarts(), 0.0
+    asked = Asked(folder.path)
+    wanted, most = job.options.workers_range or (1, job.recipe.virtual_workers)
+    while True:
+        try:
+            time.sleep(pause)
+            with asking_to_stop(supervisor.ask_to_stop, STOP_SECONDS) as stop:
+                rank = TrainRank(job, supervisor.size)
+                ask = partial(_ranks_asked_for, asked, job, max(fewest, wanted), most)
+                told = supervisor.run(rank, restarts.total, fewest, ask, wanted, most)
+                results = [RunResult(**tree) for tree in told]
+        except RankFailed as error:
+            failure, in_vain = error.failure, restarts.in_vain
+            if failure.is_loss and stop():
+                return _stopped(stop.signal, folder)
+            again = restarts.pause(failure, last_checkpoint(folder))
+            if again is None and failure.is_loss:
+                raise RunError(
+                    f"{failure.text}, after {in_vain} restarts without a new checkpoint; {last_checkpoint(folder)} "
+                    "is good"
+                ) from None
+            if again is None:
+                failure.throw()
+            pause = again
+            after = f" in {pause:g} s" if pause else ""
+            goes_on = f"all ranks start again{after} from {last_checkpoint(folder)}"
+            warn(f"{failure.text}; {goes_on} (restart {restarts.in_vain} of {MAX_RESTARTS})")
+        except Stopped as broken:
+            return _stopped(broken.number, folder)
+        else:
+            number = next((result.signal for result in results if result.signal), 0)
+            return _stopped(stop.signal or number, folder) if number else results[0]
+        finally:
+            _show_cursor()
+
+
+def _ranks_asked_for(asked: Asked, job: Job, fewest: int, most: int) -> int | None:
     """With how many ranks `torusgd scale` asks a run to go on, within what it allows; None: with no other number."""
     workers = None if obstacle(job) else asked.workers()
-    return None if workers is None else max(fewest, min(workers, job.recipe.virtual_workers))
+    return None if workers is None else max(fewest, min(workers, most))
 
 
-class _TrainRank:
-    """A run on one rank, called again in the same process with the ranks that are left; sent to it before it begins."""
+class TrainRank:
+    """A run on one rank, called again in the same process with the ranks that are left; sent to it before it begins.
+
+    Args:
+        job: What to run.
+        workers: Ranks with which the attempt begins.
+    """
 
     def __init__(self, job: Job, workers: int) -> None:
-        self._job, self._workers = job, workers
+        self._job, self._began = job, range(workers)
         self._run: Run | None = None
+        self._kept: Kept | None = None
+
+    def prepare(self, heartbeat: Heartbeat) -> None:
+        """Opens the images of a rank that joins, and finds out whether it belongs to the run at work."""
+        run = Fingerprint.from_dict(json.loads(heartbeat.store.get(_FINGERPRINT)))
+        self._kept = prepared(self._job, heartbeat, self._began, run)
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any]:
-        begin = partial(nothing_yet, self._job, world, liveness, range(self._workers))
-        kept = begin() if self._run is None else self._run.keep()
+        if self._run is not None:
+            self._kept = self._run.keep()
+        kept = self._kept or nothing_yet(self._job, world, liveness, self._began)
         self._run = Run(self._job, world, stop, restarts, liveness, kept)
+        if world.rank == 0:
+            assert isinstance(liveness, Heartbeat), "of a rank that is ours"
+            liveness.store.set(_FINGERPRINT, json.dumps(self._run.trainer.fingerprint.as_dict()))
         return asdict(self._run.run())
 
 

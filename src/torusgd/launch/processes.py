@@ -9,41 +9,29 @@ asked for in mid-run, ranks are started beside those at work, or let go, which i
 """
 
 import json
-import multiprocessing
-import os
 import socket
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from signal import Signals
 from typing import Any, Self
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
-from ..comm import groups
-from ..comm.base import CommError
-from ..comm.groups import Group
-from ..comm.liveness import LateRank, Liveness
-from ..signals import StopFlag, die_with_launcher, held_back
+from ..comm.liveness import LateRank
+from ..signals import held_back
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import start_forkserver
-from .generations import GROUP_SECONDS, Generations, Released, ranks_do
-from .gpus import compare_gpus, device_of, tell_gpu
-from .heartbeat import Heartbeat
+from .generations import Generations, ranks_do
+from .listener import JoinedNode, Listener, RemoteRank
+from .rank_process import JOINING, LOOPBACK, LOOPBACK_INTERFACE, RankFunction, RankSpec, start_rank
 from .roll_call import BEAT_SECONDS, Limits, Watch
-
-RankFunction = Callable[[Group, StopFlag, int, Liveness], Any]
-"""what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value"""
 
 EXPLAIN_SECONDS = 5.0
 """for the other ranks to say why they end as well, before they are killed"""
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -53,6 +41,15 @@ class Exit:
     rank: int
     code: int
     """minus the signal's number where a signal ended it"""
+    remote: RemoteRank | None = None
+    """of a rank on another machine"""
+
+    @property
+    def how(self) -> str:
+        """For people."""
+        if self.remote is not None:
+            return self.remote.why
+        return f"was ended by {Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
 
 
 class RankFailed(Exception):
@@ -61,22 +58,6 @@ class RankFailed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
         self.failure = failure
-
-
-@dataclass(frozen=True)
-class RankSpec:
-    """What the process of a rank is started with."""
-
-    rank: int
-    size: int
-    port: int
-    attempt: int
-    device: str
-    ranks_per_gpu: int
-    limits: Limits
-    function: RankFunction
-    joins: bool
-    """beside ranks that are at work already"""
 
 
 class Supervisor:
@@ -102,7 +83,12 @@ class Supervisor:
         self._tell = tell
         self.size, self._device, self._limits, self._ranks_per_gpu = size, device, limits, ranks_per_gpu
         self._root = serve_store()
-        self._processes: dict[int, BaseProcess] = {}
+        self.port: int = self._root.port
+        """of the store, on loopback"""
+        self.listener: Listener | None = None
+        """where other machines join; None: nobody does"""
+        self._wanted, self._most = 1, size
+        self._processes: dict[int, BaseProcess | RemoteRank] = {}
         self._open_attempt(0)
 
     def __enter__(self) -> Self:
@@ -117,6 +103,8 @@ class Supervisor:
         attempt: int = 0,
         fewest: int | None = None,
         asked: Callable[[], int | None] = lambda: None,
+        wanted: int = 1,
+        most: int | None = None,
     ) -> list[Any]:
         """Runs `function` on all ranks.
 
@@ -128,6 +116,8 @@ class Supervisor:
                 processes, with the group of those that are left. None: all of them are needed.
             asked: Asked now and then for another number of ranks to go on with; None: for no other. Of later attempts
                 it is the number too (`size`).
+            wanted: Ranks with fewer of which it takes no step, but waits for more.
+            most: Ranks in all, with those of other machines; None: no more than at the beginning.
 
         Returns:
             What it returned, by rank, without those that were lost or let go.
@@ -135,6 +125,7 @@ class Supervisor:
         Raises:
             RankFailed: A rank has failed; none runs any more.
         """
+        self._wanted, self._most = wanted, self.size if most is None else most
         self._open_attempt(attempt)
         fewest = self.size if fewest is None else fewest
         for rank in range(self.size):
@@ -143,7 +134,7 @@ class Supervisor:
         while self._processes:
             events = self.wait()
             late = [event for event in events if isinstance(event, LateRank)]
-            ended = [event for event in events if isinstance(event, Exit)]
+            ended = self._without_joiners([event for event in events if isinstance(event, Exit)])
             self._watch.forget(exit.rank for exit in ended if exit.rank in self._let_go)
             exits += [exit for exit in ended if exit.rank not in self._let_go]
             failed = [exit for exit in exits if exit.code or not self._has_result(exit.rank)]
@@ -170,12 +161,13 @@ class Supervisor:
 
     def start(self, rank: int, function: RankFunction, joins: bool = False) -> None:
         """Starts the process of a rank in the attempt that is open; it `joins` those that are at work already."""
-        port, device, per_gpu = self._root.port, self._device, self._ranks_per_gpu
-        spec = RankSpec(rank, self.size, port, self._attempt, device, per_gpu, self._limits, function, joins)
-        process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(spec,))
+        interface = self.listener.interface if self.listener is not None else LOOPBACK_INTERFACE
+        per_gpu, limits = self._ranks_per_gpu, self._limits
+        spec = RankSpec(
+            rank, self.size, self.port, self._attempt, self._device, per_gpu, limits, function, joins, interface
+        )
         with held_back():  # else a signal could come between the two
-            process.start()
-            self._processes[rank] = process
+            self._processes[rank] = start_rank(spec)
 
     def wait(self) -> list[Exit | LateRank]:
         """What happens within a second: processes that have ended, each reported once, or ranks that are late."""
@@ -208,42 +200,98 @@ class Supervisor:
         self._joining, self._joining_since = list[int](), 0.0
         self._let_go: set[int] = set()
         self._count = self.size  # ranks that were ever started: each has a number of its own
-        self._generations.announce(self._members)
+        self._announce()
+        if len(self._members) < self._wanted:
+            self._tell(self._next())
+
+    def _announce(self, lost: list[int] | None = None, planned: bool = False) -> None:
+        self._generations.announce(self._members, lost or (), planned, waits=len(self._members) < self._wanted)
+
+    def _next(self) -> str:
+        """What the members do now, for people."""
+        if len(self._members) >= self._wanted:
+            return f"{ranks_do(self._members, 'go')} on"
+        more = self._wanted - len(self._members)
+        return f"{ranks_do(self._members, 'wait')} for {more} more, of {self._wanted} that the run wants at least"
 
     def _resize(self, function: RankFunction, asked: int | None) -> None:
-        """Lets ranks go, or starts some, which take part as soon as all of them are ready."""
+        """Lets ranks go, or starts some here or elsewhere, which take part as soon as all of them are ready."""
         if asked is not None and asked != len(self._members):
-            self.size = asked
             leaving, self._members = self._members[asked:], self._members[:asked]
             if leaving:
                 self._let_go.update(leaving)
-                self._generations.announce(self._members, planned=True)
-                self._tell(f"{ranks_do(leaving, 'leave')}; {ranks_do(self._members, 'go')} on")
-            self._joining = [*range(self._count, self._count + asked - len(self._members))]
-            self._count += len(self._joining)
-            self._joining_since = time.monotonic()
-            for rank in self._joining:
+                self._announce(planned=True)
+                self._tell(f"{ranks_do(leaving, 'leave')}; {self._next()}")
+            self.size = max(1, asked - sum(map(self._is_remote, self._members)))
+            for rank in self._new_ranks(asked - len(self._members)):
                 self.start(rank, function, joins=True)
         elif self._joining and self._generations.are_ready(self._joining):
             self._watch.follow(self._joining)
-            self._members += self._joining
-            self._generations.announce(self._members, planned=True)
-            self._tell(f"{ranks_do(self._joining, 'join')}; {ranks_do(self._members, 'go')} on")
+            # Ranks of this machine first: the first of all writes the run's folder, which is here.
+            self._members = sorted([*self._members, *self._joining], key=lambda rank: (self._is_remote(rank), rank))
+            self._announce(planned=True)
+            self._tell(f"{ranks_do(self._joining, 'join')}; {self._next()}")
             self._joining = []
         elif self._joining and time.monotonic() - self._joining_since > self._limits.start:
             self._let_go.update(self._joining)
             for rank in self._joining:
                 self._processes[rank].kill()
             who = ", ".join(map(str, self._joining))
-            self._tell(f"rank {who} has not begun in {self._limits.start:g} s; {ranks_do(self._members, 'go')} on")
+            self._tell(f"rank {who} has not begun in {self._limits.start:g} s; {self._next()}")
             self._joining = []
+        elif not self._joining and self.listener and (node := self.listener.waiting(self._attempt)):
+            self._admit(node)
+
+    def _admit(self, node: JoinedNode) -> None:
+        """Has a machine that wants to join start as many of its ranks as there is room for."""
+        room = self._most - len(self._members)
+        if room <= 0:
+            node.end(1, f"has {len(self._members)} ranks, and takes no more")
+            return
+        ranks = self._new_ranks(min(room, node.workers))
+        self._processes |= zip(ranks, node.start(ranks, self.size, self._attempt), strict=True)
+
+    def _new_ranks(self, count: int) -> list[int]:
+        """Numbers that no rank has had, for ranks that are to join."""
+        self._joining = [*range(self._count, self._count + count)]
+        self._count += len(self._joining)
+        self._joining_since = time.monotonic()
+        return self._joining
+
+    def _is_remote(self, rank: int) -> bool:
+        return self._node_of(rank) is not None
+
+    def _without_joiners(self, ended: list[Exit]) -> list[Exit]:
+        """The exits without those of ranks that have not taken part yet, which hurt nobody; a line tells why."""
+        early = {exit.rank: exit for exit in ended if exit.rank in self._joining}
+        for exit in early.values():
+            if exit.rank not in self._joining:
+                continue  # it has gone with another one of its machine
+            failure = FailureChannel(PrefixStore(JOINING, self._store), self._count).reported().get(exit.rank)
+            gone = [exit.rank]
+            if exit.remote is not None and (failure is not None or exit.remote.node.gone):
+                node = exit.remote.node
+                gone = [rank for rank in self._joining if rank == exit.rank or self._node_of(rank) in (node, None)]
+                if failure is not None:
+                    node.end(failure.kind.exit_code, failure.text)
+            for rank in gone:
+                self._joining.remove(rank)
+                if (process := self._processes.pop(rank, None)) is not None:
+                    process.kill()
+                    process.join()
+            self._tell(f"{ranks_do(gone, 'do')} not join: {failure.text if failure else exit.how}; {self._next()}")
+        return [exit for exit in ended if exit.rank not in early]
+
+    def _node_of(self, rank: int) -> JoinedNode | None:
+        process = self._processes.get(rank)
+        return process.node if isinstance(process, RemoteRank) else None
 
     def _go_on(self, failed: list[Exit], late: list[LateRank], fewest: int) -> bool:
         """Ends the ranks that are lost for good, and tells the others to go on; False if they are too few."""
         lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
         left = [rank for rank in self._members if rank in self._processes and rank not in lost]
         failure = self._explain(failed, late)
-        if len(left) < fewest or not failure.is_loss:
+        if len(left) < fewest or all(map(self._is_remote, left)) or not failure.is_loss:
             return False
         lost_members = [rank for rank in self._members if rank not in left]
         self._joining = [rank for rank in self._joining if rank not in lost]
@@ -254,8 +302,8 @@ class Supervisor:
         self._watch.forget(lost)
         self._members = left
         if lost_members:  # and not only some that have not taken part yet
-            self._generations.announce(left, lost_members)
-        self._tell(f"{failure.text}; {ranks_do(left, 'go')} on")
+            self._announce(lost_members)
+        self._tell(f"{failure.text}; {self._next()}")
         return True
 
     def _ended(self, seconds: float) -> list[Exit]:
@@ -265,7 +313,8 @@ class Supervisor:
             assert isinstance(sentinel, int)
             process = self._processes.pop(ranks[sentinel])
             process.join()
-            exits.append(Exit(ranks[sentinel], process.exitcode or 0))
+            remote = process if isinstance(process, RemoteRank) else None
+            exits.append(Exit(ranks[sentinel], process.exitcode or 0, remote))
         return exits
 
     def _end_within(self, seconds: float) -> list[Exit]:
@@ -290,7 +339,7 @@ class Supervisor:
         elif silent and silent[0].code < 0:
             killed = [exit for exit in silent if exit.code < 0]
             rank = silent[0].rank
-            text = "; ".join(f"rank {exit.rank} was ended by {Signals(-exit.code).name}" for exit in killed)
+            text = "; ".join(f"rank {exit.rank} {exit.how}" for exit in killed)
         elif silent:
             # It ended itself, in code that is not ours, and would do so again.
             kind = FailureKind.RUN_ERROR
@@ -304,94 +353,7 @@ class Supervisor:
 def serve_store() -> TCPStore:
     """A store for processes of this machine, on a loopback port that nobody else can have taken meanwhile."""
     listener = socket.socket()
-    listener.bind((_LOOPBACK, 0))
+    listener.bind((LOOPBACK, 0))
     listener.listen(socket.SOMAXCONN)
     port = listener.getsockname()[1]
-    return TCPStore(_LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def meet(
-    store: Store,
-    rank: int,
-    size: int,
-    device: str,
-    *,
-    seconds: float,
-    timeout: float = GROUP_SECONDS,
-    ranks_per_gpu: int = 1,
-) -> Group:
-    """The group of all ranks of an attempt; each of them calls it once, with the attempt's store.
-
-    Args:
-        store: See above.
-        rank: Of this process.
-        size: Ranks in all.
-        device: `cpu`, or `cuda` (see `gpus.own_gpu`).
-        seconds: For all ranks to come.
-        timeout: Of the group's messages.
-        ranks_per_gpu: Consecutive ranks that share a GPU; above 1 nothing goes by NCCL.
-
-    Raises:
-        UserError: Ranks share a GPU, or there are too few.
-        torch.distributed.DistError: They did not meet in time.
-    """
-    target = device_of(device, ranks_per_gpu)
-    # Ranks meet here and not in the group's own rendezvous, whose timeout would be that of every message too.
-    tell_gpu(store, rank, target, ranks_per_gpu)
-    # One counter and one key for all: a key for each rank would be asked for N^2 times.
-    if store.add("here", 1) == size:
-        store.set("all here", "")
-    store.wait(["all here"], timedelta(seconds=seconds))
-    compare_gpus(store, size, target, ranks_per_gpu)
-    nccl = device == "cuda" and ranks_per_gpu == 1
-    return groups.build(PrefixStore("world", store), range(size), rank, device=target, timeout=timeout, nccl=nccl)
-
-
-def _run_through_generations(spec: RankSpec, generations: Generations, stop: StopFlag, heartbeat: Heartbeat) -> Any:
-    """Calls the function of a rank, and again with the others of the next generation each time that ranks change."""
-    device = device_of(spec.device, spec.ranks_per_gpu)
-    if spec.joins:
-        generations.wait_for_admission(spec.rank)
-    while True:
-        world = generations.join(spec.rank, device, spec.ranks_per_gpu, heartbeat)
-        try:
-            result = spec.function(world, stop, spec.attempt, heartbeat)
-            world.barrier()
-            return result
-        except CommError:
-            world.abort()  # so that those who wait for this rank learn of it too
-            if not generations.is_followed(heartbeat):
-                raise
-
-
-def _be_rank(spec: RankSpec) -> None:
-    """The process of a rank. It ends with exit code 0 only when all is well: else it reports why."""
-    rank = str(spec.rank)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.size), LOCAL_WORLD_SIZE=str(spec.size))
-    if sys.platform == "linux":
-        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
-    die_with_launcher()
-    root = TCPStore(_LOOPBACK, spec.port, None, False, wait_for_workers=False)
-    store = PrefixStore(f"attempt-{spec.attempt}", root)
-    generations = Generations(store)
-
-    def is_asked_to_stop() -> bool:
-        generations.check()
-        return root.check(["stop"])
-
-    stop = StopFlag(also=is_asked_to_stop)
-    stop.install()
-    heartbeat = Heartbeat(store, spec.rank, spec.limits, generations=generations)
-    try:
-        result = _run_through_generations(spec, generations, stop, heartbeat)
-        store.set(f"result/{spec.rank}", json.dumps(result))
-    except Released:
-        heartbeat.close()
-        os._exit(0)  # the groups that this rank was in are aborted, and nothing waits for it
-    except (Exception, SystemExit) as error:
-        with suppress(RuntimeError):  # the launcher is gone, and this process with it in a moment
-            FailureChannel(store, spec.size).report(Failure.of(error, spec.rank))
-        with suppress(OSError):
-            sys.stdout.flush()
-        os._exit(1)  # closes all connections, so that the other ranks notice at once
-    heartbeat.close()
+    return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -38,7 +38,7 @@ from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .generations import GROUP_SECONDS
 from .heartbeat import Heartbeat
 from .local import last_checkpoint, limits_of
-from .processes import RankFunction, meet
+from .rank_process import RankFunction, meet
 from .roll_call import SILENT_SECONDS, Limits, Watch
 
 STORE_SECONDS = 5.0

@@ -29,6 +29,9 @@ class RuntimeOptions(Section):
     """null: cuda where there is a GPU; a plan takes the device of its cluster"""
     workers: Ranks | None = None
     """ranks; null: on this machine as many as GPUs, else as cores, while a plan must be given their number"""
+    workers_range: tuple[Ranks, Ranks] | None = None
+    """fewest and most ranks, as --workers MIN:MAX gives them: the run begins with as many as cores, takes others up to
+    the most, and waits, with a checkpoint written, while it has less than the fewest; null: 1 to virtual_workers"""
     ranks_per_gpu: Count = 1
     """consecutive ranks that share a GPU; above 1 their messages go by Gloo, since NCCL wants a GPU a rank"""
     allreduce: str = "native"

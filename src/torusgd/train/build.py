@@ -50,6 +50,7 @@ from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .graphs import device_network
+from .host_share import KeptArrays
 from .job import Job, images_at, init_sha256, is_live, replayed_sha256
 from .membership import Membership, even_shares
 from .relaxed import check_synchrony, keep_rates, local_steps, outer_optimizer, pass_thread, scheduled_rates
@@ -93,6 +94,13 @@ class Trainer:
     def close(self) -> None:
         """Ends threads and groups; every rank calls it, with nothing under way."""
         self._close()
+
+
+def find_images(job: Job) -> KeptArrays:
+    """What there is of a job's images, found by a process that starts ranks; UserError where they can't be used."""
+    kept = KeptArrays()
+    open_sources(job.recipe.data, job.data, job.recipe.seed, kept)
+    return kept
 
 
 def open_data(job: Job, device: torch.device, liveness: Liveness, once: Once = make_here) -> Data:
@@ -145,7 +153,7 @@ def build(
 
     model = model_of(recipe, len(train.classes)).to(device)
     own_copy = copy.deepcopy(model) if recipe.synchrony.form != "synchronous" else None
-    fingerprint = fingerprint or _fingerprint(job, data, model, device)
+    fingerprint = fingerprint or fingerprint_of(job, data, model, device)
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
     if device.type == "cuda" and recipe.reduction == "exact":
@@ -257,7 +265,8 @@ def build(
     )
 
 
-def _fingerprint(job: Job, data: Data, model: nn.Module, device: torch.device) -> Fingerprint:
+def fingerprint_of(job: Job, data: Data, model: nn.Module, device: torch.device) -> Fingerprint:
+    """Of a job on this rank, with the network's weights as they were drawn."""
     recipe, train = job.recipe, data.training.source
     return Fingerprint(
         recipe_sha256=recipe.sha256(),

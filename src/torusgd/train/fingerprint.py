@@ -56,6 +56,24 @@ class Fingerprint:
                     "--fresh"
                 )
 
+    def check_joins(self, run: "Fingerprint", mixed: bool) -> None:
+        """UserError where a rank with this fingerprint doesn't belong to a run.
+
+        Args:
+            run: Of a run that is at work.
+            mixed: It allows ranks under other conditions.
+        """
+        unequal = {
+            key: values for key, values in _unequal(run.as_dict(), self.as_dict()).items() if key != "conditions"
+        }
+        if not unequal and not mixed:
+            unequal = _unequal(run.conditions, self.conditions)
+        for key, (theirs, mine) in unequal.items():
+            raise UserError(
+                f"{_WHAT.get(key, 'other conditions')}: {key} is {mine} on {socket.gethostname()}, of the run it is "
+                f"{theirs}; all ranks of a run need the same"
+            )
+
     def as_dict(self) -> dict[str, object]:
         """Plain JSON types."""
         return asdict(self)

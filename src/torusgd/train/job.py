@@ -1,9 +1,11 @@
 """A job: a recipe, the means to compute it, and where its data, weights and results lie."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..weights import weights_sha256
@@ -39,6 +41,30 @@ class Job:
     """the steps of which a trace is written"""
     bucket: str | None = None
     """the URL to which what stands in `out` is copied; None: nowhere"""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a machine that joins the run must know of it, as plain JSON; `from_dict` reads it.
+
+        Weights to start from and where results go are not in it: ranks that join get weights, and write nothing.
+        """
+        return {
+            "recipe": self.recipe.as_dict(),
+            "runtime": self.options.model_dump(mode="json", exclude_unset=True),
+            "device": self.device,
+            "out": str(self.out),
+            "max_steps": self.max_steps,
+            "delays": self.delays,
+            "trace": None if self.trace is None else [self.trace.first, self.trace.last],
+        }
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any], data: Path | None) -> "Job":
+        """From what `as_dict` gave, with the data set of this machine; UserError where it is something else."""
+        recipe = validate(Recipe, tree["recipe"], "the run's recipe")
+        options = validate(RuntimeOptions, tree["runtime"], "the run's options")
+        trace = None if tree["trace"] is None else TracedSteps(*tree["trace"])
+        out, most = Path(tree["out"]), tree["max_steps"]
+        return cls(recipe, options, tree["device"], out, data, max_steps=most, delays=tree["delays"], trace=trace)
 
     def asked(self) -> dict[str, Any]:
         """What the user asked for beside the recipe, as plain JSON: with it the same command can be given again."""

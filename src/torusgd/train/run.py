@@ -34,7 +34,7 @@ from .run_dir import RunDir
 from .saving import Saver
 from .state import RunState
 from .status import Asked
-from .survival import Kept, agree, fitting, nothing_yet, obstacle
+from .survival import Kept, agree, fitting, nothing_yet, obstacle, wait_for_ranks
 from .trackers import Trackers
 
 
@@ -100,8 +100,7 @@ class Run:
         self._last_event: Callable[[], dict[str, Any]] | None = None
         self._counted = 0.0
         self._is_ready = False
-        recipe = job.recipe
-        self._evaluations = self._boundaries(recipe.evaluate.every, recipe.evaluate.first)
+        self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
         self._saves = self._boundaries(job.options.checkpoint_every)
 
     def run(self) -> RunResult:
@@ -184,9 +183,13 @@ class Run:
                 saver.save()
             if is_stopping or state.step == self.steps:
                 saver.wait()
-                if self.telemetry is not None:
-                    self.telemetry.status.tell(now=True, phase="stopped" if is_stopping else "finish")
+                self._tell_phase("stopped" if is_stopping else "finish")
                 return not is_stopping
+            if self.liveness.lacks_ranks():
+                saver.wait()
+                self._tell_phase("wait for ranks")
+                is_stopping = not wait_for_ranks(self.world, self.liveness, state.step, self._is_asked_to_stop)
+                continue
             with saver.before_errors():
                 stats = (trainer.ahead or trainer.step).run(self.membership, closing.next(state.step))
             if stats is None:
@@ -219,8 +222,7 @@ class Run:
         """Evaluates the weights of this step; False when a rank was asked to stop meanwhile."""
         state, target = self.state, self.job.recipe.target_top1
         started = time.perf_counter()
-        if self.telemetry is not None:
-            self.telemetry.status.tell(now=True, phase="evaluate")
+        self._tell_phase("evaluate")
         evaluation = self._evaluate(self._is_asked_to_stop)
         if evaluation is None:
             return False
@@ -315,6 +317,10 @@ class Run:
             self._last_event = lambda: dict(event)
         return True
 
+    def _tell_phase(self, phase: str) -> None:
+        if self.telemetry is not None:
+            self.telemetry.status.tell(now=True, phase=phase)
+
     def _open_journal(self) -> None:
         """Goes on with the journal of a run that keeps one; rank 0 with the file too."""
         recipe, state = self.job.recipe, self.state
@@ -328,12 +334,8 @@ class Run:
         state, path = self.state, self.run_dir.path
         recipe = self.job.recipe
         fixed = "another launcher has started them" if ranks_are_given() else obstacle(self.job)
-        about = {
-            "recipe": recipe.name,
-            "virtual_workers": recipe.virtual_workers,
-            "fixed_ranks": fixed,
-            **self.job.asked(),
-        }
+        about = {"recipe": recipe.name, "virtual_workers": recipe.virtual_workers, "fixed_ranks": fixed}
+        about |= self.job.asked()
         trackers = Trackers(self.job.options.track, path, {**about, "recipe": recipe.as_dict()}, warn)
         self.telemetry = Telemetry(path, self.schedule, state.step, state.evaluated, about, trackers)
         if not is_kept:

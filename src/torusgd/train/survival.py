@@ -11,26 +11,33 @@ nothing has happened to, and that holds for exact reductions only.
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.algorithms import parse_algorithm
-from ..comm.groups import Group
+from ..comm.base import ConnectionLost
+from ..comm.groups import Group, alone
 from ..comm.liveness import Liveness
 from ..data.listing import Once
 from ..errors import UserError
+from ..models import model_of
 from ..recipe.runtime_options import RuntimeOptions
+from ..runtime import prepare_process
 from ..weights import Tensors
-from .build import Data, open_data
+from .build import Data, fingerprint_of, open_data
 from .fingerprint import Fingerprint
 from .host_share import HostShare, MappedArrays
 from .job import Job, images_at
 from .state import RunState, share_tensors
 
+_LOOK_SECONDS = 0.2
+"""from one question to the next while ranks wait for others"""
 _LARGE = ("model/", "optimizer/")
 """names of tensors that are equal on all ranks after the same step; the others may have been measured again"""
 
@@ -77,6 +84,47 @@ def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]
     else:  # a rank that joins others at work must not wait for them here
         once = MappedArrays(job.lists)
     return Kept(open_data(job, world.device, liveness, once), tuple(began), None, -1, None, 0.0, {}, None)
+
+
+def prepared(job: Job, liveness: Liveness, began: Sequence[int], run: Fingerprint) -> Kept:
+    """What a rank has that joins a run at work, once it knows that it belongs there.
+
+    Args:
+        job: Of the run, with the lists of images that this machine has made.
+        liveness: Learns of progress.
+        began: See `Kept`.
+        run: The run's fingerprint.
+
+    Raises:
+        UserError: This rank has another recipe, other data, or other conditions.
+    """
+    device = torch.device(job.device)
+    kept = nothing_yet(job, alone(device), liveness, began)
+    prepare_process(job.recipe, device)
+    model = model_of(job.recipe, len(kept.data.training.source.classes))
+    # Other ranks give it their weights, and so it needs no file of initial ones.
+    mine = replace(fingerprint_of(job, kept.data, model, device), init_sha256=run.init_sha256)
+    mine.check_joins(run, job.options.mixed)
+    return replace(kept, fingerprint=mine)
+
+
+def wait_for_ranks(world: Group, liveness: Liveness, step: int, is_asked_to_stop: Callable[[], bool]) -> bool:
+    """Waits, on all ranks of a run that has fewer than it wants, for others; False when one was asked to stop.
+
+    Raises:
+        ConnectionLost: Others are there, or some more are lost; the ranks meet anew.
+    """
+    for number in count():
+        liveness.progress("wait for ranks", step, number)
+        told = torch.tensor([int(is_asked_to_stop()), int(liveness.ranks_change())], device=world.small_device)
+        world.all_reduce(told)
+        stops, changes = told.tolist()
+        if stops:
+            return False
+        if changes:
+            raise ConnectionLost("ranks join")
+        time.sleep(_LOOK_SECONDS)
+    raise AssertionError
 
 
 def fewest_ranks(job: Job, ranks: int) -> int:

@@ -1,0 +1,227 @@
+"""Ranks that are lost and that join, many times in one run: time to go on, steps redone, and the weights in the end.
+
+    .venv/bin/python benchmarks/changes.py --recipe digits --changes 50
+    .venv/bin/python benchmarks/changes.py --recipe fashion --data data/fashion-mnist --changes 50 --max-steps 600
+
+A run with one rank on this machine listens on loopback. A seeded draw says what happens next: a rank is lost (SIGKILL),
+ranks join (`torusgd scale`, or an agent of `torusgd join`), both at once, one is lost while others join, the newest is
+lost, or an agent joins, is killed and another one comes at once. Images take their time until all changes are done, and
+the weights must be those of the same recipe without any of it.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")])
+
+from tests.train.processes import Process, last_step, until  # noqa: E402
+
+from torusgd.data.sources import open_sources  # noqa: E402
+from torusgd.launch.local import TOKEN  # noqa: E402
+from torusgd.recipe.load import load_recipe  # noqa: E402
+
+MOST = 4
+"""ranks at a time"""
+GO_ON = " on\n"
+
+
+class Paced:
+    """The images of a built-in recipe, each of which takes `pause` seconds as long as there is the file `gate`."""
+
+    def __init__(self, path: Path | None, split: str, *, recipe: str, gate: str, pause: float) -> None:
+        train, held_out = open_sources(load_recipe(recipe).recipe.data, path, 0)
+        self._source, self._gate = (train if split == "train" else held_out), Path(gate)
+        self._pause = pause if split == "train" else 0.0
+        self.classes, self.labels = self._source.classes, self._source.labels
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, index: int) -> np.ndarray:
+        """One image."""
+        if self._gate.exists():
+            time.sleep(self._pause)
+        return self._source.read(index)
+
+
+class Campaign:
+    """One run, and what is done to it.
+
+    Args:
+        folder: For all files.
+        words: Of `torusgd train`, after the recipe.
+        recipe: The name of a built-in one.
+        pause: Seconds an image.
+        seed: Of the draw.
+    """
+
+    def __init__(self, folder: Path, recipe: str, words: list[str], data: list[str], pause: float, seed: int) -> None:
+        self._folder, self._data, self._draw = folder, data, random.Random(seed)
+        self.out, self.gate = folder / "out", folder / "gate"
+        self.gate.touch()
+        source = f"{{recipe: {recipe}, gate: '{self.gate}', pause: {pause}}}"
+        paced = ["--set", "data.source=changes:Paced", "--set", f"data.options={source}"]
+        listen = ["--workers", f"1:{MOST}", "--listen", "127.0.0.1:0"]
+        self.root = self._start("train", recipe, "--out", str(self.out), *data, *words, *paced, *listen)
+        until(lambda: "join by torusgd join" in self.root.err, "it listens", self.root)
+        self._where = "127.0.0.1:" + self.root.err.split("torusgd join 127.0.0.1:")[1].split()[0]
+        self._agents: list[Process] = []
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.redone: dict[str, list[int]] = defaultdict(list)
+        until(lambda: last_step(self.out) >= 2, "it has begun", self.root)
+
+    def change(self) -> None:
+        """Does the next thing that the draw says, if it can be done now, and waits until the run goes on."""
+        kinds: dict[str, Callable[[], None]] = {
+            "loss": self._lose,
+            "join": self._join,
+            "loss and join": self._both,
+            "loss while joining": self._while_joining,
+            "loss of the newest": self._lose_newest,
+            "flapping": self._flap,
+        }
+        size = len(self._ranks())
+        able = [kind for kind in kinds if ("loss" not in kind or size > 1) and (kind != "join" or size < MOST)]
+        able = [kind for kind in able if kind != "flapping" or size < MOST]
+        kind = self._draw.choice(able)
+        done, least, begin = last_step(self.out), last_step(self.out) + 1, time.monotonic()
+        told = self.root.err.count(GO_ON)
+        kinds[kind]()
+        until(lambda: self.root.err.count(GO_ON) > told, f"it goes on after {kind}", self.root)
+        changed = last_step(self.out)
+        while (now := last_step(self.out)) <= max(done, changed if "join" in kind else done):
+            least = min(least, now or least)  # a new rank 0 replaces the file
+            assert self.root.popen.poll() is None, self.root.output
+            time.sleep(0.002)
+        self.seconds[kind].append(time.monotonic() - begin)
+        self.redone[kind].append((1 if "loss" in kind or kind == "flapping" else 0) + max(0, done - least))
+        self._agents = [agent for agent in self._agents if agent.popen.poll() is None]
+        time.sleep(self._draw.uniform(0, 0.5))
+
+    def end(self) -> dict[str, Any]:
+        """Lets the run end; its summary."""
+        self.gate.unlink()
+        assert self.root.end(300) == 0, self.root.output
+        return json.loads((self.out / "summary.json").read_text())
+
+    def _start(self, *words: str) -> Process:
+        return Process(self._folder / "told", sys.executable, "-m", "torusgd", *words)
+
+    def _ranks(self) -> list[int]:
+        """Process ids, those of this machine first."""
+        return self.root.ranks() + [rank for agent in self._agents for rank in agent.ranks()]
+
+    def _lose(self) -> None:
+        """A rank of those here is left."""
+        here, ranks = self.root.ranks(), self._ranks()
+        _kill(self._draw.choice(ranks if len(here) > 1 else ranks[1:]))
+
+    def _lose_newest(self) -> None:
+        _kill(self._ranks()[-1])
+
+    def _join(self) -> None:
+        size = min(len(self._ranks()), MOST - 1)
+        if self._draw.random() < 0.6:
+            words = ["scale", str(self.out), "--workers", str(self._draw.randint(size + 1, MOST))]
+            subprocess.run([sys.executable, "-m", "torusgd", *words], check=True, stdout=subprocess.DEVNULL)
+        else:
+            self._bring(self._draw.randint(1, MOST - size))
+
+    def _bring(self, workers: int) -> None:
+        token = ["--token-file", str(self.out / TOKEN), "--workers", str(workers)]
+        self._agents.append(self._start("join", self._where, *self._data, *token))
+
+    def _both(self) -> None:
+        self._lose()
+        self._join()
+
+    def _while_joining(self) -> None:
+        self._join()
+        time.sleep(self._draw.uniform(0, 3))
+        here = self.root.ranks()
+        _kill(self._draw.choice(here) if len(here) > 1 else self._ranks()[-1])
+
+    def _flap(self) -> None:
+        told = self.root.err.count(" join")
+        self._bring(1)
+        until(lambda: self.root.err.count(" join") > told, "it joins", self.root)
+        time.sleep(self._draw.uniform(0, 1))
+        _kill(self._agents[-1].pid)
+        self._bring(1)
+
+
+def main() -> None:
+    """Runs the campaign and the undisturbed run, and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--recipe", default="digits")
+    parser.add_argument("--data")
+    parser.add_argument("--changes", type=int, default=50)
+    parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--pause", type=float, default=0.015, help="seconds an image")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--undisturbed", help="the hash of the weights without changes; else they are trained")
+    arguments = parser.parse_args()
+    words = ["--max-steps", str(arguments.max_steps)] if arguments.max_steps else []
+    data = ["--data", arguments.data] if arguments.data else []
+    folder = Path(tempfile.mkdtemp())
+    campaign = Campaign(folder, arguments.recipe, words, data, arguments.pause, arguments.seed)
+    try:
+        for _ in range(arguments.changes):
+            campaign.change()
+        done = last_step(campaign.out)
+        summary = campaign.end()
+        undisturbed = arguments.undisturbed or train_alone(arguments.recipe, [*data, *words], folder / "alone")
+    except BaseException:
+        print(campaign.root.output, file=sys.stderr)
+        raise
+    finally:
+        with suppress(ProcessLookupError):
+            campaign.root.kill()
+    for kind, seconds in campaign.seconds.items():
+        redone = campaign.redone[kind]
+        print(
+            f"{kind}: n {len(seconds)}, {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), "
+            f"steps redone {min(redone)} to {max(redone)}"
+        )
+    is_same = summary["weights_sha256"].startswith(undisturbed)
+    print(
+        f"{arguments.recipe}: {arguments.changes} changes in {done} of {summary['steps']} steps, "
+        f"{len(summary['lost_ranks'])} ranks lost, {summary['restarts']} restarts, weights "
+        f"{'those of the undisturbed run' if is_same else 'DIFFER from the undisturbed run'} ({undisturbed[:8]})"
+    )
+    shutil.rmtree(folder)
+    sys.exit(0 if is_same else 1)
+
+
+def train_alone(recipe: str, words: list[str], out: Path) -> str:
+    """The weights' hash of the same recipe on two ranks to which nothing happens."""
+    alone = [sys.executable, "-m", "torusgd", "train", recipe, "--workers", "2", *words, "--out", str(out)]
+    subprocess.run(alone, check=True, stdout=subprocess.DEVNULL)
+    return str(json.loads((out / "summary.json").read_text())["weights_sha256"])
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""For how long a run pauses when a rank joins it, and what the same run's steps take.
+
+    .venv/bin/python benchmarks/join_pause.py --recipe digits
+    .venv/bin/python benchmarks/join_pause.py --recipe fashion --data data/fashion-mnist
+    .venv/bin/python benchmarks/join_pause.py --recipe resnet50 --gap 4 --set ...    # 25.6 million weights, 102 MB
+
+Ranks are asked for one after another by `torusgd scale`, from 2 on. In events.jsonl stand the run's seconds at each
+step, which count on while ranks change, and what the step itself took: the rest is the pause. It is to meet, to connect,
+to build the network anew on all ranks, to send weights and momentum, and a checkpoint where the newest is of another
+step. What happens while the others train on (the process, its imports, its images) is not in it.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+AFTER = 4
+"""steps after the last join"""
+
+
+def main() -> None:
+    """Prints the pauses of one run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--recipe", default="digits")
+    parser.add_argument("--data")
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--joins", type=int, default=2)
+    parser.add_argument("--gap", type=int, default=10, help="steps from one join to the next at least")
+    arguments = parser.parse_args()
+    sets = [word for each in arguments.overrides for word in ("--set", each)]
+    data = ["--data", arguments.data] if arguments.data else []
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        words = ["train", arguments.recipe, *data, *sets, "--out", str(out), "--workers", "2"]
+        told = out.with_name("told")
+        with told.open("w") as file:
+            process = subprocess.Popen([sys.executable, "-m", "torusgd", *words], stdout=file, stderr=file)
+        for join in range(1, arguments.joins + 1):
+            wait_for(process, told, lambda: last_step(out) >= arguments.gap * join)  # noqa: B023
+            scale = ["scale", str(out), "--workers", str(2 + join)]
+            subprocess.run([sys.executable, "-m", "torusgd", *scale], check=True, stdout=subprocess.DEVNULL)
+            wait_for(process, told, lambda: told.read_text().count(" joins; ") == join)  # noqa: B023
+        end = last_step(out) + AFTER
+        wait_for(process, told, lambda: last_step(out) >= end)
+        subprocess.run([sys.executable, "-m", "torusgd", "stop", str(out)], check=True, stdout=subprocess.DEVNULL)
+        process.wait()
+        events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    gaps = [
+        after["seconds"] - before["seconds"] - after["step_seconds"]
+        for before, after in pairwise(events)
+        if "event" not in before and "event" not in after  # no evaluation between the two
+    ]
+    pauses = sorted(gaps)[-arguments.joins :]
+    step = statistics.median(event["step_seconds"] for event in events if "event" not in event)
+    print(
+        f"{arguments.recipe}: pause {statistics.median(pauses):.2f} s ({pauses[0]:.2f} to {pauses[-1]:.2f}), "
+        f"n {len(pauses)}; the next longest gap between two steps {sorted(gaps)[-arguments.joins - 1]:.2f} s; "
+        f"a step takes {step:.3f} s (median)"
+    )
+
+
+def wait_for(process: subprocess.Popen[bytes], told: Path, check) -> None:  # type: ignore[no-untyped-def]
+    """Waits until `check` gives something true."""
+    while not check():
+        assert process.poll() is None, told.read_text()
+        time.sleep(0.01)
+
+
+def last_step(out: Path) -> int:
+    """The last step in events.jsonl."""
+    try:
+        lines = (out / "events.jsonl").read_bytes().splitlines()
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except (OSError, ValueError):
+        return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""A machine that joins a run: one small agent, which starts ranks here and does what the run's launcher says.
+
+The agent asks the launcher for the job, opens the data, and says that it is ready; the launcher says which ranks to
+start. They reach the common store through a port on loopback here, from which each connection is passed on to the
+launcher's listener (`listener`) over an authenticated one. When the launcher goes, so do they.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ..errors import RunError, UserError
+from ..signals import held_back
+from ..train.build import find_images
+from ..train.events import warn
+from ..train.job import Job
+from .handshake import (
+    NODE,
+    STORE,
+    Channel,
+    ChannelClosed,
+    Refused,
+    hang_up,
+    pass_on,
+    prove_to_listener,
+)
+from .listener import interface_of
+from .local import TrainRank, limits_of
+from .rank_process import LOOPBACK, RankSpec, start_rank
+from .roll_call import BEAT_SECONDS
+
+CONNECT_SECONDS = 10.0
+
+
+def join_run(
+    address: tuple[str, int],
+    token: bytes,
+    data: Path | None,
+    workers: int | None,
+) -> int:
+    """Brings ranks to a run elsewhere, until it ends or they do.
+
+    Args:
+        address: Where its launcher listens.
+        token: See `handshake`.
+        data: The data set on this machine; None: where the recipe says.
+        workers: Ranks; None: as many as there are cores here.
+
+    Returns:
+        The command's exit code.
+
+    Raises:
+        UserError: The address, the token or the data are wrong, or this machine can't take part.
+        RunError: The run is gone.
+    """
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    where = f"{address[0]}:{address[1]}"
+    with ExitStack() as held:
+        link = _connect(address, token, NODE)
+        interface = interface_of(link.getsockname()[0])
+        channel = Channel(link, CONNECT_SECONDS)
+        held.callback(channel.close)
+        try:
+            channel.send(workers=workers, host=socket.gethostname(), version=version("torusgd"))
+            welcome = _answer(channel)
+            if "end" in welcome:
+                return _ended(where, welcome)
+            channel.silent = float(welcome["silent"])
+            job = Job.from_dict(welcome["job"], data)
+            threading.Thread(target=_beat, args=(channel,), daemon=True, name="torusgd-beat").start()
+            found = find_images(job)  # kept here as long as ranks map it
+            job = replace(job, lists=tuple(found.paths))
+            store = StorePort(partial(_connect, address, token, STORE))
+            held.callback(store.close)
+            crew = _Crew(job, store.port, interface)
+            held.callback(crew.kill)
+            warn(f"joins {job.recipe.name} at {where} with {workers} ranks")
+            channel.send(ready=True)
+            return _serve(channel, crew, where)
+        except ChannelClosed as error:
+            raise RunError(f"the run at {where} is gone: {error}; the ranks here have ended") from None
+
+
+class StorePort:
+    """A port on loopback whose connections are passed on to the launcher's store.
+
+    Args:
+        connect: Gives a connection to it that has authenticated.
+    """
+
+    def __init__(self, connect: Callable[[], socket.socket]) -> None:
+        self._connect = connect
+        self._socket = socket.socket()
+        self._socket.bind((LOOPBACK, 0))
+        self._socket.listen(socket.SOMAXCONN)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True, name="torusgd-store-port").start()
+
+    def close(self) -> None:
+        """Listens no more."""
+        hang_up(self._socket)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                near, _ = self._socket.accept()
+                threading.Thread(target=self._join_up, args=(near,), daemon=True, name="torusgd-store-link").start()
+
+    def _join_up(self, near: socket.socket) -> None:
+        try:
+            pass_on(near, self._connect())
+        except (UserError, RunError):  # the rank finds its connection closed
+            hang_up(near)
+
+
+class _Crew:
+    """The ranks on this machine, by the number that the launcher has given to their start."""
+
+    def __init__(self, job: Job, port: int, interface: str) -> None:
+        self._job, self._port, self._interface = job, port, interface
+        self._processes: dict[int, BaseProcess] = {}
+
+    def start(self, number: int, rank: int, size: int, attempt: int) -> None:
+        spec = RankSpec(
+            rank, size, self._port, attempt, self._job.device, self._job.options.ranks_per_gpu, limits_of(self._job),
+            TrainRank(self._job, size), joins=True, interface=self._interface,
+        )  # fmt: skip
+        with held_back():
+            self._processes[number] = start_rank(spec)
+
+    def wait(self, channel: Channel) -> tuple[bool, dict[int, int]]:
+        """What happens within a second: whether messages have come, and exit codes by number."""
+        numbers: dict[object, int] = {process.sentinel: number for number, process in self._processes.items()}
+        happened = connection.wait(
+            [channel.fileno(), *(each.sentinel for each in self._processes.values())], BEAT_SECONDS
+        )
+        exits = {}
+        for number in [numbers[each] for each in happened if each in numbers]:
+            process = self._processes.pop(number)
+            process.join()
+            exits[number] = process.exitcode or 0
+        return channel.fileno() in happened, exits
+
+    def kill(self, number: int | None = None) -> None:
+        """Ends one of them, or all."""
+        for each in [*self._processes] if number is None else self._processes.keys() & {number}:
+            process = self._processes.pop(each)
+            process.kill()
+            process.join()
+
+
+def _serve(channel: Channel, crew: _Crew, where: str) -> int:
+    """Does what the launcher says, until it says that all is over; the exit code."""
+    while True:
+        has_messages, exits = crew.wait(channel)
+        for number, code in exits.items():
+            channel.send(exit=number, code=code)
+        for message in channel.receive() if has_messages else ():
+            if "start" in message:
+                crew.start(*(int(message[key]) for key in ("start", "rank", "size", "attempt")))
+            elif "kill" in message:
+                crew.kill(int(message["kill"]))
+            elif "end" in message:
+                return _ended(where, message)
+        channel.check_silence()
+
+
+def _ended(where: str, message: Mapping[str, Any]) -> int:
+    """The exit code after the launcher's last message."""
+    code, line = int(message["code"]), f"the run at {where}: {message['end']}"
+    if code == 2:
+        raise UserError(line)
+    if code == 1:
+        raise RunError(line)
+    warn("".join(c for c in line if c.isprintable()))
+    return code
+
+
+def _answer(channel: Channel) -> dict[str, Any]:
+    """The first message that is not empty."""
+    while True:
+        channel.check_silence()
+        if connection.wait([channel.fileno()], BEAT_SECONDS):
+            for message in channel.receive():
+                if message:
+                    return message
+
+
+def _beat(channel: Channel) -> None:
+    with suppress(ChannelClosed):
+        while True:
+            channel.send()
+            time.sleep(BEAT_SECONDS)
+
+
+def _connect(address: tuple[str, int], token: bytes, purpose: str) -> socket.socket:
+    where = f"{address[0]}:{address[1]}"
+    try:
+        link = socket.create_connection(address, CONNECT_SECONDS)
+    except OSError as error:
+        raise RunError(f"{where}: no run can be reached there: {error.strerror or error}") from None
+    try:
+        prove_to_listener(link, token, purpose)
+    except Refused as error:
+        hang_up(link)
+        raise UserError(f"{where}: doesn't take this machine: {error}; is --token-file a copy of the run's?") from None
+    return link

@@ -1,0 +1,288 @@
+"""Machines that join a run: to the same weights, and strangers get nothing.
+
+The launcher and the agents run in this process, the ranks in processes of their own.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torusgd.errors import RunError, UserError
+from torusgd.launch import local, node_agent
+from torusgd.launch.handshake import Channel, read_token
+from torusgd.launch.listener import MOST_STRANGERS, Listener, interface_of
+from torusgd.launch.local import TOKEN, Entrance, launch
+from torusgd.launch.node_agent import join_run
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import resolve_auto
+from torusgd.train.job import Job
+from torusgd.train.result import RunResult
+
+from ..train.processes import (
+    LOOPBACK,
+    Process,
+    is_alive,
+    listening,
+    pauses,
+    results,
+    summary,
+    torusgd,
+    until,
+)
+from ..train.runs import command
+
+HERE = socket.gethostname()
+
+
+class Agent:
+    """`torusgd join` in a thread."""
+
+    def __init__(self, port: int, token: bytes, workers: int, data: Path | None = None) -> None:
+        self.outcome: Any = None
+        self._arguments = (("127.0.0.1", port), token, data, workers)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.outcome = join_run(*self._arguments)
+        except (UserError, RunError) as error:
+            self.outcome = error
+
+    def end(self) -> Any:
+        """Its exit code, or its error."""
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self.outcome
+
+
+class Driven:
+    """A run in this thread, while a function in another one does something to it."""
+
+    def __init__(
+        self, job: Job, drive: Callable[["Driven"], None], monkeypatch: pytest.MonkeyPatch, **more: Any
+    ) -> None:
+        self.lines: list[str] = []
+        self.job, self._drive, self._error = job, drive, list[BaseException]()
+        self.channels: list[Channel] = []
+        """of the agents, in the order in which they came"""
+
+        def channel(*arguments: Any) -> Channel:
+            self.channels.append(Channel(*arguments))
+            return self.channels[-1]
+
+        monkeypatch.setattr(local, "warn", self.lines.append)
+        monkeypatch.setattr(node_agent, "warn", lambda line: None)
+        monkeypatch.setattr(node_agent, "Channel", channel)
+        thread = threading.Thread(target=self._run, daemon=True)
+        thread.start()
+        self.result: RunResult = launch(job, False, Entrance(("127.0.0.1", 0)))
+        thread.join(60)
+        if self._error:
+            raise self._error[0]
+
+    def _run(self) -> None:
+        try:
+            self._drive(self)
+        except BaseException as error:
+            self._error.append(error)
+            gate_of(self.job).unlink(missing_ok=True)
+
+    def until(self, what: Callable[[], Any]) -> Any:
+        """Waits for something true."""
+        try:
+            return until(what, "what was waited for", timeout=60, pause=0.02)
+        except AssertionError:
+            raise AssertionError("\n".join([*self.lines, str(self.shares())])) from None
+
+    def line(self, text: str) -> str:
+        """Waits for a line of the launcher that holds this text."""
+        return self.until(lambda: next((line for line in self.lines if text in line), ""))
+
+    def shares(self) -> dict[str, int]:
+        """By rank, as `torusgd status` tells."""
+        try:
+            return json.loads((self.job.out / "status.json").read_text()).get("shares", {})
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.line("join by torusgd join").split("127.0.0.1:")[1].split()[0])
+
+
+def gate_of(job: Job) -> Path:
+    return job.out.parent / "gate"
+
+
+@pytest.fixture
+def job(tmp_path: Path, recipe: Path) -> Job:
+    """A run that takes its time as long as its gate is closed."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    own = ["data.source=tests.train.slow:Gated", f"data.options={{gate: '{gate}', pause: 0.15}}"]
+    loaded = resolve_auto(load_recipe(str(recipe), own).recipe, "cpu")
+    return Job(loaded, RuntimeOptions(workers=1, checkpoint_minutes=10), "cpu", tmp_path / "out")
+
+
+def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_disturb_nothing(
+    job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, other = dict[str, Any](), job.out.parent / "other"
+    other.mkdir()
+
+    def drive(run: Driven) -> None:
+        silent = socket.create_connection(("127.0.0.1", run.port))  # says nothing as long as the run lasts
+        token = read_token(job.out / TOKEN)
+        with socket.create_connection(("127.0.0.1", run.port)) as garbage:
+            garbage.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            ended["told"] = b"".join(iter(lambda: garbage.recv(4096), b""))
+        ended["wrong token"] = Agent(run.port, b"w" * 64, 1).end()
+        ended["other data"] = Agent(run.port, token, 1, other).end()
+        first = Agent(run.port, token, 2)
+        run.until(lambda: set(run.shares()) >= {"0", "2", "3"})
+        run.channels[-1]._connection.shutdown(socket.SHUT_RDWR)
+        ended["cut off"] = first.end()
+        run.until(lambda: set(run.shares()) == {"0"})
+        second = Agent(run.port, token, 1)
+        run.until(lambda: set(run.shares()) == {"0", "4"})
+        gate_of(job).unlink()
+        ended["second"] = second.end()
+        silent.close()
+        ended["lines"] = run.lines
+
+    told = Driven(job, drive, monkeypatch).result.summary
+    assert results(told) == undisturbed
+    assert (told["world_size"], told["lost_ranks"], told["restarts"]) == (2, [2, 3], 0)
+    assert set(json.loads(ended["told"])) == {"torusgd", "nonce"}
+    assert "doesn't take this machine" in str(ended["wrong token"])
+    assert isinstance(ended["wrong token"], UserError)
+    assert isinstance(ended["other data"], UserError)
+    assert "another data set: data_sha256 is" in str(ended["other data"])
+    assert isinstance(ended["cut off"], RunError)
+    assert ended["second"] == 0
+    assert ended["lines"][1].startswith("refused 127.0.0.1, which wanted to join: ")
+    lines = [line for line in ended["lines"][1:] if not line.startswith("refused")]
+    assert lines[0].startswith("rank 1 does not join: another data set")
+    assert lines[1] == "ranks 2, 3 join; ranks 0, 2, 3 go on"
+    assert lines[2].startswith(f"rank 2 on {HERE} was lost with its machine: ")
+    assert lines[2].endswith("; rank 0 goes on")
+    assert lines[3] == "rank 4 joins; ranks 0, 4 go on"
+
+
+def test_a_run_with_fewer_ranks_than_it_wants_waits_with_a_checkpoint_until_others_have_joined(
+    job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = dict[str, Any]()
+
+    def status(run: Driven) -> Any:
+        try:
+            return json.loads((job.out / "status.json").read_text())["phase"]
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def drive(run: Driven) -> None:
+        token = read_token(run.until(lambda: run.port and job.out / TOKEN))
+        run.until(lambda: status(run) == "wait for ranks")  # before the first step: one core here
+        first = Agent(run.port, token, 2)
+        run.until(lambda: set(run.shares()) == {"0", "1"})  # no more than the most
+        run.channels[-1]._connection.shutdown(socket.SHUT_RDWR)
+        first.end()
+        run.until(lambda: status(run) == "wait for ranks")
+        seen["checkpoints"] = len(list((job.out / "checkpoints").glob("step-*")))
+        second = Agent(run.port, token, 1)
+        run.until(lambda: set(run.shares()) == {"0", "2"})
+        gate_of(job).unlink()
+        seen["second"] = second.end()
+        seen["lines"] = run.lines
+
+    options = RuntimeOptions(workers_range=(2, 2), checkpoint_minutes=10)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    told = Driven(replace(job, options=options), drive, monkeypatch).result.summary
+    assert results(told) == undisturbed
+    assert (told["world_size"], told["lost_ranks"], told["restarts"]) == (2, [1], 0)
+    assert (seen["checkpoints"], seen["second"]) == (1, 0)
+    waits = "rank 0 waits for 1 more, of 2 that the run wants at least"
+    assert [line.partition("; ")[2] or line for line in seen["lines"] if "join by" not in line] == [
+        waits, "ranks 0, 1 go on", waits, "ranks 0, 2 go on",
+    ]  # fmt: skip
+
+
+def test_strangers_are_told_now_and_then_and_only_so_many_are_heard_at_a_time() -> None:
+    lines: list[str] = []
+    listener = Listener(("127.0.0.1", 0), b"k" * 64, 1, {}, 30.0, lines.append)
+    strangers = [socket.create_connection(listener.address) for _ in range(MOST_STRANGERS)]
+    assert all(stranger.recv(4096) for stranger in strangers)
+    assert socket.create_connection(listener.address).recv(4096) == b""
+    for stranger in strangers:
+        stranger.sendall(b"garbage\n")
+        assert stranger.recv(4096) == b""
+    assert len(until(lambda: lines, "a line")) == 1
+    listener.close(0, "")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.address)
+
+
+def test_ranks_can_be_reached_at_an_address_of_this_machine_only() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(UserError, match="no network interface of this machine has it"):
+        interface_of("0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--listen", "7000"], "--listen 7000: write an address and a port"),
+        (["--listen", "192.0.2.1:0"], "192.0.2.1: no network interface of this machine has it"),
+        (["--listen", "127.0.0.1:0", "--update", "sharded"], "--listen: its ranks can't change: a lost rank takes its"),
+        (["--workers", "1:2", "--update", "sharded"], "--workers MIN:MAX: its ranks can't change"),
+        (["--workers", "3:2"], "workers = 3:2: give the smaller number first"),
+        (["--workers", "2:9999"], "the recipe has"),
+        (["--workers", "2:x"], "workers_range"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, recipe: Path, run_cli: Any, flags: list[str], reason: str) -> None:
+    code, _, err = run_cli("train", recipe, "--out", tmp_path / "out", *flags)
+    assert code == 2
+    assert reason in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_joined_machine_is_killed_and_then_the_launcher_which_goes_on_later(
+    tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
+) -> None:
+    """As commands, so that everything of a machine dies at once."""
+    out = tmp_path / "out"
+    words = ["--workers", "1", "--listen", "127.0.0.1:0", *pauses(0.05)]
+    root = torusgd(tmp_path / "root", out, recipe, *words)
+    port = until(lambda: re.search(r"127\.0\.0\.1:(\d+) --token", root.err), "it listens", root)[1]
+    join = command("join", f"127.0.0.1:{port}", "--workers", "2", "--token-file", out / TOKEN)
+    first = Process(tmp_path / "first", *join)
+    until(lambda: "ranks 1, 2 join" in root.err, "they join", root)
+    assert not set(listening([root.pid, *root.descendants(), first.pid, *first.descendants()])) - LOOPBACK
+    orphans = first.descendants()
+    os.kill(first.pid, signal.SIGKILL)
+    until(lambda: "; rank 0 goes on" in root.err, "it goes on", root)
+    until(lambda: not any(map(is_alive, orphans)), "its ranks have ended")
+    second = Process(tmp_path / "second", *join)
+    until(lambda: "ranks 3, 4 join" in root.err, "they join", root)
+    ranks = second.descendants()
+    root.kill()
+    assert second.end() == 1
+    assert [line for line in second.err.splitlines() if "is gone" in line] == second.err.splitlines()[-1:]
+    until(lambda: not any(map(is_alive, ranks)), "its ranks have ended")
+    again = torusgd(tmp_path / "again", out, recipe, "--workers", "1", *pauses(0.05))
+    assert again.end() == 0, again.output
+    assert results(summary(out)) == undisturbed
