@@ -45,6 +45,7 @@ NEUTRAL = {
     "track": "rank 0 sends a line a step, which a plan does not count",
     "audit": "a share of the computation on top, which the user has chosen; a plan is of the run without it",
     "shares": "equal devices take equal shares",
+    "work_stealing": "a plan knows of no pauses",
     "mixed": "whether ranks are let in; a plan has none",
     "drift_every": "less than a thousandth of a step by default",
     "timeout": "of a rank that is lost; a plan has none",
@@ -68,6 +69,7 @@ CHANGED: dict[str, Any] = {
     "timeout": 7.0,
     "audit": 0.5,
     "shares": "even",
+    "work_stealing": True,
     "mixed": True,
     "start_timeout": 8.0,
 }

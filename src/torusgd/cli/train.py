@@ -89,6 +89,14 @@ def train(
             rich_help_panel=RUNTIME,
         ),
     ] = None,
+    work_stealing: Annotated[
+        bool | None,
+        Option(
+            "--work-stealing/--no-work-stealing",
+            help="Idle ranks take over what late ones have not begun. Default: no.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     mixed: Annotated[
         bool,
         Option(
@@ -153,6 +161,7 @@ def train(
         drift_every=drift_every,
         audit=audit,
         shares=shares,
+        work_stealing=work_stealing,
         mixed=mixed or None,
     )
     device = resolve_device(options)

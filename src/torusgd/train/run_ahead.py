@@ -150,6 +150,7 @@ class RunAhead:
             loss_scale=launched.loss_scale,
             slowest=None,
             balance=None,
+            taken_over=None,
         )
 
     def _forget(self) -> None:
