@@ -8,14 +8,16 @@ for 1 s in a virtual worker of its first half. Printed: how much longer the step
 
     python benchmarks/work_stealing.py --overhead
 
-Without any pause: the same program with short steps of 0.1 s by timed waits, and real passes of digits-net on two
-ranks; half of the runs with and half without, in turn. Printed: the seconds of a step, and the ratio.
+Without any pause: real passes of digits-net on two ranks. Every second step is taken with work stealing, so that a
+busy machine is as busy with it as without. Printed: the seconds of a step, of both kinds, and of them those in which a
+rank waits for the store's answers.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ from torusgd.train.run_dir import RunDir
 RANKS, PAUSE = 4, 1.0
 FORWARD = 1 / 3
 """of the time of a virtual worker"""
+WARM_UP = 20
+"""steps of --overhead that are left out"""
 RECIPE = (
     "data={source: synthetic, train_images: 8192, eval_images: 8, image_size: 8, channels: 1, classes: 4, "
     "mean: [0.5], std: [0.25]}",
@@ -47,30 +51,18 @@ RECIPE = (
 )
 
 
-def take_steps(
+def prepare(
     steals: bool,
     out: str,
     workers: int,
     images: int,
     steps: int,
-    wait: float,
-    pause: float,
     world: Group,
     stop: StopFlag,
     restarts: int,
     live: Liveness,
-) -> tuple[list[float], dict[str, Any]]:
-    """One rank's part in a run: the seconds of each of its steps, and the summary.
-
-    Args:
-        steals: Whether idle ranks take over work.
-        out: The run's folder.
-        workers: Virtual workers.
-        images: Of each.
-        steps: To be taken; the first one's passes run twice.
-        wait: Seconds that a virtual worker takes beside its passes.
-        pause: Seconds, in every second step.
-    """
+) -> tuple[Run, list[float]]:
+    """A run of so many steps, and a list to which it adds the seconds of each; the first one's passes run twice."""
     given = [
         *RECIPE,
         f"virtual_workers={workers}",
@@ -83,19 +75,7 @@ def take_steps(
     world.barrier()
     options = RuntimeOptions(work_stealing=steals, shares="even", drift_every=0)
     run = Run(Job(recipe, options, "cpu", Path(out)), world, stop, restarts, live)
-    passes, step, seconds = run.trainer.step.forward_backward, run.trainer.step, list[float]()
-    forward, backward, take = passes.forward, passes.backward, step.run
-
-    def slow_forward(at: Any, worker: int, *arguments: Any) -> Tensor:
-        turn = at.index // 2
-        is_late = at.index % 2 == 1 and world.rank == turn % world.size
-        first = run.membership.mine[turn % (workers // world.size // 2)]
-        time.sleep(FORWARD * wait + (pause if is_late and worker == first else 0.0))
-        return forward(at, worker, *arguments)
-
-    def slow_backward() -> None:
-        time.sleep((1 - FORWARD) * wait)
-        backward()
+    take, seconds = run.trainer.step.run, list[float]()
 
     def timed(membership: Any, entry: Any) -> Any:
         begin = time.perf_counter()
@@ -103,14 +83,60 @@ def take_steps(
         seconds.append(time.perf_counter() - begin)
         return stats
 
-    passes.forward, passes.backward, step.run = slow_forward, slow_backward, timed  # type: ignore[method-assign]
+    run.trainer.step.run = timed  # type: ignore[method-assign]
+    return run, seconds
+
+
+def with_pauses(
+    steals: bool, workers: int, steps: int, wait: float, out: str, *rank: Any
+) -> tuple[list[float], dict[str, Any]]:
+    """One rank's part in a run in which ranks pause: the seconds of its steps, and the summary."""
+    run, seconds = prepare(steals, out, workers, 1, steps, *rank)
+    passes, world = run.trainer.step.forward_backward, run.world
+    forward, backward = passes.forward, passes.backward
+
+    def slow_forward(at: Any, worker: int, *arguments: Any) -> Tensor:
+        turn = at.index // 2
+        is_late = at.index % 2 == 1 and world.rank == turn % world.size
+        first = run.membership.mine[turn % (workers // world.size // 2)]
+        time.sleep(FORWARD * wait + (PAUSE if is_late and worker == first else 0.0))
+        return forward(at, worker, *arguments)
+
+    def slow_backward() -> None:
+        time.sleep((1 - FORWARD) * wait)
+        backward()
+
+    passes.forward, passes.backward = slow_forward, slow_backward  # type: ignore[method-assign]
     return seconds, run.run().summary
 
 
-def run(ranks: int, *arguments: Any) -> tuple[list[float], dict[str, Any]]:
-    """What `take_steps` gives on rank 0; `arguments`: its own, but the folder."""
+def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tuple[list[float], list[float]]:
+    """One rank's part in a run of which every second step is with work stealing: seconds of each, waits for answers."""
+    run, seconds = prepare(True, out, workers, images, steps, *rank)
+    step, asked = run.trainer.step, [0.0] * steps
+    stealing, take = step.stealing, step.run
+    assert stealing is not None
+    ask = stealing._claims._ask
+
+    def alternating(membership: Any, entry: Any) -> Any:
+        step.stealing = stealing if entry.step % 2 else None
+        return take(membership, entry)
+
+    def timed_ask(question: Callable[[Any], Any]) -> Any:
+        begin = time.perf_counter()
+        answer = ask(question)
+        asked[len(seconds)] += time.perf_counter() - begin
+        return answer
+
+    step.run, stealing._claims._ask = alternating, timed_ask  # type: ignore[method-assign]
+    run.run()
+    return seconds, asked
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What rank 0 gives; `arguments`: those before the run's folder."""
     with tempfile.TemporaryDirectory() as out, Supervisor(ranks, "cpu", Limits()) as supervisor:
-        return supervisor.run(partial(take_steps, arguments[0], out, *arguments[1:]))[0]
+        return supervisor.run(partial(function, *arguments, out))[0]
 
 
 def show_pauses(workers: int, seconds: float, pauses: int) -> None:
@@ -118,7 +144,7 @@ def show_pauses(workers: int, seconds: float, pauses: int) -> None:
     hashes = set()
     for steals in (False, True):
         wait = seconds / (workers / RANKS)
-        taken, summary = run(RANKS, steals, workers, 1, 2 * pauses + 1, wait, PAUSE)
+        taken, summary = on_ranks(RANKS, with_pauses, steals, workers, 2 * pauses + 1, wait)
         hashes.add(summary["weights_sha256"])
         plain = statistics.median(taken[2::2])
         late = [each - plain for each in taken[1::2]]
@@ -131,19 +157,17 @@ def show_pauses(workers: int, seconds: float, pauses: int) -> None:
     assert len(hashes) == 1, "the weights are the same"
 
 
-def show_overhead(name: str, rounds: int, ranks: int, *arguments: Any) -> None:
-    """The same run with work stealing and without, in turn."""
-    found: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(2 * rounds):
-        steals = number % 4 in (1, 2)
-        seconds, _ = run(ranks, steals, *arguments)
-        found[steals].append(statistics.median(seconds[len(seconds) // 5 :]))
-    for steals, each in found.items():
-        middle = statistics.median(each)
-        print(f"{name}, work_stealing {steals}: a step {1e3 * middle:.2f} ms ", end="")
-        print(f"({1e3 * min(each):.2f} to {1e3 * max(each):.2f}, n = {rounds})", flush=True)
-    without, with_it = map(statistics.median, found.values())
-    print(f"{name}: {with_it / without - 1:+.2%}", flush=True)
+def show_overhead(ranks: int, workers: int, images: int, steps: int) -> None:
+    """Steps with work stealing beside those without."""
+    seconds, asked = on_ranks(ranks, in_turn, workers, images, steps)
+    without, with_it, waits = seconds[WARM_UP::2], seconds[WARM_UP + 1 :: 2], asked[WARM_UP + 1 :: 2]
+    middles = [statistics.median(each) for each in (without, with_it, waits)]
+    print(
+        f"{workers} virtual workers of {images} images on {ranks} ranks: {1e3 * middles[0]:.2f} ms a step without, "
+        f"{1e3 * middles[1]:.2f} with (medians of {len(without)} each): {middles[1] / middles[0] - 1:+.2%}; "
+        f"{1e3 * middles[2]:.3f} ms of it for answers of the store: {middles[2] / middles[0]:.2%}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -152,13 +176,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of a step")
     parser.add_argument("--pauses", type=int, default=8)
     parser.add_argument("--overhead", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5, help="of --overhead")
+    parser.add_argument("--rounds", type=int, default=3, help="of --overhead")
     options = parser.parse_args()
     if not options.overhead:
         show_pauses(options.workers, options.seconds, options.pauses)
         return
-    show_overhead("waits, 32 virtual workers on 4 ranks", options.rounds, RANKS, 32, 1, 60, 0.1 / 8, 0.0)
-    show_overhead("digits-net, 8 virtual workers of 64 images on 2 ranks", options.rounds, 2, 8, 64, 100, 0.0, 0.0)
+    for images in (16, 256):
+        for _ in range(options.rounds):
+            show_overhead(2, 16, images, 400 if images < 100 else 120)
 
 
 if __name__ == "__main__":

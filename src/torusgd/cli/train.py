@@ -97,6 +97,14 @@ def train(
             rich_help_panel=RUNTIME,
         ),
     ] = None,
+    node_memory: Annotated[
+        bool | None,
+        Option(
+            "--node-memory/--no-node-memory",
+            help="Under torchrun, keep the newest state in each node's memory, for restarts. Default: yes.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     mixed: Annotated[
         bool,
         Option(
@@ -162,6 +170,7 @@ def train(
         audit=audit,
         shares=shares,
         work_stealing=work_stealing,
+        node_memory=node_memory,
         mixed=mixed or None,
     )
     device = resolve_device(options)

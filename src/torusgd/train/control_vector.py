@@ -16,7 +16,7 @@ from ..comm.exact_sum import NARROW, decode
 from ..errors import RunError
 from ..gradients.operators import operators
 
-VERSION = 3
+VERSION = 4
 """of the record: ranks with programs that would read each other's fields otherwise find out at the first step"""
 
 
@@ -37,6 +37,8 @@ class Counts:
     """ranks that could not read their images"""
     save: int = 0
     """rank 0 wants a checkpoint after this step"""
+    keep: int = 0
+    """rank 0 wants each node to keep a copy of the state after this step"""
     change: int = 0
     """ranks that know of others that are to join, or to leave, after this step"""
 

@@ -138,6 +138,7 @@ class RunAhead:
             replaced=0,
             stop=False,
             save=False,
+            keep=False,
             change=False,
             redone=0,
             overflowed=[],

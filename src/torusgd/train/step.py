@@ -101,6 +101,8 @@ class TrainStep:
     """runs the passes of steps that time decides"""
     checkpoint_due: Callable[[int], bool] = lambda steps: False
     """asked once a step, with the steps that are then done; what one rank says holds for all"""
+    keep_due: Callable[[], bool] = lambda: False
+    """likewise, whether nodes keep a copy of the state after the step (`node_memory`)"""
     check_replaced: Callable[[Step, int], object] = lambda step, replaced: None
     """called with the step's count of replaced images before anything changes; what it raises ends the run"""
     next_look: Callable[[int], int] = lambda steps: steps
@@ -174,6 +176,7 @@ class TrainStep:
             replaced=control.counts.replaced,
             stop=control.counts.stop > 0,
             save=control.counts.save > 0,
+            keep=control.counts.keep > 0,
             change=control.counts.change > 0,
             redone=reduced.redone,
             overflowed=reduced.overflowed,
@@ -204,6 +207,7 @@ class TrainStep:
             self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
         self.control.clear()
         self.control.counts.save = int(self.checkpoint_due(step.index + 1))
+        self.control.counts.keep = int(self.keep_due())
         work = self._work(entry, membership)
         sent, own_done = None, None
         self.clock.begin_work(self.reducer.clock.mark())

@@ -45,6 +45,8 @@ class StepStats:
     """a rank was asked to stop: end the run after this step"""
     save: bool
     """a checkpoint is due after this step"""
+    keep: bool
+    """nodes keep a copy of the state after this step"""
     change: bool
     """ranks join or leave after this step"""
     redone: int
