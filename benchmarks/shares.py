@@ -3,7 +3,7 @@
     python benchmarks/shares.py --rounds 3
 
 Three ranks of this machine share 12 virtual workers; computing is a timed wait, so that the cores are no limit, beside
-the passes of a network of two layers. First a virtual worker takes rank 2 twice as long as the others, so that the best
+the passes of a small network. First a virtual worker takes rank 2 twice as long as the others, so that the best
 split is 5/5/2; after half of the steps it takes rank 0 three times as long instead, best split 2/5/5. Printed for each
 half: seconds of a step with each kind of shares, its ratio to the best split, and after how many steps the shares that
 follow the speed were within 10 % of it. With `--busy` nothing waits; instead real passes of digits-net run on two ranks
@@ -51,6 +51,10 @@ RECIPE = (
     "polish=null",
 )
 KINDS = ("even", "best", "speed")
+SETTLED = {"even": 2, "best": 2, "speed": 20}
+"""steps of each half that are left out: a run's first is taken twice, and to follow the speed takes some"""
+FEW = 16
+"""steps with shares that stay as they are"""
 
 
 def take_steps(
@@ -124,11 +128,17 @@ def run(kind: str, ranks: int, steps: int, wait: float, images: int, function: A
         return supervisor.run(partial(function, kind, out, steps, wait, images))[0]
 
 
+def settled(kind: str, seconds: list[float], is_second: bool) -> list[float]:
+    """The steps of one half of a run that are compared."""
+    half = len(seconds) // 2
+    return seconds[half:][SETTLED[kind] :] if is_second else seconds[:half][SETTLED[kind] :]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--wait", type=float, default=0.05, help="seconds of a virtual worker")
+    parser.add_argument("--steps", type=int, default=60, help="with shares that follow the speed")
+    parser.add_argument("--wait", type=float, default=0.1, help="seconds of a virtual worker")
     parser.add_argument("--busy", action="store_true", help="real passes, with one core shared")
     options = parser.parse_args()
     if options.busy:
@@ -143,17 +153,20 @@ def main() -> None:
             middle = statistics.median(each)
             print(f"{kind:<6s}{1e3 * middle:8.1f} ms a step ({1e3 * min(each):.1f} to {1e3 * max(each):.1f})")
         return
-    rounds = [{kind: run(kind, RANKS, options.steps, options.wait, 1) for kind in KINDS} for _ in range(options.rounds)]
+    steps = {kind: options.steps if kind == "speed" else FEW for kind in KINDS}
+    rounds = [{kind: run(kind, RANKS, steps[kind], options.wait, 1) for kind in KINDS} for _ in range(options.rounds)]
     half = options.steps // 2
     for first, name in ((0, "first half"), (half, "second half")):
-        settled = slice(first + 20, first + half)
-        best = statistics.median(statistics.median(each["best"][settled]) for each in rounds)
+        medians = {
+            kind: [statistics.median(settled(kind, each[kind], is_second=first > 0)) for each in rounds]
+            for kind in KINDS
+        }
+        best = statistics.median(medians["best"])
         for kind in KINDS:
-            medians = [statistics.median(each[kind][settled]) for each in rounds]
-            middle = statistics.median(medians)
+            middle = statistics.median(medians[kind])
             print(
-                f"{name}, {kind:<6s}{1e3 * middle:8.1f} ms a step ({1e3 * min(medians):.1f} to "
-                f"{1e3 * max(medians):.1f}), {middle / best:.3f} of the best split"
+                f"{name}, {kind:<6s}{1e3 * middle:8.1f} ms a step ({1e3 * min(medians[kind]):.1f} to "
+                f"{1e3 * max(medians[kind]):.1f}), {middle / best:.3f} of the best split"
             )
         until = [
             next(n for n in range(half) if statistics.median(each["speed"][first + n : first + n + 5]) <= 1.1 * best)

@@ -46,6 +46,8 @@ NEUTRAL = {
     "track": "rank 0 sends a line a step, which a plan does not count",
     "audit": "a share of the computation on top, which the user has chosen; a plan is of the run without it",
     "shares": "equal devices take equal shares",
+    "work_stealing": "a plan knows of no pauses",
+    "node_memory": "at most a hundredth of the time, under torchrun alone",
     "mixed": "whether ranks are let in; a plan has none",
     "drift_every": "less than a thousandth of a step by default",
     "timeout": "of a rank that is lost; a plan has none",
@@ -70,6 +72,8 @@ CHANGED: dict[str, Any] = {
     "timeout": 7.0,
     "audit": 0.5,
     "shares": "even",
+    "work_stealing": True,
+    "node_memory": False,
     "mixed": True,
     "start_timeout": 8.0,
 }

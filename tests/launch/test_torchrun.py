@@ -68,7 +68,7 @@ def ours(process: Process) -> list[str]:
 def test_torchrun_restarts_and_passes_a_stop_on_then_ranks_started_by_hand_finish(
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
-    out, slow = tmp_path / "out", pauses(0.01)
+    out, slow = tmp_path / "out", [*pauses(0.01), "--no-node-memory"]
     process = torchrun(tmp_path, out, recipe, "--max-restarts", "2", flags=slow)
     wait_for_step(out, 6, process)
     first = children(process.pid)

@@ -91,6 +91,22 @@ def train(
             rich_help_panel=RUNTIME,
         ),
     ] = None,
+    work_stealing: Annotated[
+        bool | None,
+        Option(
+            "--work-stealing/--no-work-stealing",
+            help="Idle ranks take over what late ones have not begun. Default: no.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
+    node_memory: Annotated[
+        bool | None,
+        Option(
+            "--node-memory/--no-node-memory",
+            help="Under torchrun, keep the newest state in each node's memory, for restarts. Default: yes.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     mixed: Annotated[
         bool,
         Option(
@@ -175,6 +191,8 @@ def train(
         drift_every=drift_every,
         audit=audit,
         shares=shares,
+        work_stealing=work_stealing,
+        node_memory=node_memory,
         mixed=mixed or None,
     )
     device = resolve_device(options)

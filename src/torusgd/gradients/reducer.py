@@ -200,6 +200,10 @@ class Reducer:
             (b.stop - b.first) * self.layout.parallel(index) for index, b in enumerate(self.layout.buckets)
         ]
 
+    def mark_last(self) -> None:
+        """The virtual worker that has begun is the last, as may be known only after its forward pass."""
+        self._is_last = not self._is_measuring
+
     def add(self, slot: int, gradient: Tensor) -> None:
         """Takes the gradient (float32) of a held slot by one virtual worker."""
         if self._is_measuring:

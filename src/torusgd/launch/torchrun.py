@@ -7,6 +7,7 @@ Which one it is, the store decides; a rank that can't reach the store any more c
 
 import json
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -43,7 +44,7 @@ from .roll_call import SILENT_SECONDS, Limits, Watch
 
 STORE_SECONDS = 5.0
 """after which the store counts as out of reach"""
-_POLL_SECONDS = 0.2
+_POLL_SECONDS, _WORD_SECONDS = 0.2, 0.02
 
 T = TypeVar("T")
 
@@ -226,8 +227,42 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
         raise _did_not_meet(seconds, error) from None
     except ValueError as error:
         raise UserError(f"the environment of this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT): {error}") from None
-    # torchrun with its static rendezvous keeps one store over restarts: addresses of dead ranks would be found there.
-    return PrefixStore(f"attempt-{_restarts()}", store), rank, size
+    return agree_on_prefix(store, rank, size, seconds), rank, size
+
+
+def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> Store:
+    """A part of a store that the ranks of this attempt alone use; every rank calls it.
+
+    torchrun's store may outlive its workers, and addresses of dead ranks would be found in it. Nothing that torchrun
+    tells a worker is the same on all nodes and another one in each attempt: its count of restarts is of one node, and
+    stays when a node joins. So each rank writes a word that nobody else has under its number. Rank 0 answers with all
+    the words that it finds, again whenever one has changed, until every rank has found its own word in the answer.
+
+    Raises:
+        RunError: They did not meet within so many seconds.
+    """
+    word, end = secrets.token_hex(8), time.monotonic() + seconds
+    answer: dict[str, Any] = {}
+    others = range(1, size)
+    store.set(f"word/{rank}", word)
+    while time.monotonic() < end:
+        if rank == 0:
+            if store.check([f"word/{other}" for other in others]) or size == 1:
+                words = [word, *(store.get(f"word/{other}").decode() for other in others)]
+                if words != answer.get("words"):
+                    answer = {"prefix": secrets.token_hex(8), "words": words}
+                    store.set("answer", json.dumps(answer))
+                if all(store.check([f"{answer['prefix']}/heard/{other}"]) for other in others):
+                    store.set(f"{answer['prefix']}/all", "")
+                    return PrefixStore(answer["prefix"], store)
+        elif store.check(["answer"]):
+            answer = json.loads(store.get("answer"))
+            if rank < len(answer["words"]) and answer["words"][rank] == word:
+                store.set(f"{answer['prefix']}/heard/{rank}", "")
+                if store.check([f"{answer['prefix']}/all"]):
+                    return PrefixStore(answer["prefix"], store)
+        time.sleep(_WORD_SECONDS)
+    raise _did_not_meet(seconds, TimeoutError("not all of them have come"))
 
 
 def _meet(

@@ -64,6 +64,11 @@ class RuntimeOptions(Section):
     shares: Literal["speed", "even"] = "speed"
     """speed: a slow rank computes fewer virtual workers, as the ranks' measured times say; but even ones where sums are
     not exact or layers are in column blocks"""
+    work_stealing: bool = False
+    """an idle rank takes over virtual workers that a late one has not begun in this step; it pays where ranks pause for
+    longer than a virtual worker takes, and costs each rank some questions to the store a step"""
+    node_memory: bool = True
+    """under torchrun the newest state is kept in each node's memory (/dev/shm) too, for workers that it starts again"""
     mixed: bool = False
     """ranks may differ in processor, libraries and other conditions; the weights can't be had again bit for bit"""
     drift_every: Annotated[int, Field(ge=0)] | None = None

@@ -106,6 +106,7 @@ def ranks_table(runs: Sequence[RunRecord]) -> Table:
         ("virtual workers of each rank", lambda run: _counts(_shares(run))),
         ("ranks most often behind", _stragglers),
         ("virtual workers moved off slow ranks", summary("moved_workers")),
+        ("virtual workers taken over from late ranks", summary("taken_over_workers")),
         ("ranks lost", lambda run: ", ".join(map(str, run.summary.get("lost_ranks") or [])) or "none"),
         ("restarts", summary("restarts")),
         ("resumed from step", lambda run: str(run.summary.get("resumed_from") or "none")),

@@ -61,6 +61,7 @@ from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
 from .trace import trace_steps
 from .weight_average import MovingAverage
+from .work_stealing import work_stealing
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,7 @@ def build(
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         follows_speed=follows_speed(options, recipe),
+        stealing=work_stealing(options, recipe, world),
         drift=DriftWatch(
             slots,
             [batch_norm.running, *([average.values] if average else [])],

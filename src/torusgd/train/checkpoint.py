@@ -172,7 +172,8 @@ class CheckpointWriter:
         self._metadata = metadata
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        self._began = 0.0
+        self._began = self.seconds = 0.0
+        """`seconds`: that the last one took to be written"""
 
     def save(self, checkpoint: Checkpoint, progress: Callable[[float], object] = lambda seconds: None) -> None:
         """Takes a snapshot now and writes it later; first it waits for the one before, as `wait` does."""
@@ -182,10 +183,14 @@ class CheckpointWriter:
         self._pending = self._pool.submit(self._write, snapshot)
 
     @property
+    def is_writing(self) -> bool:
+        """Whether the last checkpoint is not written yet."""
+        return self._pending is not None and not self._pending.done()
+
+    @property
     def is_slow(self) -> bool:
         """Whether the last checkpoint has been written for so long that the next one had better come later."""
-        is_writing = self._pending is not None and not self._pending.done()
-        return is_writing and time.monotonic() - self._began > WRITE_PATIENCE
+        return self.is_writing and time.monotonic() - self._began > WRITE_PATIENCE
 
     def wait(self, progress: Callable[[float], object] = lambda seconds: None) -> None:
         """Returns when nothing is being written.
@@ -228,6 +233,7 @@ class CheckpointWriter:
     def _write(self, checkpoint: Checkpoint) -> None:
         written = write_checkpoint(self.folder, checkpoint, self._metadata)
         self._copy(written)
+        self.seconds = time.monotonic() - self._began
         for old in [path for path in list_checkpoints(self.folder) if path.name <= written.name][self._keep :]:
             os.replace(old, _partial(old))  # so that a process that is killed meanwhile leaves no half of one
             shutil.rmtree(_partial(old), ignore_errors=True)

@@ -16,7 +16,7 @@ from ..comm.exact_sum import NARROW, decode
 from ..errors import RunError
 from ..gradients.operators import operators
 
-VERSION = 3
+VERSION = 4
 """of the record: ranks with programs that would read each other's fields otherwise find out at the first step"""
 
 
@@ -37,6 +37,8 @@ class Counts:
     """ranks that could not read their images"""
     save: int = 0
     """rank 0 wants a checkpoint after this step"""
+    keep: int = 0
+    """rank 0 wants each node to keep a copy of the state after this step"""
     change: int = 0
     """ranks that know of others that are to join, or to leave, after this step"""
 
@@ -55,6 +57,8 @@ class ControlVector:
     finished: list[int]
     """of each virtual worker the microseconds after which it had finished, 0 where it was left out (`closing`); empty
     where no clock decides"""
+    taken_over: Tensor
+    """int64: what the ranks told of work that they took over (`work_stealing`); empty where they don't"""
     timings: Tensor
     """int64: what the ranks noted of their times now and then (`stragglers`); mostly empty"""
     fingerprints: Tensor
@@ -74,16 +78,18 @@ class ControlMessage:
         self._to_host = to_host
         self._values = torch.zeros(NARROW.rows, width + 1, dtype=torch.int64, device=device)
         self._message = torch.zeros(0)
-        self._timings = 0
+        self._timings = self._taken = 0
         self.counts = Counts()
         """of this rank, to be added to"""
         self.finished: list[int] = []
         """see `ControlVector`: of one length on all ranks, each of which fills in its own"""
+        self.taken_over: list[int] = []
+        """see `ControlVector`: likewise"""
 
     def clear(self) -> None:
         """Begins the passes of a step, also when they are repeated."""
         self._values.zero_()
-        self.counts, self.finished = Counts(), []
+        self.counts, self.finished, self.taken_over = Counts(), [], []
 
     def add(self, batch_norm: Tensor, loss: Tensor) -> None:
         """Adds a virtual worker: its batch statistics (float32, flat) and its loss (float32, 0-d)."""
@@ -94,10 +100,11 @@ class ControlMessage:
         """Begins the sum over ranks; both tensors (int64, of one length on all ranks) are summed along."""
         device = self._values.device
         counts = torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)])
-        small = torch.cat([counts, torch.tensor(self.finished, dtype=torch.int64), timings])
+        told = torch.tensor([*self.finished, *self.taken_over], dtype=torch.int64)
+        small = torch.cat([counts, told, timings])
         if device.type == "cuda":
             small = small.pin_memory()  # else the host waits until the GPU has taken it, and all before it
-        self._timings = timings.numel()
+        self._taken, self._timings = len(self.taken_over), timings.numel()
         here = small.to(device, non_blocking=True)
         self._message = torch.cat([self._values.reshape(-1), here, fingerprints.to(device)])
         return allreduce.start(self._message)
@@ -127,6 +134,7 @@ class ControlMessage:
             raise RunError("the ranks run different versions of torusgd; install the same on all machines")
         workers = max(counts.contributions, 1)
         means = sums[:-1] / workers
+        taken_over, timings, fingerprints = rest.tensor_split([self._taken, self._taken + self._timings])
         return ControlVector(
-            counts, loss / workers, means.float(), is_finite > 0, finished, rest[: self._timings], rest[self._timings :]
+            counts, loss / workers, means.float(), is_finite > 0, finished, taken_over, timings, fingerprints
         )

@@ -22,13 +22,13 @@ from .build import Trainer, build
 from .checkpoint import CheckpointTimes, CheckpointWriter, list_checkpoints
 from .closing import as_seconds, closing_of
 from .evaluate import Evaluation, evaluate
-from .events import Telemetry, evaluation_event, plan_table, warn
-from .fingerprint import changes
+from .events import Telemetry, evaluation_event, warn
 from .job import Job
 from .journal import Journal
 from .mirror import Mirror
+from .node_memory import node_memory
 from .polish import polish_by_recipe
-from .restore import restore
+from .restore import greet, restore
 from .result import RunResult, weights_metadata, write_result
 from .run_dir import RunDir
 from .saving import Saver
@@ -77,6 +77,7 @@ class Run:
         if kept is None:
             kept = nothing_yet(job, world, self.liveness, world.ranks)
         self.kept, self._gives_way = kept, ""
+        self.memory, self._source = node_memory(job), ""
         if kept.began != world.ranks:
             options, self._gives_way = fitting(job.options, world.size)
             job = replace(job, options=options)
@@ -114,7 +115,9 @@ class Run:
         try:
             is_kept = self._take_kept()
             if not is_kept:
-                self.state = restore(self.job, self.trainer, self.run_dir.checkpoints, self.liveness)
+                self.state, self._source = restore(
+                    self.job, self.trainer, self.run_dir.checkpoints, self.liveness, self.memory
+                )
                 if self.state.step > self.steps:
                     raise UserError(
                         f"--max-steps {self.steps}: the run in {self.job.out} has done {self.state.step} steps "
@@ -130,9 +133,11 @@ class Run:
                 self._open_journal()
                 if self._is_first:
                     self._open_telemetry(is_kept)
-                is_done = self._train(writer, self._saved() if is_kept else self.state.step)
+                is_done = self._train(writer, self._saved())
                 result = RunResult(self._finish()) if is_done else RunResult(signal=self.stop.signal or signal.SIGTERM)
                 self.trainer.close()  # not where a rank is lost: threads and groups still wait for it
+                if self.memory is not None:
+                    self.memory.forget()
                 return result
             finally:
                 writer.close()
@@ -170,6 +175,7 @@ class Run:
         looks = sorted(self._evaluations | self._saves | {self.steps})
         trainer.step.next_look = lambda steps: looks[min(bisect_left(looks, steps), len(looks) - 1)]
         trainer.step.checkpoint_due = lambda steps: self._is_first and times.is_due(steps)
+        trainer.step.keep_due = lambda: self._is_first and self.memory is not None and self.memory.is_due()
         saver = Saver(state, trainer.step, writer, times, self.liveness, self._is_first, saved)
         closing = closing_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
         is_stopping, is_due = False, saved < state.step
@@ -209,6 +215,8 @@ class Run:
                 self.telemetry.step(stats, state.seconds, self.membership)
                 if rebuilt:
                     self.telemetry.say(rebuilt)
+            if stats.keep and self.memory is not None:
+                self.memory.keep(state, trainer.step.state)
             is_stopping, is_due = stats.stop, stats.save
             if stats.change:
                 raise ConnectionLost("ranks join or leave")
@@ -339,7 +347,7 @@ class Run:
         trackers = Trackers(self.job.options.track, path, {**about, "recipe": recipe.as_dict()}, warn)
         self.telemetry = Telemetry(path, self.schedule, state.step, state.evaluated, about, trackers)
         if not is_kept:
-            self._greet(self.telemetry)
+            greet(self.telemetry, self.job, self.trainer, state, self._source)
             return
         if self._last_event is not None:
             self.telemetry.complete(self._last_event())
@@ -359,24 +367,6 @@ class Run:
                 saved = self.state.step
         # The same on all ranks, since all compare their weights before one is written.
         return int(self.world.broadcast_text(str(saved)))
-
-    def _greet(self, telemetry: Telemetry) -> None:
-        state = self.state
-        telemetry.console.print(plan_table(self.job.recipe, self.schedule, self.world.size))
-        if self.trainer.explanation:
-            telemetry.say(self.trainer.explanation)
-        if state.initial is not None and not state.step:
-            telemetry.initial(state.initial)
-        if state.step:
-            telemetry.say(f"resumed from the checkpoint of step {state.step}")
-        now = state.fingerprint.conditions
-        if state.other_conditions and state.other_conditions[-1] != now:
-            warn(
-                f"conditions changed since the checkpoint ({changes(state.other_conditions[-1], now)}): the weights "
-                "may differ in their bits from an undisturbed run"
-            )
-        if state.mixed_conditions:
-            warn(f"ranks compute under mixed conditions ({changes(now, state.mixed_conditions[0])}): bits don't repeat")
 
     def _check_replaced(self, step: Step, count: int) -> None:
         replaced, limit = self.state.totals.replaced + count, self.job.recipe.data.max_replaced

@@ -138,6 +138,7 @@ class RunAhead:
             replaced=0,
             stop=False,
             save=False,
+            keep=False,
             change=False,
             redone=0,
             overflowed=[],
@@ -150,6 +151,7 @@ class RunAhead:
             loss_scale=launched.loss_scale,
             slowest=None,
             balance=None,
+            taken_over=None,
         )
 
     def _forget(self) -> None:

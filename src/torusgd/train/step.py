@@ -45,6 +45,7 @@ from .step_state import StepState
 from .step_stats import StepClock, StepStats
 from .stragglers import Stragglers, paces, slowest
 from .weight_average import MovingAverage
+from .work_stealing import OwnShare, StealingShare, TakenOver, WorkStealing
 
 _LOSS, _STATISTICS = -1, -2
 """in a virtual worker's hash, beside the numbers of its slots"""
@@ -85,6 +86,8 @@ class TrainStep:
     stragglers: Stragglers
     follows_speed: bool
     """whether the shares do"""
+    stealing: WorkStealing | None
+    """idle ranks take over the work of late ones; None: each rank computes its own share"""
     drift: DriftWatch
     clock: StepClock
     world: Group
@@ -98,6 +101,8 @@ class TrainStep:
     """runs the passes of steps that time decides"""
     checkpoint_due: Callable[[int], bool] = lambda steps: False
     """asked once a step, with the steps that are then done; what one rank says holds for all"""
+    keep_due: Callable[[], bool] = lambda: False
+    """likewise, whether nodes keep a copy of the state after the step (`node_memory`)"""
     check_replaced: Callable[[Step, int], object] = lambda step, replaced: None
     """called with the step's count of replaced images before anything changes; what it raises ends the run"""
     next_look: Callable[[int], int] = lambda steps: steps
@@ -171,6 +176,7 @@ class TrainStep:
             replaced=control.counts.replaced,
             stop=control.counts.stop > 0,
             save=control.counts.save > 0,
+            keep=control.counts.keep > 0,
             change=control.counts.change > 0,
             redone=reduced.redone,
             overflowed=reduced.overflowed,
@@ -183,6 +189,7 @@ class TrainStep:
             loss_scale=loss_scale,
             slowest=slowest(control.timings, self.world.ranks),
             balance=None if told is None else balance(membership, *told, self.stragglers.every),
+            taken_over=TakenOver.read(control.taken_over, self.world.ranks),
         )
 
     def _passes(self, step: Step, entry: JournalEntry, membership: Membership) -> ControlVector:
@@ -200,39 +207,52 @@ class TrainStep:
             self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
         self.control.clear()
         self.control.counts.save = int(self.checkpoint_due(step.index + 1))
-        workers = [worker for worker in membership.mine if worker in entry.workers]
-        sent = None
+        self.control.counts.keep = int(self.keep_due())
+        work = self._work(entry, membership)
+        sent, own_done = None, None
         self.clock.begin_work(self.reducer.clock.mark())
-        for worker in workers or membership.mine[:1]:
+        while sent is None:
             self.control.counts.stop = int(self.stop_requested())
             self.control.counts.change = int(self.liveness.ranks_change())
-            is_leaving = not workers or (self.control.counts.stop > 0 and not self.forward_backward.in_step)
-            is_last = is_leaving or worker == workers[-1]
-            batch = None if is_leaving else self._read(step, worker, membership)
-            self.liveness.progress("train", step.index, worker)
-            hash_into = None if is_leaving else self.audit.hash_of(step.index, worker, membership)
-            self.reducer.begin_worker(last=is_last, hash_into=hash_into)
-            if batch is not None:
+            worker = None
+            if self.control.counts.stop and not self.forward_backward.in_step:
+                work.leave()
+            else:
+                worker = work.next()
+            if work.is_helping and own_done is None:
+                own_done = self.reducer.clock.mark()
+            batch = None if worker is None else self._read(step, worker, membership)
+            self.liveness.progress("train", step.index, membership.mine[0] if worker is None else worker)
+            hash_into = None if worker is None else self.audit.hash_of(step.index, worker, membership)
+            self.reducer.begin_worker(last=False, hash_into=hash_into)
+            if worker is not None and batch is not None:
                 loss = self.forward_backward.forward(step, worker, batch, membership)
                 self.control.add(self.batch_norm.batch, loss.detach())
                 self._hash_beside(hash_into, loss)
                 self.control.counts.replaced += batch.replaced
-            if is_last:
+            if worker is None or work.is_last():
+                self.reducer.mark_last()
+                self.control.taken_over = work.told()
                 sent = self._send_control(step)
             # A backward pass fills the memory in which the last step's weights may still be under way.
             self.update.wait_weights()
             if batch is not None:
                 self.forward_backward.backward()
             self.reducer.end_worker()
-            if is_last:
-                break
-        assert sent is not None, "each rank has a virtual worker"
-        self.clock.end_work(self.reducer.clock.mark(), max(1, len(workers)))
+        if own_done is not None:  # ranks are compared by what they take for their own shares
+            self.reducer.last_ready = own_done
+        self.clock.end_work(own_done or self.reducer.clock.mark(), max(1, work.own))
         if not self.reducer.is_measuring:
             again = partial(self._again, step, membership) if not self.control.counts.stop else None
             self.audit.start(step.index, membership, again)
         self.clock.passes_done()
         sent.wait()
+
+    def _work(self, entry: JournalEntry, membership: Membership) -> OwnShare | StealingShare:
+        """What this rank computes of an entry."""
+        if self.stealing is not None:
+            return self.stealing.share(membership)
+        return OwnShare([worker for worker in membership.mine if worker in entry.workers])
 
     def _passes_in_time(self, step: Step, limit: Open, membership: Membership) -> ControlVector:
         """The sums of what finishes on this rank before the step is closed; then all messages leave at once.

@@ -13,6 +13,7 @@ from ..recipe.schedule import Step
 from .balance import Balance
 from .journal import JournalEntry
 from .stragglers import Straggler
+from .work_stealing import TakenOver, count_late
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class StepStats:
     """a rank was asked to stop: end the run after this step"""
     save: bool
     """a checkpoint is due after this step"""
+    keep: bool
+    """nodes keep a copy of the state after this step"""
     change: bool
     """ranks join or leave after this step"""
     redone: int
@@ -68,6 +71,8 @@ class StepStats:
     """now and then, and of the step before: the rank whose gradients were ready last"""
     balance: Balance | None
     """now and then, where the shares follow the ranks' speed"""
+    taken_over: TakenOver | None
+    """virtual workers that idle ranks took over from late ones; None: none"""
 
     @property
     def hidden_share(self) -> float | None:
@@ -105,6 +110,8 @@ class StepStats:
         event |= {name: value for name in rare if (value := getattr(self, name))}
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
+        if self.taken_over is not None:
+            event["taken_over"] = self.taken_over.as_event()
         if self.balance is not None and (move := self.balance.move) is not None:
             counts = dict(zip(move.membership.ranks, move.membership.counts, strict=True))
             event["shares"] = {
@@ -128,6 +135,12 @@ class StepTotals:
     """that even shares would have taken longer, by the ranks' measured speed"""
     slow_ranks: dict[str, float] = field(default_factory=dict)
     """from which work was moved away, and how many times the median a virtual worker took them at last"""
+    taken_over: int = 0
+    """virtual workers that idle ranks took over from late ones"""
+    late_ranks: dict[str, int] = field(default_factory=dict)
+    """from which they were taken over, and how many"""
+    taken_over_saved_seconds: float = 0.0
+    """that the steps would have taken longer, an estimate (`TakenOver.saved`)"""
     left_out: int = 0
     step_seconds: float = 0.0
     data_seconds: float = 0.0
@@ -148,6 +161,10 @@ class StepTotals:
         self.audited += stats.audited
         if stats.balance is not None:
             self._add_balance(stats.balance)
+        if stats.taken_over is not None:
+            self.taken_over += sum(stats.taken_over.late.values())
+            self.late_ranks = count_late(self.late_ranks, stats.taken_over.late)
+            self.taken_over_saved_seconds += stats.taken_over.saved
         self.left_out += stats.left_out
         self.underflow += stats.underflow * stats.step.batch
         self.step_seconds += stats.times.seconds
@@ -176,6 +193,9 @@ class StepTotals:
             "moved_workers": self.moved,
             "saved_seconds": round(self.saved_seconds, 3),
             "slow_ranks": self.slow_ranks,
+            "taken_over_workers": self.taken_over,
+            "late_ranks": self.late_ranks,
+            "taken_over_saved_seconds": round(self.taken_over_saved_seconds, 3),
             "left_out_workers": self.left_out,
             "underflow": self.underflow / max(self.samples, 1),
             "images_per_second": round(self.samples / seconds, 2),

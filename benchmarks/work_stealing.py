@@ -1,0 +1,190 @@
+"""What a pause of one rank costs a step, with idle ranks that take over its work and without; and what asking costs.
+
+    python benchmarks/work_stealing.py --workers 32
+
+Four ranks of this machine share the virtual workers of a step of 4 s. Computing is a timed wait, a third of it forward
+and two thirds backward, so that the cores are no limit. In every second step one rank, another one each time, pauses
+for 1 s in a virtual worker of its first half. Printed: how much longer the steps with a pause take than those without.
+
+    python benchmarks/work_stealing.py --overhead
+
+Without any pause: real passes of digits-net on two ranks. Every second step is taken with work stealing, so that a
+busy machine is as busy with it as without. Printed: the seconds of a step, of both kinds, and of them those in which a
+rank waits for the store's answers.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from torusgd.comm.groups import Group
+from torusgd.comm.liveness import Liveness
+from torusgd.launch.processes import Supervisor
+from torusgd.launch.roll_call import Limits
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import resolve_auto
+from torusgd.signals import StopFlag
+from torusgd.train.job import Job
+from torusgd.train.run import Run
+from torusgd.train.run_dir import RunDir
+
+RANKS, PAUSE = 4, 1.0
+FORWARD = 1 / 3
+"""of the time of a virtual worker"""
+WARM_UP = 20
+"""steps of --overhead that are left out"""
+RECIPE = (
+    "data={source: synthetic, train_images: 8192, eval_images: 8, image_size: 8, channels: 1, classes: 4, "
+    "mean: [0.5], std: [0.25]}",
+    "rate={lr: 0.01}",
+    "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}",
+    "precision=float32",
+    "polish=null",
+)
+
+
+def prepare(
+    steals: bool,
+    out: str,
+    workers: int,
+    images: int,
+    steps: int,
+    world: Group,
+    stop: StopFlag,
+    restarts: int,
+    live: Liveness,
+) -> tuple[Run, list[float]]:
+    """A run of so many steps, and a list to which it adds the seconds of each; the first one's passes run twice."""
+    given = [
+        *RECIPE,
+        f"virtual_workers={workers}",
+        f"stages=[{{until: {steps}st, images_per_worker: {images}}}]",
+        f"evaluate.every={steps}st",
+    ]
+    recipe = resolve_auto(load_recipe("digits", given).recipe, "cpu")
+    if world.rank == 0:
+        RunDir(Path(out)).claim(recipe, fresh=False)
+    world.barrier()
+    options = RuntimeOptions(work_stealing=steals, shares="even", drift_every=0)
+    run = Run(Job(recipe, options, "cpu", Path(out)), world, stop, restarts, live)
+    take, seconds = run.trainer.step.run, list[float]()
+
+    def timed(membership: Any, entry: Any) -> Any:
+        begin = time.perf_counter()
+        stats = take(membership, entry)
+        seconds.append(time.perf_counter() - begin)
+        return stats
+
+    run.trainer.step.run = timed  # type: ignore[method-assign]
+    return run, seconds
+
+
+def with_pauses(
+    steals: bool, workers: int, steps: int, wait: float, out: str, *rank: Any
+) -> tuple[list[float], dict[str, Any]]:
+    """One rank's part in a run in which ranks pause: the seconds of its steps, and the summary."""
+    run, seconds = prepare(steals, out, workers, 1, steps, *rank)
+    passes, world = run.trainer.step.forward_backward, run.world
+    forward, backward = passes.forward, passes.backward
+
+    def slow_forward(at: Any, worker: int, *arguments: Any) -> Tensor:
+        turn = at.index // 2
+        is_late = at.index % 2 == 1 and world.rank == turn % world.size
+        first = run.membership.mine[turn % (workers // world.size // 2)]
+        time.sleep(FORWARD * wait + (PAUSE if is_late and worker == first else 0.0))
+        return forward(at, worker, *arguments)
+
+    def slow_backward() -> None:
+        time.sleep((1 - FORWARD) * wait)
+        backward()
+
+    passes.forward, passes.backward = slow_forward, slow_backward  # type: ignore[method-assign]
+    return seconds, run.run().summary
+
+
+def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tuple[list[float], list[float]]:
+    """One rank's part in a run of which every second step is with work stealing: seconds of each, waits for answers."""
+    run, seconds = prepare(True, out, workers, images, steps, *rank)
+    step, asked = run.trainer.step, [0.0] * steps
+    stealing, take = step.stealing, step.run
+    assert stealing is not None
+    ask = stealing._claims._ask
+
+    def alternating(membership: Any, entry: Any) -> Any:
+        step.stealing = stealing if entry.step % 2 else None
+        return take(membership, entry)
+
+    def timed_ask(question: Callable[[Any], Any]) -> Any:
+        begin = time.perf_counter()
+        answer = ask(question)
+        asked[len(seconds)] += time.perf_counter() - begin
+        return answer
+
+    step.run, stealing._claims._ask = alternating, timed_ask  # type: ignore[method-assign]
+    run.run()
+    return seconds, asked
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What rank 0 gives; `arguments`: those before the run's folder."""
+    with tempfile.TemporaryDirectory() as out, Supervisor(ranks, "cpu", Limits()) as supervisor:
+        return supervisor.run(partial(function, *arguments, out))[0]
+
+
+def show_pauses(workers: int, seconds: float, pauses: int) -> None:
+    """Steps with a pause beside those without."""
+    hashes = set()
+    for steals in (False, True):
+        wait = seconds / (workers / RANKS)
+        taken, summary = on_ranks(RANKS, with_pauses, steals, workers, 2 * pauses + 1, wait)
+        hashes.add(summary["weights_sha256"])
+        plain = statistics.median(taken[2::2])
+        late = [each - plain for each in taken[1::2]]
+        print(
+            f"{workers} virtual workers, work_stealing {steals}: step {plain:.3f} s; a pause of {PAUSE:g} s costs "
+            f"{statistics.median(late):.3f} s ({min(late):.3f} to {max(late):.3f}, n = {len(late)}); "
+            f"{summary['taken_over_workers']} taken over, {summary['taken_over_saved_seconds']:.2f} s saved, it says",
+            flush=True,
+        )
+    assert len(hashes) == 1, "the weights are the same"
+
+
+def show_overhead(ranks: int, workers: int, images: int, steps: int) -> None:
+    """Steps with work stealing beside those without."""
+    seconds, asked = on_ranks(ranks, in_turn, workers, images, steps)
+    without, with_it, waits = seconds[WARM_UP::2], seconds[WARM_UP + 1 :: 2], asked[WARM_UP + 1 :: 2]
+    middles = [statistics.median(each) for each in (without, with_it, waits)]
+    print(
+        f"{workers} virtual workers of {images} images on {ranks} ranks: {1e3 * middles[0]:.2f} ms a step without, "
+        f"{1e3 * middles[1]:.2f} with (medians of {len(without)} each): {middles[1] / middles[0] - 1:+.2%}; "
+        f"{1e3 * middles[2]:.3f} ms of it for answers of the store: {middles[2] / middles[0]:.2%}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=32, help="virtual workers")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a step")
+    parser.add_argument("--pauses", type=int, default=8)
+    parser.add_argument("--overhead", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3, help="of --overhead")
+    options = parser.parse_args()
+    if not options.overhead:
+        show_pauses(options.workers, options.seconds, options.pauses)
+        return
+    for images in (16, 256):
+        for _ in range(options.rounds):
+            show_overhead(2, 16, images, 400 if images < 100 else 120)
+
+
+if __name__ == "__main__":
+    main()
