@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -286,3 +288,13 @@ def test_a_joined_machine_is_killed_and_then_the_launcher_which_goes_on_later(
     again = torusgd(tmp_path / "again", out, recipe, "--workers", "1", *pauses(0.05))
     assert again.end() == 0, again.output
     assert results(summary(out)) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_short_campaign_of_losses_and_joins_ends_with_the_same_weights() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "changes.py"
+    words = [sys.executable, script, "--changes", "8", "--seed", "1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 changes" in done.stdout
+    assert "0 restarts, weights those of the undisturbed run" in done.stdout
