@@ -4,6 +4,7 @@ The launcher and the agents run in this process, the ranks in processes of their
 """
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -259,6 +260,29 @@ def test_mistakes_are_one_line(tmp_path: Path, recipe: Path, run_cli: Any, flags
     assert code == 2
     assert reason in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_without_a_rank_of_the_first_machine_all_start_again_and_machines_join_again(
+    job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 writes the run's folder, which is on the first machine."""
+    ended = dict[str, Any]()
+
+    def drive(run: Driven) -> None:
+        token = read_token(run.until(lambda: run.port and job.out / TOKEN))
+        first = Agent(run.port, token, 1)
+        run.until(lambda: set(run.shares()) == {"0", "1"})
+        started = min(multiprocessing.active_children(), key=lambda process: int(process.name.rpartition("-")[2]))
+        started.kill()
+        run.line("all ranks start again")
+        run.until(lambda: sum("rank 1 joins" in line for line in run.lines) == 2)
+        gate_of(job).unlink()
+        ended["first"] = first.end()
+
+    told = Driven(job, drive, monkeypatch).result.summary
+    assert results(told) == undisturbed
+    assert (told["world_size"], told["restarts"], ended["first"]) == (2, 1, 0)
 
 
 @pytest.mark.slow
