@@ -186,6 +186,7 @@ def main() -> None:
     try:
         for _ in range(arguments.changes):
             campaign.change()
+            print(".", end="", file=sys.stderr, flush=True)
         done = last_step(campaign.out)
         summary = campaign.end()
         undisturbed = arguments.undisturbed or train_alone(arguments.recipe, [*data, *words], folder / "alone")

@@ -5,9 +5,9 @@
     .venv/bin/python benchmarks/join_pause.py --recipe resnet50 --gap 4 --set ...    # 25.6 million weights, 102 MB
 
 Ranks are asked for one after another by `torusgd scale`, from 2 on. In events.jsonl stand the run's seconds at each
-step, which count on while ranks change, and what the step itself took: the rest is the pause. It is to meet, to
-connect, to build the network anew on all ranks, to send weights and momentum, and a checkpoint where the newest is of
-another step. What happens while the others train on (the process, its imports, its images) is not in it.
+step, which count on while ranks change, and what the step itself took: the rest is the pause. In it all ranks meet,
+connect and build the network anew, the newcomer is sent weights and momentum, and a checkpoint is written where the
+newest is of another step. What happens while the others train on (the process, imports, images) is not in it.
 """
 
 import argparse

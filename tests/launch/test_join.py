@@ -4,10 +4,13 @@ The launcher and the agents run in this process, the ranks in processes of their
 """
 
 import json
+import multiprocessing
 import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -260,6 +263,29 @@ def test_mistakes_are_one_line(tmp_path: Path, recipe: Path, run_cli: Any, flags
 
 
 @pytest.mark.slow
+def test_without_a_rank_of_the_first_machine_all_start_again_and_machines_join_again(
+    job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 writes the run's folder, which is on the first machine."""
+    ended = dict[str, Any]()
+
+    def drive(run: Driven) -> None:
+        token = read_token(run.until(lambda: run.port and job.out / TOKEN))
+        first = Agent(run.port, token, 1)
+        run.until(lambda: set(run.shares()) == {"0", "1"})
+        started = min(multiprocessing.active_children(), key=lambda process: int(process.name.rpartition("-")[2]))
+        started.kill()
+        run.line("all ranks start again")
+        run.until(lambda: sum("rank 1 joins" in line for line in run.lines) == 2)
+        gate_of(job).unlink()
+        ended["first"] = first.end()
+
+    told = Driven(job, drive, monkeypatch).result.summary
+    assert results(told) == undisturbed
+    assert (told["world_size"], told["restarts"], ended["first"]) == (2, 1, 0)
+
+
+@pytest.mark.slow
 def test_a_joined_machine_is_killed_and_then_the_launcher_which_goes_on_later(
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -286,3 +312,13 @@ def test_a_joined_machine_is_killed_and_then_the_launcher_which_goes_on_later(
     again = torusgd(tmp_path / "again", out, recipe, "--workers", "1", *pauses(0.05))
     assert again.end() == 0, again.output
     assert results(summary(out)) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_short_campaign_of_losses_and_joins_ends_with_the_same_weights() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "changes.py"
+    words = [sys.executable, script, "--changes", "8", "--seed", "1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 changes" in done.stdout
+    assert "0 restarts, weights those of the undisturbed run" in done.stdout

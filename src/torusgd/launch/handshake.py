@@ -175,6 +175,7 @@ def pass_on(one: socket.socket, other: socket.socket) -> None:
     for connection in (one, other):
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # ends it when a machine has vanished
 
     def copy(source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):

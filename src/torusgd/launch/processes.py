@@ -5,7 +5,8 @@ bound itself; ranks are told its port when they are started, so nothing is looke
 comes from there is unpickled. `Supervisor.wait` gives what happens to ranks as events; what to do about them is the
 caller's business. By the rule of `Supervisor.run` ranks that are lost leave the others to go on, in the same processes
 and as the next generation, where the function can; any other failure ends all ranks. Where other numbers of ranks are
-asked for in mid-run, ranks are started beside those at work, or let go, which is a new generation as well.
+asked for in mid-run, or a machine joins (`listener`), ranks are started beside those at work, or let go, which is a new
+generation as well.
 """
 
 import json
