@@ -21,6 +21,7 @@ import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import torch
@@ -54,17 +55,21 @@ class NodeMemory:
     def __init__(self, folder: Path, keeps: bool) -> None:
         self._folder, self._keeps = folder, keeps
         self._writer = CheckpointWriter(folder, keep=1, metadata={}) if keeps else None
-        self._next = 0.0
+        self._began = -inf
+        self._copying = 0.0
 
     def is_due(self) -> bool:
         """Whether to keep a copy now: seldom enough that the shares above hold, and not while one is being written."""
-        return self._writer is not None and not self._writer.is_writing and time.monotonic() >= self._next
+        if self._writer is None or self._writer.is_writing:
+            return False
+        pause = max(LEAST_SECONDS, self._copying / STEP_SHARE, self._writer.seconds / BESIDE_SHARE)
+        return time.monotonic() - self._began >= pause
 
     def keep(self, state: RunState, step_state: StepState) -> None:
         """Copies the state between two steps and has it written beside the next ones; nothing on most ranks."""
         if self._writer is None:
             return
-        began = time.monotonic()
+        self._began = time.monotonic()
         tensors = step_state.state_dict(state.step, keep=True)
         size = sum(tensor.nbytes for tensor in tensors.values())
         try:
@@ -75,8 +80,7 @@ class NodeMemory:
             warn(f"the state is not kept in this node's memory any more: {error}")
             self.forget()
             return
-        copying, writing = time.monotonic() - began, self._writer.seconds
-        self._next = time.monotonic() + max(LEAST_SECONDS, copying / STEP_SHARE, writing / BESIDE_SHARE)
+        self._copying = time.monotonic() - self._began
 
     def read(self) -> Checkpoint | None:
         """The newest whole copy on this node, on the rank that keeps them; a damaged one is told in a line."""

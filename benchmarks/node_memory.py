@@ -1,0 +1,69 @@
+"""What it costs to keep a copy of the state in the node's memory, as workers under torchrun do.
+
+    python benchmarks/node_memory.py --megabytes 205
+
+A state of so many megabytes in 160 tensors, as large as ResNet-50's weights and momentum by default, is kept a few
+times. Printed: the seconds that copying holds up the steps, those of hashing and writing beside them, the seconds from
+one copy to the next that follow from both, and those in which a worker that begins reads it again.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import prepare_process
+from torusgd.train.fingerprint import Fingerprint
+from torusgd.train.job import Job
+from torusgd.train.node_memory import BESIDE_SHARE, LEAST_SECONDS, STEP_SHARE, node_memory
+from torusgd.train.state import RunState
+
+TENSORS = 160
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=205.0)
+    parser.add_argument("--times", type=int, default=5)
+    options = parser.parse_args()
+    recipe = load_recipe("digits").recipe
+    prepare_process(recipe, torch.device("cpu"))  # as a run does: it computes with one thread, and keeps freed memory
+    os.environ.update(TORCHELASTIC_RUN_ID="benchmark", LOCAL_RANK="0")
+    memory = node_memory(Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")))
+    assert memory is not None
+    elements = int(options.megabytes * 1e6 / 4 / TENSORS)
+    names = [f"{part}/{number}" for part in ("model", "optimizer/momentum_buffer") for number in range(TENSORS // 2)]
+    tensors = {name: torch.rand(elements) for name in names}
+    step_state = cast(Any, SimpleNamespace(state_dict=lambda steps, keep: tensors))
+    state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}))
+    found: dict[str, list[float]] = {"copying": [], "writing": [], "reading": []}
+    try:
+        for step in range(1, options.times + 1):
+            state.step = step
+            begin = time.perf_counter()
+            memory.keep(state, step_state)
+            found["copying"].append(time.perf_counter() - begin)
+            assert memory._writer is not None
+            memory._writer.wait()
+            found["writing"].append(memory._writer.seconds)
+            begin = time.perf_counter()
+            assert memory.read() is not None
+            found["reading"].append(time.perf_counter() - begin)
+    finally:
+        memory.forget()
+    middles = {name: statistics.median(seconds) for name, seconds in found.items()}
+    for name, seconds in found.items():
+        print(f"{name}: {middles[name]:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}, n = {len(seconds)})")
+    apart = max(LEAST_SECONDS, middles["copying"] / STEP_SHARE, middles["writing"] / BESIDE_SHARE)
+    print(f"from one copy to the next: {apart:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
