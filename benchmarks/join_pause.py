@@ -2,7 +2,10 @@
 
     .venv/bin/python benchmarks/join_pause.py --recipe digits
     .venv/bin/python benchmarks/join_pause.py --recipe fashion --data data/fashion-mnist
-    .venv/bin/python benchmarks/join_pause.py --recipe resnet50 --gap 4 --set ...    # 25.6 million weights, 102 MB
+    .venv/bin/python benchmarks/join_pause.py --joins 2 --gap 4 --set model.name=resnet50 --set model.options={}
+        --set virtual_workers=4 --set "stages=[{until: 1ep, images_per_worker: 4}]" --set "rate={lr: 0.1}" --set "data={
+        source: synthetic, train_images: 4000, eval_images: 16, image_size: 32, channels: 3, classes: 1000,
+        mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25]}"    # 25.6 million weights, 102 MB; in one line
 
 Ranks are asked for one after another by `torusgd scale`, from 2 on. In events.jsonl stand the run's seconds at each
 step, which count on while ranks change, and what the step itself took: the rest is the pause. In it all ranks meet,
