@@ -50,9 +50,9 @@ def main() -> None:
             begin = time.perf_counter()
             memory.keep(state, step_state)
             found["copying"].append(time.perf_counter() - begin)
-            assert memory._writer is not None
-            memory._writer.wait()
-            found["writing"].append(memory._writer.seconds)
+            assert memory.writer is not None
+            memory.writer.wait()
+            found["writing"].append(memory.writer.seconds)
             begin = time.perf_counter()
             assert memory.read() is not None
             found["reading"].append(time.perf_counter() - begin)

@@ -116,7 +116,7 @@ def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tupl
     step, asked = run.trainer.step, [0.0] * steps
     stealing, take = step.stealing, step.run
     assert stealing is not None
-    ask = stealing._claims._ask
+    ask = stealing.claims.ask
 
     def alternating(membership: Any, entry: Any) -> Any:
         step.stealing = stealing if entry.step % 2 else None
@@ -128,7 +128,7 @@ def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tupl
         asked[len(seconds)] += time.perf_counter() - begin
         return answer
 
-    step.run, stealing._claims._ask = alternating, timed_ask  # type: ignore[method-assign]
+    step.run, stealing.claims.ask = alternating, timed_ask  # type: ignore[method-assign]
     run.run()
     return seconds, asked
 

@@ -70,8 +70,8 @@ def keep(memory: NodeMemory, step: int) -> None:
     state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=step)
     tensors = {"model/w": torch.full((3,), float(step)), "gradient_bounds": torch.zeros(2)}
     memory.keep(state, cast(Any, SimpleNamespace(state_dict=lambda steps, keep: tensors)))
-    assert memory._writer is not None
-    memory._writer.wait()
+    assert memory.writer is not None
+    memory.writer.wait()
 
 
 def test_a_copy_is_read_by_the_next_worker_of_the_agent_and_removed_at_the_end(shared: Path) -> None:

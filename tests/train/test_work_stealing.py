@@ -42,7 +42,7 @@ def train_with_a_late_rank(out: str) -> dict[str, Any]:
     run = Run(Job(recipe, options, "cpu", Path(out)), world, StopFlag(), restarts=0)
     passes, stealing = run.trainer.step.forward_backward, run.trainer.step.stealing
     assert stealing is not None
-    claims, forward = stealing._claims, passes.forward
+    claims, forward = stealing.claims, passes.forward
 
     def late(step: Any, worker: int, *more: Any) -> Tensor:
         if world.rank == 2 and worker == 8 and step.index in LATE_STEPS:

@@ -57,7 +57,7 @@ class Claims:
         self._counts = counts
         self._begun, self._claimed, self._taken = 0, _unclaimed(counts[self._me]), 0
         # It has arrived before this round ends anywhere, since `looks` or `claim_own` wait for an answer after it.
-        self._ask(lambda store: store.set(f"{(self._round + 1) % _ROUNDS}/{self._me}", "0"))
+        self.ask(lambda store: store.set(f"{(self._round + 1) % _ROUNDS}/{self._me}", "0"))
 
     @property
     def may_have_own(self) -> bool:
@@ -83,12 +83,12 @@ class Claims:
     def looks(self) -> dict[int, int]:
         """Of some other members, by place, the pieces that nobody has claimed yet."""
         places = [(self._me + n) % self._size for n in range(1, min(LOOKS, self._size - 1) + 1)]
-        values = self._ask(lambda store: store.multi_get([self._name(place) for place in places]))
+        values = self.ask(lambda store: store.multi_get([self._name(place) for place in places]))
         return {place: max(0, self._open(place) - sum(_split(int(v)))) for place, v in zip(places, values, strict=True)}
 
     def claim_of(self, place: int) -> int | None:
         """The place in another member's row of a piece that this one computes now; None: it has none left."""
-        own, others = _split(self._ask(lambda store: store.add(self._name(place), _OTHERS)))
+        own, others = _split(self.ask(lambda store: store.add(self._name(place), _OTHERS)))
         return self._counts[place] - others if own + others <= self._open(place) else None
 
     @property
@@ -101,7 +101,7 @@ class Claims:
 
     def _claim(self, pieces: int) -> int:
         """Claims so many of this member's own; those that it gets."""
-        own, others = _split(self._ask(lambda store: store.add(self._name(self._me), pieces)))
+        own, others = _split(self.ask(lambda store: store.add(self._name(self._me), pieces)))
         beyond = max(0, own + others - self._open(self._me))
         self._taken = self._count if beyond else others  # no more to ask for
         return max(0, pieces - beyond)
@@ -109,7 +109,8 @@ class Claims:
     def _name(self, place: int) -> str:
         return f"{self._round % _ROUNDS}/{place}"
 
-    def _ask(self, question: Callable[[Store], T]) -> T:
+    def ask(self, question: Callable[[Store], T]) -> T:
+        """What the store answers; all that is sent to it passes here."""
         try:
             return question(self._store)
         except RuntimeError as error:

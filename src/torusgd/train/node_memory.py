@@ -54,20 +54,21 @@ class NodeMemory:
 
     def __init__(self, folder: Path, keeps: bool) -> None:
         self._folder, self._keeps = folder, keeps
-        self._writer = CheckpointWriter(folder, keep=1, metadata={}) if keeps else None
+        self.writer = CheckpointWriter(folder, keep=1, metadata={}) if keeps else None
+        """of the copies; None: this rank keeps none"""
         self._began = -inf
         self._copying = 0.0
 
     def is_due(self) -> bool:
         """Whether to keep a copy now: seldom enough that the shares above hold, and not while one is being written."""
-        if self._writer is None or self._writer.is_writing:
+        if self.writer is None or self.writer.is_writing:
             return False
-        pause = max(LEAST_SECONDS, self._copying / STEP_SHARE, self._writer.seconds / BESIDE_SHARE)
+        pause = max(LEAST_SECONDS, self._copying / STEP_SHARE, self.writer.seconds / BESIDE_SHARE)
         return time.monotonic() - self._began >= pause
 
     def keep(self, state: RunState, step_state: StepState) -> None:
         """Copies the state between two steps and has it written beside the next ones; nothing on most ranks."""
-        if self._writer is None:
+        if self.writer is None:
             return
         self._began = time.monotonic()
         tensors = step_state.state_dict(state.step, keep=True)
@@ -75,7 +76,7 @@ class NodeMemory:
         try:
             if shutil.disk_usage(self._folder).free < 2 * size:
                 raise RunError(f"{SHARED_MEMORY} has no room for {2 * size / 1e6:.0f} MB")
-            self._writer.save(as_checkpoint(state, tensors))
+            self.writer.save(as_checkpoint(state, tensors))
         except (OSError, RunError) as error:
             warn(f"the state is not kept in this node's memory any more: {error}")
             self.forget()
@@ -94,10 +95,10 @@ class NodeMemory:
 
     def forget(self) -> None:
         """Removes this node's copies, and keeps none any more."""
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._writer = None
+            self.writer = None
 
 
 @dataclass(frozen=True)

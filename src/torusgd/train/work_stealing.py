@@ -173,11 +173,12 @@ class WorkStealing:
     """
 
     def __init__(self, world: Group) -> None:
-        self._claims = Claims(world)
+        self.claims = Claims(world)
+        """of this rank"""
 
     def share(self, membership: Membership) -> StealingShare:
         """This rank's work in the passes of a step; all ranks call it for the same passes."""
-        return StealingShare(membership, self._claims)
+        return StealingShare(membership, self.claims)
 
 
 def work_stealing(options: RuntimeOptions, recipe: Recipe, world: Group) -> WorkStealing | None:
