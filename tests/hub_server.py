@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMITS = ("1" * 40, "2" * 40)
 
@@ -82,6 +83,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        """Which of some paths there are."""
+        asked = parse_qs(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
+        found = re.fullmatch(r"/api/(datasets/[^/]+/[^/]+)/paths-info/([^/]+)", unquote(self.path))
+        number = self._commit(found[1], found[2]) if found and found[1] in self.server.repositories else None
+        if found is None or number is None:
+            self._refuse(404, "RevisionNotFound")
+            return
+        files = self.server.repositories[found[1]][number]
+        self._answer(200, json.dumps([_entry(name, files[name]) for name in asked["paths"] if name in files]).encode())
+
     def _commit(self, repository: str, revision: str | None) -> int | None:
         count = len(self.server.repositories[repository])
         if revision in (None, "main"):
@@ -106,11 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         if number is None:
             self._refuse(404, "RevisionNotFound")
             return
-        listed = [
-            {"type": "file", "path": name, "size": len(data), "oid": _sum(data)[:40],
-             "lfs": {"oid": _sum(data), "size": len(data), "pointerSize": 130}}
-            for name, data in self.server.repositories[repository][number].items()
-        ]  # fmt: skip
+        listed = [_entry(name, data) for name, data in self.server.repositories[repository][number].items()]
         self._answer(200, json.dumps(listed).encode(), is_cut=is_cut)
 
     def _file(self, repository: str, revision: str, name: str, is_cut: bool) -> None:
@@ -122,14 +130,16 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             self._refuse(404, "EntryNotFound", COMMITS[number])
             return
-        begin = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        wanted = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=")
+        begin, end = int(wanted.partition("-")[0]), int(wanted.partition("-")[2] or len(data) - 1) + 1
         headers = {
             "ETag": f'"{_sum(data)}"', "X-Repo-Commit": COMMITS[number], "X-Linked-Size": str(len(data)),
             "X-Linked-Etag": f'"{_sum(data)}"', "Accept-Ranges": "bytes",
         }  # fmt: skip
-        if begin:
-            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        self._answer(206 if begin else 200, data[begin:], headers, is_cut)
+        is_part = (begin, end) != (0, len(data))
+        if is_part:
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
+        self._answer(206 if is_part else 200, data[begin:end], headers, is_cut)
 
     def _refuse(self, code: int, why: str, commit: str = "") -> None:
         self._answer(code, b"{}", {"X-Error-Code": why, **({"X-Repo-Commit": commit} if commit else {})})
@@ -146,6 +156,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data[: len(data) // 2] if is_cut else data)
         if is_cut:
             self.close_connection = True
+
+
+def _entry(name: str, data: bytes) -> dict[str, Any]:
+    return {
+        "type": "file", "path": name, "size": len(data), "oid": _sum(data)[:40],
+        "lfs": {"oid": _sum(data), "size": len(data), "pointerSize": 130},
+    }  # fmt: skip
 
 
 def _sum(data: bytes) -> str:

@@ -14,6 +14,8 @@ pytest.importorskip("huggingface_hub")
 from torusgd import hub as hub_module
 from torusgd.data import open_sources
 from torusgd.data.info import describe
+from torusgd.data.shards import open_shards
+from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.hub import commit_of, hub_name, pinned
 from torusgd.recipe.load import load_recipe
@@ -22,7 +24,7 @@ from torusgd.weights import save_weights
 
 from .data.pictures import folder_data
 from .data.tables import table, write_parquet
-from .data.tars import picture
+from .data.tars import picture, write_shards
 from .hub_server import COMMITS, Hub, hub_server
 from .train.runs import sets, train
 
@@ -153,6 +155,18 @@ def test_a_data_set_without_images_or_with_several_sets(hub: Hub, tmp_path: Path
     wrong = data.model_copy(update={"options": {"subset": "smal"}})
     with pytest.raises(UserError, match=r"has no folder 'smal'; did you mean small\?"):
         open_sources(wrong, Path("hf:garden/sets"), 0)
+
+
+def test_tar_shards_by_url(use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("torusgd.storage.PAUSES", (0.0,) * 4)
+    write_index(write_shards(tmp_path / "set") / FILE, make_index(tmp_path / "set"))
+    with hub_server(http_500=9, cut=10, slow=11) as hub:
+        use(hub)
+        hub.push("datasets/garden/shards", files_of(tmp_path / "set"))
+        train, held_out = open_shards(Path("hf://datasets/garden/shards"), 3)
+        assert [train.encoded(index) for index in range(12)] == [picture(number) for number in range(12)]
+        assert held_out.encoded(2) == picture(102)
 
 
 def test_weights_to_begin_with(use: Any, tmp_path: Path) -> None:

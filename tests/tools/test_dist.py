@@ -14,23 +14,29 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words: str | Path, cwd: Path, code: int = 0) -> str:
+def run(*words: str | Path, cwd: Path, code: int = 0, timeout: float = 250) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        list(map(str, words)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=250, check=False
+        list(map(str, words)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
+def build(folder: Path) -> tuple[Path, Path]:
+    """The wheel and the sdist."""
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
-    pytest.importorskip("build")
-    pytest.importorskip("hatchling")
     pytest.importorskip("jinja2")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
-    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    wheel, sdist = build(tmp_path)
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "src/torusgd/report/templates/run.html"} <= set(names)
@@ -57,3 +63,31 @@ def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
     run(torusgd, "plan", "resnet50", "--cluster", "hgx-h100", "--devices", "8", "--report", "plan.html", cwd=tmp_path)
     assert (tmp_path / "report.html").stat().st_size > 10_000
     run(torusgd, "report", "nowhere", cwd=tmp_path, code=2)
+
+
+EXTRAS = "digits,images,report,remote,hf,hub,tensorboard"
+"""those that any index has and that take no GB"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_wheel_brings_all_that_it_needs(tmp_path: Path) -> None:
+    wheel, _ = build(tmp_path)
+    run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
+    python, torusgd = (tmp_path / "env" / "bin" / name for name in ("python", "torusgd"))
+    install = [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", f"{wheel}[{EXTRAS}]"]
+    asked = subprocess.run(
+        [*map(str, install), "--dry-run", "--report", "-"], capture_output=True, text=True, timeout=600, check=False
+    )
+    if asked.returncode:
+        pytest.skip(f"no index is in reach: {asked.stderr[-300:]}")
+    versions = {
+        each["metadata"]["name"].lower(): each["metadata"]["version"] for each in json.loads(asked.stdout)["install"]
+    }
+    if not versions["torch"].endswith("+cpu"):
+        pytest.skip("the index at hand has no build of torch for CPUs alone, and the other one takes GBs")
+    run(*install, cwd=tmp_path, timeout=900)
+    run(python, "-m", "pip", "check", cwd=tmp_path)
+    run(torusgd, "train", "digits", "--workers", "2", "--max-steps", "3", "--track", "tensorboard", cwd=tmp_path)
+    run(torusgd, "report", "runs/digits", "--mistakes", cwd=tmp_path)
+    run(torusgd, "export", "runs/digits", cwd=tmp_path, code=2)  # whose extra was not asked for
