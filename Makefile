@@ -12,9 +12,9 @@ help: ## list the targets
 demo: .venv/installed-demo ## train handwritten digits on 2 worker processes, to runs/digits
 	.venv/bin/torusgd train digits --workers 2 --out runs/digits $(ARGS)
 
-# Tests that start ranks wait as much as they compute, so two files of tests run at a time.
+# Tests that start ranks wait as much as they compute, so more files of tests run at a time than the two cores of CI.
 test: .venv/installed-dev ## run the tests, such as: make test ARGS='-k lars'
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: .venv/installed-dev ## run the long campaigns, which `make test` leaves out
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m slow $(ARGS)
