@@ -218,7 +218,7 @@ class Listener:
         beaten = time.monotonic()
         try:
             while True:
-                readable = wait([channel], BEAT_SECONDS / 2)
+                readable = wait([channel.fileno()], BEAT_SECONDS / 2)
                 for message in channel.receive() if readable else ():
                     if node is None:
                         node = self._greet(channel, address, message)
@@ -231,7 +231,8 @@ class Listener:
                         elif not node.ranks and message["code"] < 0:  # after other ends all may start again
                             node.end(1, "its ranks were lost; the same command joins again")
                 channel.check_silence()
-                if time.monotonic() - beaten > BEAT_SECONDS:
+                # Before it has spoken, nothing may follow the handshake's last line: both would arrive together.
+                if node is not None and time.monotonic() - beaten > BEAT_SECONDS:
                     beaten = time.monotonic()
                     channel.send()
         except (ChannelClosed, KeyError, TypeError, ValueError, OverflowError) as error:  # int of JSON's Infinity
