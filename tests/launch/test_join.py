@@ -226,6 +226,24 @@ def test_a_run_with_fewer_ranks_than_it_wants_waits_with_a_checkpoint_until_othe
     ]  # fmt: skip
 
 
+def test_a_joined_rank_whose_way_to_the_store_is_cut_is_lost_and_the_run_goes_on(
+    job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links, pass_on = list[socket.socket](), node_agent.pass_on
+    monkeypatch.setattr(node_agent, "pass_on", lambda near, far: (links.append(far), pass_on(near, far)))
+
+    def drive(run: Driven) -> None:
+        agent = Agent(run.port, read_token(job.out / TOKEN), 1)
+        run.until(lambda: set(run.shares()) == {"0", "1"})
+        for link in links:
+            link.shutdown(socket.SHUT_RDWR)
+        run.line("; rank 0 goes on")
+        gate_of(job).unlink()
+        agent.end()
+
+    assert results(Driven(job, drive, monkeypatch).result.summary) == undisturbed
+
+
 def test_strangers_are_told_now_and_then_and_only_so_many_are_heard_at_a_time() -> None:
     lines: list[str] = []
     listener = Listener(("127.0.0.1", 0), b"k" * 64, 1, {}, 30.0, lines.append)
