@@ -147,3 +147,9 @@ def test_a_token_is_for_its_owner_only(tmp_path: Path) -> None:
 def test_an_address_has_a_host_and_a_port(text: str) -> None:
     with pytest.raises(UserError, match="write an address and a port"):
         parse_address(text, "--listen")
+
+
+@pytest.mark.parametrize("host", ["a..b", "127..1", "x" * 64])
+def test_what_can_be_no_name_of_a_host_is_a_mistake(host: str) -> None:
+    with pytest.raises(UserError, match="is no name of a host"):
+        parse_address(f"{host}:7000", "--listen")

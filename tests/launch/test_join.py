@@ -3,6 +3,7 @@
 The launcher and the agents run in this process, the ranks in processes of their own.
 """
 
+import errno
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ import pytest
 
 from torusgd.errors import RunError, UserError
 from torusgd.launch import local, node_agent
-from torusgd.launch.handshake import Channel, read_token
+from torusgd.launch.handshake import NODE, Channel, prove_to_listener, read_token
 from torusgd.launch.listener import MOST_STRANGERS, Listener, interface_of
 from torusgd.launch.local import TOKEN, Entrance, launch
 from torusgd.launch.node_agent import join_run
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_auto
+from torusgd.signals import STOP_SIGNALS
 from torusgd.train.job import Job
 from torusgd.train.result import RunResult
 
@@ -144,6 +147,8 @@ def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_dist
 ) -> None:
     ended, other = dict[str, Any](), job.out.parent / "other"
     other.mkdir()
+    started, start_rank = list[BaseProcess](), node_agent.start_rank
+    monkeypatch.setattr(node_agent, "start_rank", lambda spec: started.append(start_rank(spec)) or started[-1])
 
     def drive(run: Driven) -> None:
         silent = socket.create_connection(("127.0.0.1", run.port))  # says nothing as long as the run lasts
@@ -160,6 +165,8 @@ def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_dist
         run.until(lambda: set(run.shares()) == {"0"})
         second = Agent(run.port, token, 1)
         run.until(lambda: set(run.shares()) == {"0", "4"})
+        for stop in STOP_SIGNALS:  # which reach all processes of a terminal, or of a job that is cancelled
+            os.kill(started[-1].pid, stop)
         gate_of(job).unlink()
         ended["second"] = second.end()
         silent.close()
@@ -222,6 +229,24 @@ def test_a_run_with_fewer_ranks_than_it_wants_waits_with_a_checkpoint_until_othe
     ]  # fmt: skip
 
 
+def test_a_joined_rank_whose_way_to_the_store_is_cut_is_lost_and_the_run_goes_on(
+    job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links, pass_on = list[socket.socket](), node_agent.pass_on
+    monkeypatch.setattr(node_agent, "pass_on", lambda near, far: (links.append(far), pass_on(near, far)))
+
+    def drive(run: Driven) -> None:
+        agent = Agent(run.port, read_token(job.out / TOKEN), 1)
+        run.until(lambda: set(run.shares()) == {"0", "1"})
+        for link in links:
+            link.shutdown(socket.SHUT_RDWR)
+        run.line("; rank 0 goes on")
+        gate_of(job).unlink()
+        agent.end()
+
+    assert results(Driven(job, drive, monkeypatch).result.summary) == undisturbed
+
+
 def test_strangers_are_told_now_and_then_and_only_so_many_are_heard_at_a_time() -> None:
     lines: list[str] = []
     listener = Listener(("127.0.0.1", 0), b"k" * 64, 1, {}, 30.0, lines.append)
@@ -235,6 +260,32 @@ def test_strangers_are_told_now_and_then_and_only_so_many_are_heard_at_a_time() 
     listener.close(0, "")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(listener.address)
+
+
+def test_a_listener_outlives_a_connection_that_can_not_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, failed = socket.socket.accept, list[int]()
+
+    def fails_once(own: socket.socket) -> Any:
+        if not failed:
+            failed.append(errno.EMFILE)
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(own)
+
+    monkeypatch.setattr(socket.socket, "accept", fails_once)
+    listener = Listener(("127.0.0.1", 0), b"k" * 64, 1, {}, 30.0, lambda line: None)
+    with socket.create_connection(listener.address, 30) as stranger:
+        assert stranger.recv(4096)
+    listener.close(0, "")
+    assert failed
+
+
+def test_a_message_that_holds_no_number_ends_its_machine_alone() -> None:
+    listener = Listener(("127.0.0.1", 0), b"k" * 64, 1, {}, 30.0, lambda line: None)
+    with socket.create_connection(listener.address, 30) as link:
+        prove_to_listener(link, b"k" * 64, NODE)
+        link.sendall(b'{"host": "here", "workers": Infinity, "version": "1"}\n')
+        assert link.recv(4096) == b""
+    listener.close(0, "")
 
 
 def test_ranks_can_be_reached_at_an_address_of_this_machine_only() -> None:

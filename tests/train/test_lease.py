@@ -1,5 +1,6 @@
 """The lock of a run in a bucket: fsspec's in memory here; slow tests have real servers, which decide by themselves."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from torusgd.errors import RunError, UserError
 from torusgd.storage import Store
 from torusgd.train import lease as module
 from torusgd.train.lease import Lease
+
+from .processes import until
 
 URL = "memory://runs/locked"
 
@@ -78,6 +81,53 @@ def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pyt
     monkeypatch.setattr(second, "newest", lambda: monkeypatch.undo() or found)
     with first.renewed(), pytest.raises(UserError, match="in use by"):
         second.acquire(lambda line: None)
+
+
+def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, first, second = machine("slow"), machine("a"), machine("b")
+    found = slow.newest()
+    first.acquire(lambda line: None)
+    with first.renewed():
+        pass
+    second.acquire(lambda line: None)  # deletes the first's
+    monkeypatch.setattr(slow, "newest", lambda: monkeypatch.undo() or found)
+    with second.renewed(), pytest.raises(UserError, match="in use by"):
+        slow.acquire(lambda line: None)
+    assert second.newest()[0] == 2
+
+
+def test_a_holder_of_another_version_is_waited_for_and_seen_at_work(machine: Any) -> None:
+    lines: list[str] = []
+    other, here = Store(URL), machine("a")
+    is_done = threading.Event()
+
+    def beat() -> None:
+        beats = 0
+        while not is_done.wait(0.02):
+            beats += 1
+            other.write(".lease-00000001.json", b'{"newer": %d}' % beats)
+
+    other.write(".lease-00000001.json", b'{"newer": 0}')
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    with pytest.raises(UserError, match="in use by a torusgd of another version"):
+        here.acquire(lines.append)
+    is_done.set()
+    thread.join()
+    assert len(lines) == 1
+
+
+def test_a_holder_that_was_held_up_writes_nothing_more(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EXPIRES", 0.2)
+    late, other, calls = machine("a"), machine("b"), list[str]()
+    late.acquire(lambda line: None)
+    other.acquire(lambda line: None)
+    with late.renewed(lambda: calls.append("written")):
+        until(lambda: "lease" not in [thread.name for thread in threading.enumerate()], "it gives up")
+    assert not calls
+    other.check()
 
 
 def test_an_answer_that_was_lost_is_no_refusal(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,9 @@ def make_token(path: Path) -> bytes:
 def read_token(path: Path) -> bytes:
     """The token in a file; UserError where there is none, or others than the owner may read it."""
     try:
-        rights = stat.S_IMODE(path.stat().st_mode)
-        token = path.read_bytes()[:_LINE].strip()
+        with path.open("rb") as file:
+            rights = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            token = file.read(_LINE).strip()
     except OSError as error:
         raise UserError(f"--token-file {path}: can't be read: {error.strerror}; it is a copy of the run's") from None
     if rights & 0o077:
@@ -204,6 +205,10 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise UserError(f"{flag} {text}: write an address and a port, such as 10.0.0.1:7000")
+    try:
+        host.encode("idna")  # as the socket will, which raises what is no OSError
+    except UnicodeError:
+        raise UserError(f"{flag} {text}: {host} is no name of a host") from None
     return host, int(port)
 
 

@@ -9,7 +9,6 @@ To the supervisor a rank over there is a process like those here (`RemoteRank`).
 """
 
 import fcntl
-import select
 import socket
 import struct
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from multiprocessing.connection import wait
 from signal import SIGKILL, Signals
 from typing import Any
 
@@ -182,8 +182,11 @@ class Listener:
         while True:
             try:
                 connection, (host, *_) = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._socket.fileno() < 0:  # closed
+                    return
+                time.sleep(BEAT_SECONDS)  # too many open files, or a connection that broke before it was taken
+                continue
             if self._pending.acquire(blocking=False):
                 threading.Thread(
                     target=self._receive, args=(connection, host), daemon=True, name="torusgd-joined"
@@ -215,7 +218,7 @@ class Listener:
         beaten = time.monotonic()
         try:
             while True:
-                readable = select.select([channel], (), (), BEAT_SECONDS / 2)[0]
+                readable = wait([channel.fileno()], BEAT_SECONDS / 2)
                 for message in channel.receive() if readable else ():
                     if node is None:
                         node = self._greet(channel, address, message)
@@ -228,10 +231,11 @@ class Listener:
                         elif not node.ranks and message["code"] < 0:  # after other ends all may start again
                             node.end(1, "its ranks were lost; the same command joins again")
                 channel.check_silence()
-                if time.monotonic() - beaten > BEAT_SECONDS:
+                # Before it has spoken, nothing may follow the handshake's last line: both would arrive together.
+                if node is not None and time.monotonic() - beaten > BEAT_SECONDS:
                     beaten = time.monotonic()
                     channel.send()
-        except (ChannelClosed, KeyError, TypeError, ValueError) as error:
+        except (ChannelClosed, KeyError, TypeError, ValueError, OverflowError) as error:  # int of JSON's Infinity
             why = str(error) if isinstance(error, ChannelClosed) else "it sends no messages of torusgd"
         channel.close()
         if node is not None:

@@ -133,7 +133,7 @@ class _Crew:
     def start(self, number: int, rank: int, size: int, attempt: int) -> None:
         spec = RankSpec(
             rank, size, self._port, attempt, self._job.device, self._job.options.ranks_per_gpu, limits_of(self._job),
-            TrainRank(self._job, size), joins=True, interface=self._interface,
+            TrainRank(self._job, size), joins=True, interface=self._interface, stops_run=False,
         )  # fmt: skip
         with held_back():
             self._processes[number] = start_rank(spec)

@@ -148,7 +148,7 @@ class Supervisor:
                 continue
             if any(map(self._has_result, range(self._count))):
                 break  # the last barrier has been passed: what was lost had nothing left to do
-            if all(exit.code < 0 for exit in failed) and self._go_on(failed, late, fewest):
+            if all(map(self._is_lost, failed)) and self._go_on(failed, late, fewest):
                 exits = []
                 continue
             self._generations.announce([])  # who waits for another generation ends, and may say why
@@ -324,6 +324,12 @@ class Supervisor:
             exits += self._ended(max(0.0, end - time.monotonic()))
         return exits
 
+    def _is_lost(self, exit: Exit) -> bool:
+        """Whether a rank was ended, by a signal or, on another machine, by a cut of its way to the store: without a
+        word. What is wrong with a run its ranks tell."""
+        told = FailureChannel(self._store, self._count)
+        return exit.code < 0 or (exit.remote is not None and not told.has_reported(exit.rank))
+
     def _has_result(self, rank: int) -> bool:
         return self._store.check([f"result/{rank}"])
 
@@ -337,8 +343,8 @@ class Supervisor:
         kind = FailureKind.RANK_LOST
         if late:
             rank, text = late[0].rank or 0, "; ".join(map(str, late))
-        elif silent and silent[0].code < 0:
-            killed = [exit for exit in silent if exit.code < 0]
+        elif silent and self._is_lost(silent[0]):
+            killed = [exit for exit in silent if self._is_lost(exit)]
             rank = silent[0].rank
             text = "; ".join(f"rank {exit.rank} {exit.how}" for exit in killed)
         elif silent:

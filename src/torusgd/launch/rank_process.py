@@ -64,6 +64,8 @@ class RankSpec:
     """beside ranks that are at work already"""
     interface: str = LOOPBACK_INTERFACE
     """the network interface by which it exchanges messages"""
+    stops_run: bool = True
+    """a stop signal that reaches it asks the whole run to stop; else it is left to the agent, which ends its ranks"""
 
 
 def start_rank(spec: RankSpec) -> BaseProcess:
@@ -126,7 +128,8 @@ def _be_rank(spec: RankSpec) -> None:
         return root.check(["stop"])
 
     stop = StopFlag(also=is_asked_to_stop)
-    stop.install()
+    if spec.stops_run:  # else they stay held back, as they are in a process that is forked here
+        stop.install()
     heartbeat = Heartbeat(store, spec.rank, spec.limits, generations=generations)
     failures: Store = PrefixStore(JOINING, store) if spec.joins else store
     try:

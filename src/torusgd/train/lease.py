@@ -7,6 +7,7 @@ compared. A holder that was only held up finds the higher number before it write
 and Cheriton, SOSP 1989; numbers that rise: Kleppmann, "How to do distributed locking", 2016).
 """
 
+import hashlib
 import json
 import os
 import re
@@ -89,9 +90,11 @@ class Lease:
             mine = Holder(secrets.token_hex(8), _me())
             # Before the object: a start after a crash in between finds a number that nobody holds.
             (self._folder / TOKEN).write_text(f"{number + 1} {mine.token}")
-            if self._store.create(object_name(number + 1), _data(mine)):
-                break
+            created = self._store.create(object_name(number + 1), _data(mine))
             last = self.newest()
+            # The number may be free again because holders of it and of a higher one have come since it was looked up.
+            if created and last == (number + 1, mine):
+                break
         for older in self._numbers()[1:]:
             self._store.delete(object_name(older))
 
@@ -119,6 +122,10 @@ class Lease:
             while not is_done.wait(RENEW):
                 beats += 1
                 with suppress(OSError):  # whoever waits for longer than that takes over, which `check` finds
+                    try:
+                        self.check()
+                    except RunError:
+                        return
                     self._store.write(object_name(number), _data(replace(holder, beats=beats)))
                     beside()
 
@@ -136,12 +143,13 @@ class Lease:
         """The highest number and what its object says; 0 and None where nobody has had the lock yet."""
         for number in self._numbers():
             try:
-                tree = parse_json(self._store.read(object_name(number)).decode())
-                return number, Holder(**tree)
+                data = self._store.read(object_name(number))
             except FileNotFoundError:  # deleted by one with a higher number
                 continue
-            except (ValueError, TypeError):  # of another version: a sign that changes when it does
-                return number, Holder("", "a torusgd of another version")
+            try:
+                return number, Holder(**parse_json(data.decode()))
+            except (ValueError, TypeError):  # of another version: its sign of life is that the bytes change
+                return number, Holder(hashlib.sha256(data).hexdigest(), "a torusgd of another version")
         return 0, None
 
     def _outlive(self, number: int, holder: Holder) -> None:
