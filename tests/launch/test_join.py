@@ -23,7 +23,7 @@ import pytest
 
 from torusgd.errors import RunError, UserError
 from torusgd.launch import local, node_agent
-from torusgd.launch.handshake import NODE, Channel, prove_to_listener, read_token
+from torusgd.launch.handshake import NODE, Channel, make_token, prove_to_listener, read_token
 from torusgd.launch.listener import MOST_STRANGERS, Listener, interface_of
 from torusgd.launch.local import TOKEN, Entrance, launch
 from torusgd.launch.node_agent import join_run
@@ -311,6 +311,12 @@ def test_mistakes_are_one_line(tmp_path: Path, recipe: Path, run_cli: Any, flags
     assert code == 2
     assert reason in err
     assert err.count("\n") == 1
+
+
+def test_a_machine_brings_so_many_ranks_at_most(tmp_path: Path, run_cli: Any) -> None:
+    make_token(tmp_path / "token")
+    told = run_cli("join", "127.0.0.1:1", "--token-file", tmp_path / "token", "--workers", 2000)
+    assert told == (2, "", "torusgd: --workers 2000: one machine may bring 1024 ranks at most\n")
 
 
 @pytest.mark.slow

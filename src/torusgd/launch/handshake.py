@@ -26,6 +26,8 @@ HANDSHAKE_SECONDS = 10.0
 """for both sides to prove that they know the token"""
 NODE, STORE = "node", "store"
 """what a connection is for: messages of a machine's agent, or bytes for the ranks' common store"""
+MOST_RANKS = 1 << 10
+"""that one machine may bring"""
 _LINE = 1024
 """bytes of a line before the other side is known"""
 _MESSAGE = 1 << 20
@@ -33,6 +35,10 @@ _MESSAGE = 1 << 20
 _SHORTEST = 32
 """characters of a token"""
 _CHUNK = 1 << 16
+_PAUSE = 1.0
+"""seconds after a connection that could not be taken"""
+_GONE = 60
+"""seconds without an answer of the other side's kernel after which a connection that is passed on is closed"""
 
 
 class Refused(Exception):
@@ -171,11 +177,33 @@ class Channel:
         hang_up(self._connection)
 
 
+def accepted(listening: socket.socket) -> Iterator[tuple[socket.socket, str]]:
+    """The connections to a listening socket, each with the address of its other side, until the socket is closed.
+
+    One that breaks before it is taken ends nothing, and nor do too many open files: what comes later is taken again.
+    """
+    while True:
+        try:
+            connection, (host, *_) = listening.accept()
+        except OSError:
+            if listening.fileno() < 0:  # closed
+                return
+            time.sleep(_PAUSE)
+            continue
+        yield connection, host
+
+
 def pass_on(one: socket.socket, other: socket.socket) -> None:
-    """Passes on bytes both ways until one side closes, by two threads of its own; then closes both."""
+    """Passes on bytes both ways until one side closes, by two threads of its own; then closes both.
+
+    A side from which the network has been cut closes nothing; the kernel finds it gone after `_GONE` seconds.
+    """
     for connection in (one, other):
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _GONE // 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # ends it when a machine has vanished
 
     def copy(source: socket.socket, target: socket.socket) -> None:

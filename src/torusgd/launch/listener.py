@@ -22,14 +22,12 @@ from signal import SIGKILL, Signals
 from typing import Any
 
 from ..errors import UserError
-from .handshake import NODE, Channel, ChannelClosed, Refused, hang_up, pass_on, prove_to_client
+from .handshake import MOST_RANKS, NODE, Channel, ChannelClosed, Refused, accepted, hang_up, pass_on, prove_to_client
 from .rank_process import LOOPBACK
 from .roll_call import BEAT_SECONDS
 
 MOST_STRANGERS = 16
 """connections at a time that have not authenticated yet"""
-MOST_RANKS = 1 << 10
-"""that one machine may bring"""
 CLOSE_SECONDS = 2.0
 """for the agents to hang up once all is over"""
 TELL_SECONDS = 10.0
@@ -179,14 +177,7 @@ class Listener:
             time.sleep(0.01)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, (host, *_) = self._socket.accept()
-            except OSError:
-                if self._socket.fileno() < 0:  # closed
-                    return
-                time.sleep(BEAT_SECONDS)  # too many open files, or a connection that broke before it was taken
-                continue
+        for connection, host in accepted(self._socket):
             if self._pending.acquire(blocking=False):
                 threading.Thread(
                     target=self._receive, args=(connection, host), daemon=True, name="torusgd-joined"

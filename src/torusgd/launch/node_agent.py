@@ -25,11 +25,13 @@ from ..train.build import find_images
 from ..train.events import warn
 from ..train.job import Job
 from .handshake import (
+    MOST_RANKS,
     NODE,
     STORE,
     Channel,
     ChannelClosed,
     Refused,
+    accepted,
     hang_up,
     pass_on,
     prove_to_listener,
@@ -64,6 +66,8 @@ def join_run(
         RunError: The run is gone.
     """
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    if workers > MOST_RANKS:
+        raise UserError(f"--workers {workers}: one machine may bring {MOST_RANKS} ranks at most")
     where = f"{address[0]}:{address[1]}"
     with ExitStack() as held:
         link = _connect(address, token, NODE)
@@ -111,10 +115,8 @@ class StorePort:
         hang_up(self._socket)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                near, _ = self._socket.accept()
-                threading.Thread(target=self._join_up, args=(near,), daemon=True, name="torusgd-store-link").start()
+        for near, _ in accepted(self._socket):
+            threading.Thread(target=self._join_up, args=(near,), daemon=True, name="torusgd-store-link").start()
 
     def _join_up(self, near: socket.socket) -> None:
         try:
