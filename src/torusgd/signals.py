@@ -82,6 +82,11 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
+def hold_back() -> None:
+    """Stop signals never come to this process, nor to one that it starts, until it takes them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
 class StopFlag:
     """Remembers that this process was asked to stop; call it to ask.
 

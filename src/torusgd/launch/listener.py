@@ -65,11 +65,19 @@ class RemoteRank:
 
     def ended(self, code: int, why: str = "") -> None:
         """Its agent reports its end, or is gone itself."""
+        self.note(code, why)
+        self.wake()
+
+    def note(self, code: int, why: str = "") -> None:
+        """Keeps how it ended; the first time counts."""
         if self.exitcode is None:
             signal = f"was ended by {Signals(-code).name}" if -code in set(Signals) else f"ended with exit code {code}"
             self.exitcode, self.why = code, f"on {self.node.host} {why or signal}"
-            with suppress(OSError):
-                self._write.send(b"x")
+
+    def wake(self) -> None:
+        """Wakes whoever waits for its end."""
+        with suppress(OSError):
+            self._write.send(b"x")
 
 
 @dataclass
@@ -114,8 +122,11 @@ class JoinedNode:
     def lose(self, why: str) -> None:
         """All its ranks count as lost."""
         self.gone = why
-        for rank in [*self.ranks.values()]:
-            rank.ended(-SIGKILL, f"was lost with its machine: {why}")
+        ranks = [*self.ranks.values()]
+        for rank in ranks:
+            rank.note(-SIGKILL, f"was lost with its machine: {why}")
+        for rank in ranks:  # now that all have ended: whoever wakes finds them all, and the others go on once
+            rank.wake()
         self.ranks.clear()
 
     def _send(self, **message: Any) -> None:

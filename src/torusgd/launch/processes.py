@@ -308,14 +308,15 @@ class Supervisor:
         return True
 
     def _ended(self, seconds: float) -> list[Exit]:
-        ranks = {process.sentinel: rank for rank, process in self._processes.items()}
+        ready = connection.wait([process.sentinel for process in self._processes.values()], seconds)
         exits = []
-        for sentinel in connection.wait(list(ranks), seconds):
-            assert isinstance(sentinel, int)
-            process = self._processes.pop(ranks[sentinel])
-            process.join()
+        for rank, process in [*self._processes.items()] if ready else []:
             remote = process if isinstance(process, RemoteRank) else None
-            exits.append(Exit(ranks[sentinel], process.exitcode or 0, remote))
+            # A lost machine's ranks have all ended before the first of them is told.
+            if process.sentinel in ready or (remote is not None and remote.exitcode is not None):
+                del self._processes[rank]
+                process.join()
+                exits.append(Exit(rank, process.exitcode or 0, remote))
         return exits
 
     def _end_within(self, seconds: float) -> list[Exit]:

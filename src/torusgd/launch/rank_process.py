@@ -22,7 +22,7 @@ from ..comm import groups
 from ..comm.base import CommError
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
-from ..signals import StopFlag, die_with_launcher
+from ..signals import StopFlag, die_with_launcher, hold_back
 from .failures import Failure, FailureChannel
 from .generations import GROUP_SECONDS, Generations, Released
 from .gpus import compare_gpus, device_of, tell_gpu
@@ -114,6 +114,8 @@ def meet(
 
 def _be_rank(spec: RankSpec) -> None:
     """It ends with exit code 0 only when all is well: else it reports why."""
+    if not spec.stops_run:
+        hold_back()  # before any thread begins, which would not
     rank = str(spec.rank)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.size), LOCAL_WORLD_SIZE=str(spec.size))
     if sys.platform == "linux":
@@ -128,7 +130,7 @@ def _be_rank(spec: RankSpec) -> None:
         return root.check(["stop"])
 
     stop = StopFlag(also=is_asked_to_stop)
-    if spec.stops_run:  # else they stay held back, as they are in a process that is forked here
+    if spec.stops_run:
         stop.install()
     heartbeat = Heartbeat(store, spec.rank, spec.limits, generations=generations)
     failures: Store = PrefixStore(JOINING, store) if spec.joins else store
