@@ -112,25 +112,21 @@ def slow_link(folder: Path) -> None:
     rate = ("--set", "rate={lr: 0.05, decay: {shape: constant}}", "--set", "optimizer={name: sgd, momentum: 0.9}")
     usual = ("--set", "evaluate.every=null", "--set", "polish=null", *wide, *rate)
     variants = {
-        "synchronous": (48, ("--set", "stages=[{until: 48st, images_per_worker: 16}]")),
+        "synchronous": ("--set", "stages=[{until: 48st, images_per_worker: 16}]"),
         "local, 8 steps": (
-            6,
-            (
-                "--set",
-                "stages=[{until: 6st, images_per_worker: 128}]",
-                "--set",
-                "synchrony={form: local, local_steps: 8}",
-            ),
+            "--set",
+            "stages=[{until: 6st, images_per_worker: 128}]",
+            "--set",
+            "synchrony={form: local, local_steps: 8}",
         ),
     }
     print(
         "| run | updates of each | seconds | MB sent by rank 0 | loss at the end |", "|---|---|---|---|---|", sep="\n"
     )
     for name, keys in variants.items():
-        flags = [word for key in keys for word in ("--set", key)]
         out = folder / name
         with Lab([Host(latency=1e-3, rate=100e6)] * 4) as lab:
-            words = [str(HERE), "inside", "train", "digits", "--out", str(out), *usual, *flags]
+            words = [str(HERE), "inside", "train", "digits", "--out", str(out), *usual, *keys]
             output = lab.run(words, timeout=300, environment={"PYTHONPATH": str(HERE.parents[1] / "src")})[0]
         sent = json.loads(output.splitlines()[-1])
         summary = json.loads((out / "summary.json").read_text())
