@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore
+from torusgd.launch.processes import serve_store
 
 TIMEOUT = timedelta(seconds=120)
 """of the default group: shorter than a test may take, so that a lost rank is told by the ranks themselves"""
@@ -58,7 +58,7 @@ def run_ranks(
 
     With `expected`, only so many ranks answer (the test loses the others on purpose).
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     answers = _CONTEXT.Queue()
     processes = [
         _CONTEXT.Process(target=_rank, args=(function, rank, size, store.port, arguments, answers), daemon=True)

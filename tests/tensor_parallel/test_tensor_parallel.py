@@ -14,6 +14,7 @@ from torch import nn
 from torusgd.comm import groups
 from torusgd.comm.groups import Group, group_of
 from torusgd.errors import UserError
+from torusgd.launch.processes import serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
@@ -139,7 +140,7 @@ def rank_main(rank: int, ports: dict[int, int], out: Path, all_runs: bool) -> No
 @pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("hybrid")
-    stores = {size: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for size in RUNS}
+    stores = {size: serve_store() for size in RUNS}
     ports = {size: store.port for size, store in stores.items()}
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "torusgd.train.run"])
