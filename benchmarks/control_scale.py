@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=3456)
     parser.add_argument("--processes", type=int, default=8, help="that the ranks are spread over")
     parser.add_argument("--seconds", type=float, default=30.0, help="of beating before a rank is killed")
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds without a heartbeat")
+    parser.add_argument("--limit", type=float, default=25.0, help="seconds without a heartbeat")
     arguments = parser.parse_args()
     _allow_files()
     store = serve_store()

@@ -50,7 +50,7 @@ _ROLL = "roll"
 class Limits:
     """Seconds after which ranks are given up."""
 
-    beat: float = 30.0
+    beat: float = 25.0
     """without a heartbeat"""
     start: float = 120.0
     """for all ranks to meet, and from there until a first unit of work is done"""

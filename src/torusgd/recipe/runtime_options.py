@@ -75,7 +75,7 @@ class RuntimeOptions(Section):
     """steps from one comparison of the ranks' weights to the next, each of which names a rank whose weights have
     drifted; before a checkpoint they are compared too; 0: never; null: as often as costs less than a thousandth of a
     step, by the images that a rank computes in one"""
-    timeout: Annotated[float, Field(gt=0)] = 30.0
+    timeout: Annotated[float, Field(gt=0)] = 25.0
     """seconds without a heartbeat after which a rank counts as frozen or lost"""
     start_timeout: Annotated[float, Field(gt=0)] = 120.0
     """seconds for the ranks to meet, and from there until the first of them has computed a first gradient"""
