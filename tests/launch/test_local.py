@@ -155,7 +155,7 @@ def test_kill_9_of_ranks_and_launchers_at_random_moments(
     launchers = draw.sample(moments[:-1], 2)
 
     def start() -> Process:
-        return torusgd(tmp_path, out, recipe, "--workers", str(draw.choice((2, 3))), *RESTARTS, *pauses(0.01))
+        return torusgd(tmp_path, out, recipe, "--workers", str(draw.choice((2, 3))), *RESTARTS, *pauses(0.05))
 
     process = start()
     for moment in moments:

@@ -127,6 +127,8 @@ def test_a_file_in_place_of_the_folder_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "out", tmp_path / "out" / "below"):
         with pytest.raises(UserError, match=r"can't be written: .*; choose another folder"), RunDir(path).lock():
             pass
+        with pytest.raises(UserError, match=r"can't be written: .*; choose another folder"):
+            RunDir(path).data_revision()
 
 
 def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:

@@ -126,8 +126,14 @@ class RunDir:
         return summary if isinstance(summary, dict) else None
 
     def data_revision(self) -> str:
-        """The commit of the hub's data set that the run here reads; empty where it reads none, or has just begun."""
-        newest = [checkpoint / STATE for checkpoint in list_checkpoints(self.checkpoints)]
+        """The commit of the hub's data set that the run here reads; empty where it reads none, or has just begun.
+
+        Raises:
+            UserError: The folder can't be one.
+            RunError: The disk is broken.
+        """
+        with self._telling():
+            newest = [checkpoint / STATE for checkpoint in list_checkpoints(self.checkpoints)]
         for file in (self.summary, *newest):
             with suppress(OSError, ValueError, AttributeError):
                 tree = parse_json(read_text(file))
