@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -33,6 +34,9 @@ from .sources import open_sources
 from .types import Int64
 
 log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0
+"""for a process to end by itself"""
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,12 @@ class _Process:
 
     def close(self) -> None:
         """Tells it to end, and waits."""
+        # By a word, since a pipe's end may live on in another child of this process, and then it never closes.
+        with suppress(OSError):
+            self._pipe.send(None)
         self._pipe.close()
+        self._process.join(CLOSE_SECONDS)
+        self._process.kill()
         self._process.join()
 
     def _end(self) -> str:
@@ -214,9 +223,7 @@ def _serve(pipe: Connection, memory: str, opener: Opener) -> None:
     shared = SharedMemory(os.open(memory, os.O_RDWR | os.O_CLOEXEC))
     pipeline: Pipeline | None = None
     while True:
-        try:
-            wanted = pipe.recv()
-        except EOFError:
+        if (wanted := pipe.recv()) is None:
             return
         made: _Made | Exception
         try:
