@@ -1,4 +1,4 @@
-"""Threads against processes: our Loader and torch's DataLoader run the same Pipeline over the same JPEG files.
+"""Threads against processes: our Loader with either, and torch's DataLoader, run one Pipeline over the same JPEG files.
 
     python benchmarks/loader.py [--workers 2] [--rounds 7]
 
@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from decode import PICTURES, SIZE, write_pictures
 from torusgd.data import Loader, Pipeline, Share, StreamOrder, open_sources
+from torusgd.data.listing import make_here
+from torusgd.data.loader_processes import LoaderProcesses, Opener
 from torusgd.recipe.data_schema import Augment, Data
 
 BATCH, BATCHES = 32, 12
@@ -56,23 +58,25 @@ def main() -> None:
         processes = DataLoader(
             Batches(pipeline, order), batch_size=None, num_workers=args.workers, persistent_workers=True
         )
-        sides: dict[str, Callable[[], int]] = {"processes": lambda: sum(len(images) for images in processes)}
+        sides: dict[str, Callable[[], int]] = {"DataLoader": lambda: sum(len(images) for images in processes)}
+
+        def add(name: str, loader: Loader) -> None:
+            sides[name] = lambda: sum(len(loader.take(share, shares[share.step + 1 :]).images) for share in shares)
+
         for threads in sorted({1, args.workers}):
-            loader = Loader(pipeline, order, threads, ahead=2 * args.workers)
-            sides[f"{threads} thread{'s' if threads > 1 else ''}"] = lambda loader=loader: sum(
-                len(loader.take(share, shares[share.step + 1 :]).images) for share in shares
-            )
+            add(f"{threads} thread{'s' if threads > 1 else ''}", Loader(pipeline, order, threads, 2 * args.workers))
+        ours = LoaderProcesses(pipeline, Opener(Pipeline, data, Path(folder), 0, make_here), args.workers)
+        add(f"{args.workers} loader_processes", Loader(ours, order, args.workers, 2 * args.workers))
         for run in sides.values():
             run()
         rounds = [{name: images_per_second(run) for name, run in sides.items()} for _ in range(args.rounds)]
+        ours.close()
     print(f"{BATCHES} batches of {BATCH} JPEGs of 500 x 375, {args.workers} worker processes, {args.rounds} rounds")
     for name in sides:
         speeds = [speed[name] for speed in rounds]
-        ratio = statistics.median(speed[name] / speed["processes"] for speed in rounds)
+        ratio = statistics.median(speed[name] / speed["DataLoader"] for speed in rounds)
         low, high = min(speeds), max(speeds)
-        print(
-            f"{name:10} {statistics.median(speeds):7.0f} images/s ({low:.0f} to {high:.0f}), {ratio:.2f} of processes"
-        )
+        print(f"{name:20} {statistics.median(speeds):7.0f} images/s ({low:.0f} to {high:.0f}), {ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -366,7 +366,7 @@ def test_a_joined_machine_is_killed_and_then_the_launcher_which_goes_on_later(
     assert second.end() == 1
     assert [line for line in second.err.splitlines() if "is gone" in line] == second.err.splitlines()[-1:]
     until(lambda: not any(map(is_alive, ranks)), "its ranks have ended")
-    again = torusgd(tmp_path / "again", out, recipe, "--workers", "1", *pauses(0.05))
+    again = torusgd(tmp_path / "again", out, recipe, "--workers", "1", *pauses(0.15))
     assert again.end() == 0, again.output
     assert results(summary(out)) == undisturbed
 

@@ -1,4 +1,5 @@
-"""Every kind of source of encoded images trains to the same weights on any number of ranks."""
+"""Every kind of source of encoded images trains to the same weights on any number of ranks, which make the batches in
+threads, or, where there is one rank, in processes."""
 
 import json
 from importlib.util import find_spec
@@ -51,7 +52,8 @@ def train_cases(images: str, out: str) -> None:
             path.mkdir(parents=True)
             RunDir(path).claim(recipe, fresh=False)
         ranks.barrier()
-        job = Job(recipe, RuntimeOptions(drift_every=1), "cpu", path, Path(images) / folder)
+        options = RuntimeOptions(drift_every=1, loader_processes=2 if ranks.size == 1 else 0)
+        job = Job(recipe, options, "cpu", path, Path(images) / folder)
         Run(job, ranks, StopFlag(), restarts=0).run()
         ranks.barrier()
     torch.set_num_threads(threads)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ..recipe.section import ImageSizes
+from .loader_processes import LoaderProcesses
 from .order import StreamOrder
 from .pipeline import Batch, Pipeline
 
@@ -28,12 +29,12 @@ class Loader:
     """Makes the batches of shares with a pool of threads, at most `ahead` of them at a time.
 
     It keeps no ranks and no position: whoever asks for a share says which ones are likely to follow, so that ranks may
-    come, go and take over virtual workers between two steps. Threads, not processes: decoding, resizing and array
-    arithmetic release the interpreter's lock, and a batch need not be copied between processes. Neither `threads` nor
-    `ahead` changes a bit of a batch.
+    come, go and take over virtual workers between two steps. Decoding, resizing and array arithmetic release the
+    interpreter's lock, so that threads keep some cores busy, and no batch is copied between processes; for more cores
+    there is `LoaderProcesses`. Neither it nor `threads` nor `ahead` changes a bit of a batch.
 
     Args:
-        pipeline: Makes the batches.
+        pipeline: Makes the batches; as many at a time as there are threads.
         order: The stream that positions refer to.
         threads: At least 1.
         ahead: Batches being made or waiting, at least 1; the bound on memory.
@@ -48,7 +49,7 @@ class Loader:
     ...     batch = loader.take(share, following=shares[share.step + 1 :])
     """
 
-    def __init__(self, pipeline: Pipeline, order: StreamOrder, threads: int, ahead: int) -> None:
+    def __init__(self, pipeline: Pipeline | LoaderProcesses, order: StreamOrder, threads: int, ahead: int) -> None:
         if threads < 1 or ahead < 1:
             raise ValueError(f"threads and ahead must be at least 1, got {threads} and {ahead}")
         self.wait_seconds = 0.0

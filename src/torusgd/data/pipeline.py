@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import RunError, UserError
@@ -40,6 +41,8 @@ from .warp import Warps, bend, draw_warps, tone
 T = TypeVar("T")
 Cut = Callable[[Pixels], Pixels]
 """from an image [channels, height, width] to what the network takes of it"""
+Allocate = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
+"""a new array of a shape and dtype, whatever is in it"""
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +74,12 @@ class Batch:
     table: torch.Tensor | None = None
 
 
+def allocate_by_torch(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A new array in torch's memory, since numpy asks the kernel for huge pages, which cost more to clear than an image
+    to make."""
+    return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name)).numpy()
+
+
 class Pipeline:
     """Makes batches from a source as a recipe's `data` says. Safe to use from several threads.
 
@@ -78,10 +87,19 @@ class Pipeline:
         source: Training or held-out images.
         data: The recipe's section.
         seed: The recipe's seed.
+        allocate: Gives the memory of each batch's images.
+
+    Attributes:
+        dtype: Of the images.
+        table: See `Batch`.
     """
 
-    def __init__(self, source: Source, data: Data, seed: int) -> None:
+    dtype: ClassVar[npt.DTypeLike] = np.float32
+    table: torch.Tensor | None = None
+
+    def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_by_torch) -> None:
         self.source = source
+        self.allocate = allocate
         self._arrays = source if isinstance(source, ArraySource) else None
         self._foreseeing = source if isinstance(source, ForeseeingSource) else None
         self._regions = source if isinstance(source, RegionSource) else None
@@ -170,12 +188,11 @@ class Pipeline:
         return self._batch(out, indices[kept], kept, 0)
 
     def _empty(self, count: int, sizes: ImageSizes) -> Float32:
-        # torch's memory, since numpy asks the kernel for huge pages, which cost more to clear than an image to make.
-        return torch.empty(count, self._data.channels, *sizes.sides).numpy()
+        return self.allocate((count, self._data.channels, *sizes.sides), self.dtype)
 
     def _batch(self, out: Float32, indices: Int64, kept: Int64, replaced: int) -> Batch:
         targets = self.source.labels[indices].astype(np.int64)
-        return Batch(torch.from_numpy(out), torch.from_numpy(targets), kept, replaced)
+        return Batch(torch.from_numpy(out), torch.from_numpy(targets), kept, replaced, table=self.table)
 
     def _whole_batch(self, indices: Int64, drawn: Changes | None, sizes: ImageSizes) -> Pixels | None:
         """The images at their final size without a loop, uint8 [n, channels, height, width], where that can be."""

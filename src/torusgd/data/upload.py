@@ -6,19 +6,18 @@ for each value, is a look-up there: a byte has 256 values, and the table of what
 same two roundings. So the network sees the same bits.
 """
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.library import Library
 
 from ..recipe.data_schema import Augment, Data
-from ..recipe.section import ImageSizes
-from .pipeline import Batch, Pipeline
-from .types import Int64, Pixels, Source
+from .pipeline import Allocate, Batch, Pipeline
+from .types import Pixels, Source
 from .warp import Warps
 
 _LIBRARY = Library("torusgd", "FRAGMENT")
@@ -35,30 +34,30 @@ def can_normalise_later(augment: Augment) -> bool:
     return not any(changes) and augment.contrast <= 1
 
 
+def allocate_pinned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A new array, in pinned memory where there is a GPU."""
+    # torch's allocator keeps pinned memory, and hands out again what no copy reads any more: a ring.
+    kind = getattr(torch, np.dtype(dtype).name)
+    return torch.empty(shape, dtype=kind, pin_memory=torch.cuda.is_available()).numpy()
+
+
 class BytePipeline(Pipeline):
     """A pipeline that leaves normalising to the device; for recipes of which `can_normalise_later` is true.
 
-    Its images are uint8, in pinned memory where there is a GPU, and come with the table for `place`. The arguments are
-    those of `Pipeline`.
+    Its images are uint8, and come with the table for `place`. The arguments are those of `Pipeline`.
     """
 
-    def __init__(self, source: Source, data: Data, seed: int) -> None:
-        super().__init__(source, data, seed)
+    dtype = np.uint8
+
+    def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_pinned) -> None:
+        super().__init__(source, data, seed, allocate)
         every_byte = np.arange(256, dtype=np.uint8).repeat(data.channels).reshape(256, data.channels, 1, 1)
         table = np.empty(every_byte.shape, dtype=np.float32)
         super()._write(every_byte, None, range(256), table)
-        self._table = torch.from_numpy(table.reshape(256, data.channels).T.copy())
-
-    def _empty(self, count: int, sizes: ImageSizes) -> Any:
-        shape = (count, self._data.channels, *sizes.sides)
-        # torch's allocator keeps pinned memory, and hands out again what no copy reads any more: a ring.
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available()).numpy()
+        self.table = torch.from_numpy(table.reshape(256, data.channels).T.copy())
 
     def _write(self, images: Pixels, warps: Warps | None, places: range, out: Any) -> None:
         out[...] = images
-
-    def _batch(self, out: Any, indices: Int64, kept: Int64, replaced: int) -> Batch:
-        return replace(super()._batch(out, indices, kept, replaced), table=self._table)
 
 
 def place(batch: Batch, device: torch.device, memory_format: torch.memory_format) -> Tensor:

@@ -67,6 +67,8 @@ class RuntimeOptions(Section):
     work_stealing: bool = False
     """an idle rank takes over virtual workers that a late one has not begun in this step; it pays where ranks pause for
     longer than a virtual worker takes, and costs each rank some questions to the store a step"""
+    loader_processes: Annotated[int, Field(ge=0)] = 0
+    """processes of each rank that make its training batches; 0: threads of the rank, which keep a few cores busy"""
     node_memory: bool = True
     """under torchrun the newest state is kept in each node's memory (/dev/shm) too, for workers that it starts again"""
     mixed: bool = False

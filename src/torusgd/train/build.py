@@ -17,8 +17,8 @@ from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
 from ..data.identity import data_sha256
-from ..data.listing import Once, make_here
 from ..data.loader import Loader
+from ..data.loader_processes import LoaderProcesses, Opener
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline
 from ..data.sources import open_sources
@@ -50,7 +50,7 @@ from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
 from .graphs import device_network
-from .host_share import KeptArrays
+from .host_share import HostShare, KeptArrays, MappedArrays
 from .job import Job, images_at, init_sha256, is_live, replayed_sha256
 from .membership import Membership, even_shares
 from .relaxed import check_synchrony, keep_rates, local_steps, outer_optimizer, pass_thread, scheduled_rates
@@ -71,6 +71,14 @@ class Data:
     training: Pipeline
     held_out: Pipeline
     loader: Loader
+    processes: LoaderProcesses | None
+    """that make the loader's batches; None: its threads do"""
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        self.loader.close()
+        if self.processes is not None:
+            self.processes.close()
 
 
 @dataclass(frozen=True)
@@ -104,18 +112,30 @@ def find_images(job: Job) -> KeptArrays:
     return kept
 
 
-def open_data(job: Job, device: torch.device, liveness: Liveness, once: Once = make_here) -> Data:
-    """Opens the images of a job, which may take a while; UserError where they can't be used. `once`: who lists them."""
-    recipe = job.recipe
+def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedArrays | HostShare | None = None) -> Data:
+    """Opens the images of a job, which may take a while; UserError where they can't be used.
+
+    Args:
+        job: Whose images.
+        device: Of this rank.
+        liveness: Learns for what this rank waits.
+        once: Gives the lists of images; None: this process makes them.
+    """
+    recipe, once = job.recipe, once or MappedArrays()
     liveness.outside("the list of images", images_at(job))
     train, held_out = open_sources(recipe.data, job.data, recipe.seed, once)
     is_gpu = device.type == "cuda"
     make = BytePipeline if is_gpu and can_normalise_later(recipe.data.augment) else Pipeline
     training = make(train, recipe.data, recipe.seed)
-    threads = loader_threads(device)
+    processes, threads = None, loader_threads(device)
+    if job.options.loader_processes:
+        threads = job.options.loader_processes  # each of which waits for a process
+        opener = Opener(make, recipe.data, job.data, recipe.seed, MappedArrays(once.paths))
+        processes = LoaderProcesses(training, opener, threads)
     order = StreamOrder(len(train), recipe.seed, recipe.data.augment.repeats)
-    loader = Loader(training, order, threads=threads, ahead=threads + 3)
-    return Data(training, (BytePipeline if is_gpu else Pipeline)(held_out, recipe.held_out_data, recipe.seed), loader)
+    loader = Loader(processes or training, order, threads=threads, ahead=threads + 3)
+    evaluated = (BytePipeline if is_gpu else Pipeline)(held_out, recipe.held_out_data, recipe.seed)
+    return Data(training, evaluated, loader, processes)
 
 
 def build(

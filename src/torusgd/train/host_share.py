@@ -44,16 +44,17 @@ class MappedArrays:
     No rank waits for another in it, so it serves those that join a run at work as well.
 
     Args:
-        paths: Of the launcher's `KeptArrays`.
+        paths: Of the launcher's `KeptArrays`, or of another rank's; beyond them the arrays are made here.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = iter(paths)
+    def __init__(self, paths: Sequence[str] = ()) -> None:
+        self.paths = tuple(paths)
+        self._left = iter(self.paths)
 
     def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
         """See `Once`."""
         with suppress(OSError, StopIteration):
-            return read_arrays(Path(next(self._paths)))
+            return read_arrays(Path(next(self._left)))
         return make(lambda done: None)
 
 
@@ -71,6 +72,8 @@ class HostShare:
 
     def __init__(self, world: Group, liveness: Liveness, what: str, where: str, key: str) -> None:
         self._world, self._liveness, self._what, self._where = world, liveness, what, where
+        self.paths: list[str] = []
+        """where this machine's processes find the arrays of each call, as long as the rank that made them lives"""
         self._key = int.from_bytes(hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:7], "big")
 
     def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
@@ -82,18 +85,13 @@ class HostShare:
         if first == rank:
             with suppress(OSError, UserError):  # which each rank finds, and tells, itself
                 arrays = make(self._progress)
-                if owners.count(owners[rank]) > 1 and hasattr(os, "memfd_create"):
+                if hasattr(os, "memfd_create"):
                     file = _write(arrays)
         process, number = self._world.all_gather(torch.tensor([os.getpid(), file]))[first].tolist()
-        if number >= 0:
-            with suppress(OSError):
-                arrays = read_arrays(Path(f"/proc/{process}/fd/{number}"))
-        if arrays is None:
-            arrays = make(self._progress)
-        self._world.barrier()
-        if file >= 0:
-            os.close(file)
-        return arrays
+        self.paths.append(f"/proc/{process}/fd/{number}")
+        with suppress(OSError):
+            return read_arrays(Path(self.paths[-1]))
+        return make(self._progress) if arrays is None else arrays
 
     def _progress(self, done: int) -> None:
         self._liveness.progress("data", 0, done)

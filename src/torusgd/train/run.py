@@ -150,7 +150,7 @@ class Run:
             raise
         finally:
             if not is_lost:
-                self.kept.data.loader.close()
+                self.kept.data.close()
 
     def keep(self) -> Kept:
         """What this rank keeps for those that are left, once its groups are aborted and `run` has raised CommError."""

@@ -24,7 +24,6 @@ from ..comm.algorithms import parse_algorithm
 from ..comm.base import ConnectionLost
 from ..comm.groups import Group, alone
 from ..comm.liveness import Liveness
-from ..data.listing import Once
 from ..errors import UserError
 from ..models import model_of
 from ..recipe.runtime_options import RuntimeOptions
@@ -80,7 +79,7 @@ def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]
     """What a rank has before its first step: the images, which it opens. `began`: see `Kept`."""
     if job.lists is None:
         wanted = f"{job.data and job.data.resolve()} {job.recipe.data.model_dump_json()}"
-        once: Once = HostShare(world, liveness, "the list of images", images_at(job), wanted)
+        once: HostShare | MappedArrays = HostShare(world, liveness, "the list of images", images_at(job), wanted)
     else:  # a rank that joins others at work must not wait for them here
         once = MappedArrays(job.lists)
     return Kept(open_data(job, world.device, liveness, once), tuple(began), None, -1, None, 0.0, {}, None)

@@ -1,0 +1,122 @@
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torusgd.data import Batch, Pipeline, StreamOrder, open_sources
+from torusgd.data.listing import make_here
+from torusgd.data.loader import Loader, Share
+from torusgd.data.loader_processes import LoaderProcesses, Opener
+from torusgd.data.upload import BytePipeline
+from torusgd.errors import RunError, UserError
+from torusgd.recipe.data_schema import Augment, Data
+from torusgd.recipe.section import ImageSizes
+
+from .pictures import folder_data, write_folder
+
+FIRST = np.arange(6), np.zeros(6, dtype=np.int64)
+
+
+@pytest.fixture
+def closing() -> Iterator[list[LoaderProcesses]]:
+    """Those that a test has started, which are ended after it."""
+    started: list[LoaderProcesses] = []
+    yield started
+    for each in started:
+        each.close()
+
+
+def processes(
+    started: list[LoaderProcesses], data: Data, path: Path | None, make: Any = Pipeline, count: int = 1
+) -> tuple[Pipeline, LoaderProcesses]:
+    source, _ = open_sources(data, path, 0)
+    pipeline = make(source, data, 0)
+    started.append(LoaderProcesses(pipeline, Opener(make, data, path, 0, make_here), count))
+    return pipeline, started[-1]
+
+
+def equal(one: Batch, other: Batch) -> bool:
+    def parts(batch: Batch) -> list[Any]:
+        tensors = (batch.images, batch.targets, torch.from_numpy(batch.kept), batch.partners, batch.shares, batch.table)
+        return [None if tensor is None else (tensor.dtype, tensor.tolist()) for tensor in tensors] + [batch.replaced]
+
+    return parts(one) == parts(other)
+
+
+def test_batches_have_the_bits_of_threads_and_outlive_the_next(tmp_path: Path, closing: list[LoaderProcesses]) -> None:
+    pipeline, several = processes(closing, folder_data(), write_folder(tmp_path), count=2)
+    order = StreamOrder(len(pipeline.source), 0)
+    shares = [Share(step, 0, 4 * step, 4, augment=step % 3 != 2) for step in range(9)]
+    loader = Loader(several, order, threads=2, ahead=4)
+    batches = [loader.take(share, shares[share.step + 1 :]) for share in shares]
+    for share, batch in zip(shares, batches, strict=True):
+        assert equal(batch, pipeline.training_batch(*order.at(share.start, share.count), share.augment))
+    loader.close()
+
+
+def test_bytes_mixed_images_and_larger_ones(tmp_path: Path, closing: list[LoaderProcesses]) -> None:
+    folder = write_folder(tmp_path)
+    bytewise, its = processes(closing, folder_data(), folder, BytePipeline)
+    assert its.training_batch(*FIRST, True).table is bytewise.table
+    assert equal(its.training_batch(*FIRST, True), bytewise.training_batch(*FIRST, True))
+    larger = ImageSizes((40, 40), 44)
+    assert equal(its.training_batch(*FIRST, True, larger), bytewise.training_batch(*FIRST, True, larger))
+    mixing, its = processes(closing, folder_data(augment=Augment(mixup=0.5, erase=0.5)), folder)
+    assert its.training_batch(*FIRST, True).partners is not None
+    assert equal(its.training_batch(*FIRST, True), mixing.training_batch(*FIRST, True))
+
+
+def test_a_replaced_image_is_counted_and_told_by_the_rank(
+    tmp_path: Path, closing: list[LoaderProcesses], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_folder(tmp_path)
+    next((folder / "train").rglob("*.jpg")).write_bytes(b"torn")
+    pipeline, its = processes(closing, folder_data(), folder)
+    everything = np.arange(len(pipeline.source)), np.zeros(len(pipeline.source), dtype=np.int64)
+    with caplog.at_level(logging.WARNING):
+        assert its.training_batch(*everything, True).replaced == 1
+    assert [line for line in caplog.messages if "replaced in epoch 0" in line]
+
+
+def test_what_is_wrong_reaches_the_rank(tmp_path: Path, closing: list[LoaderProcesses]) -> None:
+    folder = write_folder(tmp_path)
+    source, _ = open_sources(folder_data(), folder, 0)
+    elsewhere = Opener(Pipeline, folder_data(), tmp_path / "nowhere", 0, make_here)
+    closing.append(LoaderProcesses(Pipeline(source, folder_data(), 0), elsewhere, 1))
+    with pytest.raises(UserError, match="nowhere"):
+        closing[-1].training_batch(*FIRST, True)
+    _, its = processes(closing, folder_data(), folder)
+    with pytest.raises(RunError, match="a process that makes batches: IndexError"):
+        its.training_batch(np.array([10**6]), np.zeros(1, dtype=np.int64), True)
+    assert len(its.training_batch(*FIRST, True).images) == 6  # it goes on
+
+
+def test_a_killed_process_is_one_line(tmp_path: Path, closing: list[LoaderProcesses]) -> None:
+    before = set(active_children())
+    _, its = processes(closing, folder_data(), write_folder(tmp_path))
+    its.training_batch(*FIRST, True)
+    (process,) = set(active_children()) - before
+    os.kill(process.pid or 0, signal.SIGTERM)  # held back: the rank may want another batch before it stops
+    assert len(its.training_batch(*FIRST, True).images) == 6
+    os.kill(process.pid or 0, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"was ended by SIGKILL; fewer runtime\.loader_processes take less memory"):
+        its.training_batch(*FIRST, True)
+
+
+def test_none_is_left_when_all_is_closed(tmp_path: Path) -> None:
+    before = set(active_children())
+    _, its = processes([], folder_data(), write_folder(tmp_path), count=2)
+    its.training_batch(*FIRST, True)
+    its.close()
+    until = time.monotonic() + 60
+    while set(active_children()) - before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
