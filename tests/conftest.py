@@ -12,7 +12,7 @@ import torch
 
 from tests.comm.gloo_world import start_forkserver
 from tests.train.processes import RECIPE, results, run_alone
-from torusgd import cli
+from torusgd import cli, storage
 from torusgd.signals import STOP_SIGNALS
 
 torch.set_num_threads(1)
@@ -55,6 +55,16 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     yield run
     for number, handler in old.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def memory_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes memory:// the URL of a bucket, fsspec's in this process, which is empty before and after a test."""
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setattr(storage, "SCHEMES", ("memory", *storage.SCHEMES))
+    monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
+    yield
+    fsspec.filesystem("memory").store.clear()
 
 
 @pytest.fixture(scope="module")

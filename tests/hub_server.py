@@ -3,37 +3,24 @@
 import hashlib
 import json
 import re
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from .faulty_server import FaultyHandler, FaultyServer
 
 COMMITS = ("1" * 40, "2" * 40)
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(FaultyServer):
     """Repositories by kind and name; of each the files by revision, `main` being the last of `COMMITS` it has.
 
-    Args:
-        every: How many requests there are for one that goes wrong so: http_500, cut, slow.
+    Of the requests some go wrong (`FaultyServer`).
     """
 
-    daemon_threads = True
-
     def __init__(self, every: dict[str, int]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.every, self.requests, self.faults = every, 0, Counter[str]()
+        super().__init__(_Handler, every)
         self.repositories: dict[str, list[dict[str, bytes]]] = {}
         self.gated: set[str] = set()
-        self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def push(self, repository: str, files: dict[str, bytes]) -> str:
         """Adds a commit to `datasets/ORG/NAME` or `models/ORG/NAME`; returns it."""
@@ -41,25 +28,12 @@ class Hub(ThreadingHTTPServer):
         commits.append(files)
         return COMMITS[len(commits) - 1]
 
-    def fault(self) -> str:
-        with self.lock:
-            self.requests += 1
-            found = next((kind for kind, every in self.every.items() if self.requests % every == 0), "")
-            self.faults[found] += 1
-            return found
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(FaultyHandler):
     server: Hub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: object) -> None:
-        pass
 
     def do_GET(self) -> None:
-        fault = self.server.fault()
-        if fault == "slow":
-            time.sleep(0.5)
+        fault = self.fault()
         if fault == "http_500":
             self._answer(500, b"{}")
             return
@@ -85,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Which of some paths there are."""
-        asked = parse_qs(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
+        asked = parse_qs(self.body().decode())
         found = re.fullmatch(r"/api/(datasets/[^/]+/[^/]+)/paths-info/([^/]+)", unquote(self.path))
         number = self._commit(found[1], found[2]) if found and found[1] in self.server.repositories else None
         if found is None or number is None:
@@ -145,17 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(code, b"{}", {"X-Error-Code": why, **({"X-Repo-Commit": commit} if commit else {})})
 
     def _answer(self, code: int, data: bytes, headers: dict[str, str] | None = None, is_cut: bool = False) -> None:
-        self.send_response(code)
-        for key, value in (headers or {}).items():
-            self.send_header(key, value)
-        self.send_header("Content-Type", "application/json" if code != 206 else "application/octet-stream")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        self.wfile.write(data[: len(data) // 2] if is_cut else data)
-        if is_cut:
-            self.close_connection = True
+        kind = "application/json" if code != 206 else "application/octet-stream"
+        self.answer(code, data, {"Content-Type": kind, **(headers or {})}, is_cut)
 
 
 def _entry(name: str, data: bytes) -> dict[str, Any]:
@@ -167,14 +132,3 @@ def _entry(name: str, data: bytes) -> dict[str, Any]:
 
 def _sum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-@contextmanager
-def hub_server(**every: int) -> Iterator[Hub]:
-    """The server, at work."""
-    hub = Hub(every)
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
-    try:
-        yield hub
-    finally:
-        hub.shutdown()

@@ -25,7 +25,7 @@ from torusgd.weights import save_weights
 from .data.pictures import folder_data
 from .data.tables import table, write_parquet
 from .data.tars import picture, write_shards
-from .hub_server import COMMITS, Hub, hub_server
+from .hub_server import COMMITS, Hub
 from .train.runs import sets, train
 
 FLOWERS = "datasets/garden/flowers"
@@ -49,7 +49,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def hub(use: Any) -> Iterator[Hub]:
-    with hub_server() as server:
+    with Hub({}).at_work() as server:
         use(server)
         yield server
 
@@ -92,7 +92,7 @@ def test_a_data_set_is_read_and_pinned(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_hub_that_is_slow_fails_and_breaks_off(use: Any, tmp_path: Path) -> None:
-    with hub_server(http_500=5, cut=3, slow=4) as hub:
+    with Hub({"http_500": 5, "cut": 3, "slow": 4}).at_work() as hub:
         use(hub)
         push_flowers(hub, tmp_path / "set")
         for number in range(2):
@@ -161,7 +161,7 @@ def test_tar_shards_by_url(use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("torusgd.storage.PAUSES", (0.0,) * 4)
     write_index(write_shards(tmp_path / "set") / FILE, make_index(tmp_path / "set"))
-    with hub_server(http_500=9, cut=10, slow=11) as hub:
+    with Hub({"http_500": 9, "cut": 10, "slow": 11}).at_work() as hub:
         use(hub)
         hub.push("datasets/garden/shards", files_of(tmp_path / "set"))
         train, held_out = open_shards(Path("hf://datasets/garden/shards"), 3)
@@ -173,7 +173,7 @@ def test_weights_to_begin_with(use: Any, tmp_path: Path) -> None:
     recipe = load_recipe("digits").recipe
     weights = {"w": torch.arange(5000.0)}
     save_weights(tmp_path / "w.safetensors", weights, {})
-    with hub_server(http_500=4, cut=3, slow=5) as hub:
+    with Hub({"http_500": 4, "cut": 3, "slow": 5}).at_work() as hub:
         use(hub)
         commit = hub.push("models/garden/net", {"model.safetensors": (tmp_path / "w.safetensors").read_bytes()})
         hub.push("models/garden/empty", {"pytorch_model.bin": b"pickled"})
@@ -194,7 +194,7 @@ def test_a_run_from_the_hub_has_the_hash_of_one_from_a_folder(tmp_path: Path, mo
         "virtual_workers=3", "stages=[{until: 4st, images_per_worker: 4}]", "polish={images_per_batch: 5}",
         "data={source: hf, image_size: 8, resize: 10, channels: 1, mean: [0.5], std: [0.25]}",
     )  # fmt: skip
-    with hub_server(http_500=11, cut=7, slow=6) as server:
+    with Hub({"http_500": 11, "cut": 7, "slow": 6}).at_work() as server:
         first = push_flowers(server, tmp_path / "set")
         folder = train(tmp_path / "folder", "--data", tmp_path / "set", "--workers", 1, *settings)
         monkeypatch.setenv("HF_ENDPOINT", server.url)

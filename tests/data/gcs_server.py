@@ -7,36 +7,26 @@ import base64
 import hashlib
 import json
 import re
-import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from ..faulty_server import FaultyHandler, FaultyServer
 
 BUCKET = "images"
 
 
-class Gcs(ThreadingHTTPServer):
-    """One bucket.
-
-    Args:
-        every: How many reads there are for one that goes wrong so: http_500, cut, slow, stale.
-    """
-
-    daemon_threads = True
+class Gcs(FaultyServer):
+    """One bucket; some reads of tar files and weights go wrong (`FaultyServer`)."""
 
     def __init__(self, every: dict[str, int]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.every, self.reads, self.faults = every, 0, Counter[str]()
+        super().__init__(_Handler, every)
         self.objects: dict[str, tuple[bytes, int, str]] = {}
         """bytes, generation, and when it was written"""
         self.parts: dict[str, tuple[str, bytes]] = {}
         """uploads under way: name and what has come"""
-        self.lock = threading.Lock()
         self.generation = 0
 
     def store(self, name: str, data: bytes, query: dict[str, str]) -> bool:
@@ -48,25 +38,14 @@ class Gcs(ThreadingHTTPServer):
             self.objects[name] = data, self.generation, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
             return True
 
-    def fault(self) -> str:
-        with self.lock:
-            self.reads += 1
-            found = next((kind for kind, every in self.every.items() if self.reads % every == 0), "")
-            self.faults[found] += 1
-            return found
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(FaultyHandler):
     server: Gcs
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: object) -> None:
-        pass
 
     def _handle(self) -> None:
         url = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.body()
         found = re.fullmatch(rf"(/upload|/download)?/storage/v1/b/{BUCKET}/o(?:/(.+))?", url.path)
         if found is None:
             self._answer(404, {})
@@ -123,24 +102,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._read(name, self.server.objects[name][0])
 
     def _read(self, name: str, data: bytes) -> None:
-        fault = self.server.fault() if name.endswith((".tar", ".safetensors")) else ""
-        if fault == "slow":
-            time.sleep(0.5)
+        fault = self.fault() if name.endswith((".tar", ".safetensors")) else ""
         if fault == "http_500":
             self._answer(500, {"error": {"code": 500, "message": "backendError"}})
             return
-        code, length = 200, len(data)
+        code, headers, length = 200, {}, len(data)
         if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
             code, data = 206, data[int(wanted[1]) : int(wanted[2]) + 1 if wanted[2] else None]
-        data = bytes(len(data)) if fault == "stale" else data
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(data)))
-        if code == 206:
-            self.send_header("Content-Range", f"{self.headers['Range'].replace('=', ' ')}/{length}")
-        self.end_headers()
-        self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
-        if fault == "cut":
-            self.close_connection = True
+            headers = {"Content-Range": f"{self.headers['Range'].replace('=', ' ')}/{length}"}
+        self.answer(code, bytes(len(data)) if fault == "stale" else data, headers, fault == "cut")
 
     def _about(self, name: str) -> dict[str, Any]:
         data, generation, written = self.server.objects[name]
@@ -153,26 +123,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, code: int, tree: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         data = b"" if code == 204 else json.dumps(tree).encode()
-        self.send_response(code)
-        for key, value in (headers or {}).items():
-            self.send_header(key, value)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        with suppress(OSError):  # whoever asks need not wait for it
-            self.wfile.write(data)
+        self.answer(code, data, {"Content-Type": "application/json", **(headers or {})})
 
 
 @contextmanager
 def gcs_server(**every: int) -> Iterator[tuple[Gcs, dict[str, str]]]:
     """The server at work, and the variables of the environment that lead to it."""
-    server = Gcs(every)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    variables = {
-        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{server.server_port}",
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # which asks Google's own servers about the bucket
-    }
-    try:
-        yield server, variables
-    finally:
-        server.shutdown()
+    with Gcs(every).at_work() as server:
+        yield (
+            server,
+            {
+                "STORAGE_EMULATOR_HOST": server.url,
+                "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # which asks Google's own servers about the bucket
+            },
+        )

@@ -70,7 +70,7 @@ def test_a_run_from_a_bucket_has_the_hash_of_one_from_a_folder(
         for ranks in (1, 2, 3):
             summary = train(out / f"bucket {ranks}", "--data", url, "--workers", ranks, *SETTINGS)
             assert summary["weights_sha256"] == folder["weights_sha256"]
-            reads.append(server.reads)
+            reads.append(server.requests)
         assert reads[0] == reads[1] == reads[2], "the first run has left all images on this machine's disk"
 
 

@@ -1,7 +1,6 @@
 """Tar shards in a bucket: here fsspec's in memory, which is no server; tests/data/test_buckets.py has real ones."""
 
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 pytest.importorskip("fsspec")
 
-from torusgd import storage
 from torusgd.data import Pipeline, open_sources
 from torusgd.data.identity import data_sha256
 from torusgd.data.info import describe
@@ -27,17 +25,12 @@ URL = Path("memory://bucket/a set")
 
 
 @pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def local(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of which the bucket has a copy."""
-    import fsspec
-
-    monkeypatch.setattr(storage, "SCHEMES", ("memory", *storage.SCHEMES))
-    monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
     monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / "cache"))
     write_index(write_shards(tmp_path / "set") / FILE, make_index(tmp_path / "set"))
     upload(tmp_path / "set")
-    yield tmp_path / "set"
-    fsspec.filesystem("memory").store.clear()
+    return tmp_path / "set"
 
 
 def upload(folder: Path) -> None:

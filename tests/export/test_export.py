@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,18 @@ def test_a_card_has_what_the_hub_reads_and_what_was_measured(run: Path, tmp_path
     assert config["pretrained_cfg"]["input_size"] == [1, 8, 8]
     assert config["num_classes"] == len(config["label_names"]) == 4
     assert open_model(tmp_path / "hub" / "model.safetensors").recipe == open_model(run).recipe
+
+
+def test_a_card_says_how_to_train_the_same_elsewhere(run: Path) -> None:
+    record = read_run(run)
+    for told, command in (
+        ({}, "torusgd train recipe.yaml\n"),
+        ({"data": "/home/me/flowers", "init": "w.pth"}, "torusgd train recipe.yaml --data PATH --init WEIGHTS\n"),
+        ({"data": "hf:a/b@main", "init": "timm", "max_steps": 3},
+         "torusgd train recipe.yaml --data hf:a/b@main --init timm --max-steps 3\n"),
+        ({"data": "hf:a/b <script>"}, "torusgd train recipe.yaml --data PATH\n"),
+    ):  # fmt: skip
+        assert f"    {command}" in card(replace(record, told=told), None)
 
 
 def test_the_hubs_own_reader_takes_the_card(run: Path) -> None:

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from torusgd.launch import torchrun as torchrun_ranks
 from torusgd.launch.roll_call import Limits
 
 from ..train.processes import (
-    RECIPE,
     STEPS,
     Process,
     assert_told_once,
     children,
+    free_port,
     is_alive,
     last_step,
     pauses,
@@ -32,31 +31,26 @@ from ..train.processes import (
 )
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
-    path.write_text(RECIPE.replace("runtime: {", "runtime: {start_timeout: 20, "))
-    return path
-
-
 def torchrun(folder: Path, out: Path, recipe: Path, *options: str, flags: list[str]) -> Process:
     words = torusgd_words(out, recipe, *flags)
     assert words[1] == "-m"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
     return Process(folder, *launcher, *options, *words[1:])
 
 
 def by_hand(folder: Path, out: Path, recipe: Path, size: int, flags: list[str]) -> list[Process]:
     """Ranks whose variables a script has set."""
-    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = torusgd_words(out, recipe, *flags)
     return [Process(folder / str(rank), *words, environment=told | {"RANK": str(rank)}) for rank in range(size)]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def ours(process: Process) -> list[str]:
@@ -139,7 +133,7 @@ def _meet_and_lose_rank_1(rank: int, port: str, told: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_lost_while_they_meet_ends_the_others_in_time(tmp_path: Path) -> None:
-    port, context = free_port(), multiprocessing.get_context("forkserver")
+    port, context = str(free_port()), multiprocessing.get_context("forkserver")
     ranks = [
         context.Process(target=_meet_and_lose_rank_1, args=(rank, port, tmp_path / str(rank))) for rank in range(2)
     ]
@@ -176,8 +170,8 @@ def test_one_rank_tells_why_all_end(tmp_path: Path, recipe: Path, flags: list[st
 @pytest.mark.slow
 def test_ranks_that_never_meet_end_with_one_line(tmp_path: Path, recipe: Path) -> None:
     impatient = tmp_path / "impatient.yaml"
-    impatient.write_text(recipe.read_text().replace("start_timeout: 20", "start_timeout: 2"))
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": "1"}
+    impatient.write_text(recipe.read_text().replace("runtime: {", "runtime: {start_timeout: 2, "))
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "1"}
     process = Process(tmp_path, *torusgd_words(tmp_path / "out", impatient), environment=told)
     assert process.end() == 1
     (line,) = process.err.splitlines()

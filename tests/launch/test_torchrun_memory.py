@@ -17,24 +17,17 @@ from torusgd.errors import RunError
 from torusgd.launch.torchrun import agree_on_prefix
 
 from ..train.processes import (
-    RECIPE,
     STEPS,
     Process,
     assert_told_once,
     children,
+    free_port,
     results,
     summary,
     torusgd_words,
     until,
     wait_for_step,
 )
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
-    path.write_text(RECIPE.replace("checkpoint_every: 4st", f"checkpoint_every: {STEPS}st"))
-    return path
 
 
 class Agent:
@@ -61,12 +54,6 @@ class Agent:
         return children(self.process.pid)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def resumed_from_memory(process: Process) -> list[int]:
     """The steps from which the ranks have gone on."""
     told = rf"resumed from the copy in the memory of {re.escape(socket.gethostname())} of step (\d+)"
@@ -78,10 +65,8 @@ def test_after_a_lost_worker_all_go_on_from_memory_and_from_the_checkpoint_where
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
     out = tmp_path / "out"
-    own = tmp_path / "own.yaml"
-    own.write_text(recipe.read_text().replace(f"checkpoint_every: {STEPS}st", "checkpoint_every: 4st"))
     options = ("--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(free_port()))
-    agent = Agent(tmp_path, out, own, *options)
+    agent = Agent(tmp_path, out, recipe, *options)
     process = agent.process
     until(lambda: max(agent.copies(), default=0) % 4, "a copy of a step that has no checkpoint", process)
     os.kill(agent.workers()[1], signal.SIGKILL)
@@ -110,14 +95,15 @@ def test_after_a_lost_worker_all_go_on_from_memory_and_from_the_checkpoint_where
 def test_a_node_joins_and_is_lost_and_the_other_goes_on_from_memory(
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
-    out = tmp_path / "out"
+    out, rare = tmp_path / "out", tmp_path / "rare.yaml"
+    rare.write_text(recipe.read_text().replace("checkpoint_every: 4st", f"checkpoint_every: {STEPS}st"))
     # torch 2.13 never tells a node that joins later where the shared store is.
     apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     options = ("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--max-restarts", "3",
                "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "last_call_timeout=2")  # fmt: skip
-    first = Agent(tmp_path / "1", out, recipe, *options, **apart)
+    first = Agent(tmp_path / "1", out, rare, *options, **apart)
     until(first.copies, "a copy", first.process)
-    second = Agent(tmp_path / "2", out, recipe, *options, **apart)
+    second = Agent(tmp_path / "2", out, rare, *options, **apart)
     until(lambda: "4 virtual workers on 2 ranks" in first.process.out + second.process.out, "both train")
     # torchrun has asked the first one's worker to stop, which has left a checkpoint.
     stopped = int(re.findall(r"resumed from the checkpoint of step (\d+)", first.process.out + second.process.out)[0])

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -133,6 +134,13 @@ def torusgd(folder: Path, out: Path, recipe: Path, *arguments: str | Path, **env
 def torusgd_words(out: Path, recipe: Path, *arguments: str | Path) -> list[str]:
     """The command line of `torusgd train`."""
     return command("train", recipe, "--out", out, *arguments)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_alone(

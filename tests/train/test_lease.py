@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ URL = "memory://runs/locked"
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def machine(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a machine's view of the lock."""
-    import fsspec
-
     monkeypatch.setattr(module, "RENEW", 0.02)
     monkeypatch.setattr(module, "POLL", 0.05)
     monkeypatch.setattr(module, "EXPIRES", 30.0)  # of a holder at work a sign is seen long before
@@ -33,8 +30,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         (tmp_path / name).mkdir(exist_ok=True)
         return Lease(Store(URL), tmp_path / name)
 
-    yield on
-    fsspec.filesystem("memory").store.clear()
+    return on
 
 
 def test_a_holder_at_work_keeps_others_out(machine: Any) -> None:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ pytest.importorskip("fsspec")
 import torch
 
 from tests.data.buckets import KINDS, bucket
-from torusgd import storage
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.storage import Store
@@ -32,12 +30,8 @@ URL = "memory://runs/one"
 
 
 @pytest.fixture
-def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def machines(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a mirror on a machine of its own."""
-    import fsspec
-
-    monkeypatch.setattr(storage, "SCHEMES", ("memory", *storage.SCHEMES))
-    monkeypatch.setattr(storage, "PAUSES", ())
     lines: list[str] = []
 
     def machine(name: str, fresh: bool = False) -> Mirror:
@@ -47,8 +41,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             return mirror
 
     machine.lines = lines  # type: ignore[attr-defined]
-    yield machine
-    fsspec.filesystem("memory").store.clear()
+    return machine
 
 
 def advance(mirror: Mirror, step: int, keep: int = 2) -> None:

@@ -68,6 +68,18 @@ def test_another_recipe_is_refused_by_its_first_different_key(tmp_path: Path, ov
     assert files(tmp_path) == ["checkpoints/notes.txt", "notes.txt", "recipe.yaml"]
 
 
+def test_a_run_that_ended_before_its_first_step_makes_room_for_its_mended_recipe(tmp_path: Path) -> None:
+    folder, mended = RunDir(tmp_path), load_recipe("digits", ["rate.lr=3.5"]).recipe
+    folder.claim(RECIPE, fresh=False)
+    (tmp_path / "notes.txt").write_text("mine")
+    folder.claim(mended, fresh=False)
+    assert read_run_recipe(folder.recipe) == mended
+    assert files(tmp_path) == ["notes.txt", "recipe.yaml"]
+    folder.events.write_text("")
+    with pytest.raises(UserError, match="holds a run of another recipe"):
+        folder.claim(RECIPE, fresh=False)
+
+
 def test_a_strangers_folder_is_refused_and_with_fresh_only_added_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     folder = RunDir(tmp_path)

@@ -1,7 +1,6 @@
 """Runs in a bucket, looked at and used from another machine; the bucket is fsspec's in memory."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 
 pytest.importorskip("fsspec")
 
-from torusgd import storage
 from torusgd.errors import UserError
 from torusgd.report.read_run import read_run
 from torusgd.storage import Store
@@ -25,19 +23,22 @@ URL = "memory://runs/digits one"
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def elsewhere(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Moves to another machine, which is one with another cache."""
-    import fsspec
-
-    monkeypatch.setattr(storage, "SCHEMES", ("memory", *storage.SCHEMES))
-    monkeypatch.setattr(storage, "PAUSES", ())
     monkeypatch.setattr(lease, "RENEW", 0.05)
 
     def move(name: str) -> None:
         monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / name))
 
-    yield move
-    fsspec.filesystem("memory").store.clear()
+    return move
+
+
+def begin(mirror: Mirror) -> Path:
+    """Two steps of a run that has not ended; the folder of their checkpoint, which the bucket has not."""
+    run_here(mirror.folder, max_steps=2)
+    for name in ("summary.json", "model.safetensors"):
+        (mirror.folder / name).unlink()
+    return mirror.folder / "checkpoints" / "step-00000002"
 
 
 def test_what_a_finished_run_left_is_used_by_its_url(elsewhere: Any, tmp_path: Path, run_cli: Any) -> None:
@@ -73,10 +74,7 @@ def test_a_checkpoint_serves_until_the_run_is_done(elsewhere: Any) -> None:
     elsewhere("a")
     mirror = Mirror(URL)
     with mirror.held(fresh=False):
-        run_here(mirror.folder, max_steps=2)
-        for name in ("summary.json", "model.safetensors"):
-            (mirror.folder / name).unlink()
-        mirror.put_checkpoint(mirror.folder / "checkpoints" / "step-00000002", 2)
+        mirror.put_checkpoint(begin(mirror), 2)
     elsewhere("b")
     assert (local_run(Path(URL)) / "checkpoints" / "step-00000002" / "model.safetensors").is_file()
     assert (local_run(Path(f"{URL}/checkpoints/step-00000002")) / "model.safetensors").is_file()
@@ -87,12 +85,10 @@ def test_a_run_at_work_elsewhere_is_seen_and_asked(elsewhere: Any, monkeypatch: 
     elsewhere("a")
     mirror = Mirror(URL)
     with mirror.held(fresh=False):
-        run_here(mirror.folder, max_steps=2)
-        for name in ("summary.json", "model.safetensors"):
-            (mirror.folder / name).unlink()
+        checkpoint = begin(mirror)
         with RunDir(mirror.folder).lock():
             assert RunView(Path(URL)).read().state == "running", "on the machine itself its folder's own lock tells"
-        mirror.put_checkpoint(mirror.folder / "checkpoints" / "step-00000002", 2)
+        mirror.put_checkpoint(checkpoint, 2)
         elsewhere("b")
         view = RunView(Path(URL))
         assert view.running("stop").told["virtual_workers"] == 4

@@ -1,7 +1,10 @@
 """Trackers get every step and evaluation once, however often a run is stopped and resumed."""
 
 import json
+import os
+import socketserver
 import struct
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -203,3 +206,25 @@ def test_mlflow_wants_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=http"):
         Trackers(["mlflow"], tmp_path, {}, pytest.fail)
+
+
+@pytest.mark.slow
+def test_a_server_of_mlflow_that_is_not_there_is_told_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")  # no pauses: the attempts are counted
+    attempts = []
+
+    class Silent(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            attempts.append(self.client_address)  # and hangs up
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        with pytest.raises(UserError, match=f"--track mlflow: .*; MLFLOW_TRACKING_URI is {address}"):
+            Trackers(["mlflow"], tmp_path, {}, pytest.fail)
+        server.shutdown()
+    assert len(attempts) == 3
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ, "a server that is busy later is asked as MLflow does"

@@ -122,10 +122,10 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
         if is_there(path):
             return kind, *opened(path)
     raise UserError(
-        f"{path}: no data set that is known; wanted is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, one with"
-        " tar files (train-0000.tar ...), one with IDX files (train-images-idx3-ubyte.gz ...), one with"
-        " train_images.npy ..., or an .npz file;"
-        " or a built-in recipe that makes its own images, such as digits"
+        f"{path}: no data set that is known; wanted is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, one of"
+        " such folders, one with lists (train.csv, val.csv), with tar files (train-0000.tar ...), with Parquet or Arrow"
+        " files, with IDX files (train-images-idx3-ubyte.gz ...), or with train_images.npy ...; an .npz file;"
+        " hf:ORG/NAME on the hub; or a built-in recipe that makes its own images, such as digits"
     )
 
 

@@ -1,6 +1,7 @@
 """A folder as the Hugging Face hub takes it: a card with what was measured, the weights, and their configuration."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,9 @@ from ..report.read_run import RunRecord
 from ..report.tables import batches, count, duration, percent
 from ..train.load_trained import TrainedModel
 from ..weights import write_text
+
+_NAMED = r"timm|hf:[\w./@-]+"
+"""data and weights that have a name by which others find them too"""
 
 
 def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, license_name: str | None) -> None:
@@ -87,11 +91,12 @@ def card(run: RunRecord, license_name: str | None) -> str:
         "weights (SHA-256)": f"`{summary.get('weights_sha256')}`",
         "recipe (SHA-256)": f"`{recipe.sha256()}`",
         "data (SHA-256)": f"`{summary.get('data_sha256')}`",
+        "initial weights (SHA-256)": str(summary.get("init_sha256") or "drawn from the seed"),
     }
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items())
     exact = (
-        "With the same data, and under the conditions below, the recipe gives the same weights bit for bit, on any "
-        "number of ranks."
+        "With the same data and initial weights, and under the conditions below, the recipe gives the same weights bit "
+        "for bit, on any number of ranks."
         if recipe.reduction == "exact"
         else f"Gradients are summed as {recipe.reduction}: the bits depend on the number of ranks."
     )
@@ -102,8 +107,19 @@ def card(run: RunRecord, license_name: str | None) -> str:
     return (
         f"---\n{front}---\n\n# {_cell(run.name)}\n\n{_cell(recipe.description or recipe.name)}\n\n"
         f"| | |\n| --- | --- |\n{table}\n\n## The same again\n\n{exact}\n\n"
-        f"    torusgd train recipe.yaml\n\n## Conditions\n\n{conditions}\n"
+        f"    {_command(run)}\n\n## Conditions\n\n{conditions}\n"
     )
+
+
+def _command(run: RunRecord) -> str:
+    """What trains the same again elsewhere: of files it says what they are, since theirs are other paths."""
+    words = ["torusgd train recipe.yaml"]
+    for key, file in (("data", "PATH"), ("init", "WEIGHTS")):
+        if told := run.told.get(key):
+            words.append(f"--{key} {told if re.fullmatch(_NAMED, str(told)) else file}")
+    if isinstance(steps := run.told.get("max_steps"), int):
+        words.append(f"--max-steps {steps}")
+    return " ".join(words)
 
 
 def _result(data: str, summary: Mapping[str, Any]) -> dict[str, Any]:

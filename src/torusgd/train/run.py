@@ -344,6 +344,7 @@ class Run:
         fixed = "another launcher has started them" if ranks_are_given() else obstacle(self.job)
         about = {"recipe": recipe.name, "virtual_workers": recipe.virtual_workers, "fixed_ranks": fixed}
         about |= self.job.asked()
+        self.liveness.outside("the servers of --track", ", ".join(self.job.options.track))
         trackers = Trackers(self.job.options.track, path, {**about, "recipe": recipe.as_dict()}, warn)
         self.telemetry = Telemetry(path, self.schedule, state.step, state.evaluated, about, trackers)
         if not is_kept:

@@ -89,7 +89,7 @@ class RunDir:
         Only what a run wrote is ever deleted, and only when `recipe.yaml` shows that a run wrote it.
 
         Raises:
-            UserError: It belongs to another recipe, or holds files that no run wrote.
+            UserError: It belongs to another recipe's run that has begun, or holds files that no run wrote.
             RunError: The disk is full or broken.
         """
         with self._telling():
@@ -98,7 +98,7 @@ class RunDir:
             elif fresh:
                 self._delete_run()
             else:
-                self._compare(recipe)
+                self._make_room(recipe)
             self.sweep()
             forget_what_was_asked(self.path)
             if not self.recipe.exists():
@@ -160,9 +160,13 @@ class RunDir:
                 "write beside what is there"
             )
 
-    def _compare(self, recipe: Recipe) -> None:
+    def _make_room(self, recipe: Recipe) -> None:
+        """Refuses the folder of another recipe's run, unless that one ended before its first step, as by a mistake."""
         other = read_run_recipe(self.recipe)
         if other.sha256() != recipe.sha256():
+            if not any(path.exists() for path in (self.events, self.summary, self.model, self.checkpoints)):
+                self._delete_run()
+                return
             key = _first_difference(other.as_dict(), recipe.as_dict())
             raise UserError(
                 f"--out {self.path}: holds a run of another recipe ({other.name}; {key} differs); choose another "

@@ -110,12 +110,17 @@ def local_run(path: Path) -> Path:
 
 def working_folder(url: str) -> Path:
     """Where a run of that URL works on this machine."""
-    return cache_folder() / "runs" / hashlib.sha256(url.encode()).hexdigest()[:32]
+    return cache_folder() / "runs" / _digest(url)
+
+
+def _digest(url: str) -> str:
+    """A folder's name for a URL."""
+    return hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
 def _copy_of(url: str) -> Path:
     """Where what is there is copied to; its last part is the run's name, as pages show it."""
-    folder = cache_folder() / "seen" / hashlib.sha256(url.encode()).hexdigest()[:32] / url.rpartition("/")[2]
+    folder = cache_folder() / "seen" / _digest(url) / url.rpartition("/")[2]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

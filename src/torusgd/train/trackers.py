@@ -13,8 +13,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -178,7 +178,7 @@ class WeightsAndBiases:
             )
         except Exception as error:
             raise UserError(
-                f"--track wandb: {first_line(error)}; give: wandb login, or set WANDB_MODE=offline"
+                f"--track wandb: {first_line(error).rstrip('.')}; give: wandb login, or set WANDB_MODE=offline"
             ) from None
         for kind in ("train", "eval", "polished"):
             self._run.define_metric(f"{kind}/step", hidden=True)
@@ -214,13 +214,16 @@ class MLflow:
         self._metric, name = Metric, os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         try:
             self._client = MlflowClient()
-            experiment = self._client.get_experiment_by_name(name)
+            with _few_attempts():
+                experiment = self._client.get_experiment_by_name(name)
             number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
             self._id = self._find_or_create(number, folder, config)
             self._client.update_run(self._id, status="RUNNING")
             self._sent = {kind: self._last(f"{kind}/{key}") for kind, key in _MARKS.items()}
         except Exception as error:
-            raise UserError(f"--track mlflow: {first_line(error)}") from None
+            raise UserError(
+                f"--track mlflow: {first_line(error)}; MLFLOW_TRACKING_URI is {os.environ['MLFLOW_TRACKING_URI']}"
+            ) from None
 
     def has(self, kind: str, step: int) -> bool:
         """See `Tracker`."""
@@ -252,6 +255,22 @@ class MLflow:
 
     def _last(self, name: str) -> int:
         return max((metric.step for metric in self._client.get_metric_history(self._id, name)), default=0)
+
+
+@contextmanager
+def _few_attempts() -> Iterator[None]:
+    """Asks a server of MLflow three times, in some 10 s, unless the environment says otherwise.
+
+    MLflow's own eight, in four minutes, are meant for a busy server; a wrong address should be told at once.
+    """
+    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    is_ours = name not in os.environ
+    os.environ.setdefault(name, "2")
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[name]
 
 
 _MARKS = {"train": "lr", "eval": "top1", "polished": "top1"}

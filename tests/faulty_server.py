@@ -1,0 +1,77 @@
+"""A server on loopback that fails now and then as networks do, from which those of buckets and of the hub are made."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+
+class FaultyServer(ThreadingHTTPServer):
+    """Answers requests, some of which go wrong, every so many one.
+
+    Args:
+        handler: Answers a request.
+        every: How many of the requests that may fail there are for one that goes wrong so: http_500, cut, slow, stale.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, handler: type["FaultyHandler"], every: dict[str, int]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.every, self.lock = every, threading.Lock()
+        self.requests, self.faults = 0, Counter[str]()
+        """those that may fail, and how many failed in which way"""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def fault(self) -> str:
+        """What goes wrong with the next request; empty: nothing."""
+        with self.lock:
+            self.requests += 1
+            found = next((kind for kind, every in self.every.items() if self.requests % every == 0), "")
+            self.faults[found] += 1
+            return found
+
+    @contextmanager
+    def at_work(self) -> Iterator[Self]:
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        try:
+            yield self
+        finally:
+            self.shutdown()
+
+
+class FaultyHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Any
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def fault(self) -> str:
+        """What goes wrong with this request; the pause of a slow one is over already."""
+        found = self.server.fault()
+        if found == "slow":
+            time.sleep(0.5)
+        return found
+
+    def answer(self, code: int, data: bytes, headers: dict[str, str] | None = None, is_cut: bool = False) -> None:
+        """Answers, to HEAD without the data; `is_cut`: hangs up after half of them."""
+        self.send_response(code)
+        for key, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        with suppress(OSError):  # whoever asks need not wait for it
+            self.wfile.write(data[: len(data) // 2] if is_cut else data)
+        if is_cut:
+            self.close_connection = True
