@@ -12,6 +12,7 @@ gives it up.
 import json
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -46,6 +47,32 @@ def ranks_do(ranks: Sequence[int], verb: str) -> str:
     return f"ranks {', '.join(map(str, ranks))} {verb}"
 
 
+class _Record(NamedTuple):
+    """What the launcher has written of the newest generation; as JSON in the store."""
+
+    number: int
+    ranks: tuple[int, ...]
+    """in the order of the group's places; none: those that are left shall end"""
+    lost: tuple[int, ...]
+    """all ranks that were lost until then"""
+    is_planned: bool
+    """the ranks of the generation before are well, and shall end their step first"""
+    waits: bool
+    """its ranks are too few, and shall take no step"""
+
+    def write(self, store: Store) -> None:
+        store.set(_KEY, json.dumps(self))
+
+    @staticmethod
+    def read(store: Store) -> "_Record":
+        number, ranks, lost, is_planned, waits = json.loads(store.get(_KEY))
+        return _Record(number, tuple(ranks), tuple(lost), is_planned, waits)
+
+    def has_lost(self, generation: int) -> bool:
+        """Whether ranks of an earlier generation are lost, so that its work is in vain."""
+        return self.number > generation and not self.is_planned
+
+
 class Generations:
     """The generations of an attempt, as the launcher announces them and as a rank follows them.
 
@@ -78,7 +105,7 @@ class Generations:
         """
         self.number += 1
         self.lost = (*self.lost, *lost)
-        self._store.set(_KEY, json.dumps([self.number, list(ranks), self.lost, planned, waits]))
+        _Record(self.number, tuple(ranks), self.lost, planned, waits).write(self._store)
 
     def are_ready(self, ranks: Iterable[int]) -> bool:
         """Whether all these ranks wait to take part; asked by the launcher."""
@@ -91,7 +118,7 @@ class Generations:
             ConnectionLost: All ranks shall end.
         """
         self._store.set(f"ready/{rank}", "")
-        while rank not in (ranks := self._newest()[1]):
+        while rank not in (ranks := _Record.read(self._store).ranks):
             if not ranks:
                 raise ConnectionLost("ranks were lost, and the others do not go on")
             time.sleep(_POLL_SECONDS)
@@ -111,14 +138,14 @@ class Generations:
             Released: The others go on without this rank.
         """
         while True:
-            self.number, ranks, self.lost, _, self.waits = self._newest()
-            self.is_planned = False
-            if not ranks:
+            newest = _Record.read(self._store)
+            self.number, self.lost, self.waits, self.is_planned = newest.number, newest.lost, newest.waits, False
+            if not newest.ranks:
                 raise ConnectionLost("ranks were lost, and the others do not go on")
-            if rank not in ranks:
+            if rank not in newest.ranks:
                 raise Released
             try:
-                return self._meet(rank, ranks, device, ranks_per_gpu, liveness)
+                return self._meet(rank, newest.ranks, device, ranks_per_gpu, liveness)
             except ConnectionLost:
                 if not self.is_followed(liveness):
                     raise
@@ -145,9 +172,9 @@ class Generations:
         """
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
-            number, _, _, is_planned, _ = self._newest()
-            self.is_planned = number > self.number and is_planned
-            if number > self.number and not is_planned:
+            newest = _Record.read(self._store)
+            self.is_planned = newest.number > self.number and newest.is_planned
+            if newest.has_lost(self.number):
                 raise ConnectionLost("ranks were lost, says the launcher")
 
     def is_forsaken(self, store: Store) -> bool:
@@ -155,19 +182,14 @@ class Generations:
 
         Whoever waits for a message must ask: of a machine that is cut off no connection closes.
         """
-        if self.number < 0:
-            return False
-        number, _, _, is_planned, _ = json.loads(store.get(_KEY))
-        return number > self.number and not is_planned
-
-    def _newest(self) -> tuple[int, list[int], tuple[int, ...], bool, bool]:
-        number, ranks, lost, is_planned, waits = json.loads(self._store.get(_KEY))
-        return number, ranks, tuple(lost), is_planned, waits
+        return self.number >= 0 and _Record.read(store).has_lost(self.number)
 
     def _is_over(self) -> bool:
-        return self._newest()[0] > self.number
+        return _Record.read(self._store).number > self.number
 
-    def _meet(self, rank: int, ranks: list[int], device: torch.device, ranks_per_gpu: int, liveness: Liveness) -> Group:
+    def _meet(
+        self, rank: int, ranks: Sequence[int], device: torch.device, ranks_per_gpu: int, liveness: Liveness
+    ) -> Group:
         store = PrefixStore(f"{_KEY}-{self.number}", self._store)
         tell_gpu(store, rank, device, ranks_per_gpu)
         # One counter and one key for all: a key for each rank would be asked for N^2 times.

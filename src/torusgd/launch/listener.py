@@ -22,7 +22,19 @@ from signal import SIGKILL, Signals
 from typing import Any
 
 from ..errors import UserError
-from .handshake import MOST_RANKS, NODE, Channel, ChannelClosed, Refused, accepted, hang_up, pass_on, prove_to_client
+from .handshake import (
+    MOST_RANKS,
+    NODE,
+    Channel,
+    ChannelClosed,
+    Refused,
+    accepted,
+    as_text,
+    hang_up,
+    pass_on,
+    printable,
+    prove_to_client,
+)
 from .rank_process import LOOPBACK
 from .roll_call import BEAT_SECONDS
 
@@ -169,7 +181,7 @@ class Listener:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
         except OSError as error:
-            raise UserError(f"--listen {address[0]}:{address[1]}: {error.strerror}; choose another port") from None
+            raise UserError(f"--listen {as_text(address)}: {error.strerror}; choose another port") from None
         self._socket.listen()
         self.address: tuple[str, int] = self._socket.getsockname()
         threading.Thread(target=self._accept, daemon=True, name="torusgd-listener").start()
@@ -253,7 +265,7 @@ class Listener:
             raise ChannelClosed(line)
         if not 1 <= workers <= MOST_RANKS:
             raise ValueError
-        node = JoinedNode("".join(c for c in host if c.isprintable()) or address, workers, channel)
+        node = JoinedNode(printable(host) or address, workers, channel)
         self._nodes.append(node)
         channel.send(job=self._job, silent=self._silent)
         return node

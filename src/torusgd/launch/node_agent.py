@@ -32,8 +32,10 @@ from .handshake import (
     ChannelClosed,
     Refused,
     accepted,
+    as_text,
     hang_up,
     pass_on,
+    printable,
     prove_to_listener,
 )
 from .listener import interface_of
@@ -68,7 +70,7 @@ def join_run(
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers > MOST_RANKS:
         raise UserError(f"--workers {workers}: one machine may bring {MOST_RANKS} ranks at most")
-    where = f"{address[0]}:{address[1]}"
+    where = as_text(address)
     with ExitStack() as held:
         link = _connect(address, token, NODE)
         interface = interface_of(link.getsockname()[0])
@@ -184,7 +186,7 @@ def _ended(where: str, message: Mapping[str, Any]) -> int:
         raise UserError(line)
     if code == 1:
         raise RunError(line)
-    warn("".join(c for c in line if c.isprintable()))
+    warn(printable(line))
     return code
 
 
@@ -206,7 +208,7 @@ def _beat(channel: Channel) -> None:
 
 
 def _connect(address: tuple[str, int], token: bytes, purpose: str) -> socket.socket:
-    where = f"{address[0]}:{address[1]}"
+    where = as_text(address)
     try:
         link = socket.create_connection(address, CONNECT_SECONDS)
     except OSError as error:
