@@ -135,6 +135,7 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     assert (told["world_size"], told["shares"]) == (1, {"0": 4})
     assert "ranks 1, 2 join; ranks 0, 1, 2 go on" in process.err
     assert " leaves; rank 0 goes on" in process.err
+    assert "all waited" not in process.out, "they were sent the state beside the steps"
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from .closing import as_seconds, closing_of
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, evaluation_event, warn
 from .job import Job
-from .journal import Journal
+from .journal import Journal, journal_of
 from .mirror import Mirror
 from .node_memory import node_memory
 from .polish import polish_by_recipe
@@ -33,6 +33,7 @@ from .result import RunResult, weights_metadata, write_result
 from .run_dir import RunDir
 from .saving import Saver, saved_on_disk
 from .state import RunState
+from .state_feed import StateFeeds
 from .status import Asked
 from .step_stats import StepStats
 from .survival import Agreed, Kept, agree, fitting, nothing_yet, obstacle, wait_for_ranks
@@ -59,7 +60,8 @@ class Run:
         stop: Asked once a step.
         restarts: Times that the launcher has started the ranks again.
         liveness: Learns of this rank's progress; waits ask it for late ranks. None: nobody is ever late.
-        kept: What this rank keeps of the same run with more ranks, some of which are lost; None: it begins.
+        kept: What this rank keeps of the same run with other ranks; None: it begins.
+        feeds: Send the state to ranks that join; None: none do.
 
     Raises:
         UserError: The job can't be run as given.
@@ -73,14 +75,15 @@ class Run:
         restarts: int,
         liveness: Liveness | None = None,
         kept: Kept | None = None,
+        feeds: StateFeeds | None = None,
     ) -> None:
         self.liveness = liveness or NoLiveness()
         if kept is None:
             kept = nothing_yet(job, world, self.liveness, world.ranks)
-        self.kept, self._gives_way = kept, ""
+        self.kept, self._to_say, self._feeds = kept, "", feeds or StateFeeds()
         self.memory, self._source = node_memory(job), ""
         if kept.began != world.ranks:
-            options, self._gives_way = fitting(job.options, world.size)
+            options, self._to_say = fitting(job.options, world.size)
             job = replace(job, options=options)
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
         self.run_dir = RunDir(job.out)
@@ -133,7 +136,8 @@ class Run:
             copy = partial(mirror.put_checkpoint, keep=keep) if mirror is not None else lambda path: None
             writer = CheckpointWriter(self.run_dir.checkpoints, keep, self._metadata, copy)
             try:
-                self._open_journal()
+                state, path = self.state, self.run_dir.journal if self._is_first else None
+                self.journal = journal_of(self.job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
                 if self._is_first:
                     self._open_telemetry(is_kept=agreed is not None)
                 is_done = self._train(writer, *self._saved(agreed))
@@ -152,6 +156,7 @@ class Run:
             is_lost = True
             raise
         finally:
+            self._feeds.close()
             if not is_lost:
                 self.kept.data.loader.close()
 
@@ -197,6 +202,7 @@ class Run:
                 self._tell_phase("stopped" if is_stopping else "finish")
                 return not is_stopping
             if is_changing:
+                self._feeds.end()
                 raise ConnectionLost("ranks join or leave")
             if self.liveness.lacks_ranks():
                 saver.save()
@@ -229,6 +235,7 @@ class Run:
             self.telemetry.step(stats, state.seconds, self.membership)
             if rebuilt:
                 self.telemetry.say(rebuilt)
+        self._feeds.after_step(self.trainer.step.state, state, not stats.skipped, self._last_event)
         if stats.keep and self.memory is not None:
             self.memory.keep(state, self.trainer.step.state)
 
@@ -334,21 +341,13 @@ class Run:
         step.check_weights(agreed.state.step, agreed.holders)
         step.state.load_state_dict(agreed.tensors)
         self.state, self._counted = agreed.state, self.kept.counted or time.perf_counter()
-        if (event := agreed.last_event) is not None:
-            self._last_event = lambda: dict(event)
+        self._last_event = None if agreed.last_event is None else partial(dict, agreed.last_event)
+        self._to_say = "\n".join(filter(None, (self._to_say, agreed.others(self.world))))
         return agreed
 
     def _tell_phase(self, phase: str) -> None:
         if self.telemetry is not None:
             self.telemetry.status.tell(now=True, phase=phase)
-
-    def _open_journal(self) -> None:
-        """Goes on with the journal of a run that keeps one; rank 0 with the file too."""
-        recipe, state = self.job.recipe, self.state
-        if recipe.synchrony.leaves_out:
-            self.journal = Journal(state.fingerprint.recipe_sha256, recipe.virtual_workers, state.journal)
-            if self._is_first:
-                self.journal.open(self.run_dir.journal)
 
     def _open_telemetry(self, is_kept: bool) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
@@ -364,8 +363,8 @@ class Run:
             return
         if self._last_event is not None:
             self.telemetry.complete(self._last_event())
-        if self._gives_way:
-            self.telemetry.say(self._gives_way)
+        if self._to_say:
+            self.telemetry.say(self._to_say)
         with suppress(OSError):
             self.run_dir.sweep()
 

@@ -79,6 +79,12 @@ class Agreed:
     saved: LastSaved | None
     """the newest checkpoint; None: the rank that wrote them is lost, and maybe had not written the last"""
 
+    def others(self, world: Group) -> str:
+        """A line that says who does not hold the state; empty where all do."""
+        ranks = [str(rank) for place, rank in enumerate(world.ranks) if place not in self.holders]
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+        return "" if not ranks else f"all waited while the state of step {self.state.step} was sent to {who}"
+
 
 def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Kept:
     """What a rank has before its first step: the images, which it opens. `began`: see `Kept`."""
