@@ -54,7 +54,7 @@ class Agent:
 
     def copies(self) -> list[int]:
         """The steps whose state is in this node's memory."""
-        found = Path("/dev/shm").glob(f"torusgd-{os.getuid()}-{self.process.pid}-*/step-*")
+        found = Path("/dev/shm").glob(f"torusgd-{os.getuid()}-*-{self.process.pid}-*/step-*")
         return [int(path.name.removeprefix("step-")) for path in found]
 
     def workers(self) -> list[int]:
@@ -93,7 +93,7 @@ def test_after_a_lost_worker_all_go_on_from_memory_and_from_the_checkpoint_where
     workers = agent.workers()
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
-    (file,) = Path("/dev/shm").glob(f"torusgd-{os.getuid()}-{process.pid}-*/step-*/model.safetensors")
+    (file,) = Path("/dev/shm").glob(f"torusgd-{os.getuid()}-*-{process.pid}-*/step-*/model.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
