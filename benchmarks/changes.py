@@ -202,6 +202,9 @@ def main() -> None:
             f"{kind}: n {len(seconds)}, {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), "
             f"steps redone {min(redone)} to {max(redone)}"
         )
+    for line in campaign.root.err.splitlines():
+        if "restart" in line:
+            print(line)
     is_same = summary["weights_sha256"].startswith(undisturbed)
     print(
         f"{arguments.recipe}: {arguments.changes} changes in {done} of {summary['steps']} steps, "
