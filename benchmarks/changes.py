@@ -130,9 +130,12 @@ class Campaign:
         return self.root.ranks() + [rank for agent in self._agents for rank in agent.ranks()]
 
     def _lose(self) -> None:
-        """A rank of those here is left."""
+        _kill(self._draw.choice(self._spared()))
+
+    def _spared(self) -> list[int]:
+        """The ranks of which one may be lost: another one of this machine is left, as the run needs."""
         here, ranks = self.root.ranks(), self._ranks()
-        _kill(self._draw.choice(ranks if len(here) > 1 else ranks[1:]))
+        return ranks if len(here) > 1 else ranks[1:]
 
     def _lose_newest(self) -> None:
         _kill(self._ranks()[-1])
@@ -154,10 +157,10 @@ class Campaign:
         self._join()
 
     def _while_joining(self) -> None:
+        before, members = self._ranks(), self._spared()
         self._join()
         time.sleep(self._draw.uniform(0, 3))
-        here = self.root.ranks()
-        _kill(self._draw.choice(here) if len(here) > 1 else self._ranks()[-1])
+        _kill(self._draw.choice([*members, *(rank for rank in self._ranks() if rank not in before)]))
 
     def _flap(self) -> None:
         told = self.root.err.count(" join")
