@@ -103,9 +103,9 @@ class Campaign:
         able = [kind for kind in able if kind != "flapping" or size < MOST]
         kind = self._draw.choice(able)
         done, least, begin = last_step(self.out), last_step(self.out) + 1, time.monotonic()
-        told = self.root.err.count(GO_ON)
+        told = self._times_it_went_on()
         kinds[kind]()
-        until(lambda: self.root.err.count(GO_ON) > told, f"it goes on after {kind}", self.root)
+        until(lambda: self._times_it_went_on() > told, f"it goes on after {kind}", self.root)
         changed = last_step(self.out)
         while (now := last_step(self.out)) <= max(done, changed if "join" in kind else done):
             least = min(least, now or least)  # a new rank 0 replaces the file
@@ -124,6 +124,10 @@ class Campaign:
 
     def _start(self, *words: str) -> Process:
         return Process(self._folder / "told", sys.executable, "-m", "torusgd", *words)
+
+    def _times_it_went_on(self) -> int:
+        """Lines of the launcher that say so; all start again where no member of the first machine is left."""
+        return self.root.err.count(GO_ON) + self.root.err.count("(restart ")
 
     def _ranks(self) -> list[int]:
         """Process ids, those of this machine first."""

@@ -42,7 +42,7 @@ class Agent:
 
     def __init__(self, folder: Path, out: Path, recipe: Path, *options: str, **environment: str) -> None:
         words = torusgd_words(
-            out, recipe, "--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.1"
+            out, recipe, "--fresh", "--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.1"
         )
         held = out.with_name("held")
         held.touch()
