@@ -103,9 +103,9 @@ class Campaign:
         able = [kind for kind in able if kind != "flapping" or size < MOST]
         kind = self._draw.choice(able)
         done, least, begin = last_step(self.out), last_step(self.out) + 1, time.monotonic()
-        told = self.root.err.count(GO_ON)
+        told = self._times_it_went_on()
         kinds[kind]()
-        until(lambda: self.root.err.count(GO_ON) > told, f"it goes on after {kind}", self.root)
+        until(lambda: self._times_it_went_on() > told, f"it goes on after {kind}", self.root)
         changed = last_step(self.out)
         while (now := last_step(self.out)) <= max(done, changed if "join" in kind else done):
             least = min(least, now or least)  # a new rank 0 replaces the file
@@ -125,14 +125,21 @@ class Campaign:
     def _start(self, *words: str) -> Process:
         return Process(self._folder / "told", sys.executable, "-m", "torusgd", *words)
 
+    def _times_it_went_on(self) -> int:
+        """Lines of the launcher that say so; all start again where no member of the first machine is left."""
+        return self.root.err.count(GO_ON) + self.root.err.count("(restart ")
+
     def _ranks(self) -> list[int]:
         """Process ids, those of this machine first."""
         return self.root.ranks() + [rank for agent in self._agents for rank in agent.ranks()]
 
     def _lose(self) -> None:
-        """A rank of those here is left."""
+        _kill(self._draw.choice(self._spared()))
+
+    def _spared(self) -> list[int]:
+        """The ranks of which one may be lost: another one of this machine is left, as the run needs."""
         here, ranks = self.root.ranks(), self._ranks()
-        _kill(self._draw.choice(ranks if len(here) > 1 else ranks[1:]))
+        return ranks if len(here) > 1 else ranks[1:]
 
     def _lose_newest(self) -> None:
         _kill(self._ranks()[-1])
@@ -154,10 +161,10 @@ class Campaign:
         self._join()
 
     def _while_joining(self) -> None:
+        before, members = self._ranks(), self._spared()
         self._join()
         time.sleep(self._draw.uniform(0, 3))
-        here = self.root.ranks()
-        _kill(self._draw.choice(here) if len(here) > 1 else self._ranks()[-1])
+        _kill(self._draw.choice([*members, *(rank for rank in self._ranks() if rank not in before)]))
 
     def _flap(self) -> None:
         told = self.root.err.count(" join")
@@ -202,6 +209,9 @@ def main() -> None:
             f"{kind}: n {len(seconds)}, {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), "
             f"steps redone {min(redone)} to {max(redone)}"
         )
+    for line in campaign.root.err.splitlines():
+        if "restart" in line:
+            print(line)
     is_same = summary["weights_sha256"].startswith(undisturbed)
     print(
         f"{arguments.recipe}: {arguments.changes} changes in {done} of {summary['steps']} steps, "

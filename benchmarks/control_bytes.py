@@ -19,6 +19,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+from tests.train.processes import last_step  # noqa: E402
+
 RECIPE = (
     "data={source: synthetic, train_images: 65536, eval_images: 16, image_size: 28, channels: 1, classes: 10, "
     "mean: [0.5], std: [0.25]}",
@@ -69,13 +73,6 @@ def measure(out: Path, ranks: int, seconds: float) -> dict[str, float]:
         "store_bytes_a_step": round(control / done),
         "other_bytes_a_step": round(others / done),
     }
-
-
-def last_step(out: Path) -> int:
-    """The last step in events.jsonl."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(json.loads((out / "events.jsonl").read_bytes().splitlines()[-1])["step"])
-    return 0
 
 
 def store_port(launcher: int) -> int:

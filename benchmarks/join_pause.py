@@ -19,9 +19,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+from tests.train.processes import Process, last_step, torusgd, until, wait_for_step  # noqa: E402
+from tests.train.runs import command  # noqa: E402
 
 AFTER = 4
 """steps after the last join"""
@@ -40,19 +44,13 @@ def main() -> None:
     data = ["--data", arguments.data] if arguments.data else []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        words = ["train", arguments.recipe, *data, *sets, "--out", str(out), "--workers", "2"]
-        told = out.with_name("told")
-        with told.open("w") as file:
-            process = subprocess.Popen([sys.executable, "-m", "torusgd", *words], stdout=file, stderr=file)
-        for join in range(1, arguments.joins + 1):
-            wait_for(process, told, lambda: last_step(out) >= arguments.gap * join)  # noqa: B023
-            scale = ["scale", str(out), "--workers", str(2 + join)]
-            subprocess.run([sys.executable, "-m", "torusgd", *scale], check=True, stdout=subprocess.DEVNULL)
-            wait_for(process, told, lambda: told.read_text().count(" joins; ") == join)  # noqa: B023
-        end = last_step(out) + AFTER
-        wait_for(process, told, lambda: last_step(out) >= end)
-        subprocess.run([sys.executable, "-m", "torusgd", "stop", str(out)], check=True, stdout=subprocess.DEVNULL)
-        process.wait()
+        process = torusgd(Path(folder), out, Path(arguments.recipe), *data, *sets, "--workers", "2")
+        for joins in range(1, arguments.joins + 1):
+            wait_for_step(out, arguments.gap * joins, process)
+            scale(process, out, joins)
+        wait_for_step(out, last_step(out) + AFTER, process)
+        subprocess.run(command("stop", out), check=True, stdout=subprocess.DEVNULL)
+        process.end()
         events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     gaps = [
         after["seconds"] - before["seconds"] - after["step_seconds"]
@@ -68,20 +66,10 @@ def main() -> None:
     )
 
 
-def wait_for(process: subprocess.Popen[bytes], told: Path, check) -> None:  # type: ignore[no-untyped-def]
-    """Waits until `check` gives something true."""
-    while not check():
-        assert process.poll() is None, told.read_text()
-        time.sleep(0.01)
-
-
-def last_step(out: Path) -> int:
-    """The last step in events.jsonl."""
-    try:
-        lines = (out / "events.jsonl").read_bytes().splitlines()
-        return int(json.loads(lines[-1])["step"]) if lines else 0
-    except (OSError, ValueError):
-        return 0
+def scale(process: Process, out: Path, joins: int) -> None:
+    """Asks for one more rank, so that so many have joined, and waits until it takes part."""
+    subprocess.run(command("scale", out, "--workers", str(2 + joins)), check=True, stdout=subprocess.DEVNULL)
+    until(lambda: process.err.count(" joins; ") == joins, "the rank joins", process, timeout=300)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,18 @@ sharded updates, in which all ranks start again from the last checkpoint, one ev
 """
 
 import argparse
-import json
 import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+from tests.train.processes import last_step, summary, torusgd, wait_for_step  # noqa: E402
 
 PEERS = {"go on": ["--update", "replicated"], "start again": ["--update", "sharded"]}
 
@@ -38,10 +39,10 @@ def main() -> None:
         at = draw.randrange(arguments.steps // 4, arguments.steps // 2)
         for name, flags in PEERS.items():
             with tempfile.TemporaryDirectory() as folder:
-                loss, again, summary = lose_a_rank(Path(folder), flags, arguments.workers, arguments.steps, at, run % 2)
+                loss, again, told = lose_a_rank(Path(folder), flags, arguments.workers, arguments.steps, at, run % 2)
             seconds[name].append(loss)
             redone[name].append(again)
-            hashes.add(summary["weights_sha256"])
+            hashes.add(told["weights_sha256"])
     for name in PEERS:
         each = seconds[name]
         print(
@@ -54,15 +55,11 @@ def main() -> None:
 
 def lose_a_rank(out: Path, flags: list[str], workers: int, steps: int, at: int, victim: int) -> tuple:
     """(seconds until a new step is done, steps redone, summary) of a run that loses a rank after step `at`."""
-    words = ["train", "digits", "--out", str(out), "--workers", str(workers), "--max-steps", str(steps)]
-    every = ["--checkpoint-every", "20st"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torusgd", *words, *every, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    while last_step(out) < at:
-        assert process.poll() is None, "ended early"
-        time.sleep(0.005)
-    pid = rank_of(process.pid, out, is_first=victim == 0)
+    words = ["--workers", str(workers), "--max-steps", str(steps), "--checkpoint-every", "20st", *flags]
+    process = torusgd(out / "told", out / "run", Path("digits"), *words)
+    out /= "run"
+    wait_for_step(out, at, process)
+    pid = process.rank(out, victim)
     done = last_step(out)
     begin = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
@@ -71,46 +68,9 @@ def lose_a_rank(out: Path, flags: list[str], workers: int, steps: int, at: int, 
         least = min(least, now)
         time.sleep(0.001)
     taken = time.perf_counter() - begin
-    process.communicate()
-    assert process.returncode == 0
+    assert process.end() == 0, process.output
     # The step under way is done again in any case; those that are missing from the events are, too.
-    return taken, 1 + max(0, done - least), json.loads((out / "summary.json").read_text())
-
-
-def last_step(out: Path) -> int:
-    """The last step in events.jsonl."""
-    try:
-        lines = (out / "events.jsonl").read_bytes().splitlines()
-        return int(json.loads(lines[-1])["step"]) if lines else 0
-    except (OSError, ValueError):
-        return 0
-
-
-def rank_of(launcher: int, out: Path, is_first: bool) -> int:
-    """The process id of the rank that writes the events, or of one that doesn't."""
-    ranks = [rank for server in children(launcher) if "forkserver" in command(server) for rank in children(server)]
-    events = str(out / "events.jsonl")
-    return next(rank for rank in ranks if (events in files(rank)) == is_first)
-
-
-def children(pid: int) -> list[int]:
-    """Process ids of those that a process has started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent, *_ = path.read_text().rpartition(")")[2].split()
-            found += [int(path.parent.name)] if int(parent) == pid and state != "Z" else []
-    return found
-
-
-def command(pid: int) -> str:
-    """The command line of a process."""
-    return Path(f"/proc/{pid}/cmdline").read_text()
-
-
-def files(pid: int) -> list[str]:
-    """The files that a process has open."""
-    return [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()]
+    return taken, 1 + max(0, done - least), summary(out)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torusgd.recipe.schedule import Schedule
 from torusgd.signals import StopFlag
 from torusgd.train.events import Telemetry
 from torusgd.train.fingerprint import Fingerprint
+from torusgd.train.saving import LastSaved
 from torusgd.train.state import RunState
 from torusgd.train.survival import Kept, agree, fitting
 
@@ -135,6 +136,7 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     assert (told["world_size"], told["shares"]) == (1, {"0": 4})
     assert "ranks 1, 2 join; ranks 0, 1, 2 go on" in process.err
     assert " leaves; rank 0 goes on" in process.err
+    assert "all waited" not in process.out, "they were sent the state beside the steps"
 
 
 @pytest.mark.slow
@@ -295,6 +297,13 @@ def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measur
     assert agreed(kept(4, 0, 1.0), kept(5, 0, 3.0), kept(4, 4, 2.0), joiner) == [
         (4, 4, {"step": 4}, each) for each in (whole, whole, whole, whole)
     ]
+
+
+def test_all_know_of_the_last_checkpoint_unless_the_rank_that_wrote_it_is_lost() -> None:
+    for writer, known in ((0, 4), (3, None)):
+        taken = agree(replace(kept(5, 0, 1.0), saved=LastSaved(4, writer, 0.0)), groups.alone())
+        assert taken is not None
+        assert (taken.saved.step if taken.saved else None) == known
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,8 +24,8 @@ import pytest
 
 from torusgd.errors import RunError, UserError
 from torusgd.launch import local, node_agent
-from torusgd.launch.handshake import NODE, Channel, make_token, prove_to_listener, read_token
-from torusgd.launch.listener import MOST_STRANGERS, Listener, interface_of
+from torusgd.launch.handshake import NODE, Channel, make_token, prove_to_client, prove_to_listener, read_token
+from torusgd.launch.listener import MOST_STRANGERS, Listener, interface_addresses, interface_of
 from torusgd.launch.local import TOKEN, Entrance, launch
 from torusgd.launch.node_agent import join_run
 from torusgd.recipe.load import load_recipe
@@ -239,7 +240,8 @@ def test_a_joined_rank_whose_way_to_the_store_is_cut_is_lost_and_the_run_goes_on
         agent = Agent(run.port, read_token(job.out / TOKEN), 1)
         run.until(lambda: set(run.shares()) == {"0", "1"})
         for link in links:
-            link.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # it has ended already, with what it was for
+                link.shutdown(socket.SHUT_RDWR)
         run.line("; rank 0 goes on")
         gate_of(job).unlink()
         agent.end()
@@ -288,8 +290,54 @@ def test_a_message_that_holds_no_number_ends_its_machine_alone() -> None:
     listener.close(0, "")
 
 
-def test_ranks_can_be_reached_at_an_address_of_this_machine_only() -> None:
+GARBAGE = "it sends no messages of torusgd"
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind", "line"),
+    [
+        ([{"silent": 5.0, "job": 7}], UserError, "the run's job: "),
+        ([{"silent": 5.0, "job": {"device": "tpu"}}], UserError, "the run's job: "),
+        ([{"silent": "long", "job": {}}], RunError, GARBAGE),
+        ([{"job": {}}], RunError, GARBAGE),
+        ([{"end": "over"}], RunError, GARBAGE),
+        ([{"end": "over", "code": 1e400}], RunError, GARBAGE),
+        ([None, {"start": 1}], RunError, GARBAGE),
+        ([None, {"start": 1, "rank": -1, "size": 1, "attempt": 0}], RunError, GARBAGE),
+        ([None, {"kill": [2]}], RunError, GARBAGE),
+        ([None, {"end": "over", "code": -3}], RunError, GARBAGE),
+    ],
+)
+def test_odd_messages_of_the_first_machine_are_one_line(
+    job: Job, monkeypatch: pytest.MonkeyPatch, messages: list[Any], kind: type[Exception], line: str
+) -> None:
+    """None: the job as it should be."""
+    token, told = b"k" * 64, list[str]()
+    monkeypatch.setattr(node_agent, "warn", told.append)
+
+    def be_root() -> None:
+        with server.accept()[0] as link:
+            prove_to_client(link, token)
+            link.recv(4096)  # what the machine brings
+            for message in messages:
+                link.sendall(json.dumps(message or {"silent": 5.0, "job": job.as_dict()}).encode() + b"\n")
+            while link.recv(4096):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=be_root, daemon=True).start()
+        with pytest.raises(kind, match=line) as caught:
+            join_run(server.getsockname(), token, None, 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_can_be_reached_at_an_address_of_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface_of("127.0.0.1") == "lo"
+    assert ("lo", "127.0.0.1") in interface_addresses()
+    monkeypatch.setattr(
+        "torusgd.launch.listener.interface_addresses", lambda: [("eth0", "10.0.0.1"), ("eth0", "10.0.0.2")]
+    )
+    assert interface_of("10.0.0.2") == "eth0"
     with pytest.raises(UserError, match="no network interface of this machine has it"):
         interface_of("0.0.0.0")
 

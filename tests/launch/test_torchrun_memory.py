@@ -35,7 +35,7 @@ class Agent:
 
     def __init__(self, folder: Path, out: Path, recipe: Path, *options: str, **environment: str) -> None:
         words = torusgd_words(
-            out, recipe, "--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.1"
+            out, recipe, "--fresh", "--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.1"
         )
         held = out.with_name("held")
         held.touch()
@@ -47,7 +47,7 @@ class Agent:
 
     def copies(self) -> list[int]:
         """The steps whose state is in this node's memory."""
-        found = Path("/dev/shm").glob(f"torusgd-{os.getuid()}-{self.process.pid}-*/step-*")
+        found = Path("/dev/shm").glob(f"torusgd-{os.getuid()}-*-{self.process.pid}-*/step-*")
         return [int(path.name.removeprefix("step-")) for path in found]
 
     def workers(self) -> list[int]:
@@ -78,7 +78,7 @@ def test_after_a_lost_worker_all_go_on_from_memory_and_from_the_checkpoint_where
     workers = agent.workers()
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
-    (file,) = Path("/dev/shm").glob(f"torusgd-{os.getuid()}-{process.pid}-*/step-*/model.safetensors")
+    (file,) = Path("/dev/shm").glob(f"torusgd-{os.getuid()}-*-{process.pid}-*/step-*/model.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     for worker in workers:
         os.kill(worker, signal.SIGKILL)

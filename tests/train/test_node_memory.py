@@ -120,19 +120,23 @@ def test_without_room_the_run_goes_on_without_copies(
 
 
 def test_what_an_agent_that_has_ended_left_is_swept_and_what_lives_stays(shared: Path) -> None:
-    own = module._start_of(os.getpid())
-    dead, living = (shared / f"torusgd-{os.getuid()}-{os.getpid()}-{began}" for began in (own - 1, own))
+    own, here = module.start_of(os.getpid()), module._namespace()
+    dead, living, elsewhere = (
+        shared / f"torusgd-{os.getuid()}-{namespace}-{os.getpid()}-{began}"
+        for namespace, began in ((here, own - 1), (here, own), (f"{here}1", own - 1))
+    )
     other = shared / "torusgd-notes"
-    for folder in (dead, living, other):
+    for folder in (dead, living, elsewhere, other):
         folder.mkdir()
     assert node_memory(job()) is not None
     assert not dead.exists()
     assert living.exists()
+    assert elsewhere.exists(), "of a container whose processes can't be seen from here"
     assert other.exists()
 
 
 def test_a_folder_that_others_can_write_is_not_used(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = shared / f"torusgd-{os.getuid()}-{os.getppid()}-{module._start_of(os.getppid())}"
+    folder = shared / f"torusgd-{os.getuid()}-{module.torchrun_agent()}"
     folder.mkdir()
     folder.chmod(0o777)
     memory = node_memory(job())

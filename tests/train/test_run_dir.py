@@ -100,6 +100,22 @@ def test_what_only_has_the_name_of_a_runs_file_is_never_deleted(tmp_path: Path, 
     assert (tmp_path / name).read_text() == "flour: 500 g\n"
 
 
+def test_ranks_that_torchrun_starts_again_with_fresh_go_on(tmp_path: Path) -> None:
+    """Also where nodes have come and gone meanwhile, of which torchrun counts no restart."""
+    folder = RunDir(tmp_path)
+    recipe = load_recipe("digits").recipe
+    folder.claim(recipe, True, {1, 2})
+    for agents in ({2, 3}, {3}, {3, 4}):
+        folder.events.write_text("{}")
+        folder.claim(recipe, True, agents)
+        assert folder.events.exists()
+    folder.claim(recipe, True, {5})  # the user's next command
+    assert not folder.events.exists()
+    folder.events.write_text("{}")
+    folder.claim(recipe, True, {4})
+    assert not folder.events.exists()
+
+
 def test_a_finished_run_is_known_and_that_of_fewer_steps_makes_way(tmp_path: Path) -> None:
     folder = run_in(tmp_path)
     assert folder.finished(30) == {"steps": 30, "top1": 0.5}

@@ -205,8 +205,8 @@ def train(
     mirror = Mirror.at(folder, warn)
     if mirror is not None:
         folder = mirror.folder
-    if listen is not None and ranks_are_given():
-        raise UserError("--listen: another launcher has started these ranks, and brings others; leave it out")
+    if ranks_are_given():
+        check_flags_of_joined(listen, begins, mirror.url if mirror is not None else "")
     entrance = Entrance(parse_address(listen, "--listen"), token_file) if listen is not None else None
     with mirror.held(begins) if mirror is not None and is_first else nullcontext():
         data = pinned(data, "" if begins else RunDir(folder).data_revision())
@@ -232,6 +232,23 @@ def train(
     if result.summary:
         show_result(result.summary, mirror.url if mirror is not None else str(folder))
     raise typer.Exit(result.code)
+
+
+def check_flags_of_joined(listen: str | None, begins: bool, bucket: str) -> None:
+    """UserError where ranks that another launcher has started are asked for what they can't do.
+
+    Args:
+        listen: The flag.
+        begins: A run that is there is deleted.
+        bucket: Where the run goes; empty: into a folder.
+    """
+    if listen is not None:
+        raise UserError("--listen: another launcher has started these ranks, and brings others; leave it out")
+    if begins and bucket and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError(
+            f"--fresh: torchrun may start the ranks again, and each time {bucket} would be deleted; choose another "
+            "--out, or delete that run yourself"
+        )
 
 
 def show_result(summary: Mapping[str, Any], folder: str) -> None:

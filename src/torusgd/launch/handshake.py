@@ -240,6 +240,20 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def as_text(address: tuple[str, int]) -> str:
+    """What `parse_address` reads.
+
+    >>> as_text(("10.0.0.1", 7000))
+    '10.0.0.1:7000'
+    """
+    return f"{address[0]}:{address[1]}"
+
+
+def printable(text: str) -> str:
+    """What another machine sends for people, without what steers a terminal."""
+    return "".join(c for c in text if c.isprintable())
+
+
 def _proof(token: bytes, side: str, purpose: str, listeners: str, clients: str) -> str:
     text = json.dumps(["torusgd 1", side, purpose, listeners, clients])
     return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()

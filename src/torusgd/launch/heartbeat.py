@@ -63,7 +63,7 @@ class Heartbeat:
         self.watch: Watch | Follower = (
             Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)
         )
-        self._generations = generations
+        self.generations = generations
         self._tell = tell
         self._main, self._host = threading.get_ident(), socket.gethostname()
         self._place, self._failed, self._ended = ("start", 0, 0), "", False
@@ -96,23 +96,23 @@ class Heartbeat:
         late = self._late
         if self._thread_silence.seconds(self._rounds) > self._limits.beat and not late:
             late = [_unreachable("no answer")]
-        if self._generations is not None and self._forsaken == self._generations.number >= 0:
+        if self.generations is not None and self._forsaken == self.generations.number >= 0:
             return [LateRank("ranks were lost, says the launcher")]
         self._is_known = self._is_known or bool(late)
         return late
 
     def ranks_change(self) -> bool:
         """See `Liveness`."""
-        return self._generations is not None and self._generations.is_planned
+        return self.generations is not None and self.generations.is_planned
 
     def lacks_ranks(self) -> bool:
         """See `Liveness`."""
-        return self._generations is not None and self._generations.waits
+        return self.generations is not None and self.generations.waits
 
     @property
     def lost(self) -> tuple[int, ...]:
         """See `Liveness`."""
-        return self._generations.lost if self._generations is not None else ()
+        return self.generations.lost if self.generations is not None else ()
 
     def fail(self, why: str) -> None:
         """Lets all others know that this rank will not answer any more; it goes on beating until `close`."""
@@ -161,9 +161,9 @@ class Heartbeat:
                 self._call_on_late()
 
     def _look_at_generation(self) -> None:
-        if self._generations is not None:
-            number = self._generations.number
-            self._forsaken = number if self._generations.is_forsaken(self.store) else -1
+        if self.generations is not None:
+            number = self.generations.number
+            self._forsaken = number if self.generations.is_forsaken(self.store) else -1
 
     def _call_on_late(self) -> None:
         if not self._is_known:

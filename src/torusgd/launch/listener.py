@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,19 @@ from signal import SIGKILL, Signals
 from typing import Any
 
 from ..errors import UserError
-from .handshake import MOST_RANKS, NODE, Channel, ChannelClosed, Refused, accepted, hang_up, pass_on, prove_to_client
+from .handshake import (
+    MOST_RANKS,
+    NODE,
+    Channel,
+    ChannelClosed,
+    Refused,
+    accepted,
+    as_text,
+    hang_up,
+    pass_on,
+    printable,
+    prove_to_client,
+)
 from .rank_process import LOOPBACK
 from .roll_call import BEAT_SECONDS
 
@@ -32,7 +45,9 @@ CLOSE_SECONDS = 2.0
 """for the agents to hang up once all is over"""
 TELL_SECONDS = 10.0
 """from one line about strangers to the next"""
-_SIOCGIFADDR = 0x8915
+_SIOCGIFCONF, _IFREQ = 0x8912, 40
+"""the call that lists addresses, and the bytes of each row"""
+_MOST_ADDRESSES = 1 << 10
 
 
 class RemoteRank:
@@ -169,7 +184,7 @@ class Listener:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
         except OSError as error:
-            raise UserError(f"--listen {address[0]}:{address[1]}: {error.strerror}; choose another port") from None
+            raise UserError(f"--listen {as_text(address)}: {error.strerror}; choose another port") from None
         self._socket.listen()
         self.address: tuple[str, int] = self._socket.getsockname()
         threading.Thread(target=self._accept, daemon=True, name="torusgd-listener").start()
@@ -253,7 +268,7 @@ class Listener:
             raise ChannelClosed(line)
         if not 1 <= workers <= MOST_RANKS:
             raise ValueError
-        node = JoinedNode("".join(c for c in host if c.isprintable()) or address, workers, channel)
+        node = JoinedNode(printable(host) or address, workers, channel)
         self._nodes.append(node)
         channel.send(job=self._job, silent=self._silent)
         return node
@@ -273,15 +288,24 @@ def interface_of(address: str) -> str:
     >>> interface_of("127.0.0.1")
     'lo'
     """
+    for name, found in interface_addresses():
+        if found == address:
+            return name
     if address.startswith("127."):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
+        return "lo"  # which answers to all of them
     raise UserError(
         f"{address}: no network interface of this machine has it; give one of this machine's IPv4 addresses, through "
         "which the others reach it"
     )
+
+
+def interface_addresses() -> list[tuple[str, str]]:
+    """All IPv4 addresses of this machine, each with its interface, which may have several (netdevice(7))."""
+    room = array("B", bytes(_MOST_ADDRESSES * _IFREQ))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        told = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), room.buffer_info()[0]))
+    filled = room.tobytes()[: struct.unpack("iP", told)[0]]
+    rows = [filled[begin : begin + _IFREQ] for begin in range(0, len(filled), _IFREQ)]
+    # An address that was added with a label of its own stands under that: eth0:1.
+    names = [row[:16].split(b"\0")[0].decode(errors="replace").partition(":")[0] for row in rows]
+    return [(name, socket.inet_ntoa(row[20:24])) for name, row in zip(names, rows, strict=True)]

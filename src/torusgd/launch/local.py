@@ -9,6 +9,7 @@ import gc
 import json
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from ..train.job import Job
 from ..train.result import RunResult, finished
 from ..train.run import Run
 from ..train.run_dir import RunDir
+from ..train.state_feed import StateFeeds, StateFollower
 from ..train.status import Asked, was_asked_to_stop
 from ..train.survival import Kept, fewest_ranks, nothing_yet, obstacle, prepared
 from .failures import Failure, FailureKind
@@ -201,19 +203,31 @@ class TrainRank:
         self._job, self._began = job, range(workers)
         self._run: Run | None = None
         self._kept: Kept | None = None
+        self._follower: StateFollower | None = None
 
     def prepare(self, heartbeat: Heartbeat) -> None:
         """Opens the images of a rank that joins, and finds out whether it belongs to the run at work."""
         run = Fingerprint.from_dict(json.loads(heartbeat.store.get(_FINGERPRINT)))
         self._kept = prepared(self._job, heartbeat, self._began, run)
+        self._follower = StateFollower(self._job, self._kept, heartbeat)
+
+    def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
+        """See `Prepares`."""
+        assert self._follower is not None, "it was prepared"
+        self._follower.follow(source, caught_up)
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any]:
         if self._run is not None:
             self._kept = self._run.keep()
+        if self._follower is not None:
+            self._kept, self._follower = self._follower.keep(), None
         kept = self._kept or nothing_yet(self._job, world, liveness, self._began)
-        self._run = Run(self._job, world, stop, restarts, liveness, kept)
+        assert isinstance(liveness, Heartbeat), "of a rank that is ours"
+        generations = liveness.generations
+        assert generations is not None, "likewise"
+        feeds = StateFeeds(lambda: generations.asking, generations.meet_joiner)
+        self._run = Run(self._job, world, stop, restarts, liveness, kept, feeds)
         if world.rank == 0:
-            assert isinstance(liveness, Heartbeat), "of a rank that is ours"
             liveness.store.set(_FINGERPRINT, json.dumps(self._run.trainer.fingerprint.as_dict()))
         return asdict(self._run.run())
 

@@ -9,8 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -32,8 +32,10 @@ from .handshake import (
     ChannelClosed,
     Refused,
     accepted,
+    as_text,
     hang_up,
     pass_on,
+    printable,
     prove_to_listener,
 )
 from .listener import interface_of
@@ -68,7 +70,7 @@ def join_run(
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers > MOST_RANKS:
         raise UserError(f"--workers {workers}: one machine may bring {MOST_RANKS} ranks at most")
-    where = f"{address[0]}:{address[1]}"
+    where = as_text(address)
     with ExitStack() as held:
         link = _connect(address, token, NODE)
         interface = interface_of(link.getsockname()[0])
@@ -79,8 +81,9 @@ def join_run(
             welcome = _answer(channel)
             if "end" in welcome:
                 return _ended(where, welcome)
-            channel.silent = float(welcome["silent"])
-            job = Job.from_dict(welcome["job"], data)
+            with _understood():
+                channel.silent = float(welcome["silent"])
+                job = Job.from_dict(welcome["job"], data)
             threading.Thread(target=_beat, args=(channel,), daemon=True, name="torusgd-beat").start()
             found = find_images(job)  # kept here as long as ranks map it
             job = replace(job, lists=tuple(found.paths))
@@ -169,9 +172,13 @@ def _serve(channel: Channel, crew: _Crew, where: str) -> int:
             channel.send(exit=number, code=code)
         for message in channel.receive() if has_messages else ():
             if "start" in message:
-                crew.start(*(int(message[key]) for key in ("start", "rank", "size", "attempt")))
+                with _understood():
+                    numbers = [_number(message[key]) for key in ("start", "rank", "size", "attempt")]
+                crew.start(*numbers)
             elif "kill" in message:
-                crew.kill(int(message["kill"]))
+                with _understood():
+                    number = _number(message["kill"])
+                crew.kill(number)
             elif "end" in message:
                 return _ended(where, message)
         channel.check_silence()
@@ -179,13 +186,32 @@ def _serve(channel: Channel, crew: _Crew, where: str) -> int:
 
 def _ended(where: str, message: Mapping[str, Any]) -> int:
     """The exit code after the launcher's last message."""
-    code, line = int(message["code"]), f"the run at {where}: {message['end']}"
+    with _understood():
+        code, line = _number(message["code"]), f"the run at {where}: {message['end']}"
     if code == 2:
         raise UserError(line)
     if code == 1:
         raise RunError(line)
-    warn("".join(c for c in line if c.isprintable()))
+    warn(printable(line))
     return code
+
+
+@contextmanager
+def _understood() -> Iterator[None]:
+    """What no launcher of torusgd sends ends the connection."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        raise ChannelClosed("it sends no messages of torusgd") from None
+
+
+def _number(value: Any) -> int:
+    """A count, a rank or an exit code."""
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise ValueError
+    return value
 
 
 def _answer(channel: Channel) -> dict[str, Any]:
@@ -206,7 +232,7 @@ def _beat(channel: Channel) -> None:
 
 
 def _connect(address: tuple[str, int], token: bytes, purpose: str) -> socket.socket:
-    where = f"{address[0]}:{address[1]}"
+    where = as_text(address)
     try:
         link = socket.create_connection(address, CONNECT_SECONDS)
     except OSError as error:

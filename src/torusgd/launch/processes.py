@@ -217,6 +217,7 @@ class Supervisor:
 
     def _resize(self, function: RankFunction, asked: int | None) -> None:
         """Lets ranks go, or starts some here or elsewhere, which take part as soon as all of them are ready."""
+        self._generations.invite(self._joining)
         if asked is not None and asked != len(self._members):
             leaving, self._members = self._members[asked:], self._members[:asked]
             if leaving:

@@ -45,6 +45,12 @@ class Prepares(Protocol):
     def prepare(self, heartbeat: Heartbeat) -> None:
         """Called once in a rank that joins, before the others know of it; UserError where it doesn't belong to them."""
 
+    def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
+        """Takes the state from the rank at place 0 of a group, until it sends no more, or is lost; then maybe again.
+
+        `caught_up` is to be called once this rank could take part.
+        """
+
 
 @dataclass(frozen=True)
 class RankSpec:
@@ -136,9 +142,11 @@ def _be_rank(spec: RankSpec) -> None:
     failures: Store = PrefixStore(JOINING, store) if spec.joins else store
     try:
         if spec.joins:
+            follow = None
             if isinstance(spec.function, Prepares):
                 spec.function.prepare(heartbeat)
-            generations.wait_for_admission(spec.rank)
+                follow = spec.function.follow
+            generations.wait_for_admission(spec.rank, follow)
             failures = store
         result = _run_through_generations(spec, generations, stop, heartbeat)
         store.set(f"result/{spec.rank}", json.dumps(result))

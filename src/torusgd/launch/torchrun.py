@@ -5,6 +5,7 @@ set the variables. If a rank fails, exactly one rank prints why; the others end 
 Which one it is, the store decides; a rank that can't reach the store any more can't agree with anybody and speaks too.
 """
 
+import hashlib
 import json
 import os
 import secrets
@@ -19,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -32,6 +34,7 @@ from ..runtime import check_world_size, ranks_are_given
 from ..signals import StopFlag, die_with_agent, end_on_stop
 from ..train.events import warn
 from ..train.job import Job
+from ..train.node_memory import torchrun_agent
 from ..train.result import RunResult, finished
 from ..train.run import train
 from ..train.run_dir import RunDir
@@ -285,13 +288,12 @@ def _did_not_meet(seconds: float, error: Exception) -> RunError:
 def _train(job: Job, fresh: bool, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
     """A run on this rank; rank 0 alone locks the run's folder, and returns the summary."""
     check_world_size(world.size, job.recipe)
-    folder, answer = RunDir(job.out), dict[str, Any]()
+    folder, answer, agents = RunDir(job.out), dict[str, Any](), _agents(world)
     with ExitStack() as held:
         if world.rank == 0:
             try:
                 held.enter_context(folder.lock())
-                # torchrun may have started the ranks again: `--fresh` must not delete what they had done.
-                folder.claim(job.recipe, fresh and restarts == 0)
+                folder.claim(job.recipe, fresh, agents)
                 answer = {"summary": finished(job)}
             except (UserError, RunError) as error:
                 answer = {"failure": Failure.of(error, 0).dump()}
@@ -301,6 +303,14 @@ def _train(job: Job, fresh: bool, world: Group, stop: StopFlag, restarts: int, l
         summary = answer["summary"]
         result = train(job, world, stop, restarts, liveness) if summary is None else RunResult(summary)
     return result if world.rank == 0 else RunResult(signal=result.signal)
+
+
+def _agents(world: Group) -> set[int]:
+    """The agents of torchrun that have started the ranks, by numbers that no others have; every rank calls it."""
+    agent = torchrun_agent()
+    digest = hashlib.sha256(f"{socket.gethostname()} {agent}".encode()).digest()
+    number = int.from_bytes(digest[:7], "big") if agent else 0
+    return {int(each) for each in world.all_gather(torch.tensor([number], device=world.small_device))} - {0}
 
 
 def _restarts() -> int:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..comm.buckets import Slot
 from ..comm.groups import Group
@@ -82,11 +83,22 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Network:
+    """The network of a rank; it knows of no ranks either, and is drawn only once."""
+
+    model: nn.Module
+    batch_norm: BatchNormStatistics
+    own_copy: nn.Module | None
+    """as drawn and never used itself; of recipes whose ranks compute with weights of their own"""
+
+
+@dataclass(frozen=True)
 class Trainer:
     """All that a run consists of on one rank."""
 
     membership: Membership
     data: Data
+    network: Network
     step: TrainStep
     bucket_rebuild: BucketRebuild
     fingerprint: Fingerprint
@@ -138,6 +150,18 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedAr
     return Data(training, evaluated, loader, processes)
 
 
+def draw_network(job: Job, data: Data, device: torch.device) -> Network:
+    """The network of a job with the weights that its seed gives, on a device."""
+    recipe = job.recipe
+    prepare_process(recipe, device)
+    model = model_of(recipe, len(data.training.source.classes)).to(device)
+    own_copy = copy.deepcopy(model) if recipe.synchrony.form != "synchronous" else None
+    batch_norm = BatchNormStatistics(model)
+    if recipe.compile:
+        compile_blocks(model, device)
+    return Network(model, batch_norm, own_copy)
+
+
 def build(
     job: Job,
     data: Data,
@@ -146,6 +170,7 @@ def build(
     stop_requested: Callable[[], bool],
     generation: int = 0,
     fingerprint: Fingerprint | None = None,
+    network: Network | None = None,
     ahead: bool | None = None,
 ) -> Trainer:
     """A run's parts on this rank; every rank calls it, since groups are made.
@@ -159,6 +184,7 @@ def build(
         generation: Of `world`: times that ranks have met anew.
         fingerprint: Of the job, as this rank has found it in an earlier generation, since it costs hashes of the data
             and of the weights; None: it is found here.
+        network: Of the job, likewise, whose weights are then any; None: it is drawn here.
         ahead: Whether the steps are taken in the form of a GPU, on any device; None: on a GPU, where they can be.
 
     Raises:
@@ -168,18 +194,16 @@ def build(
     check_world_size(world.size, recipe)
     check_audit(options, recipe, world.size)
     check_synchrony(recipe, options, device, job.delays, is_live(job))
-    prepare_process(recipe, device)
     train = data.training.source
     schedule = Schedule(recipe, len(train))
 
-    model = model_of(recipe, len(train.classes)).to(device)
-    own_copy = copy.deepcopy(model) if recipe.synchrony.form != "synchronous" else None
+    network = network or draw_network(job, data, device)
+    model, batch_norm, own_copy = network.model, network.batch_norm, copy.deepcopy(network.own_copy)
     fingerprint = fingerprint or fingerprint_of(job, data, model, device)
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
     if device.type == "cuda" and recipe.reduction == "exact":
         check_repeatable(model, recipe)
-    batch_norm = BatchNormStatistics(model)
     average = MovingAverage(recipe.average, len(train), model, batch_norm.running) if recipe.average else None
     precision = Precision(recipe, device)
 
@@ -216,21 +240,15 @@ def build(
         columns=tail,
         flat=FlatUpdate(optimizer, reducer.owned) if is_ahead and isinstance(optimizer, Sgd | Lars) else None,
     )
-    if recipe.compile:
-        compile_blocks(model, device)
     forward_backward: ForwardBackward
     if is_ahead:
         forward_backward = device_network(model, recipe, precision, batch_norm, reducer, device)
+    elif recipe.synchrony.local_steps is not None and own_copy is not None:
+        forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
+    elif tail is None:
+        forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
     else:
-        hook_parameters(reducer)
-        if recipe.synchrony.local_steps is not None and own_copy is not None:
-            forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
-        elif tail is None:
-            forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
-        else:
-            forward_backward = SharedTail(
-                model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world
-            )
+        forward_backward = SharedTail(model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world)
     step = TrainStep(
         recipe=recipe,
         schedule=schedule,
@@ -266,14 +284,19 @@ def build(
         else None,
     )
 
+    hooks: list[RemovableHandle] = []
+
     def close() -> None:
+        for hook in hooks:
+            hook.remove()
         step.close()
         groups_closed()
         allreduce.close()
 
-    return Trainer(
+    trainer = Trainer(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
         data=data,
+        network=network,
         step=step,
         bucket_rebuild=BucketRebuild(
             reducer, allreduce.profile if options.buckets == "auto" and not is_ahead else None, world
@@ -285,6 +308,9 @@ def build(
         ahead=RunAhead(step, monitor) if is_ahead else None,
         _close=close,
     )
+    if not is_ahead:  # last, since nobody takes them off the network if ranks are lost before
+        hooks += hook_parameters(reducer)
+    return trainer
 
 
 def fingerprint_of(job: Job, data: Data, model: nn.Module, device: torch.device) -> Fingerprint:

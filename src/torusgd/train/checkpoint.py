@@ -118,6 +118,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(_names(folder), reverse=True) if _NAME.fullmatch(name)]
 
 
+def step_on_disk(folder: Path, unread: int = 0) -> int:
+    """The step of the newest checkpoint, 0 where there is none; `unread` where the disk does not answer."""
+    try:
+        return max((int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)), default=0)
+    except OSError:
+        return unread
+
+
 def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest good checkpoint, or None where there has never been one.
 
@@ -246,21 +254,27 @@ class CheckpointTimes:
         steps: After which one is due.
         seconds: From one to the next at most.
         writer: While it is slow, a checkpoint that is due is put off.
+        last: When the last one was taken (time.monotonic); None: the time counts from now.
+
+    Attributes:
+        last: Likewise, up to date.
     """
 
-    def __init__(self, steps: Collection[int], seconds: float, writer: CheckpointWriter) -> None:
+    def __init__(
+        self, steps: Collection[int], seconds: float, writer: CheckpointWriter, last: float | None = None
+    ) -> None:
         self._steps, self._seconds, self._writer = steps, seconds, writer
-        self._last = time.monotonic()
+        self.last = time.monotonic() if last is None else last
         self._is_due = False
 
     def is_due(self, step: int) -> bool:
         """Whether to take one after so many steps; asked before the last of them is done."""
-        self._is_due = self._is_due or step in self._steps or time.monotonic() - self._last >= self._seconds
+        self._is_due = self._is_due or step in self._steps or time.monotonic() - self.last >= self._seconds
         return self._is_due and not self._writer.is_slow
 
     def taken(self) -> None:
         """One has been taken."""
-        self._last, self._is_due = time.monotonic(), False
+        self.last, self._is_due = time.monotonic(), False
 
 
 def _patiently(read: Callable[[Path], T], path: Path) -> T:

@@ -1,9 +1,11 @@
 """A job: a recipe, the means to compute it, and where its data, weights and results lie."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, PositiveInt
 
 from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
@@ -13,6 +15,18 @@ from .compare_plan import PlanComparison
 from .initial_weights import read_initial
 from .journal import Journaled
 from .trace import TracedSteps
+
+
+class _Told(BaseModel):
+    """What `Job.as_dict` gives."""
+
+    recipe: Recipe
+    runtime: RuntimeOptions
+    device: Literal["cpu", "cuda"]
+    out: str
+    max_steps: PositiveInt | None
+    delays: str
+    trace: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -60,11 +74,10 @@ class Job:
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any], data: Path | None) -> "Job":
         """From what `as_dict` gave, with the data set of this machine; UserError where it is something else."""
-        recipe = validate(Recipe, tree["recipe"], "the run's recipe")
-        options = validate(RuntimeOptions, tree["runtime"], "the run's options")
-        trace = None if tree["trace"] is None else TracedSteps(*tree["trace"])
-        out, most = Path(tree["out"]), tree["max_steps"]
-        return cls(recipe, options, tree["device"], out, data, max_steps=most, delays=tree["delays"], trace=trace)
+        told = validate(_Told, tree, "the run's job")
+        trace = None if told.trace is None else TracedSteps(*told.trace)
+        job = cls(told.recipe, told.runtime, told.device, Path(told.out), data, max_steps=told.max_steps)
+        return replace(job, delays=told.delays, trace=trace)
 
     def asked(self) -> dict[str, Any]:
         """What the user asked for beside the recipe, as plain JSON: with it the same command can be given again."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunError, UserError
+from ..recipe.schema import Recipe
 from ..untrusted import read_text
 
 FORMAT = "torusgd-journal-1"
@@ -158,6 +159,23 @@ class Journaled:
         """The update of a step."""
         left_out = {worker for run in self.left_out[step] for worker in run}
         return entry_of(step, set(range(self.virtual_workers)) - left_out)
+
+
+def journal_of(recipe: Recipe, recipe_sha256: str, head: JournalHead | None, path: Path | None) -> Journal | None:
+    """The journal of a run that keeps one, to go on with; with a path also in the file.
+
+    Args:
+        recipe: Of the run.
+        recipe_sha256: Of the run, as it began.
+        head: See `Journal`.
+        path: Of the file; None on ranks that don't write it.
+    """
+    if not recipe.synchrony.leaves_out:
+        return None
+    journal = Journal(recipe_sha256, recipe.virtual_workers, head)
+    if path is not None:
+        journal.open(path)
+    return journal
 
 
 def read_journal(

@@ -10,7 +10,8 @@ the same steps, rank 0's clock says which. So where two nodes hold a copy of one
 they aren't, nobody can tell which one is wrong, and the checkpoint is taken.
 
 The folder belongs to torchrun's agent on the node, which outlives its workers. It is removed at the end of the run.
-After an agent that was killed it stays until the next run under torchrun on this node removes it.
+After an agent that was killed it stays until the next run under torchrun on this node removes it. Containers that share
+the node's memory number their processes apart, so each leaves the others' folders alone.
 """
 
 import os
@@ -41,7 +42,7 @@ LEAST_SECONDS = 1.0
 """from one copy to the next"""
 STEP_SHARE, BESIDE_SHARE = 0.01, 0.1
 """of the time at most that copying holds up the steps, and that hashing and writing take a core beside them"""
-_NAME = re.compile(r"torusgd-[0-9]+-([0-9]+)-([0-9]+)")
+_NAME = re.compile(r"torusgd-[0-9]+-([0-9]+)-([0-9]+)-([0-9]+)")
 
 
 class NodeMemory:
@@ -113,13 +114,12 @@ class Newest:
 
 def node_memory(job: Job) -> NodeMemory | None:
     """The memory of this rank's node; None where nobody starts ranks again, or copies of a state are not enough."""
-    agent = os.getppid()
-    began = _start_of(agent)
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not job.options.node_memory or began is None or obstacle(job):
+    agent = torchrun_agent()
+    if not agent or not job.options.node_memory or obstacle(job):
         return None
     if job.recipe.synchrony.leaves_out:  # its journal is on the disk alone, and may end before a copy
         return None
-    folder = SHARED_MEMORY / f"torusgd-{os.getuid()}-{agent}-{began}"
+    folder = SHARED_MEMORY / f"torusgd-{os.getuid()}-{agent}"
     keeps = os.environ.get("LOCAL_RANK") == "0"
     if keeps:
         _sweep()
@@ -132,6 +132,13 @@ def node_memory(job: Job) -> NodeMemory | None:
             warn(f"{folder}: {error.strerror}: the state is not kept in this node's memory")
             keeps = False
     return NodeMemory(folder, keeps)
+
+
+def torchrun_agent() -> str:
+    """The agent that has started this rank: NAMESPACE-PROCESS-BEGIN, which no other on its machine has; empty: none."""
+    agent = os.getppid()
+    began = start_of(agent)
+    return "" if "TORCHELASTIC_RUN_ID" not in os.environ or began is None else f"{_namespace()}-{agent}-{began}"
 
 
 def newest(mine: Checkpoint | None, on_disk: int, world: Group) -> Newest | None:
@@ -161,11 +168,19 @@ def _sweep() -> None:
     """Removes what agents of this user that have ended left behind."""
     for path in SHARED_MEMORY.glob(f"torusgd-{os.getuid()}-*"):
         found = _NAME.fullmatch(path.name)
-        if found is not None and _start_of(int(found[1])) != int(found[2]):
+        if found is not None and found[1] == _namespace() and start_of(int(found[2])) != int(found[3]):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _start_of(pid: int) -> int | None:
+def _namespace() -> str:
+    """The number of the namespace in which this process and its agent have their process ids; 0: not known."""
+    try:
+        return re.sub("[^0-9]", "", os.readlink("/proc/self/ns/pid")) or "0"
+    except OSError:
+        return "0"
+
+
+def start_of(pid: int) -> int | None:
     """When a process began, in the kernel's ticks, by which it is told from a later one of its number; None: none."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -11,7 +11,7 @@ from ..errors import RunError, UserError
 from ..models import head_of
 from ..weights import match_weights
 from .build import Trainer
-from .checkpoint import Checkpoint, list_checkpoints, newest_checkpoint
+from .checkpoint import Checkpoint, newest_checkpoint, step_on_disk
 from .events import Telemetry, plan_table, warn
 from .fingerprint import changes
 from .initial_weights import fit, read_initial
@@ -39,7 +39,7 @@ def restore(
     state, problem = RunState(trainer.fingerprint), ""
     tensors: Mapping[str, Tensor] = {}
     copy = _own_copy(trainer, memory)
-    chosen = newest(copy, _step_on_disk(checkpoints) if world.rank == 0 else 0, world) if memory is not None else None
+    chosen = newest(copy, step_on_disk(checkpoints) if world.rank == 0 else 0, world) if memory is not None else None
     source = chosen.source if chosen is not None else 0
     if world.rank == source:
         try:
@@ -89,13 +89,6 @@ def _own_copy(trainer: Trainer, memory: NodeMemory | None) -> Checkpoint | None:
         warn(f"in this node's memory: {error}")
         return None
     return copy
-
-
-def _step_on_disk(checkpoints: Path) -> int:
-    try:
-        return max((int(path.name.removeprefix("step-")) for path in list_checkpoints(checkpoints)), default=0)
-    except OSError:
-        return 0
 
 
 def _from_checkpoint(trainer: Trainer, checkpoints: Path) -> Found | None:

@@ -19,22 +19,24 @@ from ..runtime import ranks_are_given
 from ..signals import StopFlag
 from ..weights import weights_sha256
 from .build import Trainer, build
-from .checkpoint import CheckpointTimes, CheckpointWriter, list_checkpoints
+from .checkpoint import CheckpointTimes, CheckpointWriter
 from .closing import as_seconds, closing_of
 from .evaluate import Evaluation, evaluate
 from .events import Telemetry, evaluation_event, warn
 from .job import Job
-from .journal import Journal
+from .journal import Journal, journal_of
 from .mirror import Mirror
 from .node_memory import node_memory
 from .polish import polish_by_recipe
 from .restore import greet, restore
 from .result import RunResult, weights_metadata, write_result
 from .run_dir import RunDir
-from .saving import Saver
+from .saving import Saver, saved_on_disk
 from .state import RunState
+from .state_feed import StateFeeds
 from .status import Asked
-from .survival import Kept, agree, fitting, nothing_yet, obstacle, wait_for_ranks
+from .step_stats import StepStats
+from .survival import Agreed, Kept, agree, fitting, nothing_yet, obstacle, wait_for_ranks
 from .trackers import Trackers
 
 
@@ -58,7 +60,8 @@ class Run:
         stop: Asked once a step.
         restarts: Times that the launcher has started the ranks again.
         liveness: Learns of this rank's progress; waits ask it for late ranks. None: nobody is ever late.
-        kept: What this rank keeps of the same run with more ranks, some of which are lost; None: it begins.
+        kept: What this rank keeps of the same run with other ranks; None: it begins.
+        feeds: Send the state to ranks that join; None: none do.
 
     Raises:
         UserError: The job can't be run as given.
@@ -72,22 +75,24 @@ class Run:
         restarts: int,
         liveness: Liveness | None = None,
         kept: Kept | None = None,
+        feeds: StateFeeds | None = None,
     ) -> None:
         self.liveness = liveness or NoLiveness()
         if kept is None:
             kept = nothing_yet(job, world, self.liveness, world.ranks)
-        self.kept, self._gives_way = kept, ""
+        self.kept, self._to_say, self._feeds = kept, "", feeds or StateFeeds()
         self.memory, self._source = node_memory(job), ""
         if kept.began != world.ranks:
-            options, self._gives_way = fitting(job.options, world.size)
+            options, self._to_say = fitting(job.options, world.size)
             job = replace(job, options=options)
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
         self.run_dir = RunDir(job.out)
         self._metadata = weights_metadata(job.recipe, kept.data.training.source.classes)
         self._asked = Asked(job.out)
         self.trainer: Trainer = build(
-            job, kept.data, world, self.liveness, self._is_asked_to_stop, kept.generation + 1, kept.fingerprint
-        )
+            job, kept.data, world, self.liveness, self._is_asked_to_stop, kept.generation + 1,
+            kept.fingerprint, kept.network,
+        )  # fmt: skip
         self.trainer.step.check_replaced = self._check_replaced
         self.membership = self.trainer.membership
         self.schedule: Schedule = self.trainer.step.schedule
@@ -99,6 +104,7 @@ class Run:
         self.telemetry: Telemetry | None = None
         self._last_evaluation: Evaluation | None = None
         self._last_event: Callable[[], dict[str, Any]] | None = None
+        self._saver: Saver | None = None
         self._counted = 0.0
         self._is_ready = False
         self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
@@ -113,8 +119,8 @@ class Run:
         """
         is_lost = False
         try:
-            is_kept = self._take_kept()
-            if not is_kept:
+            agreed = self._take_kept()
+            if agreed is None:
                 self.state, self._source = restore(
                     self.job, self.trainer, self.run_dir.checkpoints, self.liveness, self.memory
                 )
@@ -130,10 +136,11 @@ class Run:
             copy = partial(mirror.put_checkpoint, keep=keep) if mirror is not None else lambda path: None
             writer = CheckpointWriter(self.run_dir.checkpoints, keep, self._metadata, copy)
             try:
-                self._open_journal()
+                state, path = self.state, self.run_dir.journal if self._is_first else None
+                self.journal = journal_of(self.job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
                 if self._is_first:
-                    self._open_telemetry(is_kept)
-                is_done = self._train(writer, self._saved())
+                    self._open_telemetry(is_kept=agreed is not None)
+                is_done = self._train(writer, *self._saved(agreed))
                 result = RunResult(self._finish()) if is_done else RunResult(signal=self.stop.signal or signal.SIGTERM)
                 self.trainer.close()  # not where a rank is lost: threads and groups still wait for it
                 if self.memory is not None:
@@ -149,36 +156,39 @@ class Run:
             is_lost = True
             raise
         finally:
+            self._feeds.close()
             if not is_lost:
                 self.kept.data.close()
 
     def keep(self) -> Kept:
         """What this rank keeps for those that are left, once its groups are aborted and `run` has raised CommError."""
         self.trainer.close()
-        generation = self.trainer.membership.generation
+        trainer, generation = self.trainer, self.trainer.membership.generation
+        kept = replace(self.kept, fingerprint=trainer.fingerprint, generation=generation, network=trainer.network)
         if not self._is_ready:
-            return replace(self.kept, generation=generation, fingerprint=self.trainer.fingerprint)
-        step, fingerprint = self.trainer.step, self.trainer.fingerprint
-        tensors = step.state.state_dict(self.state.step, keep=True)
-        data, began = self.kept.data, self.kept.began
-        return Kept(data, began, fingerprint, generation, self.state, self._counted, tensors, self._last_event)
+            return kept
+        tensors = trainer.step.state.state_dict(self.state.step, keep=True)
+        kept = replace(kept, state=self.state, counted=self._counted, tensors=tensors, last_event=self._last_event)
+        return kept if self._saver is None else replace(kept, saved=self._saver.last())
 
-    def _train(self, writer: CheckpointWriter, saved: int) -> bool:
+    def _train(self, writer: CheckpointWriter, saved: int, is_due: bool) -> bool:
         """Steps, evaluations and checkpoints; False when asked to stop (a checkpoint is then written).
 
         Args:
             writer: Of checkpoints.
             saved: The step of the last one.
+            is_due: One of the state as it is must be written at once.
         """
         state, trainer = self.state, self.trainer
-        times = CheckpointTimes(self._saves, 60.0 * self.job.options.checkpoint_minutes, writer)
+        last = self.kept.saved.at if self.kept.saved is not None else None
+        times = CheckpointTimes(self._saves, 60.0 * self.job.options.checkpoint_minutes, writer, last)
         looks = sorted(self._evaluations | self._saves | {self.steps})
         trainer.step.next_look = lambda steps: looks[min(bisect_left(looks, steps), len(looks) - 1)]
         trainer.step.checkpoint_due = lambda steps: self._is_first and times.is_due(steps)
         trainer.step.keep_due = lambda: self._is_first and self.memory is not None and self.memory.is_due()
-        saver = Saver(state, trainer.step, writer, times, self.liveness, self._is_first, saved)
+        saver = self._saver = Saver(state, trainer.step, writer, times, self.liveness, self._is_first, saved)
         closing = closing_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
-        is_stopping, is_due = False, saved < state.step
+        is_stopping = is_changing = False
         while True:
             trainer.between_steps(state.step)
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
@@ -191,7 +201,11 @@ class Run:
                 saver.wait()
                 self._tell_phase("stopped" if is_stopping else "finish")
                 return not is_stopping
+            if is_changing:
+                self._feeds.end()
+                raise ConnectionLost("ranks join or leave")
             if self.liveness.lacks_ranks():
+                saver.save()
                 saver.wait()
                 self._tell_phase("wait for ranks")
                 is_stopping = not wait_for_ranks(self.world, self.liveness, state.step, self._is_asked_to_stop)
@@ -201,25 +215,29 @@ class Run:
             if stats is None:
                 is_stopping = True
                 continue
-            state.count(stats)
-            if stats.balance is not None and stats.balance.move is not None:
-                self.membership = stats.balance.move.membership
             closing.observe(as_seconds(stats.finished), stats.times.seconds)
-            if self.journal is not None:
-                self.journal.add(stats.entry)
-                state.journal = self.journal.head
-            self._count_seconds()
-            self._last_event = partial(stats.as_event, self.schedule.train_images, state.seconds)
-            rebuilt = trainer.bucket_rebuild.after_step()
-            if self.telemetry is not None:
-                self.telemetry.step(stats, state.seconds, self.membership)
-                if rebuilt:
-                    self.telemetry.say(rebuilt)
-            if stats.keep and self.memory is not None:
-                self.memory.keep(state, trainer.step.state)
-            is_stopping, is_due = stats.stop, stats.save
-            if stats.change:
-                raise ConnectionLost("ranks join or leave")
+            self._note(stats)
+            is_stopping, is_due, is_changing = stats.stop, stats.save, stats.change
+
+    def _note(self, stats: StepStats) -> None:
+        """A step was taken: what the run knows, tells and keeps of it."""
+        state = self.state
+        state.count(stats)
+        if stats.balance is not None and stats.balance.move is not None:
+            self.membership = stats.balance.move.membership
+        if self.journal is not None:
+            self.journal.add(stats.entry)
+            state.journal = self.journal.head
+        self._count_seconds()
+        self._last_event = partial(stats.as_event, self.schedule.train_images, state.seconds)
+        rebuilt = self.trainer.bucket_rebuild.after_step()
+        if self.telemetry is not None:
+            self.telemetry.step(stats, state.seconds, self.membership)
+            if rebuilt:
+                self.telemetry.say(rebuilt)
+        self._feeds.after_step(self.trainer.step.state, state, not stats.skipped, self._last_event)
+        if stats.keep and self.memory is not None:
+            self.memory.keep(state, self.trainer.step.state)
 
     def _count_seconds(self) -> None:
         now = time.perf_counter()
@@ -309,33 +327,27 @@ class Run:
             write_result(self.run_dir, tensors, summary, self._metadata)
         return summary
 
-    def _take_kept(self) -> bool:
-        """Goes on from the newest state that ranks have kept; False where none has begun."""
+    def _take_kept(self) -> Agreed | None:
+        """Goes on from the newest state that ranks have kept; None where none has begun."""
         agreed = agree(self.kept, self.world)
         if agreed is None:
-            return False
+            return None
         step = self.trainer.step
         if self.world.rank in agreed.holders:
             step.state.load_state_dict(iter(self.kept.tensors.items()))
+        else:  # the network is about to get other weights, and may get some of them only
+            self.kept = replace(self.kept, state=None)
         # Before any rank takes the weights of another: then those who hold wrong ones could no longer be told.
         step.check_weights(agreed.state.step, agreed.holders)
         step.state.load_state_dict(agreed.tensors)
         self.state, self._counted = agreed.state, self.kept.counted or time.perf_counter()
-        if (event := agreed.last_event) is not None:
-            self._last_event = lambda: dict(event)
-        return True
+        self._last_event = None if agreed.last_event is None else partial(dict, agreed.last_event)
+        self._to_say = "\n".join(filter(None, (self._to_say, agreed.others(self.world))))
+        return agreed
 
     def _tell_phase(self, phase: str) -> None:
         if self.telemetry is not None:
             self.telemetry.status.tell(now=True, phase=phase)
-
-    def _open_journal(self) -> None:
-        """Goes on with the journal of a run that keeps one; rank 0 with the file too."""
-        recipe, state = self.job.recipe, self.state
-        if recipe.synchrony.leaves_out:
-            self.journal = Journal(state.fingerprint.recipe_sha256, recipe.virtual_workers, state.journal)
-            if self._is_first:
-                self.journal.open(self.run_dir.journal)
 
     def _open_telemetry(self, is_kept: bool) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
@@ -352,22 +364,20 @@ class Run:
             return
         if self._last_event is not None:
             self.telemetry.complete(self._last_event())
-        if self._gives_way:
-            self.telemetry.say(self._gives_way)
+        if self._to_say:
+            self.telemetry.say(self._to_say)
         with suppress(OSError):
             self.run_dir.sweep()
 
-    def _saved(self) -> int:
-        """The step of the newest checkpoint on the disk: rank 0 may have been lost before it had written its last."""
-        saved = 0
-        if self._is_first:
-            try:
-                newest = next(iter(list_checkpoints(self.run_dir.checkpoints)), None)
-                saved = int(newest.name.removeprefix("step-")) if newest is not None else 0
-            except OSError:  # the next checkpoint tells
-                saved = self.state.step
-        # The same on all ranks, since all compare their weights before one is written.
-        return int(self.world.broadcast_text(str(saved)))
+    def _saved(self, agreed: Agreed | None) -> tuple[int, bool]:
+        """The step of the newest checkpoint, and whether another one must be written at once: the same on all ranks."""
+        if agreed is not None and agreed.saved is not None:
+            return agreed.saved.step, False
+        if agreed is None and self.memory is None:
+            return self.state.step, False  # from which the run begins, or it begins with nothing
+        # Rank 0 may have been lost before it had written its last.
+        saved = saved_on_disk(self.run_dir.checkpoints, self.world, self.state.step)
+        return saved, saved < self.state.step
 
     def _check_replaced(self, step: Step, count: int) -> None:
         replaced, limit = self.state.totals.replaced + count, self.job.recipe.data.max_replaced

@@ -1,11 +1,12 @@
 """The run's folder: what it holds, who may write to it, and whether the run in it is done."""
 
 import errno
+import json
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ PARTS = {
 }
 """sub-folders, and what a run writes into them"""
 OWN = ("recipe.yaml", *FILES, *PARTS)
+_AGENTS = ".agents"
 _LOCAL_LOCKS = {"nfs": {"nolock", "local_lock=all", "local_lock=flock"}, "lustre": {"localflock"}}
 """by file system, options of its mount that keep locks on one host"""
 
@@ -83,16 +85,24 @@ class RunDir:
                 holder.unlink()
             lock.release()
 
-    def claim(self, recipe: Recipe, fresh: bool) -> None:
+    def claim(self, recipe: Recipe, fresh: bool, agents: Collection[int] = ()) -> None:
         """Makes the folder this recipe's (under `lock`); with `fresh` an earlier run in it is deleted.
 
         Only what a run wrote is ever deleted, and only when `recipe.yaml` shows that a run wrote it.
+
+        Args:
+            recipe: Of the run.
+            fresh: See above.
+            agents: Those of torchrun, by numbers of their own, that have started the ranks. They start them again with
+                the same words when one fails or the nodes change. So what ranks of one of them wrote is not deleted.
 
         Raises:
             UserError: It belongs to another recipe's run that has begun, or holds files that no run wrote.
             RunError: The disk is full or broken.
         """
         with self._telling():
+            known = self._agents()
+            fresh = fresh and known.isdisjoint(agents)
             if not self._is_run():
                 self._refuse_strangers(fresh)
             elif fresh:
@@ -103,6 +113,8 @@ class RunDir:
             forget_what_was_asked(self.path)
             if not self.recipe.exists():
                 write_text(self.recipe, dump_recipe(recipe))
+            if agents:
+                write_text(self.path / _AGENTS, json.dumps(sorted({*agents} if fresh else known.union(agents))))
 
     def finished(self, steps: int) -> dict[str, Any] | None:
         """The summary, if the run in this folder has done `steps` steps; that of a shorter run is removed."""
@@ -139,6 +151,13 @@ class RunDir:
                 tree = parse_json(read_text(file))
                 return str(tree.get("fingerprint", tree).get("data_revision", ""))
         return ""
+
+    def _agents(self) -> set[int]:
+        """See `claim`; empty where none have started ranks here."""
+        try:
+            return set(parse_json(read_text(self.path / _AGENTS)))
+        except (OSError, ValueError, TypeError):
+            return set()
 
     def _is_run(self) -> bool:
         try:

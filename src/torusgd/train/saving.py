@@ -2,16 +2,36 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
 
+from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..errors import CorruptionError, RunError
-from .checkpoint import CheckpointTimes, CheckpointWriter
+from .checkpoint import CheckpointTimes, CheckpointWriter, step_on_disk
 from .events import warn
 from .state import RunState, as_checkpoint
 from .step import TrainStep
 
 SLOW_DISK = 60
 """seconds after which a checkpoint that is still being written is told, again and again"""
+
+
+class LastSaved(NamedTuple):
+    """The newest checkpoint of a run."""
+
+    step: int
+    rank: int
+    """which wrote it, and writes the next one as long as it is there"""
+    at: float
+    """when it was taken, or the run began (time.monotonic of that rank)"""
+
+
+def saved_on_disk(checkpoints: Path, world: Group, reached: int) -> int:
+    """The step of the newest checkpoint; every rank calls it, rank 0 looks. `reached`: the step done."""
+    saved = step_on_disk(checkpoints, unread=reached) if world.rank == 0 else 0  # the next one tells what is wrong
+    # The same on all ranks, since all compare their weights before one is written.
+    return int(world.broadcast_text(str(saved)))
 
 
 class Saver:
@@ -21,7 +41,7 @@ class Saver:
         state: Of the run; read when it is saved.
         step: Gathers the tensors.
         writer: Writes beside the training.
-        times: Learns that a checkpoint has been taken.
+        times: Says when a checkpoint was taken last, and learns of each.
         liveness: Learns that the disk takes its time, which ends no run.
         is_first: Whether this is rank 0.
         saved: The step of the last checkpoint, the same on all ranks.
@@ -52,6 +72,11 @@ class Saver:
                 self._writer.save(as_checkpoint(state, tensors), self._writing)
         self._saved = state.step
         self._times.taken()
+
+    def last(self) -> LastSaved:
+        """The newest checkpoint."""
+        world = self._step.world
+        return LastSaved(self._saved, world.ranks[0], self._times.last)
 
     def wait(self) -> None:
         """Returns when all that was saved is written."""

@@ -3,19 +3,22 @@
 The same tensors, whole, go into a checkpoint, to ranks that are left or join, and back, whoever holds which part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ..gradients.reducer import Reducer
 from ..gradients.update import Update
 from ..precision import Precision
+from ..recipe.schedule import Step
 from .batchnorm import BatchNormStatistics
 from .weight_average import MovingAverage
 
 _MODEL, _OPTIMIZER, _AVERAGE, _BOUNDS = "model/", "optimizer/", "average", "gradient_bounds"
+_MEAN, _RUNNING = "mean", "running"
 
 
 @dataclass(frozen=True)
@@ -84,3 +87,40 @@ class StepState:
             self.average.begin()
             if average is not None:
                 self.average.values.copy_(average)
+
+    def change(self, is_updated: bool) -> dict[str, Tensor]:
+        """Copies of what another rank needs to take the step that was just taken here (`follow`).
+
+        Args:
+            is_updated: Whether the weights were updated; a step whose gradient was not finite is skipped.
+        """
+        mean = torch.cat([each.reshape(-1) for each in self._means()]) if is_updated else torch.zeros(0)
+        running, bounds = self.batch_norm.running.clone(), self.reducer.sum.state()
+        return {_MEAN: mean, _RUNNING: running, _BOUNDS: bounds} | self.precision.state_dict()
+
+    def follow(self, step: Step, change: Mapping[str, Tensor], set_rates: Callable[[Step], object]) -> None:
+        """Takes a step that others have taken, from their `change`; replicated updates only.
+
+        Args:
+            step: Of the schedule.
+            change: See above.
+            set_rates: Gives the optimizer the values of a step.
+        """
+        if change[_MEAN].numel():
+            means = self._means()
+            for mean, part in zip(means, change[_MEAN].split([each.numel() for each in means]), strict=True):
+                mean.copy_(part.view_as(mean))
+            self.reducer.show_means()
+            set_rates(step)
+            self.update.step()
+        self.batch_norm.running.copy_(change[_RUNNING])
+        if self.average is not None and self.average.is_due(step):
+            self.average.update(step)
+        self.reducer.sum.load_state(change[_BOUNDS])
+        for name in self.precision.state_dict():
+            self.precision.load_state(name, change[name])
+
+    def _means(self) -> list[Tensor]:
+        """In an order that all ranks have, however they cut their buckets."""
+        named = zip((slot.name for slot in self.reducer.layout.held), self.reducer.means, strict=True)
+        return [mean for _, mean in sorted(named, key=lambda each: each[0])]

@@ -25,14 +25,13 @@ from ..comm.base import ConnectionLost
 from ..comm.groups import Group, alone
 from ..comm.liveness import Liveness
 from ..errors import UserError
-from ..models import model_of
 from ..recipe.runtime_options import RuntimeOptions
-from ..runtime import prepare_process
 from ..weights import Tensors
-from .build import Data, fingerprint_of, open_data
+from .build import Data, Network, draw_network, fingerprint_of, open_data
 from .fingerprint import Fingerprint
 from .host_share import HostShare, MappedArrays
 from .job import Job, images_at
+from .saving import LastSaved
 from .state import RunState, share_tensors
 
 _LOOK_SECONDS = 0.2
@@ -61,6 +60,9 @@ class Kept:
     """as `StepState.state_dict` gives them"""
     last_event: Callable[[], dict[str, Any]] | None
     """the line of events.jsonl for what this rank did last, which a lost rank 0 may not have written"""
+    network: Network | None = None
+    """with these tensors, or of a rank that joins with any; None: not drawn yet"""
+    saved: LastSaved | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,14 @@ class Agreed:
     tensors: Iterator[tuple[str, Tensor]]
     """what is sent, to be taken one after the other, on all ranks; if all hold the state, what may differ even so"""
     last_event: Mapping[str, Any] | None
+    saved: LastSaved | None
+    """the newest checkpoint; None: the rank that wrote them is lost, and maybe had not written the last"""
+
+    def others(self, world: Group) -> str:
+        """A line that says who does not hold the state; empty where all do."""
+        ranks = [str(rank) for place, rank in enumerate(world.ranks) if place not in self.holders]
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+        return "" if not ranks else f"all waited while the state of step {self.state.step} was sent to {who}"
 
 
 def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Kept:
@@ -99,12 +109,11 @@ def prepared(job: Job, liveness: Liveness, began: Sequence[int], run: Fingerprin
     """
     device = torch.device(job.device)
     kept = nothing_yet(job, alone(device), liveness, began)
-    prepare_process(job.recipe, device)
-    model = model_of(job.recipe, len(kept.data.training.source.classes))
+    network = draw_network(job, kept.data, device)
     # Other ranks give it their weights, and so it needs no file of initial ones.
-    mine = replace(fingerprint_of(job, kept.data, model, device), init_sha256=run.init_sha256)
+    mine = replace(fingerprint_of(job, kept.data, network.model, device), init_sha256=run.init_sha256)
     mine.check_joins(run, job.options.mixed)
-    return replace(kept, fingerprint=mine)
+    return replace(kept, fingerprint=mine, network=network)
 
 
 def wait_for_ranks(world: Group, liveness: Liveness, step: int, is_asked_to_stop: Callable[[], bool]) -> bool:
@@ -154,12 +163,14 @@ def agree(kept: Kept, world: Group) -> Agreed | None:
     holders = holders_of([each // 2 for each in all_progress])
     source = max(holders, key=lambda place: (all_progress[place], -place))
     last_event = kept.last_event() if kept.last_event is not None else None
-    mine = json.dumps({"state": state.as_dict(), "last_event": last_event} if state is not None else {})
+    saved = kept.saved if kept.saved is not None and kept.saved.rank == world.ranks[0] else None
+    mine = json.dumps({"state": state.as_dict(), "last_event": last_event, "saved": saved} if state is not None else {})
     told = json.loads(world.broadcast_text(mine, source))
     is_alike = len(holders) == world.size
     sent = {name: each for name, each in kept.tensors.items() if not (is_alike and name.startswith(_LARGE))}
     tensors = share_tensors(sent, world, source)
-    return Agreed(RunState.from_dict(told["state"]), holders, tensors, told["last_event"])
+    saved = LastSaved(*told["saved"]) if told["saved"] else None
+    return Agreed(RunState.from_dict(told["state"]), holders, tensors, told["last_event"], saved)
 
 
 def holders_of(steps: Sequence[int]) -> frozenset[int]:
