@@ -228,7 +228,9 @@ def test_the_command_compares_a_replay_with_its_run(
         ("{form: local}", (), "local_steps: is missing"),
         ("{count: 4}", (), "has a meaning with form: cutoff only"),
         ("{outer: {lr: 0.5}}", (), "has a meaning with form: local only"),
-        ("{delays: lognormal}", (), "have a meaning with form: backup or cutoff only"),
+        ("{delays: lognormal}", (), "has a meaning with form: backup or cutoff or sampled"),
+        ("{form: backup, backups: 1, staleness: 2}", (), "has a meaning with form: sampled or stale only"),
+        ("{form: gossip}", (), "probability: is missing"),
         ("{form: local, local_steps: 3, outer: {momentum: 0.0}}", (), "give nesterov: false"),
         ("{form: cutof}", (), "synchrony.form"),
     ],
@@ -244,6 +246,7 @@ def test_a_block_that_makes_no_sense_is_refused_in_one_line(synchrony: str, more
     [
         (LIVE["count"], {"options": RuntimeOptions(audit=0.5)}, "audit = 0.5"),
         (LIVE["count"], {"delays": "sometimes"}, "no model 'sometimes'"),
+        ("{form: gossip, probability: 1.0}", {}, "form = gossip: is simulated only; give the recipe to torusgd simul"),
         (SYNCHRONOUS, {"delays": DELAYS}, "--delays exponential@0.01"),
         ("{form: cutoff, count: 4, delays: never}", {}, "no model 'never'"),
         ("{form: local, local_steps: 3}", {"delays": DELAYS}, "--delays exponential@0.01"),

@@ -37,6 +37,8 @@ def check_synchrony(recipe: Recipe, options: RuntimeOptions, device: torch.devic
     """
     form = recipe.synchrony
     asked = f"synchrony.form = {form.form}"
+    if form.is_simulated:
+        raise UserError(f"{asked}: is simulated only; give the recipe to torusgd simulate, or choose another form")
     if form.leaves_out and options.audit:
         raise UserError(f"audit = {options.audit:g}: with {asked} not all of the work is done twice; leave out one")
     if is_live and device.type == "cuda":
