@@ -16,7 +16,7 @@ import numpy as np
 
 from .cutoff import MovingAverage, best_cutoff, expected_order
 from .delays import F64, DelayModel
-from .dropcompute import choose_threshold
+from .dropcompute import Threshold, choose_threshold
 
 DRAWS = 64
 """of the coming step's times, from which the best count is taken"""
@@ -75,8 +75,8 @@ class Limits:
             return Limit(best_cutoff(expected + self._overhead), self._seconds)
         return Limit(self._count if isinstance(self._count, int) else self._workers, self._seconds)
 
-    def observe(self, finished: F64, seconds: float) -> None:
-        """Takes the times of a step.
+    def observe(self, finished: F64, seconds: float) -> Threshold | None:
+        """Takes the times of a step; gives the threshold where it has been measured by this step and those before.
 
         Args:
             finished: Of each worker the seconds from the step's beginning until it had finished; nan: it was left out.
@@ -89,10 +89,12 @@ class Limits:
             self._predictor.observe(finished, float(np.nanmax(finished)))
         if self._is_measuring:
             self._measured.append(finished)
-            if len(self._measured) == self._warmup:
-                passes = _passes(np.array(self._measured), self._shares)
-                self._seconds = choose_threshold(passes, overhead=self._overhead).seconds
-                self._is_measuring = False
+        if not self._is_measuring or len(self._measured) < self._warmup:
+            return None
+        self._is_measuring = False
+        found = choose_threshold(_passes(np.array(self._measured), self._shares), overhead=self._overhead)
+        self._seconds = found.seconds
+        return found
 
 
 @dataclass(frozen=True)

@@ -73,16 +73,21 @@ class Closing:
             return entry_of(step, self._virtual.at(step).workers)
         return Open(step, self._limits.next(step))
 
-    def observe(self, finished: F64, seconds: float) -> None:
-        """Takes the times of a step that was taken.
+    def observe(self, finished: F64, seconds: float) -> str:
+        """Takes the times of a step that was taken; gives what it has found by them, for people, or nothing.
 
         Args:
             finished: Of each virtual worker the seconds from the step's beginning until it had finished, nan where it
                 was left out; empty where nobody looked at a clock.
             seconds: Of the whole step on this rank.
         """
-        if len(finished):
-            self._limits.observe(finished, seconds)
+        found = self._limits.observe(finished, seconds) if len(finished) else None
+        if found is None:
+            return ""
+        return (
+            f"from now on a step takes what a rank finishes in {found.seconds:.3f} s; so far that would have left out "
+            f"{found.dropped:.1%} of the work, and brought {found.gain:+.1%} gradients a second"
+        )
 
 
 class AsWritten:
@@ -95,8 +100,9 @@ class AsWritten:
         """What the step of this number takes."""
         return synchronous(step, self._workers) if self._replay is None else self._replay.entry(step)
 
-    def observe(self, finished: F64, seconds: float) -> None:
+    def observe(self, finished: F64, seconds: float) -> str:
         """Learns nothing."""
+        return ""
 
 
 def closing_of(

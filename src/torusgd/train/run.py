@@ -204,7 +204,7 @@ class Run:
             state.count(stats)
             if stats.balance is not None and stats.balance.move is not None:
                 self.membership = stats.balance.move.membership
-            closing.observe(as_seconds(stats.finished), stats.times.seconds)
+            news = closing.observe(as_seconds(stats.finished), stats.times.seconds)
             if self.journal is not None:
                 self.journal.add(stats.entry)
                 state.journal = self.journal.head
@@ -213,8 +213,8 @@ class Run:
             rebuilt = trainer.bucket_rebuild.after_step()
             if self.telemetry is not None:
                 self.telemetry.step(stats, state.seconds, self.membership)
-                if rebuilt:
-                    self.telemetry.say(rebuilt)
+                for text in filter(None, (rebuilt, news)):
+                    self.telemetry.say(text)
             if stats.keep and self.memory is not None:
                 self.memory.keep(state, trainer.step.state)
             is_stopping, is_due = stats.stop, stats.save

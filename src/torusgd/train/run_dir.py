@@ -127,12 +127,23 @@ class RunDir:
 
     def data_revision(self) -> str:
         """The commit of the hub's data set that the run here reads; empty where it reads none, or has just begun."""
-        newest = [checkpoint / STATE for checkpoint in list_checkpoints(self.checkpoints)]
-        for file in (self.summary, *newest):
+        for file in (self.summary, *self._states()):
             with suppress(OSError, ValueError, AttributeError):
                 tree = parse_json(read_text(file))
                 return str(tree.get("fingerprint", tree).get("data_revision", ""))
         return ""
+
+    def journal_reached(self) -> dict[str, Any] | None:
+        """How far the journal had come at the newest checkpoint, of a `JournalHead`; None: nobody knows."""
+        for file in self._states():
+            with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+                head = parse_json(read_text(file))["journal"]
+                return {key: head[key] for key in ("size", "sha256")}
+        return None
+
+    def _states(self) -> list[Path]:
+        """Of the checkpoints, the newest first."""
+        return [checkpoint / STATE for checkpoint in list_checkpoints(self.checkpoints)]
 
     def _is_run(self) -> bool:
         try:
