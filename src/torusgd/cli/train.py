@@ -135,7 +135,7 @@ def train(
         Option(
             "--delays",
             metavar="MODEL",
-            help="Sleep before each virtual worker: lognormal (its unit is 20 ms), exponential@0.05 (50 ms).",
+            help="Sleep before each virtual worker: lognormal (its unit is 50 ms), exponential@0.2 (200 ms).",
             rich_help_panel=RUNTIME,
         ),
     ] = None,
