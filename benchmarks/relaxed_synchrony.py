@@ -8,7 +8,7 @@ cores don't wait for each other's. On rank 1 a pass sleeps 2 s more with probabi
 cutoff's journal is replayed on 1, 2, 3 and 5 ranks, which must give the same weights.
 
 `slow-link`: 4 emulated hosts, 100 Mb/s and 1 ms; the same updates of each virtual worker, with a message for each, and
-with one for eight; each five times, in turn. Bytes are those that the kernel counted at the first host's interface.
+with one for eight; each three times, in turn. Bytes are those that the kernel counted at the first host's interface.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PAUSES, PASS = "TORUSGD_BENCHMARK_PAUSES", "TORUSGD_BENCHMARK_PASS"
 COMMON = ("--set", "evaluate.every=null", "--set", "polish=null", "--set", "model.options={}")
 SMALL = (*COMMON, "--set", "virtual_workers=16", "--set", "stages=[{until: 120st, images_per_worker: 8}]")
 CUTOFF = ("--set", "synchrony={form: cutoff, threshold: measured, warmup: 20}")
-SLOW_LINK_RUNS = 5
+SLOW_LINK_RUNS = 3
 WARM = 22
 """steps before the ones that count: the warm-up, in which the threshold is measured"""
 

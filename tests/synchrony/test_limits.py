@@ -42,6 +42,22 @@ def test_what_a_step_takes_beside_the_passes_makes_waiting_cheaper() -> None:
         assert rule.next(2).count == count
 
 
+def test_who_was_slow_at_first_is_not_left_out_for_ever() -> None:
+    """Two ranks of four workers each, whose first steps take three times as long: a machine that is still starting."""
+    shares = [range(4), range(4, 8)]
+    rule = Limits(shares, seed=0, count="predicted", threshold=None, warmup=20, warm=20)
+    random, counts = np.random.default_rng(0), []
+    for step in range(100):
+        passes = np.exp(0.2 * random.normal(size=(2, 4))) * (3 if step < 15 else 1)
+        finished = passes.cumsum(axis=1).ravel()
+        counts.append(rule.next(step).count)
+        end = np.sort(finished)[counts[-1] - 1]
+        rule.observe(np.where(finished <= end, finished, np.nan), end + 0.4)
+    assert max(counts[20:50]) < 8
+    assert counts[52] == 8
+    assert np.mean(counts[53:]) > 7
+
+
 def test_a_threshold_is_measured_once_and_then_closes_the_steps() -> None:
     rule = limits(4, threshold="measured", warmup=3, warm=3)
     for step in range(3):

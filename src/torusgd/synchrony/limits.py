@@ -20,6 +20,9 @@ from .dropcompute import Threshold, choose_threshold
 
 DRAWS = 64
 """of the coming step's times, from which the best count is taken"""
+LOOK = 32
+"""steps in a row that a worker is left out until one waits for all, to see it; then twice as many, and so on: else what
+is once taken for slow would never be seen again"""
 _LEAST = 1e-6
 """seconds that a step takes at least beside its passes"""
 
@@ -64,12 +67,14 @@ class Limits:
         self._is_measuring = threshold == "measured"
         self._seconds = threshold if isinstance(threshold, float) else inf
         self._measured: list[F64] = []
-        self._steps, self._overhead = 0, 0.0
+        self._steps, self._overhead, self._look = 0, 0.0, LOOK
 
     def next(self, step: int) -> Limit:
         """What closes the step of this number."""
         if step < self._warm or (self._predictor is not None and not self._steps):
             return Limit(self._workers)
+        if self._predictor is not None and self._predictor.unseen.max() >= self._look:
+            return Limit(self._workers, self._seconds)
         if self._predictor is not None:
             expected = expected_order(self._predictor.samples(DRAWS))
             return Limit(best_cutoff(expected + self._overhead), self._seconds)
@@ -86,6 +91,8 @@ class Limits:
         overhead = max(seconds - float(np.nanmax(finished)), _LEAST)
         self._overhead += (overhead - self._overhead) / self._steps
         if self._predictor is not None:
+            if self._predictor.unseen.max() >= self._look and not np.isnan(finished).any():
+                self._look *= 2
             self._predictor.observe(finished, float(np.nanmax(finished)))
         if self._is_measuring:
             self._measured.append(finished)
