@@ -5,10 +5,10 @@
 
 `pauses`: 4 ranks, 16 virtual workers, each of whose passes takes 40 ms more than its computation, so that ranks on few
 cores don't wait for each other's. On rank 1 a pass sleeps 2 s more with probability 0.02, which nothing can end. The
-cutoff's journal is replayed on 1, 2, 3 and 5 ranks, which must give the same weights.
+journal of the cutoff is replayed on 1, 2, 3 and 5 ranks, which must give the same weights. Three runs of each, in turn.
 
 `slow-link`: 4 emulated hosts, 100 Mb/s and 1 ms; the same updates of each virtual worker, with a message for each, and
-with one for eight. Bytes are those that the kernel counted at each host's interface.
+with one for eight; each three times, in turn. Bytes are those that the kernel counted at the first host's interface.
 """
 
 import argparse
@@ -31,8 +31,9 @@ from torusgd.rehearse.lab import Host, Lab, interface_bytes
 HERE = Path(__file__)
 PAUSES, PASS = "TORUSGD_BENCHMARK_PAUSES", "TORUSGD_BENCHMARK_PASS"
 COMMON = ("--set", "evaluate.every=null", "--set", "polish=null", "--set", "model.options={}")
-SMALL = (*COMMON, "--set", "virtual_workers=16", "--set", "stages=[{until: 120st, images_per_worker: 8}]")
+SMALL = (*COMMON, "--set", "virtual_workers=16", "--set", "stages=[{until: 52st, images_per_worker: 8}]")
 CUTOFF = ("--set", "synchrony={form: cutoff, threshold: measured, warmup: 20}")
+RUNS = 3
 WARM = 22
 """steps before the ones that count: the warm-up, in which the threshold is measured"""
 
@@ -79,31 +80,41 @@ def pauses(folder: Path) -> None:
     """One of four ranks pauses."""
     model = ("--set", "model.name=relaxed_synchrony:Pausing")
     train = ["train", "digits", *model, *SMALL, "--workers", "4"]
-    print("| run | step: median ms | 90 % | longest | mean | left out |", "|---|---|---|---|---|---|", sep="\n")
-    hashes = {}
-    for name, flags, paused in (
-        ("synchronous", (), ""), ("synchronous, pauses", (), "1"),
-        ("cutoff", CUTOFF, ""), ("cutoff, pauses", CUTOFF, "1"),
-    ):  # fmt: skip
-        summary = run([*train, *flags], folder / name, **{PASS: "0.04", PAUSES: paused})
-        times = [1e3 * seconds for seconds in step_seconds(folder / name, WARM)]
-        high = statistics.quantiles(times, n=10)[-1]
-        print(
-            f"| {name} | {statistics.median(times):.0f} | {high:.0f} | {max(times):.0f} | {statistics.mean(times):.0f} "
-            f"| {summary['left_out_workers']} |", flush=True,
-        )  # fmt: skip
-        hashes[name] = summary["weights_sha256"]
+    variants = {"synchronous": ((), ""), "synchronous, pauses": ((), "1"), "cutoff, pauses": (CUTOFF, "1")}
+    times: dict[str, list[list[float]]] = {name: [] for name in variants}
+    told: dict[str, dict[str, Any]] = {}
+    for name in list(variants) * RUNS:  # in turn, so that other work on the machine meets all alike
+        flags, paused = variants[name]
+        out = folder / f"{name} {len(times[name])}"
+        told[name] = run([*train, *flags], out, **{PASS: "0.04", PAUSES: paused})
+        times[name].append(step_seconds(out, WARM))
+        middle, mean, most = (1e3 * of(times[name][-1]) for of in (statistics.median, statistics.mean, max))
+        print(f"{name}: median {middle:.0f}, mean {mean:.0f}, longest {most:.0f} ms", flush=True)
+    assert told["synchronous"]["weights_sha256"] == told["synchronous, pauses"]["weights_sha256"]
+    base = [statistics.mean(each) for each in times["synchronous"]]
+    print(
+        "| run | step: median ms | mean | longest | longest over the undisturbed mean |",
+        "|---|---|---|---|---|",
+        sep="\n",
+    )
+    for name, runs in times.items():
+        cells = [[1e3 * statistics.median(each) for each in runs], [1e3 * statistics.mean(each) for each in runs],
+                 [1e3 * max(each) for each in runs]]  # fmt: skip
+        ratios = [max(each) / one for each, one in zip(runs, base, strict=True)]
+        print(f"| {name} | {' | '.join(spread(cell, 0) for cell in cells)} | {spread(ratios, 2)} |")
     for ranks in (1, 2, 3, 5):
-        out = folder / f"replay{ranks}"
-        began = time.perf_counter()
-        summary = run(["replay", str(folder / "cutoff, pauses"), "--workers", str(ranks)], out)
-        assert summary["weights_sha256"] == hashes["cutoff, pauses"], ranks
-        updates = summary["steps"] / summary["seconds"]
+        summary = run(["replay", str(out), "--workers", str(ranks)], folder / f"replay{ranks}")
+        assert summary["weights_sha256"] == told["cutoff, pauses"]["weights_sha256"], ranks
         print(
-            f"replay on {ranks} ranks: the same weights; {updates:.0f} updates/s ({time.perf_counter() - began:.0f} s)"
+            f"replay on {ranks} ranks: the same weights; {summary['steps'] / summary['seconds']:.1f} updates a second"
         )
-    assert hashes["synchronous"] == hashes["synchronous, pauses"]
-    print(f"journal: {summary['journal']['bytes_per_update']} bytes an update")
+    print(f"left out {summary['left_out_share']:.1%}; {summary['journal']['bytes_per_update']} bytes an update")
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Median (least to most)."""
+    low, middle, high = (f"{each:.{digits}f}" for each in (min(values), statistics.median(values), max(values)))
+    return f"{middle} ({low} to {high})"
 
 
 def slow_link(folder: Path) -> None:
@@ -120,18 +131,25 @@ def slow_link(folder: Path) -> None:
             "synchrony={form: local, local_steps: 8}",
         ),
     }
-    print(
-        "| run | updates of each | seconds | MB sent by rank 0 | loss at the end |", "|---|---|---|---|---|", sep="\n"
-    )
-    for name, keys in variants.items():
-        out = folder / name
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    told: dict[str, str] = {}
+    for name in list(variants) * RUNS:  # in turn, so that other work on the machine meets both alike
+        out = folder / f"{name} {len(seconds[name])}"
         with Lab([Host(latency=1e-3, rate=100e6)] * 4) as lab:
-            words = [str(HERE), "inside", "train", "digits", "--out", str(out), *usual, *keys]
+            words = [str(HERE), "inside", "train", "digits", "--out", str(out), *usual, *variants[name]]
             output = lab.run(words, timeout=300, environment={"PYTHONPATH": str(HERE.parents[1] / "src")})[0]
         sent = json.loads(output.splitlines()[-1])
         summary = json.loads((out / "summary.json").read_text())
-        seconds, loss = sum(step_seconds(out, 0)), summary["loss"]
-        print(f"| {name} | 48 | {seconds:.1f} | {sent / 1e6:.1f} | {loss:.3f} |", flush=True)
+        seconds[name].append(sum(step_seconds(out, 0)))
+        told[name] = f"{summary['steps']} | {sent / 1e6:.1f} | {summary['loss']:.3f}"
+        print(f"{name}: {seconds[name][-1]:.1f} s", flush=True)
+    print(
+        "| run | messages | MB sent by rank 0 | loss at the end | seconds |",
+        "|---|---|---|---|---|",
+        sep="\n",
+    )
+    for name, times in seconds.items():
+        print(f"| {name} | {told[name]} | {spread(times, 1)} |")
 
 
 def main() -> None:

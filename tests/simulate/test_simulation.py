@@ -23,18 +23,50 @@ OVERRIDES = ["data.source=synthetic", "data.train_images=64", "data.eval_images=
 
 
 @cache
-def small(form: str, workers: int = 4, delays: str = "exponential") -> Simulation:
-    recipe = load_recipe("digits", OVERRIDES).recipe
+def small(form: str, workers: int = 4, delays: str = "exponential", more: tuple[str, ...] = ()) -> Simulation:
+    recipe = load_recipe("digits", [*OVERRIDES, *more]).recipe
     return simulate(Setting(recipe, form, workers, delays, lr=0.1), images=24 * 4, points=2)
 
 
 @pytest.mark.parametrize(
     ("form", "same"),
-    [("pbsp:4", "bsp"), ("ssp:0", "bsp"), ("pssp:4x2", "ssp:2"), ("pbsp:0", "asp"), ("threshold:1xinf", "bsp")],
-)
+    [("pbsp:4", "bsp"), ("ssp:0", "bsp"), ("pssp:4x2", "ssp:2"), ("pbsp:0", "asp"), ("threshold:1xinf", "bsp"),
+     ("cutoff:4", "bsp")],
+)  # fmt: skip
 def test_limits_have_the_same_hash(form: str, same: str) -> None:
     assert small(form).weights_sha256 == small(same).weights_sha256
     assert [point.error for point in small(form).points] == [point.error for point in small(same).points]
+
+
+@pytest.mark.parametrize(
+    ("synchrony", "form"),
+    [
+        ("{form: sampled, sample: 4, staleness: 2}", "ssp:2"),
+        ("{form: stale, staleness: 2}", "ssp:2"),
+        ("{form: asynchronous}", "asp"),
+        ("{form: gossip, probability: 0.5}", "gossip:0.5"),
+        ("{form: elastic, pull_every: 2}", "elastic:2"),
+        ("{form: backup, backups: 1, warmup: 2}", "cutoff:3"),
+    ],
+)
+def test_a_recipe_says_what_is_simulated(synchrony: str, form: str) -> None:
+    more = ("virtual_workers=4", f"synchrony={synchrony}")
+    assert small("", more=more).weights_sha256 == small(form).weights_sha256
+
+
+def test_local_steps_of_a_recipe_take_their_part_of_the_images_of_a_virtual_worker() -> None:
+    more = ("stages=[{until: 2ep, images_per_worker: 12}]", "synchrony={form: local, local_steps: 3}")
+    assert small("", more=more).weights_sha256 == small("diloco:3").weights_sha256
+
+
+def test_where_workers_pause_a_backup_worker_brings_more_images_a_second() -> None:
+    full, first = (small(form, delays="pause:0.1x20").points[-1] for form in ("bsp", "backup:1"))
+    assert first.time / first.images < full.time / full.images
+
+
+def test_without_an_end_a_run_takes_the_images_of_the_recipe() -> None:
+    recipe = load_recipe("digits", [*OVERRIDES, "virtual_workers=4", "rate={lr: 0.1}"]).recipe
+    assert simulate(Setting(recipe, "bsp", 4, "constant", lr=0.1), points=1).points[-1].images == 128
 
 
 def test_other_forms_other_weights_and_the_same_each_time() -> None:
@@ -82,7 +114,10 @@ def test_a_threshold_that_leaves_work_out_ends_its_steps_at_the_threshold() -> N
     assert points[-1].time % 3 == 0
 
 
-@pytest.mark.parametrize("form", ["", "sync", "gossip", "gossip:2", "local:0", "local:1.5", "threshold:2", "elastic:0"])
+@pytest.mark.parametrize("form", [
+    "", "sync", "gossip", "gossip:2", "local:0", "local:1.5", "local:2x3", "threshold:2", "threshold:2xnan",
+    "elastic:0", "cutoff:0", "cutoff:guessed",
+])  # fmt: skip
 def test_a_wrong_form_is_one_line(form: str) -> None:
     with pytest.raises(UserError, match=r"^simulate: no form "):
         moments(form)
@@ -91,12 +126,7 @@ def test_a_wrong_form_is_one_line(form: str) -> None:
 def test_every_form_that_is_named_can_be_written() -> None:
     for form in FORMS:
         name, _, letters = form.partition(":")
-        moments(name + (":" + letters.translate(str.maketrans("SBMTHP", "213211")) if letters else ""))
-
-
-def test_a_run_needs_an_end() -> None:
-    with pytest.raises(UserError):
-        simulate(Setting(load_recipe("digits", OVERRIDES).recipe, "bsp", 2, "constant", lr=0.1))
+        moments(name + (":" + letters.translate(str.maketrans("SBMTHPC", "2132111")) if letters else ""))
 
 
 def test_the_command_prints_errors_over_virtual_time(
@@ -112,10 +142,11 @@ def test_the_command_prints_errors_over_virtual_time(
 
 def test_a_mistake_on_the_command_line_is_one_line(run_cli: Callable[..., tuple[int, str, str]]) -> None:
     for words in (
-        [],
+        ["--seconds", 0],
         ["--seconds", 9, "--synchrony", "sync"],
         ["--seconds", 9, "--workers", 0],
         ["--images", 9, "--delays", "x"],
+        ["--images", 9, "--synchrony", "backup:6", "--workers", 6],
     ):
         code, _, err = run_cli("simulate", "digits", *words)
         assert code == 2

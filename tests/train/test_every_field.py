@@ -8,9 +8,12 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import Recipe
+from torusgd.recipe.synchrony_schema import SIMULATED
+from torusgd.simulate import Setting, simulate
 
-from .runs import events, run_here
+from .runs import TINY, events, run_here
 
 SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
 RESIZED = "data.augment={crop: resized, area: [0.3, 1.0], aspect: [0.75, 1.4]}"
@@ -21,8 +24,9 @@ HALF = ("precision=float16", "model.options={width: 4}", "virtual_workers=2")
 # Images that must be cropped: 12 pixels a side, of which the recipe takes 8.
 LARGER = "data.resize=12"
 CUTOFF = "synchrony={form: cutoff, count: 2, warmup: 2, delays: exponential}"
-THRESHOLD = "synchrony={form: cutoff, threshold: 0.5, warmup: 2, delays: exponential}"
+THRESHOLD = "synchrony={form: cutoff, threshold: 1.5, warmup: 2, delays: exponential}"
 BACKUP = "synchrony={form: backup, backups: 1, warmup: 2, delays: exponential}"
+SAMPLED = "synchrony={form: sampled, sample: 1, staleness: 0}"
 HASHED = ("recipe_sha256", "journal")
 """keys of a summary in which the recipe's own hash is"""
 LOCAL = ["stages=[{until: 4st, images_per_worker: 6}]", "synchrony={form: local, local_steps: 1}"]
@@ -129,10 +133,14 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "synchrony.form": (LOCAL[:1], LOCAL[1]),
     "synchrony.backups": ([BACKUP], "synchrony.backups=2"),
     "synchrony.count": ([CUTOFF], "synchrony.count=3"),
-    "synchrony.threshold": ([THRESHOLD], "synchrony.threshold=2.0"),
+    "synchrony.threshold": ([THRESHOLD], "synchrony.threshold=2.5"),
     "synchrony.warmup": ([CUTOFF], "synchrony.warmup=3"),
     "synchrony.delays": ([THRESHOLD], "synchrony.delays='constant:0.1'"),
     "synchrony.local_steps": (LOCAL, "synchrony.local_steps=2"),
+    "synchrony.sample": ([SAMPLED], "synchrony.sample=4"),
+    "synchrony.staleness": ([SAMPLED], "synchrony.staleness=2"),
+    "synchrony.probability": ([], "synchrony={form: gossip, probability: 0.5}"),
+    "synchrony.pull_every": (["synchrony={form: elastic, pull_every: 1}"], "synchrony.pull_every=2"),
     "synchrony.outer.lr": (LOCAL, "synchrony.outer.lr=1.0"),
     "synchrony.outer.momentum": (LOCAL, "synchrony.outer.momentum=0.5"),
     "synchrony.outer.nesterov": (LOCAL, "synchrony.outer.nesterov=false"),
@@ -184,6 +192,9 @@ def test_a_changed_field_is_seen(key: str, runs: Callable[..., Any]) -> None:
 
 def seen(out: Path, *overrides: str) -> Any:
     """What a user sees of a run, without times and without the recipe's own hash."""
+    if any(form in each for each in overrides for form in SIMULATED):
+        recipe = load_recipe("digits", [*TINY, *overrides]).recipe
+        return simulate(Setting(recipe, "", recipe.virtual_workers, "exponential", lr=0.1), images=48)
     try:
         summary, plan = run_here(out, *overrides)
     except Exception as error:

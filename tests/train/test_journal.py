@@ -1,6 +1,7 @@
 """The journal as a file: what it says, how it goes on, and that damage of any kind is refused in one line."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,10 @@ def a_line_twice(text: str) -> str:
     return "".join([*lines[:3], lines[2], *lines[3:]])
 
 
+def other_ends_of_lines(text: str) -> str:
+    return text.replace("\n", "\r")
+
+
 def cut_in_a_line(text: str) -> str:
     return text[:-5]
 
@@ -84,7 +89,7 @@ def garbage(text: str) -> str:
 
 DAMAGE = (
     changed_character, without_a_line, two_lines_swapped, a_line_twice, cut_in_a_line, cut_between_lines, all_left_out,
-    another_recipe, garbage,
+    other_ends_of_lines, another_recipe, garbage,
 )  # fmt: skip
 
 
@@ -100,6 +105,17 @@ def test_damage_is_refused_in_one_line(damage: Callable[[str], str], tmp_path: P
         with pytest.raises(UserError) as error:
             Journal(SHA, 6, head).open(path)
         assert "\n" not in str(error.value)
+
+
+def test_of_a_run_that_is_not_done_a_cut_before_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    reached = asdict(written(path, TAKEN[:3]))  # as the checkpoint has it
+    written(path)
+    assert len(read_journal(path, SHA, 6, reached=reached).left_out) == len(TAKEN)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    assert len(read_journal(path, SHA, 6).left_out) == 2
+    with pytest.raises(UserError, match="ends after 2 updates, before the run did"):
+        read_journal(path, SHA, 6, reached=reached)
 
 
 def test_a_missing_journal_is_refused(tmp_path: Path) -> None:

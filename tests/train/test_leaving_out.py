@@ -7,23 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.comm.gloo_world import run_ranks
 from torusgd.comm.groups import group_of
+from torusgd.comm.liveness import NoLiveness
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
+from torusgd.train.build import build, open_data
 from torusgd.train.closing import closing_of
 from torusgd.train.job import Job
-from torusgd.train.journal import JournalEntry, read_journal
+from torusgd.train.journal import JournalEntry, entry_of, read_journal, synchronous
 from torusgd.train.pass_thread import PassThread
 from torusgd.train.run import Run
 from torusgd.train.run_dir import RunDir
 
 from .processes import last_step, until
-from .runs import events
+from .runs import TINY, events
 
 BASE = (
     "virtual_workers=8",
@@ -120,6 +124,27 @@ def test_limits_that_leave_nothing_out_are_the_synchronous_run(live: Path) -> No
         told = results(live / name)
         assert told.pop("journal")["bytes_per_update"] < 32
         assert told == synchronous
+
+
+def after_second_step(workers: list[int]) -> dict[str, Tensor]:
+    """Weights and batch-norm statistics, float64, after a step that takes all and one that takes these."""
+    sgd = ("optimizer={name: sgd, momentum: 0.0}", "rate={lr: 0.2}", "model.batch_norm_momentum=1.0")
+    recipe = load_recipe("digits", [*TINY, *sgd, f"synchrony={VIRTUAL}"]).recipe
+    recipe = recipe.resolve(precision="float32", memory_format="contiguous")
+    job, world, liveness = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), group_of(), NoLiveness()
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
+    for entry in (synchronous(0, 4), entry_of(1, workers)):
+        trainer.step.run(trainer.membership, entry)
+    trainer.step.state.write_to_model(2)
+    return {name: tensor.double() for name, tensor in trainer.step.model.state_dict().items()}
+
+
+def test_the_mean_is_over_what_arrived() -> None:
+    """By plain SGD the step of two virtual workers is the mean of the steps that each takes alone."""
+    both, one, other = (after_second_step(workers) for workers in ([0, 2], [0], [2]))
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    for name, found in both.items():
+        torch.testing.assert_close(found, (one[name] + other[name]) / 2, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_virtual_time_makes_the_run_a_function_of_the_recipe(live: Path, tmp_path: Path) -> None:
@@ -228,7 +253,9 @@ def test_the_command_compares_a_replay_with_its_run(
         ("{form: local}", (), "local_steps: is missing"),
         ("{count: 4}", (), "has a meaning with form: cutoff only"),
         ("{outer: {lr: 0.5}}", (), "has a meaning with form: local only"),
-        ("{delays: lognormal}", (), "have a meaning with form: backup or cutoff only"),
+        ("{delays: lognormal}", (), "has a meaning with form: backup or cutoff or sampled"),
+        ("{form: backup, backups: 1, staleness: 2}", (), "has a meaning with form: sampled or stale only"),
+        ("{form: gossip}", (), "probability: is missing"),
         ("{form: local, local_steps: 3, outer: {momentum: 0.0}}", (), "give nesterov: false"),
         ("{form: cutof}", (), "synchrony.form"),
     ],
@@ -244,6 +271,7 @@ def test_a_block_that_makes_no_sense_is_refused_in_one_line(synchrony: str, more
     [
         (LIVE["count"], {"options": RuntimeOptions(audit=0.5)}, "audit = 0.5"),
         (LIVE["count"], {"delays": "sometimes"}, "no model 'sometimes'"),
+        ("{form: gossip, probability: 1.0}", {}, "form = gossip: is simulated only; give the recipe to torusgd simul"),
         (SYNCHRONOUS, {"delays": DELAYS}, "--delays exponential@0.01"),
         ("{form: cutoff, count: 4, delays: never}", {}, "no model 'never'"),
         ("{form: local, local_steps: 3}", {"delays": DELAYS}, "--delays exponential@0.01"),

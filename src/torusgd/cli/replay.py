@@ -62,7 +62,13 @@ def replay(
     options = runtime.over(RuntimeOptions())
     journaled, steps = None, told.get("steps")
     if recipe.synchrony.leaves_out:
-        journaled = read_journal(original.journal, recipe.sha256(), recipe.virtual_workers, told.get("journal"))
+        journaled = read_journal(
+            original.journal,
+            recipe.sha256(),
+            recipe.virtual_workers,
+            told.get("journal"),
+            original.journal_reached() if not told else None,
+        )
         steps = len(journaled.left_out)
     if steps == 0:
         raise UserError(f"{original.journal}: holds no update yet; there is nothing to replay")
@@ -71,6 +77,8 @@ def replay(
     result = (join_and_train if ranks_are_given() else launch)(job, fresh)
     if result.summary:
         show_result(result.summary, str(folder))
+        updates, seconds = result.summary["steps"], result.summary["seconds"]
+        console().print(f"replayed {updates} updates in {seconds:.1f} s, {updates / max(seconds, 1e-9):.1f} a second")
         compare(run, told, result.summary)
     raise typer.Exit(result.code)
 

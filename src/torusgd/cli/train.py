@@ -135,7 +135,7 @@ def train(
         Option(
             "--delays",
             metavar="MODEL",
-            help="Sleep before each virtual worker: lognormal (its unit is 20 ms), exponential@0.05 (50 ms).",
+            help="Sleep before each virtual worker: lognormal (its unit is 50 ms), exponential@0.2 (200 ms).",
             rich_help_panel=RUNTIME,
         ),
     ] = None,
@@ -264,7 +264,16 @@ def show_result(summary: Mapping[str, Any], folder: str) -> None:
             f"a step took {1e3 * beside['measured_step_seconds']:.1f} ms, the plan said "
             f"{1e3 * beside['step_seconds']:.1f} ms ({beside['step_seconds_error']:+.1%})"
         )
+    journal = summary.get("journal")
+    if journal is not None:
+        terminal.print(
+            f"left out {summary.get('left_out_share', 0):.2%} of the work for being late; the journal says which, in "
+            f"{journal['bytes_per_update']} bytes an update: torusgd replay {folder} gives the same bits",
+            markup=False,
+        )
     terminal.print(f"weights_sha256 {summary['weights_sha256']}")
     terminal.print(
-        f"in {folder}: model.safetensors, summary.json, events.jsonl, recipe.yaml, checkpoints/", markup=False
+        f"in {folder}: model.safetensors, summary.json, events.jsonl, recipe.yaml, checkpoints/"
+        f"{', journal.txt' if journal is not None else ''}",
+        markup=False,
     )

@@ -1,10 +1,10 @@
-"""Which gradients a step waits for: all of them, the first ones, or none for a while (relaxed synchrony)."""
+"""What workers wait for: all of them, the first ones, some drawn at random, or nobody (relaxed synchrony)."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from .section import Count, Positive, Section
+from .section import Count, Fraction, Positive, Section
 
 
 class Outer(Section):
@@ -24,12 +24,40 @@ class Outer(Section):
         return self
 
 
+SIMULATED = ("sampled", "stale", "asynchronous", "gossip", "elastic")
+"""forms in which workers hold weights of different ages: in virtual time only"""
+_KEYS = {
+    "backup": ("backups", "warmup", "delays"),
+    "cutoff": ("count", "threshold", "warmup", "delays"),
+    "local": ("local_steps", "outer"),
+    "sampled": ("sample", "staleness", "delays"),
+    "stale": ("staleness", "delays"),
+    "asynchronous": ("delays",),
+    "gossip": ("probability", "delays"),
+    "elastic": ("pull_every", "delays"),
+}
+"""by form the keys that have a meaning with it"""
+_NEEDED = {
+    "backup": ("backups", "the virtual workers that a step leaves out"),
+    "local": ("local_steps", "the updates of each copy a step"),
+    "sampled": ("sample", "the workers that each of them looks at"),
+    "stale": ("staleness", "the steps by which a worker may be ahead"),
+    "gossip": ("probability", "that of a mean with another worker after a step"),
+    "elastic": ("pull_every", "the steps from one pull towards the centre to the next"),
+}
+"""by form the key that it can't do without, and what it says"""
+
+
 class Synchrony(Section):
     """What a step waits for. With backup and cutoff the mean is over the gradients that came in time, exactly."""
 
-    form: Literal["synchronous", "backup", "cutoff", "local"] = "synchronous"
+    form: Literal[
+        "synchronous", "backup", "cutoff", "local", "sampled", "stale", "asynchronous", "gossip", "elastic"
+    ] = "synchronous"
     """backup: the first virtual workers to finish (Chen et al.); cutoff: those in time (Teng and Wood; DropCompute);
-    local: each takes some steps of its own (local SGD, DiLoCo). What time decides is kept in the run's journal"""
+    local: each takes some steps of its own (local SGD, DiLoCo). What time decides is kept in the run's journal. Only
+    simulated (`torusgd simulate`) are sampled, stale and asynchronous: barriers that look at some workers (PSP), at all
+    (SSP) or at none; gossip: means of pairs; elastic: a pull towards a centre (EASGD)"""
     backups: Count | None = None
     """backup: a step takes the first virtual_workers - backups of them"""
     count: Count | Literal["predicted"] | None = None
@@ -42,30 +70,41 @@ class Synchrony(Section):
     """backup and cutoff: steps at the start of the run that wait for all, and so do as many after ranks start again;
     predicted and measured take their times from them"""
     delays: str | None = None
-    """backup and cutoff: a model of delays, such as lognormal, whose virtual time decides in place of clocks; each
-    virtual worker counts as a machine of its own"""
+    """a model of delays, such as lognormal, added to the 1 s of virtual time that each virtual worker takes, on a
+    machine of its own. backup and cutoff: it decides in place of clocks; simulated forms: null is exponential"""
     local_steps: Count | None = None
     """local: updates of each virtual worker's own copy a step, each on an equal part of its images_per_worker"""
     outer: Outer = Outer()
+    sample: Annotated[int, Field(ge=0)] | None = None
+    """sampled: workers, drawn afresh each time, that a worker looks at before it goes on"""
+    staleness: Annotated[int, Field(ge=0)] | None = None
+    """sampled and stale: steps by which it may be ahead of those that it looks at; null: 0"""
+    probability: Fraction | None = None
+    """gossip: of a mean with another worker's weights after a step"""
+    pull_every: Count | None = None
+    """elastic: steps of a worker from one pull towards the centre to the next"""
 
     @model_validator(mode="after")
     def _check(self) -> "Synchrony":
-        meaning = {"backups": "backup", "count": "cutoff", "threshold": "cutoff", "local_steps": "local"}
-        for key, form in meaning.items():
-            if getattr(self, key) is not None and self.form != form:
-                raise ValueError(f"{key}: has a meaning with form: {form} only")
-        if self.form != "local" and self.outer != Outer():
-            raise ValueError("outer: has a meaning with form: local only")
-        is_timed = self.delays is not None or self.warmup != type(self).model_fields["warmup"].default
-        if is_timed and not self.leaves_out:
-            raise ValueError("delays and warmup: have a meaning with form: backup or cutoff only")
-        if self.form == "backup" and self.backups is None:
-            raise ValueError("backups: is missing; give the virtual workers that a step leaves out")
-        if self.form == "local" and self.local_steps is None:
-            raise ValueError("local_steps: is missing; give the updates of each copy a step")
+        defaults = {name: field.default for name, field in type(self).model_fields.items() if name != "form"}
+        for key, default in defaults.items():
+            if getattr(self, key) != default and key not in _KEYS.get(self.form, ()):
+                known = " or ".join(form for form, keys in _KEYS.items() if key in keys)
+                raise ValueError(f"{key}: has a meaning with form: {known} only")
+        if self.form in _NEEDED and getattr(self, key := _NEEDED[self.form][0]) is None:
+            raise ValueError(f"{key}: is missing; give {_NEEDED[self.form][1]}")
         if self.form == "cutoff" and (self.count is None) == (self.threshold is None):
             raise ValueError("count, threshold: form: cutoff needs one of them")
         return self
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether it is for `torusgd simulate` alone."""
+        return self.form in SIMULATED
+
+    def count_of(self, virtual_workers: int) -> int | Literal["predicted"] | None:
+        """Of so many virtual workers those that a step waits for; None: all of them."""
+        return self.count if self.backups is None else virtual_workers - self.backups
 
     @property
     def leaves_out(self) -> bool:

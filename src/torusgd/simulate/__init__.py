@@ -1,6 +1,6 @@
 """Training in virtual time: P virtual workers in one process, with real gradients and keyed delays.
 
-For forms of relaxed synchrony that never run on real ranks: stale and sampled barriers, gossip, elastic averaging.
+For every form of relaxed synchrony; stale and sampled barriers, gossip and elastic averaging have no other.
 May import: errors, rng, weights, recipe, data, models, optim, synchrony.
 """
 

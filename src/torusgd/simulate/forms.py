@@ -7,13 +7,14 @@ Batches are numbered as a synchronous run shares out its stream: the k-th gradie
 | --- | --- |
 | `barrier` | BSP, SSP, ASP; PSP: Wang, Catterall and Mortier, arXiv 1709.07772 |
 | `threshold` | DropCompute: Giladi et al., arXiv 2306.10598 |
+| `leaving_out` | backup workers: Chen et al., arXiv 1604.00981; cutoff: Teng and Wood, arXiv 1803.04209 |
 | `local` | local SGD: Stich, ICLR 2019; with an outer optimiser DiLoCo: Douillard et al., arXiv 2311.08105 |
 | `gossip` | Jin, Yuan, Iandola and Keutzer, arXiv 1611.04581 |
 | `elastic` | EASGD: Zhang, Choromanska and LeCun, NeurIPS 2015 |
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 
@@ -21,9 +22,11 @@ import numpy as np
 from torch import Tensor
 
 from ..optim.sgd import Sgd
+from ..recipe.synchrony_schema import Outer
 from ..rng import PEER, keyed_integer, keyed_uniform
 from ..synchrony.barriers import Barrier, passages
 from ..synchrony.delays import DelayModel
+from ..synchrony.limits import Limits, VirtualSteps
 from .passes import Passes
 
 
@@ -67,7 +70,7 @@ def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
             weights.sub_(sum(arrived[1:], start=arrived[0]) / workers.count, alpha=workers.lr)
             yield Moment(passage.time, gradients, weights.clone)
         for worker, step in zip(passage.workers, passage.steps, strict=True):
-            pushed[worker] = workers.passes.gradient(weights, step * workers.count + worker)
+            pushed[worker] = _gradient(workers, weights, worker, step)
 
 
 def threshold(workers: Workers, parts: int, tau: float) -> Iterator[Moment]:
@@ -85,29 +88,43 @@ def threshold(workers: Workers, parts: int, tau: float) -> Iterator[Moment]:
         arrived = [workers.passes.gradient(weights, first + int(place)) for place in np.flatnonzero(ends <= tau)]
         if arrived:
             gradients += len(arrived)
-            weights.sub_(sum(arrived[1:], start=arrived[0]) / len(arrived), alpha=workers.lr)
+            weights.sub_(_mean(arrived), alpha=workers.lr)
         yield Moment(time, gradients, weights.clone)
 
 
-def local(workers: Workers, steps: int, outer_lr: float, outer_momentum: float) -> Iterator[Moment]:
+def leaving_out(workers: Workers, limits: Limits) -> Iterator[Moment]:
+    """Synchronous steps that take the mean over the workers that finish before a step is closed."""
+    weights = workers.passes.initial.clone()
+    steps = VirtualSteps(limits, workers.count, workers.delays, workers.compute)
+    time, gradients = 0.0, 0
+    for step in count():
+        taken = steps.at(step)
+        time += taken.seconds
+        arrived = [_gradient(workers, weights, worker, step) for worker in taken.workers]
+        gradients += len(arrived)
+        weights.sub_(_mean(arrived), alpha=workers.lr)
+        yield Moment(time, gradients, weights.clone)
+
+
+def local(workers: Workers, steps: int, outer: Outer) -> Iterator[Moment]:
     """Each worker takes `steps` steps by itself; then the mean of their changes is a gradient for an outer SGD.
 
-    The outer momentum is Nesterov's. A round takes as long as the slowest worker's steps together.
+    A round takes as long as the slowest worker's steps together.
     """
     weights = workers.passes.initial.clone().requires_grad_()
-    outer = Sgd([weights], lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+    optimizer = Sgd([weights], lr=outer.lr, momentum=outer.momentum, nesterov=outer.nesterov)
     time, everyone = 0.0, np.arange(workers.count)
     for first in count(step=steps):
         changes = []
         for worker in range(workers.count):
             own = weights.detach().clone()
             for step in range(first, first + steps):
-                own.sub_(workers.passes.gradient(own, step * workers.count + worker), alpha=workers.lr)
+                own.sub_(_gradient(workers, own, worker, step), alpha=workers.lr)
             changes.append(weights.detach() - own)
         taken = workers.compute + workers.delays.at(everyone[:, None], np.arange(first, first + steps), 0)
         time += float(taken.sum(axis=1).max())
-        weights.grad = sum(changes[1:], start=changes[0]) / workers.count
-        outer.step()
+        weights.grad = _mean(changes)
+        optimizer.step()
         yield Moment(time, (first + steps) * workers.count, weights.detach().clone)
 
 
@@ -128,7 +145,7 @@ def gossip(workers: Workers, chance: float) -> Iterator[Moment]:
             if workers.count > 1 and keyed_uniform(PEER, workers.seed, worker, step, 0) < chance:
                 other = int(keyed_integer(workers.count - 1, PEER, workers.seed, worker, step, 1))
                 own[worker] = (stepped[worker] + stepped[other + (other >= worker)]) / 2
-        yield Moment(time, gradients, lambda: sum(own[1:], start=own[0]) / workers.count)
+        yield Moment(time, gradients, lambda: _mean(own))
 
 
 def elastic(workers: Workers, every: int, beta: float) -> Iterator[Moment]:
@@ -159,6 +176,10 @@ def _ends(workers: Workers) -> Iterator[tuple[float, list[tuple[int, int]]]]:
         ended = [(each.workers[0], each.steps[0] - 1) for each in group if each.steps[0] > 0]
         if ended:
             yield time, ended
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return sum(tensors[1:], start=tensors[0]) / len(tensors)
 
 
 def _gradient(workers: Workers, weights: Tensor, worker: int, step: int) -> Tensor:

@@ -25,7 +25,8 @@ class Passes:
     """A recipe's network and images.
 
     Args:
-        recipe: Its model, data, seed, label smoothing, and the first stage's images of a virtual worker.
+        recipe: Its model, data, seed, label smoothing, and the first stage's images of a virtual worker, or of one of
+            its local steps.
         train: Training images.
         held_out: Images for the accuracy.
     """
@@ -33,7 +34,7 @@ class Passes:
     def __init__(self, recipe: Recipe, train: Pipeline, held_out: Pipeline) -> None:
         self._recipe, self._train = recipe, train
         self._order = StreamOrder(len(train.source), recipe.seed)
-        self.images = recipe.stages[0].images_per_worker
+        self.images = recipe.stages[0].images_per_worker // (recipe.synchrony.local_steps or 1)
         """of a gradient"""
         self._model = model_of(recipe, len(train.source.classes))
         self._norms = [layer for layer in self._model.modules() if isinstance(layer, _BatchNorm)]

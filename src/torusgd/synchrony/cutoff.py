@@ -27,6 +27,8 @@ _inverse = np.vectorize(_NORMAL.inv_cdf, otypes=[np.float64])
 _below = np.vectorize(_NORMAL.cdf, otypes=[np.float64])
 _SURE = 1e-9
 """probabilities are kept so far from 0 and 1, where the normal distribution's inverse is infinite"""
+_FORGOTTEN = 3
+"""time constants of an average after which 5 % is left of what it was made of"""
 
 
 def expected_order(samples: F64) -> F64:
@@ -75,6 +77,8 @@ class MovingAverage:
     def __init__(self, workers: int, seed: int, weight: float = 0.2) -> None:
         self._seed, self._weight, self._steps = seed, weight, 0
         self._mean, self._variance = np.zeros(workers), np.zeros(workers)
+        self.unseen = np.zeros(workers, dtype=np.int64)
+        """of each worker the steps in a row that it was left out, up to now"""
 
     def samples(self, draws: int) -> F64:
         """See `Predictor`; needs one observation."""
@@ -84,10 +88,14 @@ class MovingAverage:
 
     def observe(self, seconds: F64, cutoff: float) -> None:
         """See `Predictor`."""
+        is_seen = ~np.isnan(seconds)
+        # Of a worker that was left out for long nothing but draws is in the mean: its first time stands for itself.
+        is_new = is_seen & (self.unseen >= _FORGOTTEN / self._weight)
+        self.unseen = np.where(is_seen, 0, self.unseen + 1)
         seconds = self._imputed(seconds, cutoff)
         # As in an average of all observations until there are 1 / weight of them, so that the first has no special say.
         self._steps += 1
-        weight = max(self._weight, 1 / self._steps)
+        weight = np.where(is_new, 1.0, max(self._weight, 1 / self._steps))
         change = seconds - self._mean
         self._mean = self._mean + weight * change
         self._variance = (1 - weight) * (self._variance + weight * change**2)

@@ -9,7 +9,8 @@ finished; that sum of all ranks alone decides what is in the update, and it is w
 agree on anything beforehand: if they chose differently, or their clocks ran differently, the update and the journal
 would still tell the same on all of them.
 
-With a model of delays in the recipe no clock is read: each virtual worker takes the time that the model gives it.
+With a model of delays in the recipe no clock is read: each virtual worker takes a second of virtual time and the delay
+that the model gives it.
 """
 
 import time
@@ -21,19 +22,15 @@ import numpy as np
 
 from ..comm.arrivals import Arrivals
 from ..recipe.schema import Recipe
-from ..recipe.synchrony_schema import Synchrony
-from ..synchrony.cutoff import MovingAverage, best_cutoff, expected_order
-from ..synchrony.delays import F64, DelayModel, delay_model
-from ..synchrony.dropcompute import choose_threshold
+from ..synchrony.delays import F64, delay_model
+from ..synchrony.limits import Limit, Limits, VirtualSteps, each_alone
 from .journal import Journaled, JournalEntry, entry_of, synchronous
 
-DRAWS = 64
-"""of the coming step's times, from which the best count is taken"""
+PASS = 1.0
+"""virtual seconds of a virtual worker without its delay"""
 POLL = 2e-3
 """seconds after which a rank asks the store again whether the step is closed"""
 _MICRO = 1_000_000
-_LEAST = 1e-6
-"""seconds that a step takes at least beside its passes"""
 
 
 @dataclass(frozen=True)
@@ -41,10 +38,8 @@ class Open:
     """An update whose contributions are decided while it is computed."""
 
     step: int
-    count: int
-    """virtual workers that it takes at most"""
-    seconds: float = inf
-    """from each rank's own beginning of the step until the rank closes it"""
+    limit: Limit
+    """its seconds run on each rank from that rank's own beginning of the step"""
 
 
 class Closing:
@@ -57,72 +52,42 @@ class Closing:
     """
 
     def __init__(self, recipe: Recipe, shares: Sequence[Sequence[int]], first_step: int) -> None:
-        self._form, self._workers, self._shares = recipe.synchrony, recipe.virtual_workers, shares
-        self._warm = first_step + self._form.warmup
-        self._delays: DelayModel | None = None
-        self._learnt = 0
-        if self._form.delays is not None:
-            self._delays, self._shares = delay_model(self._form.delays, recipe.seed), _each_alone(self._workers)
-            self._warm = self._form.warmup  # the same steps in a run that is resumed
-        self._predictor = MovingAverage(self._workers, recipe.seed) if self._form.count == "predicted" else None
-        self._measured: list[F64] = []
-        self._overhead: list[float] = []
-        self._seconds = _given_seconds(self._form)
+        form, workers = recipe.synchrony, recipe.virtual_workers
+        if form.delays is not None:
+            shares, first_step = each_alone(workers), 0  # the same steps in a run that is resumed
+        self._limits = Limits(
+            shares,
+            recipe.seed,
+            count=form.count_of(workers),
+            threshold=form.threshold,
+            warmup=form.warmup,
+            warm=first_step + form.warmup,
+        )
+        self._virtual: VirtualSteps | None = None
+        if form.delays is not None:
+            self._virtual = VirtualSteps(self._limits, workers, delay_model(form.delays, recipe.seed), PASS)
 
     def next(self, step: int) -> JournalEntry | Open:
         """What the step of this number takes, or waits for."""
-        if self._delays is None:
-            return self._limit(step)
-        # A run that is resumed, or goes on with other ranks, learns again from all the steps before.
-        for earlier in range(self._learnt, step):
-            seconds, taken = self._virtual(earlier), sorted(self._in_virtual_time(earlier).workers)
-            finished = np.full(self._workers, np.nan)
-            finished[taken] = seconds[taken]
-            self._learn(finished, 0.0)
-        self._learnt = max(self._learnt, step)
-        return self._in_virtual_time(step)
+        if self._virtual is not None:
+            return entry_of(step, self._virtual.at(step).workers)
+        return Open(step, self._limits.next(step))
 
-    def observe(self, finished: F64, seconds: float) -> None:
-        """Takes the times of a step that was taken.
+    def observe(self, finished: F64, seconds: float) -> str:
+        """Takes the times of a step that was taken; gives what it has found by them, for people, or nothing.
 
         Args:
             finished: Of each virtual worker the seconds from the step's beginning until it had finished, nan where it
                 was left out; empty where nobody looked at a clock.
             seconds: Of the whole step on this rank.
         """
-        if len(finished):
-            self._learn(finished, seconds)
-
-    def _learn(self, finished: F64, seconds: float) -> None:
-        if self._predictor is not None:
-            self._predictor.observe(finished, float(np.nanmax(finished)))
-        if self._form.threshold == "measured" and self._seconds == inf:
-            self._measured.append(finished)
-            self._overhead.append(max(seconds - finished.max(), _LEAST))
-            if len(self._measured) == self._form.warmup:
-                passes = _passes(np.array(self._measured), self._shares)
-                self._seconds = choose_threshold(passes, overhead=float(np.mean(self._overhead))).seconds
-
-    def _limit(self, step: int) -> Open:
-        return Open(step, self._workers) if step < self._warm else Open(step, self._count(), self._seconds)
-
-    def _count(self) -> int:
-        if self._form.backups is not None:
-            return self._workers - self._form.backups
-        if self._predictor is not None:
-            return best_cutoff(expected_order(self._predictor.samples(DRAWS)))
-        return self._form.count if isinstance(self._form.count, int) else self._workers
-
-    def _in_virtual_time(self, step: int) -> JournalEntry:
-        """The first so many by (time, number), and of these those in time; at least the first of all."""
-        limit, seconds = self._limit(step), self._virtual(step)
-        order = np.argsort(seconds, kind="stable")[: limit.count]
-        in_time = order[seconds[order] <= limit.seconds]
-        return entry_of(step, (in_time if len(in_time) else order[:1]).tolist())
-
-    def _virtual(self, step: int) -> F64:
-        assert self._delays is not None
-        return self._delays.table(self._workers, step, parts=1)[:, 0]
+        found = self._limits.observe(finished, seconds) if len(finished) else None
+        if found is None:
+            return ""
+        return (
+            f"from now on a step takes what a rank finishes in {found.seconds:.3f} s; so far that would have left out "
+            f"{found.dropped:.1%} of the work, and brought {found.gain:+.1%} gradients a second"
+        )
 
 
 class AsWritten:
@@ -135,8 +100,9 @@ class AsWritten:
         """What the step of this number takes."""
         return synchronous(step, self._workers) if self._replay is None else self._replay.entry(step)
 
-    def observe(self, finished: F64, seconds: float) -> None:
+    def observe(self, finished: F64, seconds: float) -> str:
         """Learns nothing."""
+        return ""
 
 
 def closing_of(
@@ -159,17 +125,18 @@ class StepClosing:
     """Whether a step is closed, as one rank learns of it; made when the rank begins the step.
 
     Args:
+        step: Its number.
         limit: What closes it.
         virtual_workers: V.
         arrivals: Shared by all ranks.
     """
 
-    def __init__(self, limit: Open, virtual_workers: int, arrivals: Arrivals) -> None:
+    def __init__(self, step: int, limit: Limit, virtual_workers: int, arrivals: Arrivals) -> None:
         self._limit, self._workers, self._arrivals = limit, virtual_workers, arrivals
         self._is_counted = limit.count < virtual_workers
         self._began = time.perf_counter()
         self._is_closed = False
-        arrivals.begin(limit.step)
+        arrivals.begin(step)
 
     def takes_one(self) -> bool:
         """One more virtual worker has finished here: whether it is among those that the step takes."""
@@ -221,24 +188,3 @@ def as_seconds(microseconds: Sequence[int]) -> F64:
     """Times that have travelled: float64, nan for 0."""
     told = np.array(microseconds, dtype=np.float64)
     return np.where(told > 0, told / _MICRO, np.nan)
-
-
-def _given_seconds(form: Synchrony) -> float:
-    return form.threshold if isinstance(form.threshold, float) else inf
-
-
-def _each_alone(workers: int) -> list[list[int]]:
-    return [[worker] for worker in range(workers)]
-
-
-def _passes(finished: F64, shares: Sequence[Sequence[int]]) -> F64:
-    """When each virtual worker had finished [steps, V], as what each took: [steps, ranks, most of a rank].
-
-    A rank with fewer virtual workers than others gets some of 0 seconds before its first.
-    """
-    most = max(map(len, shares))
-    took = np.zeros((len(finished), len(shares), most))
-    for rank, workers in enumerate(shares):
-        ends = finished[:, list(workers)]
-        took[:, rank, most - len(workers) :] = np.diff(ends, axis=1, prepend=0.0)
-    return took

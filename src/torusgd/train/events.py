@@ -30,8 +30,8 @@ PLAIN_SECONDS = 5.0
 """between progress lines where the output is no terminal"""
 WIDE = 150
 """columns of a terminal in which the progress line fits; in others it is cut in two"""
-
-
+_TOLD = 0.005
+"""share of the images from which on the line says how many are left out"""
 _BLOCK = 1 << 12
 
 
@@ -69,7 +69,7 @@ class Telemetry:
         self.status.tell(now=True, phase="start", step=first_step, steps=len(schedule))
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()
-        self._speed = 0.0
+        self._speed = self._left_out = 0.0
         self._slowest = ""
         if self.console.is_terminal:
             self._progress = Progress(
@@ -107,7 +107,7 @@ class Telemetry:
             epoch=event["epoch"],
             loss=event["loss"],
             seconds=event["seconds"],
-            images_per_second=round(self._speed, 1),
+            images_per_second=round(self._entering, 1),
             seconds_left=round(self._left(step)),
             shares=dict(zip(membership.ranks, membership.counts, strict=True)),
         )
@@ -148,6 +148,7 @@ class Telemetry:
             late = stats.slowest
             self._slowest = f"  slowest rank {late.rank} (+{1e3 * late.behind:.0f} ms, {late.cause})"
         now = stats.step.batch / stats.times.seconds
+        self._left_out += 0.1 * (stats.images_left_out / stats.step.batch - self._left_out)
         self._speed = 0.9 * self._speed + 0.1 * now if self._speed else now
         if self._progress is not None:
             gap = "  " if self.console.width >= WIDE else "\n"
@@ -161,12 +162,18 @@ class Telemetry:
         data, sync = stats.times.data_seconds / stats.times.seconds, stats.times.sync_seconds / stats.times.seconds
         share = stats.hidden_share
         hidden = "" if share is None else f", {share:.0%} hidden"
+        left_out = f"  left out {self._left_out:.0%}" if self._left_out >= _TOLD else ""
         return (
             f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
             f"/{schedule.stop / schedule.train_images:.4g}  step {step.index + 1}/{len(schedule)}  "
-            f"loss {stats.loss:.4f}  lr {step.lr:.4g}{gap}{self._speed:,.0f} images/s  "
-            f"data {data:.0%}  sync {sync:.0%}{hidden}  {clock(self._left(step))} left{self._slowest}"
+            f"loss {stats.loss:.4f}  lr {step.lr:.4g}{gap}{self._entering:,.0f} images/s  "
+            f"data {data:.0%}  sync {sync:.0%}{hidden}{left_out}  {clock(self._left(step))} left{self._slowest}"
         )
+
+    @property
+    def _entering(self) -> float:
+        """Images a second whose gradients enter updates."""
+        return self._speed * (1 - self._left_out)
 
     def _left(self, step: Step) -> float:
         """Seconds."""

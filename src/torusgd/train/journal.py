@@ -179,7 +179,11 @@ def journal_of(recipe: Recipe, recipe_sha256: str, head: JournalHead | None, pat
 
 
 def read_journal(
-    path: Path, recipe_sha256: str, virtual_workers: int, head: Mapping[str, Any] | None = None
+    path: Path,
+    recipe_sha256: str,
+    virtual_workers: int,
+    head: Mapping[str, Any] | None = None,
+    reached: Mapping[str, Any] | None = None,
 ) -> Journaled:
     """The updates of a journal.
 
@@ -187,8 +191,9 @@ def read_journal(
         path: The file.
         recipe_sha256: Of the run that wrote it.
         virtual_workers: Of that run.
-        head: As the summary has it (`JournalHead.as_summary`); None: the run is not done, and a cut at the end is not
-            seen.
+        head: As the summary has it (`JournalHead.as_summary`); None: the run is not done.
+        reached: A `JournalHead` as the newest checkpoint has it: a journal that was cut before it is refused. None:
+            there is none, and a cut is not seen.
 
     Raises:
         UserError: It is missing, of another recipe, or was cut, edited or reordered; one line says where.
@@ -198,16 +203,19 @@ def read_journal(
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: the journal can't be read: {reason}; a replay needs it as the run left it") from None
-    return _read(text, str(path), _first_line(recipe_sha256, virtual_workers), head)
+    return _read(text, str(path), _first_line(recipe_sha256, virtual_workers), head, reached)
 
 
-def _read(text: str, where: str, first: str, told: Mapping[str, Any] | None) -> Journaled:
+def _read(
+    text: str, where: str, first: str, told: Mapping[str, Any] | None, reached: Mapping[str, Any] | None = None
+) -> Journaled:
     name, _, rest = text.partition("\n")
     if f"{name}\n" != first:
         raise UserError(f"{where}: its first line is {name[:80]!r}, not that of a journal of this recipe")
     workers, digest, last = int(first.rsplit(maxsplit=1)[-1]), _digest("", first), first
     updates = []
-    for number, line in enumerate(rest.splitlines()):
+    lines, size, is_whole = rest.split("\n"), len(first), reached is None
+    for number, line in enumerate(lines[:-1]):
         found = _LINE.fullmatch(line)
         digest = _digest(digest, line.rpartition(" ")[0])
         runs = _runs(found["left_out"], workers) if found is not None else None
@@ -218,6 +226,13 @@ def _read(text: str, where: str, first: str, told: Mapping[str, Any] | None) -> 
             )
         updates.append(runs)
         last = f"{line}\n"
+        size += len(last)
+        is_whole = is_whole or (reached is not None and (size, digest) == (reached["size"], reached["sha256"]))
+    if lines[-1] or not is_whole:
+        raise UserError(
+            f"{where}: ends after {len(updates)} updates, before the run did; the journal was cut or edited: "
+            "put a good copy there"
+        )
     if told is not None and (len(text), digest) != (told["bytes"], told["sha256"]):
         raise UserError(
             f"{where}: ends after {len(updates)} updates, otherwise than the run left it; the journal was cut or "

@@ -23,8 +23,9 @@ from ..comm.monitor import SLICE
 from ..data.pipeline import Batch
 from ..errors import RunError
 from ..recipe.schedule import Step
+from ..synchrony.limits import Limit
 from .batchnorm import BatchNormStatistics
-from .closing import Open, StepClosing
+from .closing import StepClosing
 from .forward_backward import ForwardBackward
 from .membership import Membership
 
@@ -132,7 +133,7 @@ class PassThread:
         self,
         step: Step,
         membership: Membership,
-        limit: Open,
+        limit: Limit,
         take: Callable[[int], Batch],
         is_stopped: Callable[[int], bool],
     ) -> Iterator[tuple[Passed, float]]:
@@ -145,7 +146,7 @@ class PassThread:
             take: Reads the images of a virtual worker; called in the thread.
             is_stopped: Asked at least every SLICE seconds, with the virtual worker that is next; true closes the step.
         """
-        closing = StepClosing(limit, sum(map(len, membership.shares)), self._arrivals)
+        closing = StepClosing(step.index, limit, sum(map(len, membership.shares)), self._arrivals)
         left = list(reversed(membership.mine))
         is_mine = False
         while (left or is_mine) and not closing.is_closed():

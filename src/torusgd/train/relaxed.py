@@ -21,8 +21,8 @@ from .forward_backward import WholeNetwork
 from .local_steps import LocalSteps
 from .pass_thread import PassThread
 
-DELAY_UNIT = 0.02
-"""seconds of a unit of `--delays`: about a pass of the small recipes; a delay may name another by @SECONDS"""
+DELAY_UNIT = 0.05
+"""seconds of a unit of `--delays`: one or two passes of the small recipes; a delay may name another by @SECONDS"""
 
 
 def check_synchrony(recipe: Recipe, options: RuntimeOptions, device: torch.device, delays: str, is_live: bool) -> None:
@@ -37,6 +37,8 @@ def check_synchrony(recipe: Recipe, options: RuntimeOptions, device: torch.devic
     """
     form = recipe.synchrony
     asked = f"synchrony.form = {form.form}"
+    if form.is_simulated:
+        raise UserError(f"{asked}: is simulated only; give the recipe to torusgd simulate, or choose another form")
     if form.leaves_out and options.audit:
         raise UserError(f"audit = {options.audit:g}: with {asked} not all of the work is done twice; leave out one")
     if is_live and device.type == "cuda":

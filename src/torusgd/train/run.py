@@ -215,11 +215,10 @@ class Run:
             if stats is None:
                 is_stopping = True
                 continue
-            closing.observe(as_seconds(stats.finished), stats.times.seconds)
-            self._note(stats)
+            self._note(stats, closing.observe(as_seconds(stats.finished), stats.times.seconds))
             is_stopping, is_due, is_changing = stats.stop, stats.save, stats.change
 
-    def _note(self, stats: StepStats) -> None:
+    def _note(self, stats: StepStats, news: str) -> None:
         """A step was taken: what the run knows, tells and keeps of it."""
         state = self.state
         state.count(stats)
@@ -233,8 +232,8 @@ class Run:
         rebuilt = self.trainer.bucket_rebuild.after_step()
         if self.telemetry is not None:
             self.telemetry.step(stats, state.seconds, self.membership)
-            if rebuilt:
-                self.telemetry.say(rebuilt)
+            for text in filter(None, (rebuilt, news)):
+                self.telemetry.say(text)
         self._feeds.after_step(self.trainer.step.state, state, not stats.skipped, self._last_event)
         if stats.keep and self.memory is not None:
             self.memory.keep(state, self.trainer.step.state)

@@ -144,13 +144,24 @@ class RunDir:
             UserError: The folder can't be one.
             RunError: The disk is broken.
         """
-        with self._telling():
-            newest = [checkpoint / STATE for checkpoint in list_checkpoints(self.checkpoints)]
-        for file in (self.summary, *newest):
+        for file in (self.summary, *self._states()):
             with suppress(OSError, ValueError, AttributeError):
                 tree = parse_json(read_text(file))
                 return str(tree.get("fingerprint", tree).get("data_revision", ""))
         return ""
+
+    def journal_reached(self) -> dict[str, Any] | None:
+        """How far the journal had come at the newest checkpoint, of a `JournalHead`; None: nobody knows."""
+        for file in self._states():
+            with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+                head = parse_json(read_text(file))["journal"]
+                return {key: head[key] for key in ("size", "sha256")}
+        return None
+
+    def _states(self) -> list[Path]:
+        """Of the checkpoints, the newest first."""
+        with self._telling():
+            return [checkpoint / STATE for checkpoint in list_checkpoints(self.checkpoints)]
 
     def _agents(self) -> set[int]:
         """See `claim`; empty where none have started ranks here."""

@@ -31,6 +31,7 @@ from ..gradients.update import Update
 from ..precision import Precision
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
+from ..synchrony.limits import Limit
 from .audit import Audit
 from .balance import balance
 from .batchnorm import BatchNormStatistics
@@ -133,7 +134,7 @@ class TrainStep:
             nonlocal entry
             if isinstance(entry, JournalEntry):
                 return self._passes(step, entry, membership)
-            control = self._passes_in_time(step, entry, membership)
+            control = self._passes_in_time(step, entry.limit, membership)
             entry = arrived(step.index, control.finished)  # from now on, also if they are repeated
             return control
 
@@ -254,7 +255,7 @@ class TrainStep:
             return self.stealing.share(membership)
         return OwnShare([worker for worker in membership.mine if worker in entry.workers])
 
-    def _passes_in_time(self, step: Step, limit: Open, membership: Membership) -> ControlVector:
+    def _passes_in_time(self, step: Step, limit: Limit, membership: Membership) -> ControlVector:
         """The sums of what finishes on this rank before the step is closed; then all messages leave at once.
 
         The passes run in a thread of their own (`PassThread`): while it is late, or asleep, this rank sends zeros.

@@ -75,6 +75,11 @@ class StepStats:
     """virtual workers that idle ranks took over from late ones; None: none"""
 
     @property
+    def images_left_out(self) -> int:
+        """Of the batch, those whose gradients did not enter the update."""
+        return self.left_out * self.step.images_per_worker
+
+    @property
     def hidden_share(self) -> float | None:
         """Share of the time with messages under way that nobody waited; None without messages, or unknown."""
         return hidden_share(self.times.on_way_seconds, self.times.sync_seconds)
@@ -142,6 +147,7 @@ class StepTotals:
     taken_over_saved_seconds: float = 0.0
     """that the steps would have taken longer, an estimate (`TakenOver.saved`)"""
     left_out: int = 0
+    images_left_out: int = 0
     step_seconds: float = 0.0
     data_seconds: float = 0.0
     sync_seconds: float = 0.0
@@ -166,6 +172,7 @@ class StepTotals:
             self.late_ranks = count_late(self.late_ranks, stats.taken_over.late)
             self.taken_over_saved_seconds += stats.taken_over.saved
         self.left_out += stats.left_out
+        self.images_left_out += stats.images_left_out
         self.underflow += stats.underflow * stats.step.batch
         self.step_seconds += stats.times.seconds
         self.data_seconds += stats.times.data_seconds
@@ -197,8 +204,9 @@ class StepTotals:
             "late_ranks": self.late_ranks,
             "taken_over_saved_seconds": round(self.taken_over_saved_seconds, 3),
             "left_out_workers": self.left_out,
+            "left_out_share": round(self.images_left_out / max(self.samples, 1), 4),
             "underflow": self.underflow / max(self.samples, 1),
-            "images_per_second": round(self.samples / seconds, 2),
+            "images_per_second": round((self.samples - self.images_left_out) / seconds, 2),
             "data_wait_share": round(self.data_seconds / seconds, 5),
             "sync_wait_share": round(self.sync_seconds / seconds, 5),
             "hidden_share": hidden_share(self.on_way_seconds or 0.0, self.sync_seconds),

@@ -1,0 +1,169 @@
+"""How long a step waits, chosen from the times of the steps before; and what it takes in virtual time.
+
+    count        a step takes so many workers, the first to finish
+    seconds      it takes what each has finished by then
+
+One and the same rule closes the steps of a run on ranks (`train.closing`), whose times come from clocks, and those in
+virtual time (`VirtualSteps`), whose times come from a model of delays.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+import numpy as np
+
+from .cutoff import MovingAverage, best_cutoff, expected_order
+from .delays import F64, DelayModel
+from .dropcompute import Threshold, choose_threshold
+
+DRAWS = 64
+"""of the coming step's times, from which the best count is taken"""
+LOOK = 32
+"""steps in a row that a worker is left out until one waits for all, to see it; then twice as many, and so on: else what
+is once taken for slow would never be seen again"""
+_LEAST = 1e-6
+"""seconds that a step takes at least beside its passes"""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What closes a step, whichever comes first."""
+
+    count: int
+    """workers that it takes at most"""
+    seconds: float = inf
+    """after which it takes nothing more"""
+
+
+class Limits:
+    """Says, step by step, what closes the next one; it takes the same times and says the same on every rank.
+
+    Args:
+        shares: Of each rank its workers, in the order in which it computes them; numbers from 0 on.
+        seed: Of the predictor's draws.
+        count: Workers that a step takes; predicted: those that bring most gradients a second, by a moving average of
+            their times (Teng and Wood); None: all.
+        threshold: Seconds after which a step takes nothing more; measured: those that bring most gradients a second, on
+            the times of the first `warmup` steps that are observed (DropCompute); None: it waits.
+        warmup: Steps that a threshold is measured by.
+        warm: The first step that does not wait for all.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[Sequence[int]],
+        seed: int,
+        *,
+        count: int | Literal["predicted"] | None,
+        threshold: float | Literal["measured"] | None,
+        warmup: int,
+        warm: int,
+    ) -> None:
+        self._shares, self._count, self._warmup, self._warm = shares, count, warmup, warm
+        self._workers = sum(map(len, shares))
+        self._predictor = MovingAverage(self._workers, seed) if count == "predicted" else None
+        self._is_measuring = threshold == "measured"
+        self._seconds = threshold if isinstance(threshold, float) else inf
+        self._measured: list[F64] = []
+        self._steps, self._overhead, self._look = 0, 0.0, LOOK
+
+    def next(self, step: int) -> Limit:
+        """What closes the step of this number."""
+        if step < self._warm or (self._predictor is not None and not self._steps):
+            return Limit(self._workers)
+        if self._predictor is not None and self._predictor.unseen.max() >= self._look:
+            return Limit(self._workers, self._seconds)
+        if self._predictor is not None:
+            expected = expected_order(self._predictor.samples(DRAWS))
+            return Limit(best_cutoff(expected + self._overhead), self._seconds)
+        return Limit(self._count if isinstance(self._count, int) else self._workers, self._seconds)
+
+    def observe(self, finished: F64, seconds: float) -> Threshold | None:
+        """Takes the times of a step; gives the threshold where it has been measured by this step and those before.
+
+        Args:
+            finished: Of each worker the seconds from the step's beginning until it had finished; nan: it was left out.
+            seconds: Of the whole step. What it took beside the passes, such as its messages, it takes for any count.
+        """
+        self._steps += 1
+        overhead = max(seconds - float(np.nanmax(finished)), _LEAST)
+        self._overhead += (overhead - self._overhead) / self._steps
+        if self._predictor is not None:
+            if self._predictor.unseen.max() >= self._look and not np.isnan(finished).any():
+                self._look *= 2
+            self._predictor.observe(finished, float(np.nanmax(finished)))
+        if self._is_measuring:
+            self._measured.append(finished)
+        if not self._is_measuring or len(self._measured) < self._warmup:
+            return None
+        self._is_measuring = False
+        found = choose_threshold(_passes(np.array(self._measured), self._shares), overhead=self._overhead)
+        self._seconds = found.seconds
+        return found
+
+
+@dataclass(frozen=True)
+class VirtualStep:
+    """A step in virtual time."""
+
+    workers: tuple[int, ...]
+    """that it takes, ascending; one at least"""
+    seconds: float
+
+
+class VirtualSteps:
+    """Steps of n workers, each on a machine of its own, that take keyed times: a function of the settings alone.
+
+    Args:
+        limits: What closes them, with one worker a rank.
+        workers: n.
+        delays: Of a worker in a step.
+        compute: Seconds of a worker without its delay.
+    """
+
+    def __init__(self, limits: Limits, workers: int, delays: DelayModel, compute: float) -> None:
+        self._limits, self._workers, self._delays, self._compute = limits, workers, delays, compute
+        self._learnt = 0
+
+    def at(self, step: int) -> VirtualStep:
+        """The step of this number; later ones only, from call to call."""
+        # A run that is resumed, or goes on with other ranks, learns again from all the steps before.
+        for earlier in range(self._learnt, step):
+            seconds, taken = self._seconds(earlier), self._take(earlier)
+            known = np.full(self._workers, np.nan)
+            known[list(taken.workers)] = seconds[list(taken.workers)]
+            self._limits.observe(known, taken.seconds)
+        self._learnt = max(self._learnt, step)
+        return self._take(step)
+
+    def _take(self, step: int) -> VirtualStep:
+        """The first so many by (time, number), and of these those in time; at least the first of all."""
+        limit, seconds = self._limits.next(step), self._seconds(step)
+        first = np.argsort(seconds, kind="stable")[: limit.count]
+        in_time = first[seconds[first] <= limit.seconds]
+        taken = in_time if len(in_time) else first[:1]
+        is_cut = 0 < len(in_time) < len(first)
+        return VirtualStep(tuple(sorted(taken.tolist())), limit.seconds if is_cut else float(seconds[taken].max()))
+
+    def _seconds(self, step: int) -> F64:
+        return self._compute + self._delays.table(self._workers, step, parts=1)[:, 0]
+
+
+def each_alone(workers: int) -> list[list[int]]:
+    """Shares of so many workers, each on a rank of its own."""
+    return [[worker] for worker in range(workers)]
+
+
+def _passes(finished: F64, shares: Sequence[Sequence[int]]) -> F64:
+    """When each worker had finished [steps, n], as what each took: [steps, ranks, most of a rank].
+
+    A rank with fewer workers than others gets some of 0 seconds before its first.
+    """
+    most = max(map(len, shares))
+    took = np.zeros((len(finished), len(shares), most))
+    for rank, workers in enumerate(shares):
+        ends = finished[:, list(workers)]
+        took[:, rank, most - len(workers) :] = np.diff(ends, axis=1, prepend=0.0)
+    return took
