@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ..data.pipeline import Batch
 from ..data.upload import place
 from ..errors import first_line
-from ..gradients.operators import fill_tables
 from ..gradients.reducer import Reducer, hook_parameters
+from ..kernels import fill_tables
 from ..precision import Precision
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
