@@ -57,6 +57,13 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def triton_device() -> Iterator[torch.device]:
+    """New tensors lie where Triton's kernels run (`tests.triton_device`)."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
+        yield device
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a short recipe, to which something may happen while it runs (`tests.train.processes`)."""

@@ -61,7 +61,8 @@ _unfilled: list[tuple[Tensor, Tensor]] = []
 
 def table_of(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], device: torch.device) -> Tensor:
     """int64, or of floats float64, [rows, columns] on a device, for a kernel; the host does not wait."""
-    values = torch.tensor(rows, dtype=torch.float64 if isinstance(rows[0][0], float) else torch.int64)
+    dtype = torch.float64 if isinstance(rows[0][0], float) else torch.int64
+    values = torch.tensor(rows, dtype=dtype, device="cpu")
     if device.type != "cuda":
         return values
     if not torch.cuda.is_current_stream_capturing():
@@ -99,4 +100,4 @@ def blocks_of(numels: tuple[int, ...], block: int, device: torch.device) -> Tens
     for number, numel in enumerate(numels):
         rows += [(number, at, min(block, numel - at), offset + at) for at in range(0, numel, block)]
         offset += numel
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 4).to(device)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4).to(device)

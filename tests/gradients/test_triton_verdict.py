@@ -1,4 +1,4 @@
-"""Triton's kernels of a step under its interpreter, which runs them on a CPU: the bits of torch's own operators."""
+"""Triton's kernels of a step, on a GPU or under its interpreter: the bits of torch's own operators."""
 
 from types import ModuleType
 
@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs the extra triton")
-if torch.cuda.is_available():
-    pytest.skip("there the interpreter is off", allow_module_level=True)
 
 from torusgd.comm.exact_sum import NARROW
 from torusgd.gradients import operators, triton_verdict
 from torusgd.gradients.integer_sum import LIMITS
+
+from ..triton_device import ON_TRITON_DEVICE, seeded
+
+pytestmark = ON_TRITON_DEVICE
 
 NUMELS = [[5, 1500], [3]]
 """of the slots of two buckets"""
@@ -23,7 +25,7 @@ ADDENDS, SHIFT, ELEMENTS = 3, 8.0, 1508
 def messages(dtype: torch.dtype) -> list[Tensor]:
     """Of two buckets, in one piece of memory: sums, bounds, counts of what is not finite, elements lost."""
     lengths = [sum(numels) + 2 * len(numels) + 2 for numels in NUMELS]
-    drawn = torch.randint(-(2**30), 2**30, (sum(lengths),), generator=torch.Generator().manual_seed(0), dtype=dtype)
+    drawn = torch.randint(-(2**30), 2**30, (sum(lengths),), generator=seeded(0), dtype=dtype)
     found = list(drawn.split(lengths))
     found[0][1505:] = torch.tensor([2**20 + 1, 2**27, 0, 0, 77, 1])
     found[1][3:] = torch.tensor([0, 0, 5, 3])  # a slot whose gradient was zero
@@ -39,7 +41,7 @@ def control_of(kernels: ModuleType, statistics: Tensor) -> Tensor:
 
 
 def statistics() -> Tensor:
-    return torch.randn(WIDTH - 1, generator=torch.Generator().manual_seed(1))
+    return torch.randn(WIDTH - 1, generator=seeded(1))
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan"), -float("inf"), 2.0**57, -(2.0**56)])
@@ -65,7 +67,7 @@ def decided(kernels: ModuleType, dtype: torch.dtype, fault: str) -> list[Tensor]
         torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64),
         torch.tensor([2.0**9, 2.0**12, 2.0**10]),
         torch.zeros(SLOTS),
-        torch.randn(WIDTH - 1, generator=torch.Generator().manual_seed(2)),
+        torch.randn(WIDTH - 1, generator=seeded(2)),
     ]
     report = torch.zeros(operators.REPORT, dtype=torch.float64)
     trailers = [message[sum(numels) :] for message, numels in zip(found, NUMELS, strict=True)]

@@ -1,4 +1,4 @@
-"""Triton's update under its interpreter, which runs it on a CPU: the bits of torch's foreach operators and float64."""
+"""Triton's update, on a GPU or under its interpreter: the bits of torch's foreach operators and of float64."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,15 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 pytest.importorskip("triton", reason="needs the extra triton")
-if torch.cuda.is_available():
-    pytest.skip("there the interpreter is off", allow_module_level=True)
 
 from torusgd.optim import triton_update
 from torusgd.optim.flat import offsets_of
 from torusgd.optim.lars import VARIANTS, lars
 from torusgd.optim.norms import BLOCK, block_norms, norms_from_blocks
+
+from ..triton_device import ON_TRITON_DEVICE, seeded
+
+pytestmark = ON_TRITON_DEVICE
 
 SHAPES = [(BLOCK + 77,), (9, 5), (3,), (1,)]
 NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
@@ -24,7 +26,7 @@ RATES, DECAYS, TRUSTS, MOMENTUM, PEAK = [0.3, 0.1], [1e-2, 0.0], [0.01, 0.0], 0.
 
 
 def drawn(seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
@@ -96,10 +98,10 @@ def test_a_refused_step_changes_nothing(rule: str) -> None:
 
 def test_norms_are_near_the_cpus_and_those_of_their_definition() -> None:
     tensor = drawn(5)[0]
-    ours = triton_update.block_norms([tensor])
-    torch.testing.assert_close(ours, block_norms(tensor), rtol=1e-6, atol=0)
+    ours = triton_update.block_norms([tensor]).cpu()
+    torch.testing.assert_close(ours, block_norms(tensor.cpu()), rtol=1e-6, atol=0)
     padded = np.zeros(2 * BLOCK)
-    padded[: len(tensor)] = tensor.numpy()
+    padded[: len(tensor)] = tensor.cpu().numpy()
     lanes = np.zeros((2, 256))
     for chunk in range(0, BLOCK, 256):
         lanes += padded.reshape(2, BLOCK)[:, chunk : chunk + 256] ** 2
@@ -119,7 +121,7 @@ def test_shards_have_the_norms_of_the_whole() -> None:
 @pytest.mark.parametrize("count", [1, 3, 1024, 2500])
 def test_a_layers_norm_is_the_tree_over_all_of_its_blocks(count: int) -> None:
     """By way of a rate: lr * trust * |w| / |g| with |g| = 1."""
-    norms = torch.rand(2 * count, generator=torch.Generator().manual_seed(count))
+    norms = torch.rand(2 * count, generator=seeded(count))
     norms[count:] = 0.0
     norms[count] = 1.0
     values = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)

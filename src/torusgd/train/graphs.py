@@ -50,6 +50,9 @@ class CudaGraph:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        # The hooks of plain passes keep autograd's nodes on the stream on which they were made; torch refuses to
+        # capture those, unless it may move them to the stream that is captured.
+        torch.autograd.graph.set_override_stale_capture_stream(True)
         # The threads that load images may go on to ask for pinned memory.
         with torch.cuda.graph(self._graph, pool=_pool(), capture_error_mode="thread_local"):
             work()
