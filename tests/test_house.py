@@ -21,6 +21,7 @@ ORDER = [
     "weights",
     "storage",
     "hub",
+    "kernels",
     "recipe",
     "runtime",
     "precision",

@@ -1,14 +1,16 @@
-"""Triton's kernels under its interpreter, which runs them on a CPU: the integers of torch's own operators."""
+"""Triton's kernels on the GPU that is here, or else under its interpreter: the integers of torch's own operators."""
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs the extra triton")
-if torch.cuda.is_available():
-    pytest.skip("there the interpreter is off", allow_module_level=True)
 
 from torusgd.gradients import operators, triton_kernels
+
+from ..triton_device import ON_TRITON_DEVICE, seeded
+
+pytestmark = ON_TRITON_DEVICE
 
 SHAPES = [(5,), (4, 3, 3, 3), (7, 300), (1,)]
 LENGTH = sum(torch.Size(shape).numel() for shape in SHAPES)
@@ -16,7 +18,7 @@ LENGTH = sum(torch.Size(shape).numel() for shape in SHAPES)
 
 def gradients(seed: int) -> list[Tensor]:
     """In all dtypes and layouts that autograd leaves, with halves, zeros and elements that vanish."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     drawn = [torch.randn(shape, generator=generator) for shape in SHAPES]
     drawn[0] = drawn[0].half()
     drawn[1] = drawn[1].bfloat16().contiguous(memory_format=torch.channels_last)

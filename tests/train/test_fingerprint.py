@@ -134,3 +134,12 @@ def test_what_may_change_a_kernel_is_a_condition(monkeypatch: pytest.MonkeyPatch
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "ONEDNN_VERBOSE", "NVIDIA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "1")
     assert conditions(recipe, cpu) == before
+
+
+def test_on_a_gpu_triton_is_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels have norms of their own, which decide the bits of LARS."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torusgd.train.conditions._version", {"triton": "3.9.0"}.get)
+    found = conditions(load_recipe("digits").recipe, torch.device("cuda"))
+    assert (found["gpu"], found["gpu_capability"], found["triton"]) == ("H200", "9.0", "3.9.0")

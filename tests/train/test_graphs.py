@@ -4,12 +4,14 @@ In the place of CUDA graphs, work that is done again: it finds in the graph's ow
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torusgd.train.forward_backward import WholeNetwork
-from torusgd.train.graphs import GraphedNetwork
+from torusgd.train.graphs import CudaGraph, GraphedNetwork
 
 from .test_run_ahead import SGD, STEPS, all_steps, left, make_trainer, told
 
@@ -65,3 +67,14 @@ def test_a_network_that_cannot_be_captured_goes_on_without() -> None:
     all_steps(plain)
     assert left(trainer) == left(plain)
     assert len(captured) == 2, "one attempt a stage"
+
+
+def test_a_capture_takes_along_the_nodes_that_hooks_have_made_on_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it torch refuses every capture of a network whose plain passes have hooks."""
+    done: list[object] = []
+    monkeypatch.setattr(torch.autograd.graph, "set_override_stale_capture_stream", done.append)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: done.append("replayed")))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **keywords: nullcontext())
+    CudaGraph(lambda: done.append("captured")).replay()
+    assert done == [True, "captured", "replayed"]

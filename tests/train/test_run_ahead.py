@@ -223,13 +223,16 @@ def test_a_step_asks_for_nothing_and_has_two_operators_a_bucket_and_eight(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", [SGD, "optimizer.name=lars"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_on_a_gpu_a_run_ahead_has_the_bits_of_one_by_one_and_waits_for_events_only(precision: str) -> None:
+def test_on_a_gpu_a_run_ahead_has_the_bits_of_one_by_one_and_waits_for_events_only(
+    precision: str, optimizer: str
+) -> None:
     """Captured passes, kernels, 16-bit copies and images as bytes are in the one and not in the other."""
     hashes = []
     try:
         for ahead in (False, True):
-            trainer = make_trainer(ahead, f"precision={precision}", world=alone(torch.device("cuda", 0)))
+            trainer = make_trainer(ahead, optimizer, f"precision={precision}", world=alone(torch.device("cuda", 0)))
             for index in range(STEPS):
                 # By then both stages have been captured, and what is made once has been made.
                 torch.cuda.set_sync_debug_mode("error" if ahead and index > 4 else "default")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..optim.norms import BLOCK, block_norms, norms_from_blocks
+from ..optim.norms import BLOCK, all_block_norms, norms_from_blocks
 from .reducer import Reducer
 
 
@@ -55,7 +55,7 @@ class BlockNorms:
         """Norms of parameters, then of their gradients: float64 [len(tensors)]. Every rank calls it alike."""
         params = tensors[: len(tensors) // 2]
         places = [self._places.get(id(param)) for param in params]
-        norms = [block_norms(tensor) for tensor in tensors]
+        norms = all_block_norms(tensors)
         shared = list(dict.fromkeys(place.parameter for place in places if place is not None))
         if shared:
             counts = [self._counts[parameter] for parameter in shared]

@@ -7,7 +7,6 @@ that one call clears them, and nothing moves between two steps.
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,9 +15,6 @@ from ..comm.buckets import Bucket, ParameterLayout, Span
 from .integer_hash import IntegerHash
 from .integer_sum import IntegerGradientSum, SumStatus, power_of_two_scale
 from .operators import operators
-
-_TRITON_FROM = (8, 0)
-"""compute capability; torch's operators serve V100, T4 and RTX 20"""
 
 
 class DeviceGradientSum(IntegerGradientSum):
@@ -84,7 +80,7 @@ class DeviceGradientSum(IntegerGradientSum):
             ordinary,
             self._addends,
             self._shift,
-            float(self._limit),
+            self._limit,
             self._elements,
             self.going,
             self._bounds,
@@ -130,19 +126,4 @@ class DeviceGradientSum(IntegerGradientSum):
 def device_sum(addends: int, device: torch.device, layout: ParameterLayout) -> DeviceGradientSum:
     """The sum of a layout's gradients, all of whose slots every rank holds."""
     assert layout.is_whole, "column blocks are summed one by one"
-    if device.type == "cuda":
-        _use_triton(torch.cuda.get_device_capability(device))
     return DeviceGradientSum(layout.buckets, addends, device)
-
-
-@cache
-def _use_triton(capability: tuple[int, int]) -> bool:
-    """Takes Triton's kernels from now on, where there is Triton and it knows the GPU; the integers are the same."""
-    if capability < _TRITON_FROM:
-        return False
-    try:
-        from .triton_kernels import install
-    except ImportError:
-        return False
-    install()
-    return True

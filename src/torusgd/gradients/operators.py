@@ -11,37 +11,22 @@ captured in a CUDA graph.
     add_statistics  adds the batch statistics and the loss of a pass to the exact sums of a step
     verdict         whether the step may be used, the next scales, batch norm's running statistics
 
-The forms here are made of torch's own operators and run on any device; `triton_kernels` has the first two as one
-kernel each. The integers are those of `IntegerGradientSum` on a CPU, bit for bit.
+The forms here are made of torch's own operators and run on any device; `triton_kernels` has the first two and
+`triton_verdict` the others as kernels, with the same bits. The integers are those of `IntegerGradientSum` on a CPU.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
 from ..comm.exact_sum import NARROW, decode, encode
+from ..kernels import register
 from .integer_sum import COUNT_BITS, power_of_two_scale, read_trailers
 
 ACCEPTED, LOSS, UNDERFLOW = range(3)
 """places in the verdict's report"""
 REPORT = 3
-
-LIBRARY = Library("torusgd", "FRAGMENT")
-LIBRARY.define(
-    "add_gradients(Tensor[] gradients, Tensor sizes, Tensor scales, Tensor(a!) message, Tensor(b!) found) -> ()"
-)
-LIBRARY.define(
-    "add_bounds(Tensor(a!) found, Tensor scales, Tensor(b!) message, int length, float shift, float cap) -> ()"
-)
-LIBRARY.define("mean(Tensor[] sums, Tensor sizes, Tensor factors, float scale, Tensor(a!)[] out) -> ()")
-LIBRARY.define("add_statistics(Tensor(a!) sums, Tensor statistics, Tensor loss) -> ()")
-LIBRARY.define(
-    "verdict(Tensor[] trailers, Tensor control, Tensor ordinary, int addends, float shift, float limit, int elements, "
-    "Tensor(a!) going, Tensor(b!) bounds, Tensor(c!) scales, Tensor(d!) factors, Tensor(e!) running, Tensor momenta, "
-    "Tensor(f!) report) -> ()"
-)
 
 
 def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
@@ -123,7 +108,7 @@ def verdict(
     ordinary: Tensor,
     addends: int,
     shift: float,
-    limit: float,
+    limit: int,
     elements: int,
     going: Tensor,
     bounds: Tensor,
@@ -164,7 +149,7 @@ def verdict(
     factors.copy_(1.0 / (old * addends))
     report.copy_(torch.stack([going[0].double(), statistics[-1] / addends, lost / (elements * addends)]))
     bounds.copy_(torch.where(is_going, reach / old, bounds))
-    scales.copy_(torch.where(is_going, power_of_two_scale(reach / old, limit), old))
+    scales.copy_(torch.where(is_going, power_of_two_scale(reach / old, float(limit)), old))
     moved = running.mul(1 - momenta).add_(momenta * (statistics[:-1] / addends).float())
     running.copy_(torch.where(is_going, moved, running))
 
@@ -176,33 +161,32 @@ def joined(trailers: Sequence[Tensor]) -> Tensor:
     return torch.cat([*bounds, *bad, torch.stack(lost).sum(dim=0, dtype=lost[0].dtype)])
 
 
-_unfilled: list[tuple[Tensor, Tensor]] = []
-
-
-def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """int64 [rows, columns] on a device, for a kernel; the host does not wait.
-
-    While a graph is captured nothing can be copied from the host: then `fill_tables` does it.
-    """
-    values = torch.tensor(rows)
-    if device.type != "cuda":
-        return values
-    if not torch.cuda.is_current_stream_capturing():
-        return values.pin_memory().to(device, non_blocking=True)
-    table = torch.empty(values.shape, dtype=values.dtype, device=device)
-    _unfilled.append((table, values))
-    return table
-
-
-def fill_tables() -> None:
-    """Fills the tables of what was captured since the last call, before its graph runs for the first time."""
-    for table, values in _unfilled:
-        table.copy_(values)
-    _unfilled.clear()
-
-
-for _function in (add_gradients, add_bounds, add_statistics, mean, verdict):
-    LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
+for _schema, _function, _kernels in (
+    (
+        "add_gradients(Tensor[] gradients, Tensor sizes, Tensor scales, Tensor(a!) message, Tensor(b!) found) -> ()",
+        add_gradients,
+        "triton_kernels",
+    ),
+    (
+        "add_bounds(Tensor(a!) found, Tensor scales, Tensor(b!) message, int length, float shift, float cap) -> ()",
+        add_bounds,
+        "triton_kernels",
+    ),
+    ("add_statistics(Tensor(a!) sums, Tensor statistics, Tensor loss) -> ()", add_statistics, "triton_verdict"),
+    (
+        "verdict(Tensor[] trailers, Tensor control, Tensor ordinary, int addends, float shift, int limit, "
+        "int elements, Tensor(a!) going, Tensor(b!) bounds, Tensor(c!) scales, Tensor(d!) factors, Tensor(e!) running, "
+        "Tensor momenta, Tensor(f!) report) -> ()",
+        verdict,
+        "triton_verdict",
+    ),
+    (
+        "mean(Tensor[] sums, Tensor sizes, Tensor factors, float scale, Tensor(a!)[] out) -> ()",
+        mean,
+        "triton_verdict",
+    ),
+):
+    register(_schema, _function, f"{__package__}.{_kernels}")
 
 operators = torch.ops.torusgd
 """the registered operators, by name"""

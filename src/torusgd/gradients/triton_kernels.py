@@ -3,21 +3,18 @@
 `operators` has the same made of torch's own operators, some ten launches a bucket, each of which reads or writes the
 bucket. Here a gradient is read once, in its own dtype and layout, and its sum read and written once: 0.07 to 0.1 ms for
 a ResNet-50 by an H100's bandwidth. Integer maxima and counts are atomic, which no order can change; there is no
-floating-point sum. `install` puts them in the place of the others on CUDA tensors; Triton is the extra `triton`.
-
-A kernel finds the gradients of a bucket by a table of their addresses, which in a CUDA graph never move.
+floating-point sum. `kernels.register` has them run on CUDA tensors; Triton is the extra `triton`.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels import blocks_of, table_of
 from .integer_sum import COUNT_BITS
-from .operators import LIBRARY, table_of
 
 BLOCK = 1024
 """elements of one program"""
@@ -81,22 +78,27 @@ def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, me
     """See `operators.add_gradients`."""
     rows = [_how(gradient) for gradient in gradients]
     how = table_of(rows, message.device)
-    blocks = _blocks(tuple(gradient.numel() for gradient in gradients), message.device)
-    _add_gradients[(len(blocks),)](how, blocks, scales, message, found, len(gradients), BLOCK=BLOCK)
+    blocks = blocks_of(tuple(gradient.numel() for gradient in gradients), BLOCK, message.device)
+    _add_gradients[(len(blocks),)](
+        how, blocks, scales, message, found, len(gradients), BLOCK=BLOCK, enable_fp_fusion=False
+    )
 
 
 def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shift: float, cap: float) -> None:
     """See `operators.add_bounds`."""
     slots = len(scales)
     _add_bounds[(1,)](
-        found, scales, message, length, slots, 1.0 / shift, cap, BITS=COUNT_BITS, SLOTS=triton.next_power_of_2(slots)
+        found,
+        scales,
+        message,
+        length,
+        slots,
+        1.0 / shift,
+        cap,
+        BITS=COUNT_BITS,
+        SLOTS=triton.next_power_of_2(slots),
+        enable_fp_fusion=False,
     )
-
-
-def install() -> None:
-    """Puts the kernels in the place of torch's operators on CUDA tensors; once in a process."""
-    LIBRARY.impl("add_gradients", add_gradients, "CUDA")
-    LIBRARY.impl("add_bounds", add_bounds, "CUDA")
 
 
 def _how(gradient: Tensor) -> tuple[int, int, int, int]:
@@ -106,13 +108,3 @@ def _how(gradient: Tensor) -> tuple[int, int, int, int]:
         return gradient.data_ptr(), kind, 1, gradient.numel()
     assert gradient.is_contiguous(memory_format=torch.channels_last), "autograd leaves no other layout"
     return gradient.data_ptr(), kind, gradient.shape[1], gradient.shape[2] * gradient.shape[3]
-
-
-@lru_cache(maxsize=4096)
-def _blocks(numels: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [blocks, 4]: of each its slot, where it begins there, its elements, and where it begins in the message."""
-    rows, offset = list[tuple[int, int, int, int]](), 0
-    for slot, numel in enumerate(numels):
-        rows += [(slot, at, min(BLOCK, numel - at), offset + at) for at in range(0, numel, BLOCK)]
-        offset += numel
-    return torch.tensor(rows).to(device)

@@ -3,15 +3,16 @@
 On a GPU the host hands over an update before anybody knows whether the step's gradients may be used. So the update
 asks `going`, a value on the device, and where that is zero everything stays as it is. One operator of torch takes all
 tensors at once, `torch.ops.torusgd.update`; its form here computes aside by `momentum_step` or `lars`, and then takes
-the result or leaves it, so that it has the bits of `Sgd` and `Lars` on the same device.
+the result or leaves it, so that it has the bits of `Sgd` and `Lars` on the same device. `triton_update` has it in one
+kernel, or with LARS in three, that round as torch's foreach operators do.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
+from ..kernels import register
 from .lars import Lars, lars
 from .sgd import Sgd, momentum_step
 
@@ -19,13 +20,6 @@ _ALIGNED = 16
 """elements at whose multiples a tensor begins, 64 bytes: kernels read whole vectors"""
 _SGD, _NESTEROV = "sgd", "nesterov"
 """rules beside the variants of LARS"""
-
-_LIBRARY = Library("torusgd", "FRAGMENT")
-_LIBRARY.define(
-    "update(Tensor(a!) weights, Tensor(b!) momenta, Tensor[] gradients, Tensor going, int[] offsets, int[] groups, "
-    "bool[] scaled, float[] rates, float[] decays, float[] trusts, float momentum, str rule, float eps, float peak, "
-    "bool? foreach) -> ()"
-)
 
 
 class FlatUpdate:
@@ -153,4 +147,10 @@ def update(
     momenta.copy_(torch.where(going > 0, pushed, momenta))
 
 
-_LIBRARY.impl("update", update, "CompositeExplicitAutograd")
+register(
+    "update(Tensor(a!) weights, Tensor(b!) momenta, Tensor[] gradients, Tensor going, int[] offsets, int[] groups, "
+    "bool[] scaled, float[] rates, float[] decays, float[] trusts, float momentum, str rule, float eps, float peak, "
+    "bool? foreach) -> ()",
+    update,
+    "torusgd.optim.triton_update",
+)

@@ -220,8 +220,7 @@ def layer_rates(
     A NaN norm gives a NaN rate, an infinite gradient norm the rate 0.
     """
     row = VARIANTS[variant]
-    highest = lr if peak_lr is None else peak_lr
-    decay = {"weight_decay": weight_decay, "none": 0.0, "premultiplied": weight_decay * highest}[row.decay]
+    decay = denominator_decay(row, weight_decay, lr if peak_lr is None else peak_lr)
     denominator = grad_norms + decay * weight_norms
     plain = weight_norms == 0
     if row.eps_is_threshold:
@@ -235,6 +234,11 @@ def layer_rates(
         plain = plain | (grad_norms == 0)
     ratio = torch.where(plain, 1.0, ratio)
     return ratio.clamp(max=lr) if row.clip else lr * ratio
+
+
+def denominator_decay(row: Variant, weight_decay: float, peak_lr: float) -> float:
+    """The factor on |w| in the denominator of a variant's ratio."""
+    return {"weight_decay": weight_decay, "none": 0.0, "premultiplied": weight_decay * peak_lr}[row.decay]
 
 
 def _single(

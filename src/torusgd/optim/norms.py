@@ -3,13 +3,13 @@
 A norm that is summed shard by shard differs in its last bits from one that is summed in one go, and the difference
 would depend on the number of workers. So blocks belong to the definition of the norm here (ours):
 
-1. float32 norms of blocks of `BLOCK` elements, in logical order;
+1. float32 norms of blocks of `BLOCK` elements, in logical order (on a GPU as `triton_update` defines them);
 2. their squares, in float64, added in pairs of neighbours, then the sums in pairs, until one is left: a binary tree;
 3. the square root of that one.
 
 Shards that are cut at block edges exchange block norms only. The tree is made of elementwise additions, in which no
-library chooses an order, and zeros to its right change nothing: the bits depend on neither the device nor the number of
-threads nor the tensors whose norms are taken beside it.
+library chooses an order, and zeros to its right change nothing: from block norms on, the bits depend on neither the
+device nor the number of threads nor the tensors whose norms are taken beside it.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+
+from ..kernels import register
 
 BLOCK = 4096
 """Elements of a block."""
@@ -37,7 +39,23 @@ def block_norms(tensor: Tensor) -> Tensor:
     >>> block_norms(torch.ones(2 * BLOCK + 9))
     tensor([64., 64.,  3.])
     """
-    flat = tensor.detach().reshape(-1).float()
+    return all_block_norms([tensor])[0]
+
+
+def all_block_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`block_norms` of each of several tensors on one device, on a GPU by one kernel for all of them."""
+    if not tensors:
+        return []
+    norms: Tensor = torch.ops.torusgd.block_norms([tensor.detach() for tensor in tensors])
+    return list(norms.split([-(-tensor.numel() // BLOCK) for tensor in tensors]))
+
+
+def joined_block_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """`block_norms` of each tensor, one after another, by torch's own operators."""
+    return torch.cat([_norms_of_blocks(tensor.reshape(-1).float()) for tensor in tensors])
+
+
+def _norms_of_blocks(flat: Tensor) -> Tensor:
     whole = flat.numel() // BLOCK * BLOCK
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1)
     if whole == flat.numel():
@@ -79,4 +97,7 @@ def layer_norms(tensors: Sequence[Tensor]) -> Tensor:
     Returns:
         float64 [len(tensors)]
     """
-    return norms_from_blocks([block_norms(tensor) for tensor in tensors])
+    return norms_from_blocks(all_block_norms(tensors))
+
+
+register("block_norms(Tensor[] tensors) -> Tensor", joined_block_norms, "torusgd.optim.triton_update")

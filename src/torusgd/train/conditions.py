@@ -92,6 +92,7 @@ def _gpu(device: torch.device) -> Conditions:
         "cuda": str(torch.version.cuda),
         "cudnn": torch.backends.cudnn.version() or 0,
         "driver": number[0] if number else "",
+        "triton": _version("triton"),
     }
 
 

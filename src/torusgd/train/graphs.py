@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ..data.pipeline import Batch
 from ..data.upload import place
 from ..errors import first_line
-from ..gradients.operators import fill_tables
 from ..gradients.reducer import Reducer, hook_parameters
+from ..kernels import fill_tables
 from ..precision import Precision
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
@@ -50,6 +50,9 @@ class CudaGraph:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        # The hooks of plain passes keep autograd's nodes on the stream on which they were made; torch refuses to
+        # capture those, unless it may move them to the stream that is captured.
+        torch.autograd.graph.set_override_stale_capture_stream(True)
         # The threads that load images may go on to ask for pinned memory.
         with torch.cuda.graph(self._graph, pool=_pool(), capture_error_mode="thread_local"):
             work()
