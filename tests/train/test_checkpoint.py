@@ -477,6 +477,7 @@ def test_what_is_not_finite_is_null_in_every_json_file() -> None:
         balance=None,
         taken_over=None,
         left_out=0,
+        images_left_out=0,
         underflow=0.0,
     )
     totals = StepTotals()
