@@ -249,7 +249,7 @@ class IntegerGradientSum:
         if self.buckets:
             bounds, bad, lost_here = zip(*map(self._trailer, range(len(self.buckets))), strict=True)
             rows[:, self._places] = torch.stack([torch.cat(bounds), torch.cat(bad)])
-            lost = torch.stack(lost_here).sum(dim=0, dtype=self._dtype)
+            lost = total_lost(lost_here)
         return torch.cat([rows.view(-1), lost])
 
     def finish(self, trailers: Tensor | None = None) -> SumStatus:
@@ -311,6 +311,17 @@ def read_trailers(found: Tensor, shift: float) -> tuple[Tensor, Tensor, Tensor]:
     """
     (units, counts), (low, high) = found[:-2].view(2, -1), found[-2:]
     return units.to(torch.float64) * shift, counts > 0, low.to(torch.float64) + high.to(torch.float64) * 2**COUNT_BITS
+
+
+def total_lost(counts: Sequence[Tensor]) -> Tensor:
+    """The elements lost in several messages as one pair of values, whose low one again has `COUNT_BITS` bits.
+
+    >>> total_lost([torch.tensor([2_000_000_000, 3], dtype=torch.int32)] * 2)
+    tensor([10240, 61041], dtype=torch.int32)
+    """
+    low, high = torch.stack(list(counts)).sum(dim=0, dtype=torch.int64)
+    total = low + (high << COUNT_BITS)
+    return torch.stack([total & ((1 << COUNT_BITS) - 1), total >> COUNT_BITS]).to(counts[0].dtype)
 
 
 def _count_nonzero(values: Tensor) -> int | Tensor:

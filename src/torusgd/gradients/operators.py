@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..comm.exact_sum import NARROW, decode, encode
 from ..kernels import register
-from .integer_sum import COUNT_BITS, power_of_two_scale, read_trailers
+from .integer_sum import COUNT_BITS, power_of_two_scale, read_trailers, total_lost
 
 ACCEPTED, LOSS, UNDERFLOW = range(3)
 """places in the verdict's report"""
@@ -158,7 +158,7 @@ def joined(trailers: Sequence[Tensor]) -> Tensor:
     """The trailers of all buckets as that of one: all bounds, all counts, and the elements lost in all."""
     parts = [trailer.split([len(trailer) // 2 - 1, len(trailer) // 2 - 1, 2]) for trailer in trailers]
     bounds, bad, lost = zip(*parts, strict=True)
-    return torch.cat([*bounds, *bad, torch.stack(lost).sum(dim=0, dtype=lost[0].dtype)])
+    return torch.cat([*bounds, *bad, total_lost(lost)])
 
 
 for _schema, _function, _kernels in (
