@@ -148,7 +148,8 @@ class TakenOver:
                 microseconds until its last forward pass had ended, and those of its quickest own virtual worker.
             ranks: In the order of their places.
 
-        >>> told = torch.tensor([0, 1, 4_500_000, 500_000, 1, 0, 4_500_000, 500_000])
+        >>> from torch import tensor
+        >>> told = tensor([0, 1, 4_500_000, 500_000, 1, 0, 4_500_000, 500_000])
         >>> TakenOver.read(told, [0, 1])
         TakenOver(late={1: 1}, helpers={0: 1}, saved=0.5)
         """
