@@ -32,6 +32,8 @@ _KINDS = {
     "shard sizes": "int64", "shard": "int32", "offset": "int64", "size": "int64", "header": "uint32", "labels": "int64",
 }  # fmt: skip
 """the arrays of a split, and their dtypes"""
+_ATTEMPTS = 4
+"""at an image, since a bucket, or a cache before it, may answer with what was there before"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +136,7 @@ class Shards(EncodedImages):
         size = int(self._places.size[index])
         if size > MOST_BYTES:
             raise Undecodable(f"{size} bytes; at most {MOST_BYTES} are read")
-        for _ in range(2):  # a bucket, or a cache before it, may answer once with what was there before
+        for _ in range(_ATTEMPTS):
             data = self._files.read(index, BLOCK)
             if len(data) == BLOCK + size and zlib.crc32(data[:BLOCK]) == self._places.header[index]:
                 return data[BLOCK:]
