@@ -120,14 +120,14 @@ def test_reads_that_fail_come_short_or_are_stale(local: Path, monkeypatch: pytes
         return data[: len(data) // 2] if fault == "short" else bytes(len(data)) if fault == "stale" else data
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", faulty)
-    for index, planned in enumerate((["fails"], ["short", "fails"], ["stale"])):
+    for index, planned in enumerate((["fails"], ["short", "fails"], ["stale"] * 3)):
         faults[:] = planned
         assert train.encoded(index) == picture(index)
         assert not faults
     faults[:] = ["fails"] * 3
     with pytest.raises(OSError, match="500 Internal Server Error"):
         train.encoded(5)
-    faults[:] = ["stale"] * 2
+    faults[:] = ["stale"] * 4
     with pytest.raises(UserError, match=r"bucket/a set/train-0000.tar: was changed since its index was written"):
         train.encoded(5)
 
