@@ -68,12 +68,15 @@ class HostShare:
         where: It is.
         key: Says which arrays. Ranks that want others, such as those of another folder, make their own; that they
             should not is for the comparison of the ranks to find.
+        keeps: Processes that a rank starts later may map the arrays too, as long as the rank that made them lives.
+
+    Attributes:
+        paths: Where such processes find the arrays of each call.
     """
 
-    def __init__(self, world: Group, liveness: Liveness, what: str, where: str, key: str) -> None:
+    def __init__(self, world: Group, liveness: Liveness, what: str, where: str, key: str, keeps: bool = False) -> None:
         self._world, self._liveness, self._what, self._where = world, liveness, what, where
-        self.paths: list[str] = []
-        """where this machine's processes find the arrays of each call, as long as the rank that made them lives"""
+        self._keeps, self.paths = keeps, list[str]()
         self._key = int.from_bytes(hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:7], "big")
 
     def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
@@ -85,13 +88,22 @@ class HostShare:
         if first == rank:
             with suppress(OSError, UserError):  # which each rank finds, and tells, itself
                 arrays = make(self._progress)
-                if hasattr(os, "memfd_create"):
+                if (self._keeps or owners.count(owners[rank]) > 1) and hasattr(os, "memfd_create"):
                     file = _write(arrays)
         process, number = self._world.all_gather(torch.tensor([os.getpid(), file]))[first].tolist()
-        self.paths.append(f"/proc/{process}/fd/{number}")
-        with suppress(OSError):
-            return read_arrays(Path(self.paths[-1]))
-        return make(self._progress) if arrays is None else arrays
+        path = f"/proc/{process}/fd/{number}"
+        if number >= 0:
+            with suppress(OSError):
+                arrays = read_arrays(Path(path))
+        if arrays is None:
+            arrays = make(self._progress)
+        if self._keeps:
+            self.paths.append(path)
+            return arrays
+        self._world.barrier()
+        if file >= 0:
+            os.close(file)
+        return arrays
 
     def _progress(self, done: int) -> None:
         self._liveness.progress("data", 0, done)

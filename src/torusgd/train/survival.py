@@ -89,7 +89,8 @@ def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]
     """What a rank has before its first step: the images, which it opens. `began`: see `Kept`."""
     if job.lists is None:
         wanted = f"{job.data and job.data.resolve()} {job.recipe.data.model_dump_json()}"
-        once: HostShare | MappedArrays = HostShare(world, liveness, "the list of images", images_at(job), wanted)
+        keeps = job.options.loader_processes > 0
+        once: HostShare | MappedArrays = HostShare(world, liveness, "the list of images", images_at(job), wanted, keeps)
     else:  # a rank that joins others at work must not wait for them here
         once = MappedArrays(job.lists)
     return Kept(open_data(job, world.device, liveness, once), tuple(began), None, -1, None, 0.0, {}, None)
