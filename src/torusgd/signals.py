@@ -35,6 +35,17 @@ def exit_code(number: int) -> int:
     return EXIT_AGAIN if number == OUT_OF_TIME else EXIT_BASE + number
 
 
+def how_it_ended(code: int) -> str:
+    """What became of a process, by its exit code as multiprocessing gives it: minus the number of a signal.
+
+    >>> how_it_ended(-9), how_it_ended(3)
+    ('was ended by SIGKILL', 'ended with exit code 3')
+    """
+    return (
+        f"was ended by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"ended with exit code {code}"
+    )
+
+
 def stop_after(seconds: float) -> None:
     """Lets this process be told in so many seconds that its time is over."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), OUT_OF_TIME))

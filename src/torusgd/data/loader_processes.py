@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from pathlib import Path
 from queue import SimpleQueue
-from signal import Signals
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 from ..errors import RunError, UserError
 from ..recipe.data_schema import Data
 from ..recipe.section import ImageSizes
-from ..signals import die_with_launcher, held_back, hold_back
+from ..signals import die_with_launcher, held_back, hold_back, how_it_ended
 from .listing import Once
 from .pipeline import Allocate, Batch, Pipeline
 from .sources import open_sources
@@ -152,7 +151,7 @@ class _Process:
     """One of them, as the rank sees it."""
 
     def __init__(self, opener: Opener) -> None:
-        file = os.memfd_create("torusgd-batch", os.MFD_CLOEXEC)
+        self._file = file = os.memfd_create("torusgd-batch", os.MFD_CLOEXEC)
         self.memory = SharedMemory(file)
         context = multiprocessing.get_context("forkserver")
         self._pipe, its = context.Pipe()
@@ -175,25 +174,30 @@ class _Process:
         assert isinstance(made, _Made)
         return made
 
-    def close(self) -> None:
-        """Tells it to end, and waits."""
+    def end(self) -> None:
+        """Tells it to end."""
         # By a word, since a pipe's end may live on in another child of this process, and then it never closes.
         with suppress(OSError):
             self._pipe.send(None)
         self._pipe.close()
+
+    def join(self) -> None:
+        """Waits until it has ended."""
         self._process.join(CLOSE_SECONDS)
         self._process.kill()
         self._process.join()
+        os.close(self._file)
 
     def _end(self) -> str:
         self._process.join()
-        code = self._process.exitcode or 0
-        return f"was ended by {Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return how_it_ended(self._process.exitcode or 0)
 
 
 def _close(processes: list[_Process]) -> None:
     for process in processes:
-        process.close()
+        process.end()
+    for process in processes:
+        process.join()
 
 
 class _Lines(logging.Handler):
@@ -222,10 +226,8 @@ def _serve(pipe: Connection, memory: str, opener: Opener) -> None:
     logging.getLogger("torusgd").addHandler(lines)
     shared = SharedMemory(os.open(memory, os.O_RDWR | os.O_CLOEXEC))
     pipeline: Pipeline | None = None
-    while True:
-        if (wanted := pipe.recv()) is None:
-            return
-        made: _Made | Exception
+    made: _Made | Exception
+    while (wanted := pipe.recv()) is not None:
         try:
             pipeline = pipeline or opener.open(shared.array)
             made = _without_images(pipeline.training_batch(*wanted))

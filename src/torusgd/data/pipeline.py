@@ -74,10 +74,10 @@ class Batch:
     table: torch.Tensor | None = None
 
 
-def allocate_by_torch(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def allocate_by_torch(shape: tuple[int, ...], dtype: npt.DTypeLike, is_pinned: bool = False) -> npt.NDArray[Any]:
     """A new array in torch's memory, since numpy asks the kernel for huge pages, which cost more to clear than an image
     to make."""
-    return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name)).numpy()
+    return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), pin_memory=is_pinned).numpy()
 
 
 class Pipeline:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ..recipe.data_schema import Augment, Data
-from .pipeline import Allocate, Batch, Pipeline
+from .pipeline import Allocate, Batch, Pipeline, allocate_by_torch
 from .types import Pixels, Source
 from .warp import Warps
 
@@ -37,8 +37,7 @@ def can_normalise_later(augment: Augment) -> bool:
 def allocate_pinned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """A new array, in pinned memory where there is a GPU."""
     # torch's allocator keeps pinned memory, and hands out again what no copy reads any more: a ring.
-    kind = getattr(torch, np.dtype(dtype).name)
-    return torch.empty(shape, dtype=kind, pin_memory=torch.cuda.is_available()).numpy()
+    return allocate_by_torch(shape, dtype, is_pinned=torch.cuda.is_available())
 
 
 class BytePipeline(Pipeline):

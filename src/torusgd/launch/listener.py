@@ -19,10 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from multiprocessing.connection import wait
-from signal import SIGKILL, Signals
+from signal import SIGKILL
 from typing import Any
 
 from ..errors import UserError
+from ..signals import how_it_ended
 from .handshake import (
     MOST_RANKS,
     NODE,
@@ -86,8 +87,7 @@ class RemoteRank:
     def note(self, code: int, why: str = "") -> None:
         """Keeps how it ended; the first time counts."""
         if self.exitcode is None:
-            signal = f"was ended by {Signals(-code).name}" if -code in set(Signals) else f"ended with exit code {code}"
-            self.exitcode, self.why = code, f"on {self.node.host} {why or signal}"
+            self.exitcode, self.why = code, f"on {self.node.host} {why or how_it_ended(code)}"
 
     def wake(self) -> None:
         """Wakes whoever waits for its end."""

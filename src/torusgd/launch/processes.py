@@ -16,14 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from signal import Signals
 from typing import Any, Self
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..comm.liveness import LateRank
-from ..signals import held_back
+from ..signals import held_back, how_it_ended
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import start_forkserver
 from .generations import Generations, ranks_do
@@ -50,7 +49,7 @@ class Exit:
         """For people."""
         if self.remote is not None:
             return self.remote.why
-        return f"was ended by {Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
+        return how_it_ended(self.code)
 
 
 class RankFailed(Exception):
