@@ -2,6 +2,7 @@
 
     sudo .venv/bin/python benchmarks/allreduce.py --setup far --sizes 4KiB,64KiB,256KiB,1MiB,4MiB
     sudo .venv/bin/python benchmarks/allreduce.py --setup far-slow --sizes 4MiB,16MiB --json far-slow.json
+    sudo .venv/bin/python benchmarks/allreduce.py --setup long --sizes 4MiB,16MiB,64MiB --streams 1,4,8
 
 The set-ups are real processes and sockets on this machine with links of set latency and bandwidth
 (`torusgd.rehearse.lab`). The ratio is that of the medians, plain torch.distributed.all_reduce over the algorithm.
@@ -14,7 +15,7 @@ import json
 from pathlib import Path
 
 from torusgd.comm.bench import bench_allreduce
-from torusgd.rehearse.lab import Host, Lab
+from torusgd.rehearse.lab import USUAL_WINDOWS, Host, Lab
 
 SETUPS = {
     "far": [Host(latency=5e-3, rate=1e9)] * 16,
@@ -23,7 +24,10 @@ SETUPS = {
     "racks-slow": [Host(ranks=4, latency=2e-3, rate=1e8)] * 4,
     "odd": [Host(latency=2e-3, rate=1e9)] * 15,
     "one-slow": [*[Host(latency=1e-3, rate=1e9)] * 7, Host(latency=5e-3, rate=1e8)],
+    "long": [Host(latency=50e-3, rate=1e9)] * 4,
 }
+SETTINGS = {"long": USUAL_WINDOWS}
+"""of the kernel in each host, where they are not the lab's own"""
 DESCRIBED = {
     "far": "16 hosts x 1 rank, 5 ms, 1 Gb/s",
     "far-slow": "16 hosts x 1 rank, 5 ms, 100 Mb/s",
@@ -31,6 +35,7 @@ DESCRIBED = {
     "racks-slow": "4 hosts x 4 ranks, 2 ms, 100 Mb/s between",
     "odd": "15 hosts x 1 rank (a grid of 3x5), 2 ms, 1 Gb/s",
     "one-slow": "7 hosts, 1 ms, 1 Gb/s, and one of 5 ms, 100 Mb/s",
+    "long": "4 hosts x 1 rank, 50 ms, 1 Gb/s, the kernel's usual TCP windows",
 }
 ALGORITHMS = "native,auto,ring,halving-doubling,doubling,direct,torus,torus:direct,hierarchical"
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
@@ -64,11 +69,14 @@ def table(setup: str, records: list[dict]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for record in records:
-        native = next(r for r in records if r["bytes"] == record["bytes"] and r["algorithm"] == "native")
+        native = next(
+            r for r in records if r["algorithm"] == "native" and all(r[k] == record[k] for k in ("bytes", "streams"))
+        )
+        told = f", {record['streams']} streams" if record["streams"] > 1 and record["algorithm"] != "native" else ""
         median, least, most = (record[key] * 1e3 for key in ("median_s", "min_s", "max_s"))
         ratio, floor = native["median_s"] / record["median_s"], limit(SETUPS[setup], record["bytes"]) * 1e3
         lines.append(
-            f"| {show_size(record['bytes'])} | {record['algorithm']} | {record['runs']} | {median:.1f} "
+            f"| {show_size(record['bytes'])} | {record['algorithm']} | {record['runs']}{told} | {median:.1f} "
             f"| {least:.1f} - {most:.1f} | {ratio:.2f} | {floor:.1f} | {floor / median:.0%} |"
         )
     return "\n".join(lines)
@@ -84,9 +92,13 @@ def be_a_rank(options: argparse.Namespace) -> None:
     sizes = [parse_size(size) for size in options.sizes.split(",")]
     profile = Path(options.profile) if options.profile else None
     names = options.algorithms.split(",")
-    records = bench_allreduce(sizes, names, profile=profile, repetitions=options.repetitions)
+    records = [
+        {**record.as_dict(), "streams": streams}
+        for streams in map(int, options.streams.split(","))
+        for record in bench_allreduce(sizes, names, profile=profile, repetitions=options.repetitions, streams=streams)
+    ]
     if dist.get_rank() == 0:
-        print("told:", json.dumps([record.as_dict() for record in records]))
+        print("told:", json.dumps(records))
 
 
 def main() -> None:
@@ -96,6 +108,9 @@ def main() -> None:
     parser.add_argument("--sizes", default="4KiB,64KiB,256KiB,1MiB,4MiB")
     parser.add_argument("--algorithms", default=ALGORITHMS)
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument(
+        "--streams", default="1", help="numbers of TCP connections between two ranks, one after another"
+    )
     parser.add_argument("--profile", help="of torusgd tune; without it auto probes")
     parser.add_argument("--json", help="file for the records")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -104,8 +119,8 @@ def main() -> None:
         be_a_rank(options)
         return
     given = ["--sizes", options.sizes, "--algorithms", options.algorithms, "--repetitions", str(options.repetitions)]
-    given += ["--profile", options.profile] if options.profile else []
-    with Lab(SETUPS[options.setup]) as lab:
+    given += ["--streams", options.streams, *(["--profile", options.profile] if options.profile else [])]
+    with Lab(SETUPS[options.setup], SETTINGS.get(options.setup)) as lab:
         output = lab.run([__file__, "--rank", *given], timeout=1800)[0]
     records = json.loads(next(line for line in output.splitlines() if line.startswith("told: ")).removeprefix("told: "))
     if options.json:

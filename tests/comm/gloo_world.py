@@ -10,9 +10,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torusgd.launch.processes import serve_store
+from torusgd.launch.rank_process import serve_store
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=240)
 """of the default group: shorter than a test may take, so that a lost rank is told by the ranks themselves"""
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -52,7 +52,7 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, expected: int = 0, timeout: float = 250
+    size: int, function: Callable[..., Any], *arguments: Any, expected: int = 0, timeout: float = 240
 ) -> list[Any]:
     """What `function(*arguments)` returns on each rank of a world of `size`, in rank order; fails if a rank does.
 

@@ -77,7 +77,7 @@ def test_communicators_are_made_at_once_split_and_ended() -> None:
 def sum_on_the_gpu_by_gloo() -> float:
     """Two ranks on one GPU, which NCCL refuses: tensors of the GPU go by Gloo."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    world = groups.build(PrefixStore("run", store), range(2), rank, device=GPU, timeout=60.0, nccl=False)
+    world = groups.build(PrefixStore("run", store), range(2), rank, device=GPU, timeout=240, nccl=False)
     value = torch.full((1000,), rank + 1, device=GPU, dtype=torch.int32)
     world.all_reduce(value)
     return value.float().mean().item()
@@ -85,7 +85,7 @@ def sum_on_the_gpu_by_gloo() -> float:
 
 def sum_by_nccl() -> float:
     store = dist.distributed_c10d._get_default_store()
-    world = groups.build(PrefixStore("run", store), [0], 0, device=GPU, timeout=60.0)
+    world = groups.build(PrefixStore("run", store), [0], 0, device=GPU, timeout=240)
     group = backends.connected(PrefixStore("alone", store), [0], 0, GPU, timedelta(seconds=60), nccl=True)
     value = torch.ones(1000, device=GPU, dtype=torch.int32)
     groups.Group(group, (0,), 0, GPU, None, 60.0, nccl=True, owned=True).start_all_reduce(value).wait()

@@ -117,7 +117,7 @@ def split() -> None:
 def rebuild() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
-    first = groups.build(PrefixStore("generation-0", store), range(size), rank, device=CPU, timeout=60.0)
+    first = groups.build(PrefixStore("generation-0", store), range(size), rank, device=CPU, timeout=240)
     total = torch.ones(1)
     first.all_reduce(total)
     assert total.item() == size
@@ -133,7 +133,7 @@ def rebuild() -> None:
                 wait()
     if rank == size - 1:
         return
-    second = groups.build(PrefixStore("generation-1", store), range(size - 1), rank, device=CPU, timeout=60.0)
+    second = groups.build(PrefixStore("generation-1", store), range(size - 1), rank, device=CPU, timeout=240)
     total = torch.ones(1)
     second.all_reduce(total)
     assert total.item() == size - 1
@@ -178,3 +178,10 @@ def test_a_rank_alone_exchanges_nothing():
     assert (group.rank, group.size, group.ranks) == (0, 1, (5,))
     assert group.subgroup([0]).size == 1
     assert groups.build(dist.HashStore(), [7], 7, device=CPU, timeout=1.0).size == 1
+
+
+def test_a_gpu_has_its_index_in_whatever_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are kept by GPU: one without its index would get a second order of NCCL's work."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert groups.group_of(device="cuda").device == torch.device("cuda", 3)
+    assert groups.group_of(device="cuda:1").device == torch.device("cuda", 1)

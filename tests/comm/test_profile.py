@@ -59,7 +59,7 @@ def test_the_fit_never_goes_below_zero():
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
-    profile().save(tmp_path / "p.json")
+    (tmp_path / "p.json").write_text(profile().dump())
     assert Profile.load(tmp_path / "p.json") == profile()
 
 

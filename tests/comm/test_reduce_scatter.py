@@ -57,18 +57,18 @@ def every_name() -> list[str]:
     """All names on all ranks, grids, and two groups of ranks at a time."""
     wrong = []
     for name in NAMES:
-        allreduce = create(name, timeout=30)
+        allreduce = create(name, timeout=240)
         wrong += every_case(allreduce, list(range(WORLD)))
         allreduce.close()
     for name, grid in (("torus", (3, 2)), ("torus:doubling/direct", (2, 3)), ("hierarchical", (2, 3))):
-        allreduce = create(name, grid=grid, timeout=30)
+        allreduce = create(name, grid=grid, timeout=240)
         wrong += every_case(allreduce, list(range(WORLD)))
         allreduce.close()
     for size, name in ((3, "halving-doubling"), (3, "ring"), (2, "native")):
         halves = [list(range(size)), list(range(size, WORLD))]
         groups = [group_of().subgroup(half) for half in halves]
         mine = int(dist.get_rank() >= size)
-        allreduce = create(name, group=groups[mine], timeout=30)
+        allreduce = create(name, group=groups[mine], timeout=240)
         wrong += every_case(allreduce, halves[mine])
         allreduce.close()
     return wrong

@@ -103,6 +103,7 @@ def create(
     group: Group | ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     timeout: float | None = None,
+    streams: int = 1,
 ) -> AlgorithmAllReduce | NativeAllReduce:
     """The all-reduce of that name over `group` (None: all ranks). Every rank of the group calls it.
 
@@ -115,6 +116,8 @@ def create(
         group: Of torch.distributed, or of `groups.build`.
         device: Where the tensors live; a `Group` has its own device.
         timeout: Seconds that a message may take; None: what `group` allows.
+        streams: TCP connections between each two ranks, over which large messages are cut: for links so long and fast
+            that one connection doesn't fill them. Not for `native`, nor for NCCL.
 
     Returns:
         An all-reduce; on one rank the no-op of `native`. Its `explanation` says in one line what runs and why.
@@ -131,12 +134,14 @@ def create(
     """
     if grid is not None and name.partition(":")[0] not in GRIDS:
         raise UserError(f"grid {grid[0]}x{grid[1]}: has a meaning for {' and '.join(GRIDS)}, not for {name}")
+    if streams > 1 and name == "native":
+        raise UserError(f"streams = {streams}: the backend's own all-reduce has one; choose another, such as auto")
     ranks = group_of(group, device)
     if name not in ("auto", "native"):
         parse_algorithm(name, ranks.size, grid)
     if name == "native" or ranks.size == 1:
         return NativeAllReduce(ranks)
-    return over(connect(ranks, timeout=timeout), name, grid, profile)
+    return over(connect(ranks, timeout=timeout, streams=streams), name, grid, profile)
 
 
 def over(
@@ -189,7 +194,8 @@ def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:
         raise UserError(text[1:])
     if text:
         known = Profile.parse(text)
-        if known.hosts == hosts_of(connection.group) and known.timings:
+        is_alike = known.hosts == hosts_of(connection.group) and known.streams == connection.streams
+        if is_alike and known.timings:
             return known, f"from {path}"
-    source = "probed just now" if path is None else f"probed just now, for {path} is of other ranks"
+    source = "probed just now" if path is None else f"probed just now, for {path} is of other ranks or streams"
     return measure(connection, _PROBE_SECONDS, short=True), source

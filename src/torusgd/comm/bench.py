@@ -55,6 +55,7 @@ def bench_allreduce(
     grid: tuple[int, int] | None = None,
     profile: Path | None = None,
     repetitions: int = 7,
+    streams: int = 1,
     group: Group | ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Record]:
@@ -62,7 +63,7 @@ def bench_allreduce(
 
     At each size all algorithms are run in turn, `repetitions` times after one that warms up, from a barrier to the end
     on the slowest rank. `native` runs in the group that was given, as plain `torch.distributed.all_reduce` does. Each
-    result is checked.
+    result is checked. Algorithms of ours take so many `streams`, as in `create`.
 
     Raises:
         UserError: where an algorithm, the grid or a size doesn't fit.
@@ -76,7 +77,7 @@ def bench_allreduce(
     for name in algorithms:
         if name not in ("auto", "native"):
             parse_algorithm(name, caller.size, grid if name.partition(":")[0] in GRIDS else None)
-    connection = connect(caller)
+    connection = connect(caller, streams=streams)
     try:
         return _bench(connection, sizes, algorithms, grid, profile, repetitions, caller)
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
+from ..errors import UserError
 from .base import Engine
 from .gloo import GlooEngine, StagedEngine
 from .groups import Group, group_of
@@ -23,6 +24,8 @@ class Connection:
 
     engine: Engine
     group: Group
+    streams: int = 1
+    """TCP connections between each two ranks"""
 
     @property
     def rank(self) -> int:
@@ -60,7 +63,10 @@ class Connection:
 
 
 def connect(
-    group: Group | ProcessGroup | None = None, device: torch.device | str = "cpu", timeout: float | None = None
+    group: Group | ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    timeout: float | None = None,
+    streams: int = 1,
 ) -> Connection:
     """Connects the ranks of a group (None: all ranks), each of which calls it, by a group of their own.
 
@@ -70,16 +76,21 @@ def connect(
         group: At least two ranks.
         device: Where the tensors live; a `Group` has its own device.
         timeout: Seconds that a message may take; None: what `group` allows.
+        streams: TCP connections between each two ranks, for Gloo.
 
     Raises:
+        UserError: Several streams over NCCL.
         CommTimeout: The ranks did not meet in time.
     """
-    own = group_of(group, device).duplicate(timeout)
-    if own.device.type == "cpu":
-        return Connection(GlooEngine(own), own)
-    if own.has_nccl:
+    ranks = group_of(group, device)
+    is_nccl = ranks.device.type == "cuda" and ranks.has_nccl
+    if streams > 1 and is_nccl:
+        raise UserError(f"streams = {streams}: NCCL opens its own; set NCCL_NSOCKS_PERTHREAD, and leave this out")
+    own = ranks.duplicate(timeout)
+    if is_nccl:
         return Connection(NcclEngine(own), own)
-    return Connection(StagedEngine(GlooEngine(own), own.device), own)
+    engine = GlooEngine(own, [ranks.duplicate(timeout, torch.device("cpu")) for _ in range(streams - 1)])
+    return Connection(engine if own.device.type == "cpu" else StagedEngine(engine, own.device), own, streams)
 
 
 def hosts_of(group: Group) -> tuple[int, ...]:

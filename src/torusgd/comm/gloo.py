@@ -6,6 +6,10 @@ of two. A ring of thousands of ranks has tens of thousands of turns, so not all 
 and the chunks of one, are on their way at the same time: both sides of a message derive its tag from the order of
 calls, the round and the chunk.
 
+One TCP connection can't fill a link that is long and fast: what it may have on its way ends with the kernel's window,
+some MiB, of which a link of 50 ms takes few a second. So an engine may have several groups of the same ranks, each with
+connections of its own, over which a large message is cut: its streams.
+
 CUDA tensors travel by way of pinned memory of the host (`StagedEngine`).
 """
 
@@ -13,7 +17,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +31,8 @@ LANES = 2
 """threads that carry messages; an all-reduce stays in one lane, so that a short one need not wait for a long one"""
 AHEAD = 128
 """turns of a sum whose receives are posted before their messages are waited for"""
+STREAM_BYTES = 1 << 18
+"""of a message, at least, in each stream: below that a further connection brings no time"""
 _SCHEDULES_KEPT = 256
 _SUMS_AT_ONCE = 1 << 12
 _TAGS = 1 << 18
@@ -36,8 +42,9 @@ Tagged = tuple[tuple[Message, int], ...]
 """messages, each with its tag within the sum"""
 
 
-_Received = list[tuple[Work, torch.Tensor | None, torch.Tensor]]
-"""of a turn: each receive, the scratch memory that it fills if it is to be added, and its elements"""
+_Received = list[tuple[list[Work], torch.Tensor | None, torch.Tensor]]
+"""of a turn: of each message the parts under way, the scratch memory that it fills if it is to be added, and its
+elements"""
 
 
 class _Turn(NamedTuple):
@@ -98,8 +105,8 @@ def _weave(rounds: list[list[Round]]) -> list[_Turn]:
 class _Sum:
     """The work of one tensor, with its first receives posted: `run` in a lane, `wait` on the caller's thread."""
 
-    def __init__(self, group: Group, tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
-        self._group, self._tensor, self._turns, self._tag = group, tensor, turns, tag
+    def __init__(self, streams: Sequence[Group], tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
+        self._streams, self._tensor, self._turns, self._tag = streams, tensor, turns, tag
         self._finished = threading.Event()
         self._error: Exception | None = None
         self._ended = 0.0
@@ -115,15 +122,22 @@ class _Sum:
         for message, nth in turn.adds:
             target = self._scratch[self._free : self._free + message.high - message.low]
             self._free += target.numel()
-            work = self._group.receive(target, message.peer, self._tag + nth)
-            received.append((work, target, self._elements(message)))
+            parts = self._parts(target)
+            works = [group.receive(part, message.peer, self._tag + nth) for group, part in parts]
+            received.append((works, target, self._elements(message)))
         for message, nth in turn.copies:
             # Straight into the tensor, before our own turn: a final sum of these elements can't come before what we
             # sent of them has arrived.
             elements_in_place = self._elements(message)
-            work = self._group.receive(elements_in_place, message.peer, self._tag + nth)
-            received.append((work, None, elements_in_place))
+            parts = self._parts(elements_in_place)
+            works = [group.receive(part, message.peer, self._tag + nth) for group, part in parts]
+            received.append((works, None, elements_in_place))
         self._posted.append(received)
+
+    def _parts(self, elements: torch.Tensor) -> Iterator[tuple[Group, torch.Tensor]]:
+        """What travels in each stream of a message; both sides cut by its length alone."""
+        count = max(1, min(len(self._streams), elements.nbytes // STREAM_BYTES))
+        return zip(self._streams, elements.tensor_split(count), strict=False)
 
     def _elements(self, message: Message) -> torch.Tensor:
         return self._tensor[message.low : message.high]
@@ -147,12 +161,14 @@ class _Sum:
             if turn.rewrites:
                 while sent[turn.chunk]:
                     sent[turn.chunk].pop().wait()
-            for work, scratch, elements in received:
-                work.wait()
+            for works, scratch, elements in received:
+                for work in works:
+                    work.wait()
                 if scratch is not None:
                     elements.add_(scratch)
             for message, nth in turn.sends:
-                sent[turn.chunk].append(self._group.send(self._elements(message), message.peer, self._tag + nth))
+                parts = self._parts(self._elements(message))
+                sent[turn.chunk] += [group.send(part, message.peer, self._tag + nth) for group, part in parts]
         for works in sent.values():
             for work in works:
                 work.wait()
@@ -175,12 +191,16 @@ class GlooEngine:
 
     Every rank makes the same calls in the same order. A message that takes longer than the group's timeout makes `wait`
     raise, and the engine is of no more use.
+
+    Args:
+        group: The ranks.
+        further: Groups of the same ranks, for this engine alone, in which parts of large messages travel.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, further: Sequence[Group] = ()) -> None:
+        self._group, self._streams = group, (group, *further)
         self._schedules: dict[tuple[Algorithm, int], list[_Turn]] = {}
         self._started = 0
         self._lanes = [queue.SimpleQueue[_Sum | None]() for _ in range(LANES)]
@@ -208,17 +228,19 @@ class GlooEngine:
         return self._start(tensor, _weave(rounds))
 
     def _start(self, tensor: torch.Tensor, turns: list[_Turn]) -> Work:
-        work = _Sum(self._group, tensor, turns, self._started % _SUMS_AT_ONCE * _TAGS)
+        work = _Sum(self._streams, tensor, turns, self._started % _SUMS_AT_ONCE * _TAGS)
         self._lanes[self._started % LANES].put(work)
         self._started += 1
         return work
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads, and the streams but the first."""
         for lane in self._lanes:
             lane.put(None)
         for thread in self._threads:
             thread.join()
+        for group in self._streams[1:]:
+            group.close()
 
 
 def _run_lane(lane: "queue.SimpleQueue[_Sum | None]") -> None:

@@ -65,6 +65,8 @@ class Group:
         splits: Iterator[int] | None = None,
         is_given_up: Callable[[], bool] | None = None,
     ) -> None:
+        if device.type == "cuda" and device.index is None:  # all that there is of a GPU is kept by its index
+            device = torch.device("cuda", torch.cuda.current_device())
         self.process_group, self.ranks, self.rank, self.device = process_group, tuple(ranks), rank, device
         self.timeout, self.has_nccl = timeout, nccl
         self.store, self._owned = store, owned

@@ -79,6 +79,8 @@ class Profile(_Part):
     version: Literal[1] = 1
     backend: str
     hosts: Annotated[tuple[int, ...], Field(min_length=1)]
+    streams: Annotated[int, Field(ge=1)] = 1
+    """TCP connections between each two ranks"""
     message: Seconds
     """seconds of work that each message costs a rank, beyond its round"""
     inside: Link | None
@@ -106,13 +108,13 @@ class Profile(_Part):
         start = (between if len(set(self.hosts)) > 1 else inside).alpha
         return Topology(each, inside, between, self.message, start)
 
-    def save(self, path: Path) -> None:
-        """Writes JSON."""
-        path.write_text(self.model_dump_json(indent=1) + "\n")
+    def dump(self) -> str:
+        """JSON text, as `load` reads it."""
+        return self.model_dump_json(indent=1) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
-        """Reads what `save` wrote; UserError says what is wrong with it."""
+        """Reads a file of what `dump` gave; UserError says what is wrong with it."""
         try:
             return cls.parse(read_text(path))
         except OSError as error:
@@ -128,7 +130,7 @@ class Profile(_Part):
             rivals = {timing.size for timing in profile.timings if timing.as_algorithm(len(profile.hosts)) is not None}
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
+            place = ".".join(map(str, first["loc"])) or "no profile"
             raise UserError(f"{place}: {first['msg']}; make it anew with torusgd tune") from None
         if rivals != {timing.size for timing in profile.timings if timing.algorithm == "native"}:
             raise UserError("timings: each size needs native and another; make it anew with torusgd tune")

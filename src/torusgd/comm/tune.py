@@ -38,13 +38,19 @@ _FAN_ROUNDS = 4
 
 
 def tune(
-    seconds: float = 40.0, group: Group | ProcessGroup | None = None, device: torch.device | str = "cpu"
+    seconds: float = 40.0,
+    group: Group | ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    streams: int = 1,
 ) -> Profile:
-    """Measures the network between the ranks of `group` (None: all), each of which calls it and gets the profile."""
+    """Measures the network between the ranks of `group` (None: all), each of which calls it and gets the profile.
+
+    With several `streams` (see `create`) it is for runs that have as many.
+    """
     ranks = group_of(group, device)
     if ranks.size == 1:
         raise UserError("tune: one rank has no network to measure; start it on several ranks, such as with torchrun")
-    connection = connect(ranks)
+    connection = connect(ranks, streams=streams)
     try:
         return measure(connection, seconds)
     finally:
@@ -63,6 +69,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     profile = Profile(
         backend="nccl" if connection.group.has_nccl else "gloo",
         hosts=hosts,
+        streams=connection.streams,
         message=message,
         inside=inside,
         between=between,
