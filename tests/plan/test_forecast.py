@@ -43,6 +43,7 @@ def test_steps_are_the_schedules_own() -> None:
 @pytest.mark.parametrize(
     ("name", "cluster", "software", "seconds"),
     [
+        ("sony-224s", "abci", "nnl-v1", 224),
         ("sony-122s", "abci", "nnl-fp16", 122),
         ("fujitsu-74s", "abci", "mxnet-fujitsu", 74.7),
         ("fujitsu-62s", "abci", "mxnet-fujitsu", 62.1),

@@ -189,7 +189,7 @@ def test_shards_are_summed_and_gathered_in_halves(algorithm: str, ranks: int, si
 def test_auto_plans_what_a_run_would_take(ranks: int, size: int, per_node: int, message: float) -> None:
     """A run ranks the same candidates by the same price; in one chunk no other one of them is quicker."""
     machine, communication = cluster(devices_per_node=per_node), Communication(algorithm="auto", message=message)
-    topology = topology_of(machine, ranks, message)
+    topology = topology_of(machine, ranks, communication)
     assert sum(phase.seconds for phase in phases(machine, communication, ranks, size)) == pytest.approx(
         min(
             sum(p.seconds for p in phases(machine, named, ranks, size))

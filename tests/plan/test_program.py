@@ -4,7 +4,7 @@ import pytest
 
 from torusgd.errors import UserError
 from torusgd.plan import as_torusgd, load_cluster, load_software, program_for, step_time
-from torusgd.plan.cluster import Buckets, Software
+from torusgd.plan.cluster import Buckets, Cluster, Software
 from torusgd.plan.forecast import Workload, workload_of
 from torusgd.plan.program import resolve_model_parallel
 from torusgd.plan.step_script import CONTENTS, Send, compose
@@ -47,6 +47,18 @@ def test_options_mean_what_they_mean_in_a_run() -> None:
     assert (how.algorithm, how.grids) == ("torus:halving/ring", ((4, 4),))
     assert how.buckets == Buckets(rule="torusgd", option=2.0)
     assert (ours.sharded_update, how.gather_ahead, how.linear_groups) == (True, True, 4)
+
+
+def test_further_streams_make_a_link_quicker_that_one_connection_does_not_fill(workload: Workload) -> None:
+    slow = AWS.model_copy(update={"between": AWS.between.model_copy(update={"stream": AWS.between.bandwidth / 8})})
+
+    def seconds(streams: int, cluster: Cluster) -> float:
+        runtime = RuntimeOptions(workers=16, allreduce="ring", streams=streams)
+        profile = program_for(VGG, runtime, cluster, load_software("torusgd"))
+        return step_time(workload.cost, cluster, profile, 16, 16).seconds
+
+    one, four, many = (seconds(streams, slow) for streams in (1, 4, 64))
+    assert one > four > many == seconds(1, AWS)
 
 
 def test_exact_sums_of_many_virtual_workers_have_twice_the_bytes(workload: Workload) -> None:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words: str | Path, cwd: Path, code: int = 0, timeout: float = 250) -> str:
+def run(*words: str | Path, cwd: Path, code: int = 0, timeout: float = 240) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         list(map(str, words)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=timeout, check=False

@@ -1,4 +1,4 @@
-"""`python -m tools.calibrate_planner` in a checkout: half a minute on one core."""
+"""`python -m tools.calibrate_planner` in a checkout: a minute on one core."""
 
 import json
 from importlib.resources import files

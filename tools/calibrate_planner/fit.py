@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 
 import numpy as np
@@ -41,25 +42,29 @@ def fit_factors(rows: Sequence[Row], start: Factors | None = None) -> Factors:
     names = [parameter.name for parameter in parameters]
     spreads = np.array([parameter.spread for parameter in parameters])
     x = np.log([(start or {}).get(name, 1.0) for name in names])
+    everyone = range(len(rows))
+    aims = np.array([[p.aims_at(row.cluster, row.software) for p in parameters] for row in rows], dtype=bool)
 
     def residuals(at: Array, which: Sequence[int]) -> Array:
-        factors = dict(zip(names, np.exp(at).tolist(), strict=True))
-        return np.array([_log_error(rows[i], factors) for i in which]) / ROW_SPREAD
-
-    everyone = range(len(rows))
-    mine = [[i for i in everyone if parameter.aims_at(rows[i].cluster, rows[i].software)] for parameter in parameters]
+        factors = np.exp(at).tolist()
+        mine = {i: tuple((names[k], factors[k]) for k in np.flatnonzero(aims[i])) for i in which}
+        return np.array([_log_error(rows[i], mine[i]) for i in which]) / ROW_SPREAD
 
     def objective(at: Array, errors: Array) -> float:
         return float((errors**2).sum() + ((at / spreads) ** 2).sum())
 
     errors = residuals(x, everyone)
+    measured = np.full(len(names), np.inf)  # where the slopes were measured: only a move of 1 % asks for new ones
+    jacobian = np.zeros((len(rows), len(names)))
     for _ in range(50):
-        jacobian = np.zeros((len(rows), len(names)))
-        for column, which in enumerate(mine):
-            if which:
-                step = np.zeros(len(names))
-                step[column] = 1e-3
-                jacobian[which, column] = (residuals(x + step, which) - residuals(x - step, which)) / 2e-3
+        if np.abs(x - measured).max() > 0.01:
+            measured = x
+            for column in range(len(names)):
+                which = np.flatnonzero(aims[:, column]).tolist() if rows else []
+                if which:
+                    step = np.zeros(len(names))
+                    step[column] = 1e-3
+                    jacobian[which, column] = (residuals(x + step, which) - residuals(x - step, which)) / 2e-3
         normal = jacobian.T @ jacobian + np.diag(spreads**-2.0)
         move = -np.linalg.solve(normal, jacobian.T @ errors + x / spreads**2)
         before, share = objective(x, errors), 1.0
@@ -76,17 +81,19 @@ def fit_factors(rows: Sequence[Row], start: Factors | None = None) -> Factors:
     return dict(zip(names, np.exp(x).tolist(), strict=True))
 
 
-def _log_error(row: Row, factors: Factors) -> float:
+@cache
+def _log_error(row: Row, mine: tuple[tuple[str, float], ...]) -> float:
+    """By the factors that have a say in the row; the fits without one row each ask for many of them again."""
+    factors = {parameter.name: 1.0 for parameter in load_parameters().parameters} | dict(mine)
     return math.log(predict(row, system_of(row, factors)) / row.value)
 
 
 def leave_one_out(rows: Sequence[Row], factors: Factors) -> list[Check]:
     """Each row predicted by the fit of all others; `factors`, the fit of all, is where each begins."""
-    outliers = load_parameters().outliers
     members = Counter((row.cluster, row.software) for row in rows)
     checks = []
     for row in rows:
-        others = [other for other in rows if other.id != row.id and other.id not in outliers]
+        others = [other for other in rows if other.id != row.id]
         predicted = predict(row, system_of(row, fit_factors(others, factors)))
         checks.append(Check(row, predicted, members[row.cluster, row.software] > 1))
     return checks
@@ -94,7 +101,6 @@ def leave_one_out(rows: Sequence[Row], factors: Factors) -> list[Check]:
 
 def other_networks(rows: Sequence[Row], factors: Factors) -> dict[str, float]:
     """Where a program trained three networks or more: each one's rows, predicted by the fit of the others alone."""
-    outliers = load_parameters().outliers
     networks = {
         software: {row.model for row in rows if row.software == software} for software in {r.software for r in rows}
     }
@@ -102,7 +108,7 @@ def other_networks(rows: Sequence[Row], factors: Factors) -> dict[str, float]:
     for software in sorted(networks):
         for network in sorted(networks[software]) if len(networks[software]) > 2 else ():
             mine = [row for row in rows if (row.software, row.model) == (software, network)]
-            fit = fit_factors([row for row in rows if row not in mine and row.id not in outliers], factors)
+            fit = fit_factors([row for row in rows if row not in mine], factors)
             found |= {row.id: predict(row, system_of(row, fit)) for row in mine}
     return found
 
@@ -113,14 +119,12 @@ def spread_of(errors: Sequence[float]) -> float:
 
 
 def calibrate(rows: Sequence[Row]) -> tuple[Calibrated, list[Check]]:
-    """Fits everything to `rows`, leaving out the outliers, and checks each row; takes half a minute."""
-    outliers = load_parameters().outliers
-    factors = fit_factors([row for row in rows if row.id not in outliers])
+    """Fits everything to `rows`, and checks each row; takes a minute."""
+    factors = fit_factors(rows)
     checks = leave_one_out(rows, factors)
     errors = defaultdict(list)
     for check in checks:
-        if check.row.id not in outliers:
-            errors[check.row.software].append(check.error)
+        errors[check.row.software].append(check.error)
     return (
         Calibrated(
             factors={name: float(f"{factor:.6g}") for name, factor in factors.items()},

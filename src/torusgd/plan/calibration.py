@@ -43,8 +43,6 @@ class Parameters(Section):
     """parameters.yaml."""
 
     parameters: tuple[Parameter, ...]
-    outliers: dict[str, str]
-    """published rows that are not fitted, and the physics that the model misses there"""
 
 
 class Calibrated(Section):

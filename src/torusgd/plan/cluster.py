@@ -129,6 +129,8 @@ class Communication(Section):
     """buckets on different axes of a grid travel at the same time"""
     contention: Fraction = 0.0
     """share of the hidden communication by which it slows the computation that hides it"""
+    streams: Count = 1
+    """connections between two devices over which a large message is cut, each of them as quick as a link's `stream`"""
     message: NotNegative = 0.0
     """seconds a message costs the program on top of the link's alpha"""
     coordination: NotNegative = 0.0

@@ -39,16 +39,16 @@ class Phase(NamedTuple):
     """seconds of it, at its beginning, that do not occupy the axis: another message's phase may go on meanwhile"""
 
 
-def topology_of(cluster: Cluster, ranks: int, message: float = 0.0) -> Topology:
-    """The cluster as the price takes it, for its first `ranks` devices and a program with so many seconds a message."""
+def topology_of(cluster: Cluster, ranks: int, communication: Communication) -> Topology:
+    """The cluster as the price takes it, for its first `ranks` devices and a program's way of sending messages."""
     inside, between = cluster.inside, cluster.between
     return Topology(
         per_host=min(ranks, cluster.devices_per_node),
         inside=AlphaBeta(inside.alpha, 1 / (inside.bandwidth * inside.efficiency)),
         between=AlphaBeta(between.alpha, 1 / (between.bandwidth * between.efficiency)),
-        message=message,
+        message=communication.message,
         start=0.0 if cluster.profile is None else cluster.profile.topology.start,
-        stream=0.0 if between.stream is None else 1 / between.stream,
+        stream=0.0 if between.stream is None else 1 / (communication.streams * between.stream),
         rack_hosts=cluster.rack_nodes,
         taper=cluster.taper,
     )
@@ -72,7 +72,7 @@ def phases(
     if ranks == 1:
         return ()
     profile, name = cluster.profile, communication.algorithm
-    topology = topology_of(cluster, ranks, communication.message)
+    topology = topology_of(cluster, ranks, communication)
     if profile is not None and profile.timings and len(profile.hosts) == ranks and name in ("auto", "native"):
         whole: tuple[Phase, ...] = (_measured(profile, name == "auto", size),)
     elif name == "in-network":
@@ -93,7 +93,7 @@ def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, siz
     """
     name = communication.algorithm
     if name == "auto":
-        topology = topology_of(cluster, ranks, communication.message)
+        topology = topology_of(cluster, ranks, communication)
         return min(candidates(ranks, topology.per_host), key=lambda each: seconds(each, size, topology))
     grid = grid_of(communication, cluster, ranks) if name.partition(":")[0] in GRIDS else None
     return parse_algorithm("ring" if name == "native" else name, ranks, grid)
@@ -113,7 +113,7 @@ def group_phases(
 
     Groups have no grid: they sum by a ring where the program has anything but a flat algorithm.
     """
-    topology = topology_of(cluster, ranks, communication.message)
+    topology = topology_of(cluster, ranks, communication)
     axis, method = Axis(members, apart, apart), FLAT.get(communication.algorithm, "ring")
     if kind == "sum":
         cost = all_reduce(topology, axis, method)

@@ -52,6 +52,8 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     given = runtime.model_fields_set
     changes: dict[str, Any] = {"wire_bits": 8 * _wire_dtype(recipe).itemsize}
     changes |= _all_reduce(runtime, runtime.workers, cluster, software)
+    if "streams" in given:
+        changes["streams"] = runtime.streams
     if "buckets" in given:
         changes["buckets"] = Buckets(rule="torusgd", option=runtime.buckets).model_dump()
     sharded = runtime.update == "sharded" if "update" in given else software.sharded_update
@@ -59,10 +61,12 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
         changes["gather_ahead"] = sharded
     if "model_parallel" in given:
         changes["linear_groups"] = _groups(runtime, runtime.workers)
+    first = runtime.weights_first if "weights_first" in given else software.weights_first
     precision = software.precision if recipe.precision == "auto" else recipe.precision
     program = with_communication(software, **changes)
     shares = "even" if why_even(recipe) else runtime.shares if "shares" in given else software.shares
-    return program.model_copy(update={"precision": precision, "sharded_update": sharded, "shares": shares})
+    update = {"precision": precision, "sharded_update": sharded, "shares": shares, "weights_first": first}
+    return program.model_copy(update=update)
 
 
 def as_torusgd(software: Software) -> Software:
