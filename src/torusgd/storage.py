@@ -21,10 +21,9 @@ CACHE = "TORUSGD_CACHE"
 PAUSES = (0.2, 1.0, 3.0)
 """seconds before each further attempt"""
 _SECONDS = 30
-"""without a byte, after which an attempt is given up"""
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": _SECONDS, "read_timeout": _SECONDS, "retries": {"max_attempts": 1}}},
-}
+"""without a byte, after which an attempt is given up; huggingface_hub has 10 of its own (HF_HUB_DOWNLOAD_TIMEOUT)"""
+_SMALL_SECONDS = 60
+"""for an attempt at what takes a few bytes, with all that a store's library tries within it"""
 _EXTRAS = {"gs": "gcs", "hf": "remote,hub"}
 """that bring what a kind of URL needs, where it isn't `remote` alone"""
 
@@ -39,6 +38,19 @@ def url_of(path: Path | None) -> str | None:
     """
     found = re.fullmatch(r"([a-z0-9]+):/+(.+)", str(path)) if path is not None else None
     return f"{found[1]}://{found[2]}" if found is not None and found[1] in SCHEMES else None
+
+
+def check_scheme(word: str) -> None:
+    """UserError where a URL's scheme is not known, or no bucket follows; as a path it would be a folder `scheme:`.
+
+    >>> check_scheme("s3://bucket/run"), check_scheme("runs/digits")
+    (None, None)
+    """
+    scheme, is_url, bucket = word.partition("://")
+    if is_url and re.fullmatch("[A-Za-z][A-Za-z0-9+.-]*", scheme) and scheme not in SCHEMES:
+        raise UserError(f"{word}: {scheme}:// is not known; there are {', '.join(f'{each}://' for each in SCHEMES)}")
+    if is_url and scheme in SCHEMES and not bucket.strip("/"):
+        raise UserError(f"{word}: names no bucket; wanted is such as {scheme}://BUCKET/FOLDER")
 
 
 def cache_folder() -> Path:
@@ -61,8 +73,7 @@ class Store:
         try:
             from fsspec.core import url_to_fs
 
-            options = _OPTIONS.get(scheme, {})
-            self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+            self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **_timeouts(scheme))
         except ImportError as error:
             extra = _EXTRAS.get(scheme, "remote")
             raise UserError(f"{url}: a package for it is missing ({error}); pip install 'torusgd[{extra}]'") from error
@@ -70,6 +81,8 @@ class Store:
             raise UserError(f"{url}: no URL of a bucket or a web server ({error})") from error
         self.url = url.rstrip("/")
         self._root = root.rstrip("/")
+        # fsspec takes it for every call of what works asynchronously, as S3's, Google's and the web's do.
+        self._small = {"timeout": _SMALL_SECONDS} if self._files.async_impl else {}
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
         """An object's bytes, or those from `begin` up to `end`.
@@ -93,7 +106,7 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Makes or replaces an object; OSError where it can't."""
-        self._patiently(name, lambda: self._files.pipe_file(self._path(name), data))
+        self._patiently(name, lambda: self._files.pipe_file(self._path(name), data, **self._small))
 
     def create(self, name: str, data: bytes) -> bool:
         """Makes an object unless there is one of that name, in which case it is False; OSError where it can't.
@@ -102,7 +115,7 @@ class Store:
         language (If-None-Match), Google's (ifGenerationMatch). Elsewhere it is looked up before it is written.
         """
         try:
-            self._patiently(name, lambda: self._files.pipe_file(self._path(name), data, mode="create"))
+            self._patiently(name, lambda: self._files.pipe_file(self._path(name), data, mode="create", **self._small))
         except FileExistsError:
             return self.read(name) == data  # an attempt whose answer was lost may have been the one
         return True
@@ -114,12 +127,12 @@ class Store:
     def delete(self, name: str) -> None:
         """Removes an object, if it is there."""
         with suppress(FileNotFoundError):
-            self._patiently(name, lambda: self._files.rm_file(self._path(name)))
+            self._patiently(name, lambda: self._files.rm_file(self._path(name), **self._small))
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every object, by name; none where a server doesn't list what it has."""
         try:
-            found = self._patiently("", lambda: self._files.find(self._root, detail=True))
+            found = self._patiently("", lambda: self._files.find(self._root, detail=True, **self._small))
         except FileNotFoundError:
             return {}
         return {
@@ -130,7 +143,7 @@ class Store:
 
     def size(self, name: str) -> int:
         """The bytes of an object; raises as `read`."""
-        return int(self._patiently(name, lambda: self._files.info(self._path(name)))["size"])
+        return int(self._patiently(name, lambda: self._files.info(self._path(name), **self._small))["size"])
 
     def modified(self, name: str) -> float:
         """When an object was last written, by the store's clock, in seconds since 1970; raises as `read`."""
@@ -138,7 +151,7 @@ class Store:
 
     def version(self, name: str) -> str:
         """Changes whenever the object does, as far as the store tells; raises as `read`."""
-        found = self._patiently(name, lambda: self._files.info(self._path(name)))
+        found = self._patiently(name, lambda: self._files.info(self._path(name), **self._small))
         return repr(sorted((str(key), str(value)) for key, value in found.items()))
 
     def _path(self, name: str) -> str:
@@ -170,3 +183,16 @@ class Store:
 
 def _line(error: BaseException) -> str:
     return in_one_line(error)[:300]
+
+
+def _timeouts(scheme: str) -> dict[str, Any]:
+    """What makes a store's library give up a connection by which nothing comes."""
+    if scheme == "s3":
+        limits = {"connect_timeout": _SECONDS, "read_timeout": _SECONDS, "retries": {"max_attempts": 1}}
+        return {"config_kwargs": limits}
+    if scheme not in ("gs", "http", "https"):
+        return {}
+    from aiohttp import ClientTimeout
+
+    limit = ClientTimeout(total=None, sock_connect=_SECONDS, sock_read=_SECONDS)
+    return {"requests_timeout": limit} if scheme == "gs" else {"client_kwargs": {"timeout": limit}}

@@ -1,13 +1,16 @@
 """Tar shards in real servers of S3, Google's storage and the web: slow, failing, cut short, out of date."""
 
+import errno
 import functools
 import http.server
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 
 from tests.train.runs import sets, train
+from torusgd import storage
 from torusgd.data.shards import open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
@@ -72,6 +75,22 @@ def test_a_run_from_a_bucket_has_the_hash_of_one_from_a_folder(
             assert summary["weights_sha256"] == folder["weights_sha256"]
             reads.append(server.requests)
         assert reads[0] == reads[1] == reads[2], "the first run has left all images on this machine's disk"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_does_not_answer_is_given_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_SECONDS", 1)
+    monkeypatch.setattr(storage, "_SMALL_SECONDS", 2)
+    monkeypatch.setattr(storage, "PAUSES", (0.0,))
+    with bucket(kind, monkeypatch) as (_, url), socket.create_server(("127.0.0.1", 0)) as silent:
+        for name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        store = Store(f"{url}/run")
+        for ask in (store.sizes, lambda: store.create("lock", b""), lambda: store.write("lock", b"")):
+            with pytest.raises(OSError, match=rf"{kind}://") as caught:
+                ask()
+            assert caught.value.errno == errno.EIO
+            assert "\n" not in str(caught.value)
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):

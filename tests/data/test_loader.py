@@ -45,12 +45,12 @@ class Gated(Stripes):
     def read(self, index: int) -> np.ndarray:
         with self.lock:
             self.begun += 1
-        assert self.gate.acquire(timeout=60)
+        assert self.gate.acquire(timeout=240)
         return super().read(index)
 
 
 def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -142,7 +142,7 @@ def test_close_drops_what_was_not_begun() -> None:
     closing = threading.Thread(target=background.close)
     closing.start()
     source.gate.release(1000)
-    closing.join(timeout=60)
+    closing.join(timeout=240)
     assert not closing.is_alive()
     assert source.begun <= 3
     assert not set(threading.enumerate()) - before

@@ -42,7 +42,7 @@ def test_a_permutation_is_made_once_by_however_many_threads_and_ahead_of_its_epo
 
     def permutation(self: StreamOrder, epoch: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         made.append(epoch)
-        assert release.wait(60)
+        assert release.wait(240)
         return plain(self, epoch)
 
     monkeypatch.setattr(StreamOrder, "permutation", permutation)

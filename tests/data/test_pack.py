@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from torusgd.data import pack as module
+from torusgd.data import tar_index
 from torusgd.data.decode import decode, picture_size
 from torusgd.data.folder import open_folder
-from torusgd.data.imagenet import DEVKIT, TRAIN, VAL, prepare_imagenet
+from torusgd.data.imagenet import DEVKIT, PIECES, TRAIN, VAL, prepare_imagenet
 from torusgd.data.info import open_any
 from torusgd.data.pack import Packing, pack
 from torusgd.data.shards import open_shards
+from torusgd.data.tar_index import FILE
 from torusgd.errors import RunError, UserError
+from torusgd.locks import held
 
 from .pictures import encoded, photo, psnr, write_folder
 from .tars import picture, tar_bytes, write_tar
@@ -107,6 +110,22 @@ def test_other_copies_and_other_folders_are_refused(tmp_path: Path, run_cli: Any
     assert "12 training images, 8 held out; 0 can't be decoded" in out
 
 
+def test_two_commands_do_not_pack_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, out = write_folder(tmp_path / "set"), tmp_path / "out"
+    monkeypatch.setattr("torusgd.locks.LOCK_SECONDS", 0.1)
+    out.mkdir()
+    with held(out, "here"), pytest.raises(UserError, match=rf"{out}: in use by process {os.getpid()} on .*; wait for"):
+        shards_of(root, out)
+    shards_of(root, out)
+    assert not [name for name in os.listdir(out) if name.startswith(".")]
+
+
+def test_names_of_classes_stay_one_a_line(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", classes=("a\nb", "gr\u00fcn", os.fsdecode(b"caf\xe9")))
+    shards_of(root, tmp_path / "out")
+    assert open_shards(tmp_path / "out", 3)[0].classes == ("a b", "caf\\udce9", "gr\u00fcn")
+
+
 CLASSES = {"n02": 3, "n01": 2, "n05": 1}
 TRUTH = [2, 1, 1, 3]
 
@@ -149,6 +168,65 @@ def test_imagenet_is_read_out_of_its_tar_files(tmp_path: Path, run_cli: Any) -> 
     assert held_out.labels.tolist() == [0, 1, 1, 2]
     counts, _ = shards_of(root, tmp_path / "small", size=30)
     assert counts == {"train": 6, "eval": 4}
+
+
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 4, 5])
+def test_an_imagenet_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int) -> None:
+    """After the first class, the second, the third, all of training, and all of it."""
+    undisturbed, root = write_imagenet(tmp_path / "whole"), write_imagenet(tmp_path / "killed")
+    prepare_imagenet(undisturbed)
+    assert sorted(os.listdir(undisturbed)) == sorted([TRAIN, VAL, DEVKIT, FILE])
+    told = list[int]()
+
+    def killed(done: int) -> None:
+        told.append(done)
+        if len(told) == kill_at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_imagenet(root, killed)
+    assert not (root / FILE).exists()
+    kept = sorted((root / PIECES).iterdir())
+    assert len(kept) == min(kill_at, 3)
+    for number, damage in enumerate((b"", kept[-1].read_bytes()[:-100], b"")[: kill_at - 1]):
+        kept[number].write_bytes(damage)
+    (root / PIECES / ".1-x.npz.1234").write_bytes(b"half of one")
+    walked = list[int]()
+    images = tar_index._Walk.images
+    monkeypatch.setattr(
+        tar_index._Walk, "images", lambda self, begin, *rest: walked.append(begin) or images(self, begin, *rest)
+    )
+    prepare_imagenet(root)
+    assert len([begin for begin in walked if begin]) == 3 - (len(kept) - min(len(kept), kill_at - 1))
+    assert (root / FILE).read_bytes() == (undisturbed / FILE).read_bytes()
+    assert sorted(os.listdir(root)) == sorted(os.listdir(undisturbed))
+
+
+def test_pieces_of_a_file_that_was_replaced_are_not_taken(tmp_path: Path) -> None:
+    root = write_imagenet(tmp_path)
+    whole = (root / VAL).read_bytes()
+    write_tar(root / VAL, [("ILSVRC2012_val_00000001.JPEG", picture(1))])
+    with pytest.raises(UserError, match="has 1 pictures"):
+        prepare_imagenet(root)
+    (root / VAL).write_bytes(whole)
+    inner = {
+        f"{name}.tar": tar_bytes({f"{name}_{at}.JPEG": picture(9) for at in range(n)}) for name, n in CLASSES.items()
+    }
+    write_tar(root / TRAIN, inner.items())
+    prepare_imagenet(root)
+    train, _ = open_shards(root, 3)
+    assert [train.encoded(index) for index in range(6)] == [picture(9)] * 6
+
+
+def test_an_imagenet_is_prepared_by_one_command_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Any
+) -> None:
+    root = write_imagenet(tmp_path)
+    monkeypatch.setattr("torusgd.locks.LOCK_SECONDS", 0.1)
+    with held(root, "here"):
+        code, _, said = run_cli("data", "prepare", "imagenet", root)
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith(f"torusgd: {root}: in use by process {os.getpid()} on ")
 
 
 def test_an_imagenet_that_is_not_whole_is_told(tmp_path: Path, run_cli: Any) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from torusgd.data.pipeline import Pipeline
 from torusgd.data.sources import open_sources
-from torusgd.data.upload import BytePipeline, can_normalise_later, place
+from torusgd.data.upload import BytePipeline, allocate_pinned, can_normalise_later, pinned, place
 from torusgd.recipe.data_schema import Augment, Data
 
 CPU = torch.device("cpu")
@@ -59,3 +59,31 @@ def test_a_device_makes_the_images_of_the_cpu(
 def test_what_is_no_function_of_a_byte_is_normalised_on_the_cpu(augment: dict[str, object]) -> None:
     assert not can_normalise_later(Augment.model_validate(augment))
     assert can_normalise_later(Augment())
+
+
+def test_what_the_host_gives_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, gpu = torch.ones(2), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: there)
+    targets = torch.zeros(2)
+    assert pinned(targets, gpu) is there
+    assert pinned(targets, CPU) is targets
+    on_device = torch.zeros(2, device="meta")
+    assert pinned(on_device, gpu) is on_device
+
+
+@pytest.mark.gpu
+def test_images_reach_a_busy_gpu_before_their_memory_is_used_again() -> None:
+    data, indices = data_of(3, flip=0.5), np.arange(20)
+    source, _ = open_sources(data, None, 0)
+    ready, given = Pipeline(source, data, 0), BytePipeline(source, data, 0, allocate_pinned)
+    torch.cuda._sleep(200_000_000)
+    placed = [
+        place(
+            given.training_batch(indices, np.full(20, epoch), augment=True),
+            torch.device("cuda", 0),
+            torch.channels_last,
+        )
+        for epoch in range(30)
+    ]
+    for epoch, images in enumerate(placed):
+        assert torch.equal(images.cpu(), ready.training_batch(indices, np.full(20, epoch), augment=True).images)

@@ -37,6 +37,8 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "description": ([], "description=other"),
     "seed": ([], "seed=1"),
     "data.source": ([], "data.source=tests.train.sources:Half"),
+    # Which is refused here: without a GPU, and by a source that has no JPEGs.
+    "data.decoder": ([], "data.decoder=nvjpeg"),
     "data.options": ([], "data.options={noise: 0.9}"),
     "data.train_images": ([], "data.train_images=90"),
     "data.eval_images": ([], "data.eval_images=20"),

@@ -94,6 +94,24 @@ def _measure(data: bytes) -> tuple[int, int, int]:
     return height, width, weight * height * width
 
 
+def is_common_jpeg(data: bytes) -> bool:
+    """Whether a picture is a whole JPEG of the kinds that every decoder knows, and not too large.
+
+    Baseline or progressive, of 8 bits, grey or with luma and chroma, with its end marker. PNGs are none, nor JPEGs that
+    are damaged in their header, cut short, of four colours, or with red, green and blue as they are.
+    """
+    try:
+        _measure(data)
+    except Undecodable:
+        return False
+    frame = _jpeg_frame(data) if data.startswith(_JPEG) else -1
+    if frame < 0 or data[frame + 1] not in (0xC0, 0xC2) or data[frame + 4] != 8 or not data.endswith(b"\xff\xd9"):
+        return False
+    adobe = data.find(b"\xff\xee\x00\x0eAdobe", 0, frame)  # its last byte says how the colours are kept
+    is_plain_rgb = data[frame + 9] == 3 and adobe >= 0 and data[adobe + 15] == 0
+    return data[frame + 9] in (1, 3) and not is_plain_rgb
+
+
 def _jpeg_frame(data: bytes) -> int:
     """Where the start-of-frame marker is, which the height and the width follow; -1 if nowhere."""
     at = 2

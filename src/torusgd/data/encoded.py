@@ -2,9 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 
 from .decode import Undecodable, decode, decode_region, picture_size
-from .types import Choose, CorruptImage, Int64, Pixels
+from .types import Choose, CorruptImage, Decoder, Int64, Pixels
 
 MOST_BYTES = 1 << 28
 """of an encoded picture; one above 256 MiB is none that a camera made"""
@@ -23,6 +25,7 @@ class EncodedImages(ABC):
         self.classes = tuple(classes)
         self.labels = labels
         self.channels = channels
+        self._decoder: Decoder | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -51,9 +54,25 @@ class EncodedImages(ABC):
         except Undecodable as error:
             raise CorruptImage(index, f"{self.where(index)}: {error}") from error
 
+    def decode_with(self, decoder: Decoder) -> None:
+        """See `GpuSource`."""
+        self._decoder = decoder
+
+    def together(self, indices: Int64) -> AbstractContextManager[None]:
+        """See `GpuSource`; one that can't be read now is read, and told of, when its turn comes."""
+        if self._decoder is None:
+            return nullcontext()
+        pictures = dict[int, bytes]()
+        for index in indices.tolist():
+            with suppress(OSError, Undecodable):
+                pictures[index] = self.encoded(index)
+        return self._decoder.together(pictures, self.channels)
+
     def read_region(self, index: int, choose: Choose) -> Pixels:
         """See `RegionSource`."""
         try:
+            if self._decoder is not None:
+                return self._decoder.region(index, partial(self.encoded, index), self.channels, choose)
             return decode_region(self.encoded(index), self.channels, choose)
         except Undecodable as error:
             raise CorruptImage(index, f"{self.where(index)}: {error}") from error

@@ -32,7 +32,7 @@ def data_sha256(train: Source, held_out: Source) -> str:
     """
     digest = hashlib.sha256()
     for split, source in enumerate((train, held_out)):
-        digest.update("\0".join([str(len(source)), *source.classes]).encode())
+        digest.update(_joined([str(len(source)), *source.classes]))
         digest.update(np.ascontiguousarray(source.labels, dtype="<i8").data)
         sample: Int64 = np.unique(keyed_integer(len(source), DATA_SAMPLE, split, np.arange(SAMPLE)))
         if isinstance(source, FileSource):

@@ -15,11 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError, in_one_line
+from ..locks import LOCK, held
 from .listing import Arrays, Names, Progress
 from .tar_index import FILE, make_index, write_index
+from .tar_pieces import Pieces
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 _META, _TRUTH = "data/meta.mat", "data/ILSVRC2012_validation_ground_truth.txt"
+PIECES = f".{FILE}.pieces"
+"""a folder beside them until the index is written: what the tar file of each class holds"""
 _MOST_DEVKIT = 1 << 27
 """bytes of the development kit, unpacked; it has 8 million"""
 
@@ -37,6 +41,8 @@ class Devkit:
 def prepare_imagenet(path: Path, progress: Progress = lambda done: None) -> Arrays:
     """Writes the index of the two files, once every class has the pictures that the development kit says.
 
+    The same call goes on after a kill: of each class that was walked through, the pictures are kept in `PIECES`.
+
     Args:
         path: The folder with the three files, as they are downloaded.
         progress: Called with the number of pictures found so far.
@@ -45,14 +51,29 @@ def prepare_imagenet(path: Path, progress: Progress = lambda done: None) -> Arra
         The index's arrays.
 
     Raises:
-        UserError: A file is missing, damaged, or has other pictures; SciPy is missing.
+        UserError: A file is missing, damaged, or has other pictures; SciPy is missing; the folder can't be written, or
+            another process is preparing it.
     """
     for name in (TRAIN, VAL, DEVKIT):
         if not (path / name).is_file():
             raise UserError(f"{path}: has no {name}; wanted are {TRAIN}, {VAL} and {DEVKIT}, as image-net.org has them")
     kit = read_devkit(path / DEVKIT)
+    pieces = Pieces(path / PIECES)
+    try:
+        with held(path, str(path)):
+            arrays = _whole_index(path, kit, pieces, progress)
+            write_index(path / FILE, arrays)
+            pieces.delete()
+            (path / LOCK).unlink()
+    except OSError as error:
+        raise UserError(f"{path}: can't be written: {error.strerror or error}") from error
+    return arrays
+
+
+def _whole_index(path: Path, kit: Devkit, pieces: Pieces, progress: Progress) -> Arrays:
+    """The index's arrays; UserError where they are not of the pictures that the development kit says."""
     shards = {"train": [TRAIN], "eval": [VAL]}
-    arrays = make_index(path, {name: name for name in kit.images}, kit.labels, shards, progress)
+    arrays = make_index(path, {name: name for name in kit.images}, kit.labels, shards, progress, pieces)
     classes = list(Names(arrays["classes text"], arrays["classes ends"]))
     for name, count in zip(classes, np.bincount(arrays["train labels"], minlength=len(classes)), strict=True):
         if count != kit.images[name]:
@@ -65,7 +86,6 @@ def prepare_imagenet(path: Path, progress: Progress = lambda done: None) -> Arra
             f"{path / VAL}: has {len(arrays['eval labels'])} pictures, the development kit says {len(kit.labels)}; "
             "fetch it again"
         )
-    write_index(path / FILE, arrays)
     return arrays
 
 

@@ -7,7 +7,7 @@ Training decodes every image anew in every epoch. From copies with a shorter sid
 import io
 import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RunError, UserError
+from ..locks import LOCK, held
 from ..untrusted import parse_json, read_text
 from ..weights import json_text, replacing, write_text
 from .classes import read_classes
@@ -70,49 +71,70 @@ def pack(
         The number of images in the shards, by split.
 
     Raises:
-        UserError: The folder holds something else, or can't be written.
+        UserError: The folder holds something else, can't be written, or another command is packing into it.
         RunError: The disk is full, or an image can't be read; the same call goes on.
     """
     load_decoders()
     settings = {**packing.__dict__, "images": data_sha256(train, held_out)}
     try:
-        _claim(out, settings)
-        write_text(out / CLASSES, "".join(f"{label}\t{name}\n" for label, name in enumerate(train.classes)))
-        done = 0
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pack") as pool:
-            for split, source in (("train", train), ("val", held_out)):
-                for number, begin in enumerate(range(0, len(source), packing.images_per_shard)):
-                    shard = range(begin, min(begin + packing.images_per_shard, len(source)))
-                    file = out / f"{split}-{number:05d}.tar"
-                    if not file.exists():
-                        copies = _copies(source, shard, packing, pool, leave_out)
-                        _write_shard(file, source, copies, lambda more: progress(done + more))
-                    progress(done := done + len(shard))
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out}: can't be used ({error}); choose another folder") from error
+    _refuse_others(out, settings)
+    try:
+        with held(out, str(out)):
+            _refuse_others(out, settings)  # what another command has left there since
+            _write_shards(train, held_out, out, packing, settings, leave_out, progress)
+            arrays = make_index(out, read_classes(out / CLASSES))
+            write_index(out / FILE, arrays)
+            (out / LOCK).unlink()
     except OSError as error:
         raise RunError(f"{out}: can't be written: {error.strerror or error}; the same command goes on") from error
-    arrays = make_index(out, read_classes(out / CLASSES))
-    write_index(out / FILE, arrays)
     return count_images(arrays)
 
 
-def _claim(out: Path, settings: dict[str, Any]) -> None:
-    """Makes the folder one of copies so made; UserError where it is none."""
+def _refuse_others(out: Path, settings: Mapping[str, Any]) -> None:
+    """UserError where the folder is none, or holds what is not of copies so made."""
     file = out / SETTINGS
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        names = sorted(entry.name for entry in os.scandir(out))
-        if not names:
-            write_text(file, json_text(settings, indent=1))
+        names = sorted(entry.name for entry in os.scandir(out) if not entry.name.startswith("."))
         found = parse_json(read_text(file)) if file.exists() else None
     except (OSError, ValueError) as error:
         raise UserError(f"{out}: can't be used ({error}); choose another folder") from error
+    if not names:
+        return
     if not isinstance(found, dict):
         raise UserError(f"{out}: holds {names[0]!r}, and no copies of torusgd data pack; choose an empty folder")
     for key, value in settings.items():
         if found.get(key) != value:
             raise UserError(f"{out}: holds copies that were made otherwise ({key} differs); choose another folder")
+
+
+def _write_shards(
+    train: Source,
+    held_out: Source,
+    out: Path,
+    packing: Packing,
+    settings: Mapping[str, Any],
+    leave_out: Callable[[str], object],
+    progress: Callable[[int], object],
+) -> None:
+    """Writes what lacks of the copies, after what they are of; see `pack`."""
     for partial_file in out.glob(".*.tar.*"):
         partial_file.unlink()
+    write_text(out / SETTINGS, json_text(settings, indent=1))
+    names = (" ".join(name.splitlines()) for name in train.classes)
+    write_text(out / CLASSES, "".join(f"{label}\t{name}\n" for label, name in enumerate(names)))
+    done = 0
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pack") as pool:
+        for split, source in (("train", train), ("val", held_out)):
+            for number, begin in enumerate(range(0, len(source), packing.images_per_shard)):
+                shard = range(begin, min(begin + packing.images_per_shard, len(source)))
+                file = out / f"{split}-{number:05d}.tar"
+                if not file.exists():
+                    copies = _copies(source, shard, packing, pool, leave_out)
+                    _write_shard(file, source, copies, lambda more: progress(done + more))
+                progress(done := done + len(shard))
 
 
 def _write_shard(

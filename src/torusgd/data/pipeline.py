@@ -7,6 +7,7 @@ the thread, or on which of a source's reading methods was used. Only mixing join
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -29,6 +30,7 @@ from .types import (
     CorruptImage,
     Float32,
     ForeseeingSource,
+    GpuSource,
     Int64,
     Pixels,
     Region,
@@ -103,6 +105,7 @@ class Pipeline:
         self._arrays = source if isinstance(source, ArraySource) else None
         self._foreseeing = source if isinstance(source, ForeseeingSource) else None
         self._regions = source if isinstance(source, RegionSource) else None
+        self._together = source.together if isinstance(source, GpuSource) else _one_by_one
         self._data = data
         self._sizes = data.sizes
         self._seed = seed
@@ -145,10 +148,11 @@ class Pipeline:
         if (images := self._whole_batch(indices, drawn, sizes)) is not None:
             self._finish(images, drawn, slice(None), out, warps)
         else:
-            for at, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
-                region, cut = self._region(drawn, at, sizes), self._cut(drawn, at, sizes)
-                image, used[at] = self._image_or_substitute(index, epoch, region, cut)
-                self._finish(image[None], drawn, slice(at, at + 1), out, warps)
+            with self._together(indices):
+                for at, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
+                    region, cut = self._region(drawn, at, sizes), self._cut(drawn, at, sizes)
+                    image, used[at] = self._image_or_substitute(index, epoch, region, cut)
+                    self._finish(image[None], drawn, slice(at, at + 1), out, warps)
         batch = self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
         if not augment:
             return batch
@@ -175,14 +179,15 @@ class Pipeline:
             self._finish(images, None, slice(None), out)
         else:
             decodable = np.ones(len(indices), dtype=bool)
-            for at, index in enumerate(indices.tolist()):
-                try:
-                    image = self._image(index, self._whole_region(sizes), self._centre(sizes))
-                except CorruptImage as error:
-                    decodable[at] = False
-                    log.warning("left out of evaluation: %s", error)
-                else:
-                    self._finish(image[None], None, slice(at, at + 1), out)
+            with self._together(indices):
+                for at, index in enumerate(indices.tolist()):
+                    try:
+                        image = self._image(index, self._whole_region(sizes), self._centre(sizes))
+                    except CorruptImage as error:
+                        decodable[at] = False
+                        log.warning("left out of evaluation: %s", error)
+                    else:
+                        self._finish(image[None], None, slice(at, at + 1), out)
             if not decodable.all():
                 out, kept = out[decodable], kept[decodable]
         return self._batch(out, indices[kept], kept, 0)
@@ -277,6 +282,11 @@ class Pipeline:
                 )
             image = render(pixels, choose(*pixels.shape[:2]))
         return cut(image)
+
+
+def _one_by_one(indices: Int64) -> AbstractContextManager[None]:
+    """Of a source to which it makes no difference which images are read together."""
+    return nullcontext()
 
 
 def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:

@@ -19,7 +19,7 @@ from .lists import open_folders, open_list
 from .parquet import open_tables
 from .shards import open_shards
 from .synthetic import open_synthetic
-from .types import ArraySource, FileSource, ForeseeingSource, MarkedSource, RegionSource, Source
+from .types import ArraySource, FileSource, ForeseeingSource, GpuSource, MarkedSource, RegionSource, Source
 
 
 class First:
@@ -34,6 +34,8 @@ class First:
             self.read_many = source.read_many
         if isinstance(source, RegionSource):
             self.read_region = source.read_region
+        if isinstance(source, GpuSource):
+            self.decode_with, self.together = source.decode_with, source.together
         if isinstance(source, FileSource):
             self.names, self.file = source.names[:count], source.file
         if isinstance(source, MarkedSource):

@@ -8,10 +8,12 @@ Everything that a tar file says is a stranger's word: nothing is extracted, a na
 makes this process read more than `_MOST_HEADER` bytes.
 """
 
+import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -22,6 +24,7 @@ from ..untrusted import parse_json
 from ..weights import replacing
 from .classes import number_labels
 from .listing import Arrays, Progress, files_by_split, files_under, names_as_arrays
+from .tar_pieces import Images, Pieces
 
 FILE = "index.npz"
 """the index's name, beside the tar files"""
@@ -41,26 +44,32 @@ _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2
 
 @dataclass
 class _Found:
-    """What is known of the images of one split, in the order of their tar files."""
+    """What is known of one split."""
 
     shards: list[str]
     sizes: list[int] = field(default_factory=list)
     """bytes of each tar file"""
-    names: list[str] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
-    places: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """of each image the number of its tar file, its offset and its bytes there, and the CRC-32 of its header"""
+    images: list[Images] = field(default_factory=list)
+    """of each tar file"""
+
+    def __len__(self) -> int:
+        return sum(len(each.names) for each in self.images)
+
+    def labels(self) -> list[str]:
+        """Of all images."""
+        return [label for each in self.images for label in each.labels]
 
     def arrays(self) -> Arrays:
         """As the index holds them, but for the labels."""
-        shard, offset, size, header = np.array(self.places, dtype=np.int64).reshape(-1, 4).T
-        names, ends = names_as_arrays([self.names])
+        places = [np.array(each.places, dtype=np.int64).reshape(-1, 3) for each in self.images]
+        offset, size, header = np.concatenate(places).T
+        names, ends = names_as_arrays([each.names for each in self.images])
         shards, shard_ends = names_as_arrays([self.shards])
         return {
             "names text": names, "names ends": ends, "shards text": shards, "shards ends": shard_ends,
             "shard sizes": np.array(self.sizes, dtype=np.int64),
-            "shard": shard.astype(np.int32), "offset": offset.copy(), "size": size.copy(),
-            "header": header.astype(np.uint32),
+            "shard": np.repeat(np.arange(len(places), dtype=np.int32), [len(each) for each in places]),
+            "offset": offset.copy(), "size": size.copy(), "header": header.astype(np.uint32),
         }  # fmt: skip
 
 
@@ -77,6 +86,7 @@ def make_index(
     given: Mapping[str, str] | None = None,
     shards: Mapping[str, list[str]] | None = None,
     progress: Progress = lambda done: None,
+    pieces: Pieces | None = None,
 ) -> Arrays:
     """Walks through the headers of all tar files of a folder.
 
@@ -90,6 +100,8 @@ def make_index(
         given: Labels by the names of files.
         shards: The tar files of each split; None: those that `find_shards` finds.
         progress: Called with the number of images found so far.
+        pieces: Keeps what tar files within the tar files hold, for the next call; None: nothing is kept. What the other
+            arguments say of their images must then be the same each time.
 
     Returns:
         Arrays as `write_index` takes them.
@@ -99,23 +111,24 @@ def make_index(
     """
     found = {split: _Found(names) for split, names in (shards or find_shards(path)).items()}
     for each in found.values():
-        for number, name in enumerate(each.shards):
-            file = path / name
+        for name in each.shards:
+            file, before = path / name, sum(map(len, found.values()))
             try:
-                each.sizes.append(file.stat().st_size)
                 with file.open("rb") as stream:
-                    _walk(stream, file, number, each, given or {})
+                    walk = _Walk(stream, file, given or {}, pieces, progress, before)
+                    each.images.append(walk.images(0, walk.status.st_size, ""))
+                    each.sizes.append(walk.status.st_size)
             except UserError:
                 raise
             except (tarfile.TarError, ValueError, OverflowError) as error:
                 raise UserError(f"{file}: {_why_no_tar(file, error)}") from None
             except OSError as error:
                 raise UserError(f"{file}: can't be read: {error.strerror or error}") from error
-            progress(sum(len(each.names) for each in found.values()))
+            progress(sum(map(len, found.values())))
     for word, each in found.items():
-        if not each.names:
+        if not len(each):
             raise UserError(f"{path}: the tar files of {word} hold no JPEG or PNG file")
-    classes, numbers = number_labels({split: each.labels for split, each in found.items()}, listed, str(path))
+    classes, numbers = number_labels({split: each.labels() for split, each in found.items()}, listed, str(path))
     arrays: Arrays = {"format": np.array([FORMAT])}
     arrays["classes text"], arrays["classes ends"] = names_as_arrays([classes])
     for split, each in found.items():
@@ -147,29 +160,93 @@ def find_shards(path: Path) -> dict[str, list[str]]:
     return files_by_split(path, names, (".tar",))
 
 
-def _walk(stream: IO[bytes], file: Path, number: int, found: _Found, given: Mapping[str, str]) -> None:
-    """Adds the images of one tar file, sample by sample."""
-    sample: dict[str, _Member] = {}
-    last = ""
+class _Walk:
+    """Through one tar file, and those in it, sample by sample.
 
-    def add() -> None:
+    Args:
+        stream: The tar file.
+        file: Its path.
+        given, pieces: See `make_index`.
+        progress: See there.
+        before: Images that were found before, in other tar files.
+    """
+
+    def __init__(
+        self,
+        stream: IO[bytes],
+        file: Path,
+        given: Mapping[str, str],
+        pieces: Pieces | None,
+        progress: Progress,
+        before: int,
+    ) -> None:
+        self._stream, self._file, self._given, self._pieces = stream, file, given, pieces
+        self._progress, self._before = progress, before
+        self.status = os.fstat(stream.fileno())
+
+    def images(self, begin: int, end: int, folder: str) -> Images:
+        """The images from one place of the file to another, whose names begin with `folder`."""
+        found = Images()
+        sample: dict[str, _Member] = {}
+        last = ""
+        for member in _members(self._stream, begin, end, folder):
+            folder_of, _, name = member.name.rpartition("/")
+            stem, _, kind = name.partition(".")
+            if name.lower().endswith(".tar"):
+                self._add(found, last, sample)
+                sample, last = {}, ""
+                found.extend(self._within(member))
+                self._progress(self._before + len(found.names))
+                continue
+            if stem.startswith("__") and stem.endswith("__"):  # of the tar file, not of a sample
+                continue
+            if (key := f"{folder_of}/{stem}") != last:
+                self._add(found, last, sample)
+                sample, last = {}, key
+            sample[kind.lower()] = member
+        self._add(found, last, sample)
+        return found
+
+    def _within(self, member: _Member) -> Images:
+        """Those of a tar file within this one."""
+        inner = f"{member.name[: -len('.tar')]}/"
+        if inner.count("/") > 8:
+            raise ValueError("tar files in tar files without end")
+        walk = partial(self.images, member.offset, member.offset + member.size, inner)
+        if self._pieces is None:
+            return walk()
+        # Another file of the same name has other times, or another size.
+        key = f"{FORMAT}-{self._file.name}-{self.status.st_size}-{self.status.st_mtime_ns}-{member.offset}"
+        return self._pieces.find(key, walk)
+
+    def _add(self, found: Images, key: str, sample: Mapping[str, _Member]) -> None:
         picture = _picture(sample)
         if picture is not None:
-            found.labels.append(_label(stream, file, last, sample, picture, given))
-            stream.seek(picture.offset - BLOCK)
-            found.places.append((number, picture.offset, picture.size, zlib.crc32(stream.read(BLOCK))))
+            found.labels.append(self._label(key, sample, picture))
+            self._stream.seek(picture.offset - BLOCK)
+            found.places.append((picture.offset, picture.size, zlib.crc32(self._stream.read(BLOCK))))
             found.names.append(picture.name)
 
-    for member in _members(stream, 0, found.sizes[number], ""):
-        folder, _, name = member.name.rpartition("/")
-        stem, _, kind = name.partition(".")
-        if stem.startswith("__") and stem.endswith("__"):  # of the tar file, not of a sample
-            continue
-        if (key := f"{folder}/{stem}") != last:
-            add()
-            sample, last = {}, key
-        sample[kind.lower()] = member
-    add()
+    def _label(self, key: str, sample: Mapping[str, _Member], picture: _Member) -> str:
+        for kind in ("cls", "json"):
+            if kind in sample:
+                text = _read(self._stream, sample[kind]).strip()
+                value: Any = text
+                if kind == "json":
+                    tree = parse_json(text)
+                    value = tree.get("label", tree.get("cls")) if isinstance(tree, dict) else None
+                is_label = isinstance(value, int | str) and not isinstance(value, bool)
+                if is_label and str(value) and "\0" not in str(value):
+                    return str(value)
+                raise UserError(f"{self._file}: {sample[kind].name} holds no label")
+        folder, _, name = picture.name.rpartition("/")
+        label = self._given.get(name, folder.rpartition("/")[2])
+        if not label:
+            raise UserError(
+                f"{self._file}: {picture.name} has no label: wanted is {key.strip('/')}.cls or .json beside it, or a "
+                "folder in the tar file, which is its class"
+            )
+        return label
 
 
 def _picture(sample: Mapping[str, _Member]) -> _Member | None:
@@ -183,34 +260,6 @@ def _picture(sample: Mapping[str, _Member]) -> _Member | None:
     return None
 
 
-def _label(
-    stream: IO[bytes],
-    file: Path,
-    key: str,
-    sample: Mapping[str, _Member],
-    picture: _Member,
-    given: Mapping[str, str],
-) -> str:
-    for kind in ("cls", "json"):
-        if kind in sample:
-            text = _read(stream, sample[kind]).strip()
-            value: Any = text
-            if kind == "json":
-                tree = parse_json(text)
-                value = tree.get("label", tree.get("cls")) if isinstance(tree, dict) else None
-            if isinstance(value, int | str) and not isinstance(value, bool) and str(value) and "\0" not in str(value):
-                return str(value)
-            raise UserError(f"{file}: {sample[kind].name} holds no label")
-    folder, _, name = picture.name.rpartition("/")
-    label = given.get(name, folder.rpartition("/")[2])
-    if not label:
-        raise UserError(
-            f"{file}: {picture.name} has no label: wanted is {key.strip('/')}.cls or .json beside it, or a folder in "
-            "the tar file, which is its class"
-        )
-    return label
-
-
 def _read(stream: IO[bytes], member: _Member) -> str:
     if member.size > _MOST_LABEL:
         raise ValueError(f"{member.name} has {member.size} bytes, too many for a label")
@@ -219,7 +268,7 @@ def _read(stream: IO[bytes], member: _Member) -> str:
 
 
 def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_Member]:
-    """The plain files from one place of a file to another, those of tar files in it among them.
+    """The plain files from one place of a tar file to another, tar files within it among them.
 
     Raises:
         tarfile.TarError, ValueError: What lies there is no whole tar file.
@@ -236,13 +285,7 @@ def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_
                 raise ValueError(f"cut short in {member.name}")
             if not member.isreg() or member.issparse() or "\0" in member.name:
                 continue
-            if member.name.lower().endswith(".tar"):
-                inner = f"{folder}{member.name[: -len('.tar')]}/"
-                if inner.count("/") > 8:
-                    raise ValueError("tar files in tar files without end")
-                yield from _members(stream, member.offset_data, at, inner)
-            else:
-                yield _Member(folder + member.name, member.offset_data, member.size)
+            yield _Member(folder + member.name, member.offset_data, member.size)
         # The module takes a damaged header for the end; at the true end there are zeros, or nothing.
         stream.seek(archive.offset)
         rest = stream.read(min(BLOCK, max(0, end - archive.offset)))

@@ -1,6 +1,7 @@
 """What the files of this folder hand to each other: arrays, regions of an image, and the interface of a source."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -84,6 +85,27 @@ class RegionSource(Source, Protocol):
 
     def read_region(self, index: int, choose: Choose) -> Pixels:
         """The region that `choose(height, width)` names, uint8 [channels, rows, columns]; raises as `read` does."""
+
+
+class Decoder(Protocol):
+    """Decodes pictures in the place of the usual decoder (`nvjpeg.NvJpeg`)."""
+
+    def together(self, pictures: Mapping[int, bytes], channels: int) -> AbstractContextManager[None]:
+        """Inside, this thread finds these pictures, by index, decoded."""
+
+    def region(self, index: int, encoded: Callable[[], bytes], channels: int, choose: Choose) -> Pixels:
+        """See `RegionSource`; raises decode.Undecodable."""
+
+
+@runtime_checkable
+class GpuSource(RegionSource, Protocol):
+    """A source of encoded images whose decoder can be exchanged for that of a GPU, which takes many at a time."""
+
+    def decode_with(self, decoder: Decoder) -> None:
+        """From now on."""
+
+    def together(self, indices: Int64) -> AbstractContextManager[None]:
+        """Inside, this thread reads regions of the images at `indices` [n]."""
 
 
 @runtime_checkable

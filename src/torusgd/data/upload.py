@@ -40,6 +40,14 @@ def allocate_pinned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray
     return allocate_by_torch(shape, dtype, is_pinned=torch.cuda.is_available())
 
 
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host as it may go to a device: for a GPU in pinned memory.
+
+    Of other memory the driver may make the host wait for all that the GPU has been given before.
+    """
+    return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+
+
 class BytePipeline(Pipeline):
     """A pipeline that leaves normalising to the device; for recipes of which `can_normalise_later` is true.
 
@@ -48,7 +56,7 @@ class BytePipeline(Pipeline):
 
     dtype = np.uint8
 
-    def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_pinned) -> None:
+    def __init__(self, source: Source, data: Data, seed: int, allocate: Allocate = allocate_by_torch) -> None:
         super().__init__(source, data, seed, allocate)
         every_byte = np.arange(256, dtype=np.uint8).repeat(data.channels).reshape(256, data.channels, 1, 1)
         table = np.empty(every_byte.shape, dtype=np.float32)

@@ -84,6 +84,9 @@ class Data(Section):
     """digits, synthetic, frames, idx, folder, folders, list, tar, hf, arrays, or package.module:factory"""
     options: Options = {}  # noqa: RUF012, since pydantic copies a default
     """arguments of the source, such as noise for synthetic"""
+    decoder: Literal["libjpeg", "nvjpeg"] = "libjpeg"
+    """of JPEGs in training and its evaluations; nvjpeg: the GPU's own, by torchvision, with other bits. PNGs, and JPEGs
+    of rare kinds, are decoded by the CPU in any case"""
     train_images: Count | None = None
     """use the first so many; null: all that the source has"""
     eval_images: Count | None = None

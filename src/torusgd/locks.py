@@ -1,0 +1,63 @@
+"""One command at a time writes into a folder, and others can say which.
+
+This module imports no torch, since who only asks about a run should not wait for it.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .errors import UserError
+
+LOCK, HOLDER = ".lock", ".holder"
+"""files in the folder: what is locked, and who has locked it"""
+LOCK_SECONDS = 10.0
+
+
+@contextmanager
+def held(folder: Path, name: str) -> Iterator[None]:
+    """Keeps other commands out of a folder for the time of a block; the file LOCK stays there.
+
+    Args:
+        folder: The folder, which is there.
+        name: What the user knows it by, such as "--out runs/digits".
+
+    Raises:
+        UserError: Another process, which is named, holds it for 10 s.
+        OSError: The folder can't be written.
+    """
+    lock, holder = FileLock(folder / LOCK, timeout=LOCK_SECONDS), folder / HOLDER
+    try:
+        lock.acquire()
+    except Timeout:
+        who = holder.read_text().strip() if holder.exists() else "another command"
+        raise UserError(f"{name}: in use by {who}; wait for it or choose another folder") from None
+    try:
+        holder.write_text(
+            f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+        )
+        yield
+    finally:
+        with suppress(OSError):
+            holder.unlink()
+        lock.release()
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds a folder."""
+    if not (folder / LOCK).exists():
+        return False
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return True
+    except OSError:  # this user may not write there
+        return (folder / HOLDER).exists()
+    lock.release()
+    return False

@@ -1,0 +1,177 @@
+"""JPEGs decoded by a GPU: many in one call, with bits that depend on the picture alone; the GPU is a stand-in."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torusgd.data.decode import decode, is_common_jpeg
+from torusgd.data.nvjpeg import NvJpeg, decode_on_gpu
+from torusgd.data.pipeline import Pipeline
+from torusgd.data.sources import open_sources
+from torusgd.data.types import GpuSource, Int64, Source
+from torusgd.errors import UserError
+from torusgd.recipe.data_schema import Augment, Data
+from torusgd.recipe.load import load_recipe
+from torusgd.train import conditions as conditions_module
+from torusgd.train.conditions import conditions
+
+from .pictures import encoded, folder_data, photo, psnr, write_folder
+
+GPU = torch.device("cuda", 0)
+
+
+class FakeGpu:
+    """Decodes as libjpeg does; notes how many pictures each call has, and refuses those that it is told to."""
+
+    def __init__(self, damaged: bytes = b"none", says: str = "nvjpegDecode failed: 4") -> None:
+        self._damaged, self._says = damaged, says
+        self.calls: list[int] = []
+
+    def __call__(self, pictures: Sequence[bytes], channels: int) -> Sequence[Tensor]:
+        self.calls.append(len(pictures))
+        if self._damaged in pictures:
+            raise RuntimeError(f"Error while decoding JPEG images: {self._says}")
+        return [torch.from_numpy(decode(picture, channels)).permute(2, 0, 1) for picture in pictures]
+
+
+def opened(path: Path, decode_many: Any = None, **changes: Any) -> Pipeline:
+    """The training images of a folder, decoded by a stand-in, or as ever."""
+    data = folder_data(decoder="nvjpeg", **changes)
+    train, _ = open_sources(data, path, 0)
+    if decode_many is not None:
+        assert isinstance(train, GpuSource)
+        train.decode_with(NvJpeg(decode_many))
+    return Pipeline(train, data, 0)
+
+
+def batch(pipeline: Pipeline, indices: Sequence[int]) -> Any:
+    places: Int64 = np.array(indices)
+    return pipeline.training_batch(places, np.full(len(places), 2), augment=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("pictures"), train=4, val=1)
+
+
+def test_a_batch_is_one_call_and_an_image_is_the_same_in_any_batch(folder: Path) -> None:
+    gpu = FakeGpu()
+    pipeline = opened(folder, gpu)
+    images = batch(pipeline, range(8)).images
+    assert gpu.calls == [8]
+    for index in (0, 5):
+        assert torch.equal(batch(pipeline, [index]).images[0], images[index])
+    for ours, usual in zip(images, batch(opened(folder), range(8)).images, strict=True):
+        assert (ours - usual).abs().mean() < 0.1, "in units of about 1/4 of the whole range"
+
+
+def test_some_images_of_a_source_are_decoded_alike(folder: Path) -> None:
+    gpu = FakeGpu()
+    opened_some = opened(folder, gpu, train_images=3)
+    assert torch.equal(batch(opened_some, [2]).images, batch(opened(folder, FakeGpu()), [2]).images)
+    assert gpu.calls == [1]
+
+
+def test_what_the_gpu_does_not_know_the_usual_decoder_decodes(folder: Path, tmp_path: Path) -> None:
+    path = write_folder(tmp_path, train=3, val=1)
+    first, second, third = sorted((path / "train" / "cat").iterdir())
+    first.write_bytes(encoded(photo(50, 60), "PNG"))
+    second.write_bytes(encoded(photo(50, 60).convert("CMYK"), "JPEG"))
+    whole = third.read_bytes()
+    third.write_bytes(whole[: len(whole) // 2])
+    gpu = FakeGpu()
+    ours, usual = (batch(pipeline, [0, 1, 2]) for pipeline in (opened(path, gpu), opened(path)))
+    assert torch.equal(ours.images[:2], usual.images[:2])
+    assert ours.replaced == usual.replaced == 1, "the one that is cut short"
+    assert set(gpu.calls) <= {1}, "substitutes alone may be for the GPU"
+
+
+@pytest.mark.parametrize(
+    ("picture", "is_common"),
+    [
+        (encoded(photo(40, 50)), True),
+        (encoded(photo(40, 50), progressive=True), True),
+        (encoded(photo(40, 50).convert("L")), True),
+        (encoded(photo(40, 50), keep_rgb=True), False),
+        (encoded(photo(40, 50).convert("CMYK")), False),
+        (encoded(photo(40, 50), "PNG"), False),
+        (encoded(photo(40, 50))[:-9], False),
+        (encoded(photo(40, 50))[:30], False),
+        (b"", False),
+    ],
+)
+def test_common_jpegs(picture: bytes, is_common: bool) -> None:
+    assert is_common_jpeg(picture) == is_common
+
+
+def test_a_picture_that_spoils_a_call_is_replaced_and_no_other(folder: Path) -> None:
+    damaged = sorted((folder / "train" / "cat").iterdir())[2].read_bytes()
+    found = batch(opened(folder, FakeGpu(damaged)), range(8))
+    whole = batch(opened(folder, FakeGpu()), range(8))
+    assert found.replaced == 1
+    same = [torch.equal(a, b) for a, b in zip(found.images, whole.images, strict=True)]
+    assert same == [True, True, False, True, True, True, True, True]
+
+
+def test_a_gpu_without_memory_replaces_no_picture(folder: Path) -> None:
+    damaged = sorted((folder / "train" / "cat").iterdir())[2].read_bytes()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        batch(opened(folder, FakeGpu(damaged, "CUDA out of memory")), range(8))
+
+
+def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = open_sources(folder_data(), folder, 0)
+    with pytest.raises(UserError, match=r"^data.decoder: nvjpeg needs a GPU; use --device cuda, or set data.decoder"):
+        decode_on_gpu(sources, torch.device("cpu"), 0)
+    with pytest.raises(UserError, match=r"^runtime.loader_processes: nvjpeg decodes in the rank itself; set it to 0"):
+        decode_on_gpu(sources, GPU, 2)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setitem(sys.modules, "torchvision.io", None)
+    with pytest.raises(UserError, match=r"^data.decoder: nvjpeg needs torchvision \(.*pip install 'torusgd\[torchvis"):
+        decode_on_gpu(sources, GPU, 0)
+    given: list[Any] = []
+
+    def decode_jpeg(pictures: Any, mode: str, device: torch.device) -> Any:
+        given.append((mode, device, [picture.dtype for picture in pictures]))
+        return [torch.zeros(3, 60, 60, dtype=torch.uint8) for _ in pictures]
+
+    names = SimpleNamespace(ImageReadMode=SimpleNamespace(GRAY="grey", RGB="colours"), decode_jpeg=decode_jpeg)
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(io=names))
+    monkeypatch.setitem(sys.modules, "torchvision.io", names)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
+    decode_on_gpu(sources, GPU, 0)
+    batch(Pipeline(sources[0], folder_data(), 0), [0, 1])
+    assert given == [("colours", GPU, [torch.uint8] * 2)]
+    digits = Data(source="digits", image_size=8, channels=1, mean=(0.5,), std=(0.5,), augment=Augment())
+    others: tuple[Source, Source] = open_sources(digits, None, 0)
+    with pytest.raises(UserError, match=r"^data.decoder: nvjpeg decodes the pictures of folder, folders, list, tar"):
+        decode_on_gpu(others, GPU, 0)
+
+
+def test_the_decoder_is_in_the_recipe_and_in_its_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions_module, "_version", lambda package: "1.2")
+    recipes = [load_recipe("resnet50", ["data.source=tar", *more]).recipe for more in ([], ["data.decoder=nvjpeg"])]
+    usual, ours = (str(conditions(recipe, torch.device("cpu"))["decoders"]) for recipe in recipes)
+    assert ours == f"{usual} torchvision-1.2 nvidia-nvjpeg-1.2 nvidia-nvjpeg-cu12-1.2"
+    assert recipes[0].sha256() != recipes[1].sha256()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_pixels_are_near_those_of_libjpeg_and_repeat(folder: Path) -> None:
+    pytest.importorskip("torchvision")
+    found = []
+    for _ in range(2):
+        data = folder_data(augment=Augment())
+        sources = open_sources(data, folder, 0)
+        decode_on_gpu(sources, GPU, 0)
+        found.append(Pipeline(sources[0], data, 0).validation_batch(np.arange(8)).images)
+    usual = Pipeline(open_sources(data, folder, 0)[0], data, 0).validation_batch(np.arange(8)).images
+    assert torch.equal(*found)
+    assert psnr(found[0] * 57, usual * 57) > 30
