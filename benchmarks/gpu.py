@@ -12,6 +12,7 @@ In this order, so that a run that is cut short has what matters most:
                 sums (which the host decides on step by step), with exact sums, and with exact sums and deterministic
                 algorithms, as in a run, plain and compiled; beside the aims
     precision   torusgd in float16 against bfloat16: a row for the table of `auto` in runtime.py
+    streams     steps of four passes, one pass at a time and two at once (`runtime.cuda_streams`); on a GPU only
     step        what a step asks of the GPU, by torch's profiler: kernels, launches, synchronisations
 
 A part that fails is noted with its error, and the next one runs.
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from gpu_section import COMPILED, EXACT, FLOAT, PEER, RUN, RUN_COMPILED, put_section, section
 from torusgd.comm.groups import alone
 from torusgd.comm.liveness import NoLiveness
 from torusgd.data.loader import Share
@@ -41,23 +43,16 @@ from torusgd.models import model_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
-from torusgd.runtime import resolve_auto
+from torusgd.runtime import ask_for_repeatable_products, resolve_auto
 from torusgd.train.build import build, open_data
 from torusgd.train.conditions import conditions
 from torusgd.train.job import Job
 from torusgd.train.journal import synchronous
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- benchmarks/gpu.py: begin -->", "<!-- benchmarks/gpu.py: end -->"
 SECONDS = 560.0
 CLASSES = 1000
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-EXACT, FLOAT = "torusgd, exact sums", "torusgd, float32 sums"
-RUN = "torusgd, exact sums, deterministic"
-RUN_COMPILED = "torusgd, exact sums, deterministic, compiled"
-PEER, COMPILED = "plain loop", "plain loop, compiled"
-AIMS = {"H100": {32: 3400, 64: 4200, 256: 5200}, "H200": {32: 3600, 64: 4500, 256: 5600}}
-"""images/s of ResNet-50 at 224 px by images of a pass: from the ceilings of each layer (docs/gpu.md)"""
 
 
 class Ready:
@@ -111,15 +106,10 @@ def seconds_of(work: Callable[[], object], device: torch.device, count: int = 1)
 def machine(args: argparse.Namespace) -> dict[str, Any]:
     """Versions and ceilings."""
     device, is_gpu = args.target, args.target.type == "cuda"
-    found: dict[str, Any] = {"torch": torch.__version__, **conditions(make_recipe(args, 1), device)}
+    found: dict[str, Any] = {**conditions(make_recipe(args, 1), device)}
     if is_gpu:
-        found |= {
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
-            "memory_gb": torch.cuda.get_device_properties(device).total_memory / 1e9,
-        }
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["memory_gb"] = torch.cuda.get_device_properties(device).total_memory / 1e9
     size, side = (1 << 32, 8192) if is_gpu else (1 << 24, 256)
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -139,16 +129,18 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 def hashes(args: argparse.Namespace) -> dict[str, Any]:
     """weights_sha256 after 20 steps, of each recipe by run and number of ranks."""
-    found: dict[str, Any] = {}
     steps = 20 if args.device == "cuda" else 2
+    found: dict[str, Any] = {"steps": steps}
     network = make_recipe(args, args.images[0], workers=4)
     for name, recipe in (("digits", resolve_auto(load_recipe("digits").recipe, args.device)), (args.model, network)):
         found[name] = {}
-        for run, ranks in enumerate((1, 1, 2, 4), 1):
+        for run, ranks in (("a run", 1), ("the same again", 1), ("the same", 2), ("the same", 4)):
             with tempfile.TemporaryDirectory() as folder:
                 options = RuntimeOptions(workers=ranks, ranks_per_gpu=ranks, checkpoint_every="1000st")
                 job = Job(recipe, options, args.device, Path(folder) / "run", max_steps=steps)
-                found[name][f"run {run} on {ranks}"] = launch(job, fresh=True).summary["weights_sha256"]
+                found[name][f"{run} on {ranks} rank{'s' * (ranks > 1)}"] = launch(job, fresh=True).summary[
+                    "weights_sha256"
+                ]
     return found
 
 
@@ -162,16 +154,19 @@ def images_of(args: argparse.Namespace, images: int) -> Batch:
     return Batch(pixels, targets, np.arange(images), 0)
 
 
-def our_step(args: argparse.Namespace, images: int, *changes: str) -> Callable[[int], object]:
+def our_step(
+    args: argparse.Namespace, images: int, *changes: str, workers: int = 1, streams: int = 1
+) -> Callable[[int], object]:
     """The trainer's own step, put together as `torusgd train` does, but for the loader."""
-    job = Job(make_recipe(args, images, *changes), RuntimeOptions(), args.device, Path())
+    recipe = make_recipe(args, images, *changes, workers=workers)
+    job = Job(recipe, RuntimeOptions(cuda_streams=streams), args.device, Path())
     world, liveness = alone(args.target), NoLiveness()
     trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
     trainer.step.loader = Ready(images_of(args, images))
     last = len(trainer.step.schedule)
     trainer.step.next_look = lambda steps: last  # nobody looks at the weights between two steps
     take = (trainer.ahead or trainer.step).run
-    return lambda index: take(trainer.membership, synchronous(index, 1))
+    return lambda index: take(trainer.membership, synchronous(index, workers))
 
 
 def peer_step(args: argparse.Namespace, images: int, compiled: bool) -> Callable[[int], object]:
@@ -226,6 +221,9 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"precision": make_recipe(args, 1).precision, "network": args.model, "pixels": args.pixels}
     found["seconds"] = {}
     for images in args.images:
+        if time.perf_counter() > args.until:  # compiling takes its time
+            found["left_out"] = f"{images} images and more: the time is up"
+            break
         steps = {PEER: (peer_step(args, images, compiled=False), False)}
         if args.compile:
             steps[COMPILED] = (peer_step(args, images, compiled=True), False)
@@ -244,6 +242,15 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
     steps = {name: (our_step(args, images, f"precision={name}"), True) for name in DTYPES}
     times = in_turn(args, steps)
     return {"images": images, "seconds": times, "faster": min(times, key=lambda name: statistics.median(times[name]))}
+
+
+def streams(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step of four passes, by the passes that run at the same time."""
+    if args.device == "cpu":
+        return {"left_out": "a CPU has no CUDA streams"}
+    images = args.images[0]
+    steps = {str(count): (our_step(args, images, workers=4, streams=count), True) for count in (1, 2)}
+    return {"images": images, "seconds": in_turn(args, steps)}
 
 
 def counts(args: argparse.Namespace) -> dict[str, Any]:
@@ -270,96 +277,19 @@ def counts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "machine": machine, "hashes": hashes, "speed": speed, "precision": precision, "step": counts,
+    "machine": machine, "hashes": hashes, "speed": speed, "precision": precision, "streams": streams,
+    "step": counts,
 }  # fmt: skip
 
 
-def aims(result: dict[str, Any]) -> list[str]:
-    """What was aimed at, and what was seen, one line each; the speeds where GPU and network are those of the aims."""
-    about, lines = result["speed"], list[str]()
-    gpu = next((name for name in AIMS if name in str(result["machine"].get("gpu"))), None)
-    for images, programs in about["seconds"].items():
-        rates = {name: int(images) / statistics.median(times) for name, times in programs.items()}
-        best = max((RUN, RUN_COMPILED), key=lambda name: rates.get(name, 0.0))
-        aim = AIMS[gpu].get(int(images)) if gpu and (about["network"], about["pixels"]) == ("resnet50", 224) else None
-        if aim is not None:
-            seen = "reached" if rates[best] >= aim else "missed"
-            lines.append(f"- {images} images: aim {aim:,} images/s, {seen}: {rates[best]:,.0f} ({best})")
-        peer = max((PEER, COMPILED), key=lambda name: rates.get(name, 0.0))
-        seen = "reached" if rates[best] >= rates[peer] else "missed"
-        lines.append(f"- {images} images: aim, at least the {peer}, {seen}: {rates[best] / rates[peer]:.3f} of it")
-    return lines
-
-
-def section(result: dict[str, Any]) -> str:
-    """The section of docs/benchmarks.md, from the raw figures alone."""
-    about, lines = result["machine"], ["## One GPU", ""]
-    where = about.get("gpu") or about.get("cpu") or "unknown"
-    versions = ", ".join(f"{key} {about[key]}" for key in ("torch", "cuda", "cudnn", "nccl") if about.get(key))
-    lines += [f"{where}, {versions}; {result['date']}: `{result['command']}`. Medians, with the range.", ""]
-    for key, unit in (("copy_gb_per_s", "GB/s copied"), ("bfloat16_tflops", "TFLOP/s in bfloat16"),
-                      ("launch_us", "us a launch"), ("launch_in_graph_us", "us a launch in a graph")):  # fmt: skip
-        if key in about:
-            lines.append(f"- {statistics.median(about[key]):.4g} {unit}")
-    for name, runs in result["hashes"].items():
-        if isinstance(runs, dict):
-            one = len(set(runs.values())) == 1
-            lines.append(f"- `{name}`, {', '.join(runs)} ranks: {'one hash' if one else 'DIFFERENT HASHES'}")
-    if "seconds" in result["speed"]:
-        about = result["speed"]
-        lines += [
-            "",
-            f"Images/s of {about['network']}, {about['pixels']} px, {about['precision']}, one pass a step:",
-            "",
-        ]
-        lines += ["| images | program | images/s | range | to the plain loop |", "| --- | --- | --- | --- | --- |"]
-        for images, programs in about["seconds"].items():
-            for name, times in programs.items():
-                rates = sorted(int(images) / each for each in times)
-                ratio = statistics.median(b / t for b, t in zip(programs[PEER], times, strict=True))
-                lines.append(
-                    f"| {images} | {name} | {statistics.median(rates):,.1f} | {rates[0]:,.1f} - {rates[-1]:,.1f} "
-                    f"| {ratio:.3f} |"
-                )
-        lines += ["", *aims(result), ""]
-        for images, programs in about["seconds"].items():
-            exact, repeatable = (
-                statistics.median(a / b for a, b in zip(programs[one], programs[other], strict=True)) - 1
-                for one, other in ((EXACT, FLOAT), (RUN, EXACT))
-            )
-            lines.append(
-                f"- {images} images: exact sums cost {exact:+.1%} of a step, deterministic algorithms {repeatable:+.1%}"
-            )
-    if "faster" in result["precision"]:
-        lines.append(
-            f"- {result['precision']['faster']} is the faster precision at {result['precision']['images']} images"
-        )
-    if "kernels" in result["step"]:
-        asked = result["step"]
-        names = ("operators", "kernels", "launches", "synchronisations", "copies")
-        lines.append(
-            f"- a step: {', '.join(f'{asked[name]} {name}' for name in names)}; handed over by the host in "
-            f"{1e3 * asked['host_seconds']:.2f} ms"
-        )
-    lines += [f"- {part} failed: {result[part]['error']}" for part in PARTS if "error" in result[part]]
-    return "\n".join(lines) + "\n"
-
-
-def put_section(document: str, text: str) -> str:
-    """The document with the section in place of the one before, or at its end."""
-    block = f"{BEGIN}\n\n{text}\n{END}\n"
-    if BEGIN not in document:
-        return document.rstrip("\n") + f"\n\n{block}"
-    head, _, rest = document.partition(BEGIN)
-    return head + block + rest.partition(END)[2].removeprefix("\n")
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All parts; what fails, or comes too late, leaves its error."""
-    begin, result = time.perf_counter(), dict[str, Any]()
+def run(args: argparse.Namespace, keep: Callable[[dict[str, Any]], object] = lambda result: None) -> dict[str, Any]:
+    """All parts, `keep` being told after each; what fails, or comes too late, leaves its error."""
+    ask_for_repeatable_products()
+    args.until = time.perf_counter() + SECONDS
+    result: dict[str, Any] = {name: {"error": "the run was cut short"} for name in PARTS}
     for name, part in PARTS.items():
         started = time.perf_counter()
-        if started - begin > SECONDS:
+        if started > args.until:
             result[name] = {"error": "the time is up"}
             continue
         try:
@@ -369,9 +299,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             result[name] = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
         finally:
             torch.use_deterministic_algorithms(False)
-            if args.device == "cuda":
+            if args.target.type == "cuda":
                 torch.cuda.empty_cache()
         print(json.dumps({name: result[name], "took": round(time.perf_counter() - started, 1)}), flush=True)
+        keep(result)
     return result
 
 
@@ -398,11 +329,16 @@ def main(words: list[str] | None = None) -> None:
     args = parse(words)
     if args.device == "cpu":
         torch.set_num_threads(1)
-    result = {"date": str(date.today()), "command": args.command, **run(args)}
-    about = result["machine"]
-    name = "-".join([*str(about.get("gpu") or "cpu").lower().split(), str(about.get("torch", "")), result["date"]])
+    about = {"date": str(date.today()), "command": args.command, "device": args.device}
     args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / f"gpu-{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+    def keep(parts: dict[str, Any]) -> None:
+        """Of a run that is killed there is what its parts have found until then."""
+        found = parts["machine"]
+        name = "-".join([*str(found.get("gpu") or "cpu").lower().split(), str(found.get("torch", "")), about["date"]])
+        (args.results / f"gpu-{name}.json").write_text(json.dumps(about | parts, indent=1) + "\n")
+
+    result = about | run(args, keep)
     text = section(result)
     print(text)
     if args.docs is not None:

@@ -13,9 +13,11 @@ import torch
 from tests.comm.gloo_world import start_forkserver
 from tests.train.processes import RECIPE, results, run_alone
 from torusgd import cli, storage
+from torusgd.runtime import ask_for_repeatable_products
 from torusgd.signals import STOP_SIGNALS
 
 torch.set_num_threads(1)
+ask_for_repeatable_products()  # before any test's first product on a GPU
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by whomever: kernels run on the CPU
 # A shell that starts the tests in the background has them ignore SIGINT, and nohup SIGHUP; what they start would

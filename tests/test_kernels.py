@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from torusgd.kernels import blocks_of, form_on, table_of
+from torusgd.kernels import blocks_of, form_on, table_of, tables_aside
 
 CPU = torch.device("cpu")
 
@@ -44,6 +44,30 @@ def test_tables_hold_integers_or_float64() -> None:
     addresses, values = table_of([(2**62, 1)], CPU), table_of([(0.1, 2.0)], CPU)
     assert (addresses.dtype, addresses.tolist()) == (torch.int64, [[2**62, 1]])
     assert (values.dtype, values.tolist()) == (torch.float64, [[0.1, 2.0]])
+
+
+def test_tables_of_a_capture_lie_in_memory_taken_before_it_and_are_filled_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is allocated during a capture the graph uses for other things too, before and after the table is read."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    rows, values = [(1, 2, 3)], [(0.5,), (0.25,)]
+    with tables_aside(CPU) as tables, monkeypatch.context() as capture:
+        capture.setattr(torch, "empty", lambda *size, **options: pytest.fail("allocated during the capture"))
+        captured = [table_of(each, torch.device("cuda")) for each in (rows, values)]
+    assert not captured[0].data_ptr() % 16
+    assert not captured[1].data_ptr() % 16
+    tables.fill()
+    assert [(table.dtype, table.tolist()) for table in captured] == [
+        (torch.int64, [[1, 2, 3]]),
+        (torch.float64, [[0.5], [0.25]]),
+    ]
+
+
+def test_tables_beyond_what_was_taken_end_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with tables_aside(CPU), pytest.raises(RuntimeError, match="at most 131072 entries"):
+        table_of([(0, 0)] * (1 << 16) + [(0, 0)], torch.device("cuda"))
 
 
 def test_blocks_leave_out_tensors_of_nothing() -> None:

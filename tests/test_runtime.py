@@ -28,7 +28,7 @@ def pages_taken_again(**environment: str) -> int:
     """Pages that the system hands out anew when 64 MiB are freed and taken four times."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
-        [sys.executable, "-c", PAGES], env=clean | environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", PAGES], env=clean | environment, capture_output=True, text=True, timeout=240, check=True
     )
     return int(done.stdout)
 

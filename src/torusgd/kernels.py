@@ -6,10 +6,12 @@ at once: it finds them by a table of their addresses, and each of its programs t
 of blocks. Both tables are made once, since what a step works on never moves, or else for each call.
 
 Tables go to the GPU from pinned memory, so that the host never waits. While a CUDA graph is captured nothing can be
-copied from the host; a table asked for then is filled by `fill_tables` before its graph runs for the first time.
+copied from the host, and whatever is allocated lies in memory that the graph uses for other things too, before and
+after. A table asked for then lies in memory that was taken before the capture, and is filled after it (`Tables`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
@@ -23,6 +25,8 @@ LIBRARY = Library("torusgd", "FRAGMENT")
 
 _TRITON_FROM = (8, 0)
 """compute capability; torch's operators serve V100, T4 and RTX 20"""
+_MOST_ENTRIES = 1 << 17
+"""of the tables of a captured pass, 1 MiB: four for each tensor whose gradient it adds"""
 
 
 def register(schema: str, function: Callable[..., Any], kernels: str) -> None:
@@ -56,7 +60,50 @@ def form_on(capability: tuple[int, int], function: Callable[..., Any], kernels: 
     return form
 
 
-_unfilled: list[tuple[Tensor, Tensor]] = []
+class Tables:
+    """The tables of work that is captured in a CUDA graph; to be kept as long as the graph.
+
+    Args:
+        device: Of the tables.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(_MOST_ENTRIES, dtype=torch.int64, device=device)
+        self._taken = 0
+        self._unfilled: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, values: Tensor) -> Tensor:
+        """A table that has these values (int64 or float64) once it is filled.
+
+        Raises:
+            RuntimeError: There is no room for it, so that the work can't be captured.
+        """
+        begin, self._taken = self._taken, self._taken + values.numel() + values.numel() % 2  # at multiples of 16 bytes
+        if self._taken > _MOST_ENTRIES:
+            raise RuntimeError(f"a captured pass has tables of at most {_MOST_ENTRIES} entries")
+        table = self._memory[begin : begin + values.numel()].view(values.dtype).view(values.shape)
+        self._unfilled.append((table, values))
+        return table
+
+    def fill(self) -> None:
+        """Writes the values, after the capture and before the graph runs for the first time."""
+        for table, values in self._unfilled:
+            table.copy_(values)
+        self._unfilled.clear()
+
+
+_of_capture: list[Tables] = []
+
+
+@contextmanager
+def tables_aside(device: torch.device) -> Iterator[Tables]:
+    """Whatever is captured inside finds its tables in the memory that it gives."""
+    tables = Tables(device)
+    _of_capture.append(tables)
+    try:
+        yield tables
+    finally:
+        _of_capture.pop()
 
 
 def table_of(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], device: torch.device) -> Tensor:
@@ -65,18 +112,9 @@ def table_of(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], device: 
     values = torch.tensor(rows, dtype=dtype, device="cpu")
     if device.type != "cuda":
         return values
-    if not torch.cuda.is_current_stream_capturing():
-        return values.pin_memory().to(device, non_blocking=True)
-    table = torch.empty(values.shape, dtype=values.dtype, device=device)
-    _unfilled.append((table, values))
-    return table
-
-
-def fill_tables() -> None:
-    """Fills the tables of what was captured since the last call, before its graph runs for the first time."""
-    for table, values in _unfilled:
-        table.copy_(values)
-    _unfilled.clear()
+    if torch.cuda.is_current_stream_capturing():
+        return _of_capture[-1].take(values)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)

@@ -85,9 +85,18 @@ def prepare_process(recipe: Recipe, device: torch.device) -> None:
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False  # it times algorithms, and the fastest of the day decides the bits
         if recipe.reduction == "exact":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            ask_for_repeatable_products()
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def ask_for_repeatable_products() -> None:
+    """Has cuBLAS give a product the same bits on every run, unless the environment says how already.
+
+    Torch looks at the environment once, at the first product on a GPU of a process, and if it asked for nothing then it
+    refuses every later one under deterministic algorithms. So whoever computes before a run is prepared calls this.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def keep_freed_memory() -> None:

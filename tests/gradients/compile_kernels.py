@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 from torusgd.gradients import triton_kernels, triton_verdict
 from torusgd.optim import triton_update
 from torusgd.optim.lars import VARIANTS
+from torusgd.train import triton_shadow
 
 
 def compile_instead(capability: int) -> None:
@@ -50,7 +51,9 @@ def launch_all() -> None:
             [message.to(wide)[48:]], control, control[:2], 3, 8.0, 2**31 - 1, 2**33, one, double, scales, scales,
             torch.zeros(2), torch.zeros(2), double,
         )  # fmt: skip
-    triton_verdict.add_statistics(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2), one)
+    for is_first in (True, False):
+        triton_verdict.add_statistics(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2), one, is_first)
+    triton_shadow.copy_weights([tensor, tensor], [tensor.bfloat16(), tensor.half()])
     triton_update.block_norms([tensor])
     for rule in ("sgd", "nesterov", *VARIANTS):
         triton_update.update(

@@ -19,7 +19,7 @@ class Sum:
     """Adds up what the threads bring, in place."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._brought = threading.Barrier(size, timeout=30), [torch.zeros(0)] * size
+        self._barrier, self._brought = threading.Barrier(size, timeout=240), [torch.zeros(0)] * size
 
     def of(self, rank: int):
         def complete(tensor: Tensor) -> None:
@@ -92,7 +92,7 @@ def after_two_steps(ranks: int, blocks: int, parallel: int, sharded: bool) -> di
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     found = {"vector": changed([torch.ones(5000)], vectors)}
     for n in range(2):
         start = torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(n + 1))

@@ -101,7 +101,7 @@ def test_gradients_are_those_of_plain_ddp(tmp_path):
     rows = (("native", 2e-3), ("doubling", 1e-3))
     timings = tuple(Timing(size=4096, algorithm=name, grid=None, chunks=1, median=t) for name, t in rows)
     profile = Profile(backend="gloo", hosts=(0,) * 4, message=0.0, inside=link, between=None, timings=timings)
-    profile.save(tmp_path / "profile.json")
+    (tmp_path / "profile.json").write_text(profile.dump())
     for found in run_ranks(4, largest_differences, tmp_path / "profile.json"):
         for (hooked, bound), differences in zip(HOOKS, zip(*found, strict=True), strict=True):
             assert max(differences) <= bound, (hooked, dict(zip(map(str, CASES), differences, strict=True)))
@@ -193,6 +193,6 @@ def lose_a_rank() -> str:
 
 
 def test_a_lost_rank_is_an_error_of_backward():
-    told = run_ranks(2, lose_a_rank, expected=1, timeout=60)
+    told = run_ranks(2, lose_a_rank, expected=1, timeout=240)
     # By the hook's own message or by one of DDP's, which torch words.
     assert any(words in told[0] for words in ("connection to rank 1 is lost", "no answer within", "Connection"))

@@ -52,6 +52,17 @@ def test_the_integers_are_those_of_torch(dtype: torch.dtype) -> None:
     assert torch.equal(ours[0], theirs[0])
 
 
+def test_a_gradient_in_another_layout_is_taken_in_logical_order() -> None:
+    """As `torch.autograd.grad` gives those of tensors that a network transposes."""
+    scales, sizes = torch.tensor([2.0**12]), torch.tensor([48])
+    gradient = torch.randn(6, 8, generator=seeded(0)).t()
+    messages = [torch.zeros(52, dtype=torch.int32) for _ in range(2)]
+    for kernels, message in zip((triton_kernels, operators), messages, strict=True):
+        kernels.add_gradients([gradient], sizes, scales, message, torch.zeros(2, dtype=torch.int32))
+    assert messages[1].any()
+    assert torch.equal(*messages)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_what_is_not_finite_is_counted_once_a_worker(bad: float) -> None:
     ours, theirs = (added(kernels, torch.int32, bad)[0][LENGTH:-2] for kernels in (triton_kernels, operators))

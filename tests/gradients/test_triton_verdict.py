@@ -34,9 +34,9 @@ def messages(dtype: torch.dtype) -> list[Tensor]:
 
 def control_of(kernels: ModuleType, statistics: Tensor) -> Tensor:
     """The sums of a few passes, then the counts."""
-    sums = torch.zeros(NARROW.rows, WIDTH, dtype=torch.int64)
-    for factor in (1.0, -3.7e-9, 2.0**40):
-        kernels.add_statistics(sums, statistics * factor, torch.tensor(1.7 * factor))
+    sums = torch.full((NARROW.rows, WIDTH), 2**62)  # of a step before
+    for number, factor in enumerate((1.0, -3.7e-9, 2.0**40)):
+        kernels.add_statistics(sums, statistics * factor, torch.tensor(1.7 * factor), is_first=number == 0)
     return torch.cat([sums.view(-1), torch.tensor([4, 1, 9])])
 
 

@@ -3,15 +3,17 @@
 In the place of CUDA graphs, work that is done again: it finds in the graph's own memory what a replay would.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from torusgd.gradients.reducer import Reducer
+from torusgd.train.build import Trainer
+from torusgd.train.cuda_streams import Graph, PassStream
 from torusgd.train.forward_backward import WholeNetwork
-from torusgd.train.graphs import CudaGraph, GraphedNetwork
+from torusgd.train.graphs import GraphedNetwork
 
 from .test_run_ahead import SGD, STEPS, all_steps, left, make_trainer, told
 
@@ -28,19 +30,84 @@ class Refused:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
-def graphed(capture: Callable[..., object], *overrides: str) -> tuple[object, list[object]]:
-    trainer, captured = make_trainer(True, *overrides), []
-    network = trainer.step.forward_backward
+class Here:
+    """As the stream of all else: what it is given is done at once.
+
+    Args:
+        make: Makes a graph of work.
+    """
+
+    def __init__(self, make: Callable[[Callable[[], None]], Graph] = Again) -> None:
+        self._make, self.captured = make, list[object]()
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        self.captured.append(work)
+        return self._make(work)
+
+    def release(self) -> None:
+        pass
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def join(self) -> None:
+        pass
+
+
+def graphed(*overrides: str, streams: Sequence[PassStream]) -> Trainer:
+    """A trainer of the tiny recipe whose passes these streams take in turn."""
+    trainer = make_trainer(True, *overrides)
+    run, network = trainer.step, trainer.step.forward_backward
     assert isinstance(network, WholeNetwork)
+    leaves = [
+        slot.tensor if network._shadow is None else network._shadow.leaf(slot.tensor)
+        for slot in run.reducer.layout.held
+    ]
+    run.forward_backward = GraphedNetwork(network, run.reducer, run.batch_norm, torch.device("cpu"), leaves, streams)
+    return trainer
 
-    def note(work: Callable[[], None]) -> object:
-        captured.append(work)
-        return capture(work)
 
-    reducer, shadow = trainer.step.reducer, network._shadow
-    leaves = [slot.tensor if shadow is None else shadow.leaf(slot.tensor) for slot in reducer.layout.held]
-    trainer.step.forward_backward = GraphedNetwork(network, reducer, torch.device("cpu"), leaves, note)
-    return trainer, captured
+def noting(network: WholeNetwork, reducer: Reducer, leaf: torch.Tensor) -> list[str]:
+    """What passes leave behind that matters to a capture, in order: sums of a bucket, and nodes of autograd."""
+    notes: list[str] = []
+    end_worker, forward = reducer.sum.end_worker, network.forward
+
+    def noted_sum(bucket: int) -> None:
+        notes.append("sum")
+        end_worker(bucket)
+
+    def noted_forward(*arguments: Any) -> torch.Tensor:
+        loss = forward(*arguments)
+        accumulator(leaf).metadata["of a plain pass"] = True
+        return loss
+
+    reducer.sum.end_worker = noted_sum  # type: ignore[method-assign]
+    network.forward = noted_forward  # type: ignore[method-assign]
+    return notes
+
+
+def accumulator(leaf: torch.Tensor) -> Any:
+    """Autograd's node for the gradient of a leaf; it lives as long as a pass that somebody holds."""
+    node = leaf.expand_as(leaf).grad_fn
+    assert node is not None
+    return node.next_functions[0][0]
+
+
+def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
+    """Kernels are compiled in the pass before, not while it is captured; no node on its stream remains."""
+    found = list[tuple[bool, bool]]()
+
+    def capture(work: Callable[[], None]) -> Again:
+        found.append(("sum" in notes, "of a plain pass" in accumulator(leaf).metadata))
+        return Again(work)
+
+    trainer = graphed(SGD, "virtual_workers=2", streams=[Here(capture)])
+    network = trainer.step.forward_backward
+    assert isinstance(network, GraphedNetwork)
+    leaf = network._leaves[0]
+    notes = noting(network._network, trainer.step.reducer, leaf)
+    all_steps(trainer)
+    assert found == [(True, False)] * 4
 
 
 @pytest.mark.parametrize(
@@ -53,28 +120,19 @@ def graphed(capture: Callable[..., object], *overrides: str) -> tuple[object, li
 )
 def test_replayed_passes_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -> None:
     plain = make_trainer(False, *changes)
-    trainer, captured = graphed(Again, *changes)
+    stream = Here()
+    trainer = graphed(*changes, streams=[stream])
     assert list(map(told, all_steps(trainer))) == list(map(told, all_steps(plain)))
     assert left(trainer) == left(plain)
-    assert len(captured) == 2, "a graph for each of the two stages"
+    assert len(stream.captured) == 4, "two graphs for each of the two stages"
 
 
 def test_a_network_that_cannot_be_captured_goes_on_without() -> None:
     plain = make_trainer(False, SGD)
-    trainer, captured = graphed(Refused, SGD)
+    streams = [Here(Refused), Here(Refused)]
+    trainer = graphed(SGD, streams=streams)
     with pytest.warns(UserWarning, match="without a CUDA graph, more slowly: operation not permitted when stream is"):
         assert len(all_steps(trainer)) == STEPS
     all_steps(plain)
     assert left(trainer) == left(plain)
-    assert len(captured) == 2, "one attempt a stage"
-
-
-def test_a_capture_takes_along_the_nodes_that_hooks_have_made_on_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it torch refuses every capture of a network whose plain passes have hooks."""
-    done: list[object] = []
-    monkeypatch.setattr(torch.autograd.graph, "set_override_stale_capture_stream", done.append)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: done.append("replayed")))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **keywords: nullcontext())
-    CudaGraph(lambda: done.append("captured")).replay()
-    assert done == [True, "captured", "replayed"]
+    assert sum(len(stream.captured) for stream in streams) == 2, "one attempt a stage"

@@ -14,6 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from torusgd.gradients import triton_kernels, triton_verdict
 from torusgd.optim import triton_update
+from torusgd.train import triton_shadow
 
 from .test_run_ahead import SGD, left, make_trainer, take
 
@@ -26,7 +27,7 @@ SUMS = {
     "verdict": triton_verdict,
     "mean": triton_verdict,
 }
-UPDATE = {"update": triton_update, "block_norms": triton_update}
+UPDATE = {"update": triton_update, "block_norms": triton_update, "copy_weights": triton_shadow}
 
 
 @pytest.fixture
@@ -55,16 +56,23 @@ def test_sums_verdict_and_mean_by_kernels_have_the_bits_of_a_cpu(library: torch.
     ("change", "update"),
     [(SGD, {"_momentum": 1}), ("optimizer.name=lars", {"_block_norms": 1, "_rates": 1, "_momentum": 1})],
 )
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
-    change: str, update: dict[str, int], library: torch.library.Library, monkeypatch: pytest.MonkeyPatch
+    precision: str,
+    change: str,
+    update: dict[str, int],
+    library: torch.library.Library,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, plain = weights_after(2, change)
+    """With 16-bit copies of the weights one more, in the place of autocast's casts in each pass."""
+    changes = (change, f"precision={precision}", "virtual_workers=1")
+    _, plain = weights_after(2, *changes)
     for name, module in {**SUMS, **UPDATE}.items():
         library.impl(name, getattr(module, name), "CPU")
-    _, ours = weights_after(2, change)
+    _, ours = weights_after(2, *changes)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
-    trainer = make_trainer(True, change, "virtual_workers=1")
+    trainer = make_trainer(True, *changes)
     take(trainer, 0)
     launched, run = Counter[str](), GridExecutor.__call__
 
@@ -77,5 +85,6 @@ def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
     trainer.ahead._launch(1, trainer.membership)
     buckets = len(trainer.step.reducer.layout.buckets)
     of_a_step = {"_add_statistics": 1, "_examine": 1, "_follow": 1, "_mean": 1, **update}
-    assert launched == {"_add_gradients": buckets, "_add_bounds": buckets, **of_a_step}
+    copies = {} if precision == "float32" else {"_copy_weights": 1}
+    assert launched == {"_add_gradients": buckets, "_add_bounds": buckets, **of_a_step, **copies}
     assert sum(of_a_step.values()) <= 7

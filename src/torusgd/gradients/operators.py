@@ -91,15 +91,17 @@ def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, o
     torch._foreach_copy_([target.view(-1) for target in out], list(values.split([target.numel() for target in out])))
 
 
-def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor) -> None:
-    """Adds the batch statistics and the loss of a pass to exact sums.
+def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: bool) -> None:
+    """Adds the batch statistics and the loss of a pass to exact sums, or begins them.
 
     Args:
         sums: int64 [NARROW.rows, values + 1].
         statistics: float32 [values].
         loss: float32 [].
+        is_first: Whatever the sums hold is of no account.
     """
-    sums += encode(torch.cat([statistics, loss.reshape(1)]), NARROW)
+    limbs = encode(torch.cat([statistics, loss.reshape(1)]), NARROW)
+    sums.copy_(limbs if is_first else sums + limbs)
 
 
 def verdict(
@@ -172,7 +174,11 @@ for _schema, _function, _kernels in (
         add_bounds,
         "triton_kernels",
     ),
-    ("add_statistics(Tensor(a!) sums, Tensor statistics, Tensor loss) -> ()", add_statistics, "triton_verdict"),
+    (
+        "add_statistics(Tensor(a!) sums, Tensor statistics, Tensor loss, bool is_first) -> ()",
+        add_statistics,
+        "triton_verdict",
+    ),
     (
         "verdict(Tensor[] trailers, Tensor control, Tensor ordinary, int addends, float shift, int limit, "
         "int elements, Tensor(a!) going, Tensor(b!) bounds, Tensor(c!) scales, Tensor(d!) factors, Tensor(e!) running, "

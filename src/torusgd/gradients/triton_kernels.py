@@ -18,7 +18,17 @@ from .integer_sum import COUNT_BITS
 
 BLOCK = 1024
 """elements of one program"""
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+BFLOAT16 = 1
+"""the number of this dtype in a table"""
+_KINDS = {torch.float32: 0, torch.bfloat16: BFLOAT16, torch.float16: 2}
+
+
+@triton.jit
+def place_in_memory(index, channels, places):
+    """From the place in logical order (filter, channel, place) to that in memory (filter, place, channel)."""
+    filter_ = index // (channels * places)
+    channel = index // places % channels
+    return filter_ * channels * places + index % places * channels + channel
 
 
 @triton.jit
@@ -31,11 +41,7 @@ def _add_gradients(how, blocks, scales, message, found, slots, BLOCK: tl.constex
     here = tl.arange(0, BLOCK)
     kinds = kind.to(tl.int32) + tl.zeros_like(here)
     is_here = here < count
-    # From the place in logical order (filter, channel, place) to that in memory (filter, place, channel).
-    index = begin + here
-    filter_ = index // (channels * places)
-    channel = index // places % channels
-    at = filter_ * channels * places + index % places * channels + channel
+    at = place_in_memory(begin + here, channels, places)
     single = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=is_here & (kinds == 0), other=0.0)
     brain = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + at, mask=is_here & (kinds == 1), other=0.0)
     half = tl.load(address.to(tl.pointer_type(tl.float16)) + at, mask=is_here & (kinds == 2), other=0.0)
@@ -76,7 +82,8 @@ def _add_bounds(found, scales, message, length, slots, unit, cap, BITS: tl.const
 
 def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
     """See `operators.add_gradients`."""
-    rows = [_how(gradient) for gradient in gradients]
+    laid_out = [_dense(gradient) for gradient in gradients]  # they live until the kernel is launched
+    rows = [layout_of(gradient) for gradient in laid_out]
     how = table_of(rows, message.device)
     blocks = blocks_of(tuple(gradient.numel() for gradient in gradients), BLOCK, message.device)
     _add_gradients[(len(blocks),)](
@@ -101,10 +108,21 @@ def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shif
     )
 
 
-def _how(gradient: Tensor) -> tuple[int, int, int, int]:
-    """Address, kind, channels, places of a channel; one channel where logical order is that of the memory."""
-    kind = _KINDS[gradient.dtype]
-    if gradient.is_contiguous():
-        return gradient.data_ptr(), kind, 1, gradient.numel()
-    assert gradient.is_contiguous(memory_format=torch.channels_last), "autograd leaves no other layout"
-    return gradient.data_ptr(), kind, gradient.shape[1], gradient.shape[2] * gradient.shape[3]
+def _dense(gradient: Tensor) -> Tensor:
+    """A gradient in one of the layouts that the kernel reads: as `torch.autograd.grad` gives it, it may have others,
+    such as that of a transposed tensor."""
+    is_read = gradient.is_contiguous() or (
+        gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
+    )
+    return gradient if is_read else gradient.contiguous()
+
+
+def layout_of(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Address, kind, channels, places of a channel; one channel where logical order is that of the memory.
+
+    The tensor is contiguous, or channels-last with four dims.
+    """
+    kind = _KINDS[tensor.dtype]
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), kind, 1, tensor.numel()
+    return tensor.data_ptr(), kind, tensor.shape[1], tensor.shape[2] * tensor.shape[3]

@@ -31,7 +31,15 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _add_statistics(
-    sums, statistics, loss, count, LIMBS: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
+    sums,
+    statistics,
+    loss,
+    count,
+    IS_FIRST: tl.constexpr,
+    LIMBS: tl.constexpr,
+    TOP: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Cuts values into limbs as `exact_sum.encode`; each scaling is by a power of two, each difference exact."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -39,16 +47,17 @@ def _add_statistics(
     value = tl.load(statistics + at, mask=is_value, other=0.0)
     value = tl.where(at == count, tl.load(loss), value).to(tl.float64)
     is_here = at <= count
+    is_old = at <= (-1 if IS_FIRST else count)
     is_bad = (tl.abs(value) < _power_of_two(tl.full([1], TOP + 43, tl.int64))) == 0
     rest = tl.where(is_bad, 0.0, value)
     for limb in tl.static_range(LIMBS):
         weight = _power_of_two(tl.full([1], TOP - BITS * limb, tl.int64))
         digits = (rest * _power_of_two(tl.full([1], BITS * limb - TOP, tl.int64))).to(tl.int64)
         row = sums + limb * (count + 1) + at
-        tl.store(row, tl.load(row, mask=is_here, other=0) + digits, mask=is_here)
+        tl.store(row, tl.load(row, mask=is_old, other=0) + digits, mask=is_here)
         rest = rest - digits.to(tl.float64) * weight
     row = sums + LIMBS * (count + 1) + at
-    tl.store(row, tl.load(row, mask=is_here, other=0) + is_bad.to(tl.int64), mask=is_here)
+    tl.store(row, tl.load(row, mask=is_old, other=0) + is_bad.to(tl.int64), mask=is_here)
 
 
 @triton.jit
@@ -182,11 +191,20 @@ def _mean(sums, runs, blocks, factors, scale, BLOCK: tl.constexpr):
     tl.store(out, total.to(tl.float32) * tl.load(factors + slot) * scale, mask=here < count)
 
 
-def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor) -> None:
+def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: bool) -> None:
     """See `operators.add_statistics`."""
     count = len(statistics)
     _add_statistics[(triton.cdiv(count + 1, BLOCK),)](
-        sums, statistics, loss, count, LIMBS=_LIMBS, TOP=_TOP, BITS=LIMB_BITS, BLOCK=BLOCK, enable_fp_fusion=False
+        sums,
+        statistics,
+        loss,
+        count,
+        IS_FIRST=is_first,
+        LIMBS=_LIMBS,
+        TOP=_TOP,
+        BITS=LIMB_BITS,
+        BLOCK=BLOCK,
+        enable_fp_fusion=False,
     )
 
 

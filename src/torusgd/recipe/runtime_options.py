@@ -34,10 +34,16 @@ class RuntimeOptions(Section):
     the most, and waits, with a checkpoint written, while it has less than the fewest; null: 1 to virtual_workers"""
     ranks_per_gpu: Count = 1
     """consecutive ranks that share a GPU; above 1 their messages go by Gloo, since NCCL wants a GPU a rank"""
+    cuda_streams: Annotated[int, Field(ge=1, le=8)] = 1
+    """virtual workers whose passes run at the same time on a GPU, each on a CUDA stream with memory of its own: for
+    passes too small to fill it; the bits stay"""
     allreduce: str = "native"
     """an algorithm of `torusgd train --help`, native for the backend's own, or auto, which measures and picks"""
     grid: Annotated[str, Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$")] | None = None
     """YxX, vertical by horizontal ranks, for torus and hierarchical; null: hosts by ranks a host"""
+    streams: Annotated[int, Field(ge=1, le=64)] = 1
+    """TCP connections between each two ranks, over which large messages are cut: for links so long and fast that one
+    doesn't fill them; with an all-reduce other than native, and not with NCCL, which has its own"""
     profile: str | None = None
     """for auto: a file of torusgd tune; null: a probe of a few seconds; a plan of --cluster local needs it"""
     buckets: BucketSizes = "auto"
@@ -48,6 +54,9 @@ class RuntimeOptions(Section):
     model_parallel: Literal["auto"] | Count = 1
     """ranks that share the column blocks of the last, linear layers; auto: for each layer as many as send least, and
     in a plan as many as make the shortest step"""
+    weights_first: bool = False
+    """of each layer the weight gradient is computed before the input gradient, and leaves meanwhile (Das et al.); on
+    CPUs; it costs some 0.1 ms of a core a layer and virtual worker"""
     software: str | None = None
     """of a published record: the planner's profile of the program that set it; a plan then takes that program as
     published, and the options beside it are how a run does the same; null: the cluster's"""

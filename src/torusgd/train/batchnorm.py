@@ -4,6 +4,9 @@ Each virtual worker normalises with its own batch statistics, as the records did
 views of one flat scratch tensor, and with momentum 1 a forward pass leaves the batch's statistics there.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -46,15 +49,35 @@ class BatchNormStatistics:
         self.running = torch.cat(running)
         self.momenta = torch.cat(shares)
         """of each running value, the share of a step's statistics in it"""
-        self.batch = self.running.clone()
-        """the flat scratch: after a training pass, the batch's mean and unbiased variance of each layer"""
-        offset = 0
         for layer in self.layers.values():
             layer.momentum = 1.0
+        self._scratch = self.running.clone()
+        self.batch = self._scratch
+        """the flat scratch of the last training pass: the batch's mean and unbiased variance of each layer"""
+        self._use(self._scratch)
+
+    @contextmanager
+    def aside(self, scratch: Tensor) -> Iterator[None]:
+        """Passes that begin inside leave their statistics in this scratch, shaped like `batch`, and not in the usual
+        one, and count nothing: passes that run at the same time may write no memory in common."""
+        usual, counters = self._scratch, {layer: layer.num_batches_tracked for layer in self.layers.values()}
+        self._use(scratch)
+        for layer in counters:
+            layer.num_batches_tracked = None
+        try:
+            yield
+        finally:
+            self._use(usual)
+            for layer, counter in counters.items():
+                layer.num_batches_tracked = counter
+
+    def _use(self, scratch: Tensor) -> None:
+        self._scratch, offset = scratch, 0
+        for layer in self.layers.values():
             for key in ("running_mean", "running_var"):
                 # `data`, for a version counter of its own: what is compiled keeps a buffer, and must not take a change
                 # of another layer's for one of its own.
-                layer._buffers[key] = self.batch[offset : offset + layer.num_features].data
+                layer._buffers[key] = scratch[offset : offset + layer.num_features].data
                 offset += layer.num_features
 
     def begin_pass(self) -> None:
@@ -62,6 +85,7 @@ class BatchNormStatistics:
         self._model.train()
         for layer in self._frozen:
             layer.eval()
+        self.batch = self._scratch
         self.batch.zero_()
 
     def update(self, mean: Tensor) -> None:
@@ -70,14 +94,14 @@ class BatchNormStatistics:
 
     def write_to_model(self, steps: int) -> None:
         """Puts the running statistics, and the count of updates, into the model's buffers."""
-        self.batch.copy_(self.running)
+        self._scratch.copy_(self.running)
         for layer in self.layers.values():
             if layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.fill_(steps)
 
     def read_from_model(self) -> None:
         """Takes the running statistics from the model's buffers, as after loading weights."""
-        self.running.copy_(self.batch)
+        self.running.copy_(self._scratch)
 
     def name_of(self, index: int) -> str:
         """The layer that a position of the flat tensors belongs to."""

@@ -20,10 +20,11 @@ from ..comm.monitor import Monitor
 from ..data.identity import data_sha256
 from ..data.loader import Loader
 from ..data.loader_processes import LoaderProcesses, Opener
+from ..data.nvjpeg import decode_on_gpu
 from ..data.order import StreamOrder
-from ..data.pipeline import Pipeline
+from ..data.pipeline import Pipeline, allocate_by_torch
 from ..data.sources import open_sources
-from ..data.upload import BytePipeline, can_normalise_later
+from ..data.upload import BytePipeline, allocate_pinned, can_normalise_later
 from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.device_sum import device_sum
 from ..gradients.reducer import Reducer, hook_parameters, parameter_slots
@@ -47,6 +48,7 @@ from .batchnorm import BatchNormStatistics
 from .channels import all_reduce_of, channels_of, explanations, shared_tail
 from .conditions import Conditions, conditions
 from .control_vector import ControlMessage
+from .cuda_streams import check_cuda_streams
 from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
@@ -62,6 +64,7 @@ from .step_stats import StepClock
 from .stragglers import LinkProbe, Stragglers
 from .trace import trace_steps
 from .weight_average import MovingAverage
+from .weights_first import order_of_gradients
 from .work_stealing import work_stealing
 
 
@@ -136,9 +139,12 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedAr
     recipe, once = job.recipe, once or MappedArrays()
     liveness.outside("the list of images", images_at(job))
     train, held_out = open_sources(recipe.data, job.data, recipe.seed, once)
+    if recipe.data.decoder == "nvjpeg":
+        decode_on_gpu((train, held_out), device, job.options.loader_processes)
     is_gpu = device.type == "cuda"
     make = BytePipeline if is_gpu and can_normalise_later(recipe.data.augment) else Pipeline
-    training = make(train, recipe.data, recipe.seed)
+    allocate = allocate_pinned if is_gpu else allocate_by_torch
+    training = make(train, recipe.data, recipe.seed, allocate)
     processes, threads = None, loader_threads(device)
     if job.options.loader_processes:
         threads = job.options.loader_processes  # each of which waits for a process
@@ -146,7 +152,7 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedAr
         processes = LoaderProcesses(training, opener, threads)
     order = StreamOrder(len(train), recipe.seed, recipe.data.augment.repeats)
     loader = Loader(processes or training, order, threads=threads, ahead=threads + 3)
-    evaluated = (BytePipeline if is_gpu else Pipeline)(held_out, recipe.held_out_data, recipe.seed)
+    evaluated = (BytePipeline if is_gpu else Pipeline)(held_out, recipe.held_out_data, recipe.seed, allocate)
     return Data(training, evaluated, loader, processes)
 
 
@@ -194,6 +200,7 @@ def build(
     check_world_size(world.size, recipe)
     check_audit(options, recipe, world.size)
     check_synchrony(recipe, options, device, job.delays, is_live(job))
+    order = order_of_gradients(options, recipe, device)
     train = data.training.source
     schedule = Schedule(recipe, len(train))
 
@@ -219,7 +226,7 @@ def build(
         if world.size > 1:
             monitor.watch(world.start_all_reduce(maxima, maximum=True)).wait()
 
-    is_ahead = (device.type == "cuda" if ahead is None else ahead) and runs_ahead(recipe, options)
+    is_ahead = _is_ahead(job, device, ahead)
     reducer = Reducer(
         slots,
         reduction=recipe.reduction,
@@ -242,13 +249,15 @@ def build(
     )
     forward_backward: ForwardBackward
     if is_ahead:
-        forward_backward = device_network(model, recipe, precision, batch_norm, reducer, device)
+        forward_backward = device_network(model, recipe, precision, batch_norm, reducer, device, options.cuda_streams)
     elif recipe.synchrony.local_steps is not None and own_copy is not None:
         forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
     elif tail is None:
-        forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device)
+        forward_backward = WholeNetwork(model, recipe, precision, batch_norm, device, order=order)
     else:
-        forward_backward = SharedTail(model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world)
+        forward_backward = SharedTail(
+            model, tail, reducer, update.wait_weights, recipe, precision, batch_norm, world, order
+        )
     step = TrainStep(
         recipe=recipe,
         schedule=schedule,
@@ -331,6 +340,13 @@ def fingerprint_of(job: Job, data: Data, model: nn.Module, device: torch.device)
 def _slots(recipe: Recipe, model: nn.Module, tail: ParallelTail | None) -> list[Slot]:
     wide_norms = recipe.float32_norms and recipe.reduction in ("float16", "bfloat16")
     return [*(tail.slots if tail is not None else ()), *parameter_slots(model, wide_norms=wide_norms)]
+
+
+def _is_ahead(job: Job, device: torch.device, ahead: bool | None) -> bool:
+    """Whether the host hands over steps before it knows how the last one went; `ahead` decides where it can."""
+    is_ahead = (device.type == "cuda" if ahead is None else ahead) and runs_ahead(job.recipe, job.options)
+    check_cuda_streams(job.options, device, is_ahead)
+    return is_ahead
 
 
 def _optimizer(recipe: Recipe, model: nn.Module, tail: ParallelTail | None, classes: int) -> Optimizer:

@@ -1,6 +1,7 @@
 """The forward and backward pass of one virtual worker: through a whole network, or with a tail that ranks share."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from ..comm.groups import Group
 from ..data.pipeline import Batch
-from ..data.upload import place
+from ..data.upload import pinned, place
 from ..gradients.reducer import Reducer
 from ..precision import Precision
 from ..recipe.schedule import Step
@@ -21,6 +22,7 @@ from ..tensor_parallel.parallel_tail import ParallelTail
 from .batchnorm import BatchNormStatistics
 from .membership import Membership
 from .shadow import ShadowWeights
+from .weights_first import Context
 
 
 class ForwardBackward(Protocol):
@@ -46,6 +48,7 @@ class WholeNetwork:
         batch_norm: Of the model.
         device: Of the model.
         shadow: Computes in the place of the model; None: the model does.
+        order: Of gradients; a context of the network's forward pass.
     """
 
     in_step = False
@@ -58,9 +61,10 @@ class WholeNetwork:
         batch_norm: BatchNormStatistics,
         device: torch.device,
         shadow: ShadowWeights | None = None,
+        order: Context = nullcontext,
     ) -> None:
         self._model, self._recipe, self.precision = model, recipe, precision
-        self._shadow = shadow
+        self._shadow, self._order = shadow, order
         self._batch_norm, self._device = batch_norm, device
         self._loss: Tensor | None = None
 
@@ -73,16 +77,20 @@ class WholeNetwork:
     def begin(self, step: Step, worker: int, part: int = 0) -> None:
         """Before a pass: the weights are those of the step, and dropout's draws belong to the virtual worker, whichever
         rank computes it."""
-        if self._shadow is not None:
-            self._shadow.follow(step.index)
+        self.follow(step)
         keys = (worker, part) if part else (worker,)
         seed_torch(self._device, DROPOUT, self._recipe.seed, step.index, *keys)
+
+    def follow(self, step: Step) -> None:
+        """Has the copies of the weights, where there are some, be those with which a step begins."""
+        if self._shadow is not None:
+            self._shadow.follow(step.index)
 
     def loss_of_images(self, images: Tensor, batch: Batch) -> Tensor:
         """The loss of a batch whose images lie on the device; batch norm's statistics of this pass are left aside."""
         self._batch_norm.begin_pass()
-        targets = batch.targets.to(self._device, non_blocking=True)
-        with self.precision.autocast():
+        targets = pinned(batch.targets, self._device).to(self._device, non_blocking=True)
+        with self.precision.autocast(), self._order():
             logits = (self._shadow or self._model)(images)
         return loss_of(self._recipe, logits.float(), targets, batch)
 
@@ -105,6 +113,7 @@ class SharedTail:
         precision: Of the pass.
         batch_norm: Of the model.
         world: All ranks.
+        order: Of the front's gradients; a context of its forward pass.
     """
 
     in_step = True
@@ -119,7 +128,9 @@ class SharedTail:
         precision: Precision,
         batch_norm: BatchNormStatistics,
         world: Group,
+        order: Context = nullcontext,
     ) -> None:
+        self._order = order
         self._model, self._front, self._recipe, self._precision = model, tail.tail.front, recipe, precision
         self._wait_weights, self._batch_norm, self._world = wait_weights, batch_norm, world
         slots = tail.held_slots()
@@ -143,10 +154,11 @@ class SharedTail:
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """See `ForwardBackward`."""
         self._batch_norm.begin_pass()
-        self._columns.begin(batch.targets.to(self._world.device, non_blocking=True))
+        targets = pinned(batch.targets, self._world.device)
+        self._columns.begin(targets.to(self._world.device, non_blocking=True))
         seed_torch(self._world.device, DROPOUT, self._recipe.seed, step.index, worker)
         images = place(batch, self._world.device, self._precision.memory_format)
-        with self._precision.autocast():
+        with self._precision.autocast(), self._order():
             features = self._front(images)
         self._wait_weights()
         # Ranks that share layers work in step: each is at the same place of its own share.
@@ -170,7 +182,9 @@ def loss_of(recipe: Recipe, logits: Tensor, targets: Tensor, batch: Batch) -> Te
     """
     if batch.partners is None or batch.shares is None:
         return _loss(recipe, logits, targets, "mean")
-    partners, shares = (each.to(logits.device, non_blocking=True) for each in (batch.partners, batch.shares))
+    partners, shares = (
+        pinned(each, logits.device).to(logits.device, non_blocking=True) for each in (batch.partners, batch.shares)
+    )
     own, other = (_loss(recipe, logits, each, "none") for each in (targets, partners))
     return (shares * own + (1 - shares) * other).mean()
 

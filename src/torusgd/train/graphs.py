@@ -1,72 +1,37 @@
-"""A virtual worker's pass as a CUDA graph: one call of the host in place of some thousand.
+"""A virtual worker's pass as CUDA graphs: two calls of the host in place of some thousand.
 
 A ResNet-50's pass launches about 1,900 kernels, which takes the host 24 to 28 ms; an H100 computes one of 32 images in
-8 (docs/gpu.md). So a pass is captured once for each shape of its images: the forward pass, the loss, the gradients, and
-their sums. A replay finds everything where it was: images, targets and the loss scale in memory of the graph's own,
-weights and sums in flat memory that never moves. It launches the same kernels, so the bits are those of a plain pass.
+8 (docs/gpu.md). So a pass is captured once for each shape of its images: the forward pass, the loss and the gradients
+as one graph, their sums as another, since passes may run on several streams and their sums on one (`cuda_streams`). A
+replay finds everything where it was: images, targets and the loss scale in memory of the pass's own, weights and sums
+in flat memory that never moves. It launches the same kernels, so the bits are those of a plain pass.
 
 A pass that looks for the largest gradients is taken plainly, and so are all passes of a network that can't be captured,
 which is told once.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any, Protocol
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..data.pipeline import Batch
-from ..data.upload import place
+from ..data.upload import pinned, place
 from ..errors import first_line
 from ..gradients.reducer import Reducer, hook_parameters
-from ..kernels import fill_tables
 from ..precision import Precision
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
 from .batchnorm import BatchNormStatistics
+from .cuda_streams import Graph, PassStream, pass_streams
 from .forward_backward import WholeNetwork
 from .membership import Membership
 from .shadow import ShadowWeights
 
 _Shape = tuple[tuple[int, ...], bool]
-
-
-class Graph(Protocol):
-    """Work that was captured."""
-
-    def replay(self) -> None:
-        """Does the work again, with what its memory holds now."""
-
-
-class CudaGraph:
-    """Work captured on the current GPU; it is not done meanwhile.
-
-    Args:
-        work: Waits for nothing on the host.
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        # The hooks of plain passes keep autograd's nodes on the stream on which they were made; torch refuses to
-        # capture those, unless it may move them to the stream that is captured.
-        torch.autograd.graph.set_override_stale_capture_stream(True)
-        # The threads that load images may go on to ask for pinned memory.
-        with torch.cuda.graph(self._graph, pool=_pool(), capture_error_mode="thread_local"):
-            work()
-        fill_tables()
-
-    def replay(self) -> None:
-        """See `Graph`."""
-        self._graph.replay()
-
-
-@cache
-def _pool() -> Any:
-    """The memory that all graphs of a process share, since no two of them run at a time."""
-    return torch.cuda.graph_pool_handle()
 
 
 class GraphedNetwork:
@@ -75,9 +40,10 @@ class GraphedNetwork:
     Args:
         network: Takes the passes that are captured, and plain ones.
         reducer: With a `DeviceGradientSum`.
+        batch_norm: Of the network.
         device: Of the network.
         leaves: Of each slot the tensor by which the network computes, in order.
-        capture: Makes a graph of work.
+        streams: Take the passes in turn.
     """
 
     in_step = False
@@ -86,45 +52,77 @@ class GraphedNetwork:
         self,
         network: WholeNetwork,
         reducer: Reducer,
+        batch_norm: BatchNormStatistics,
         device: torch.device,
         leaves: Sequence[Tensor],
-        capture: Callable[[Callable[[], None]], Graph] = CudaGraph,
+        streams: Sequence[PassStream],
     ) -> None:
-        self._network, self._reducer, self._device, self._capture = network, reducer, device, capture
-        self._leaves = leaves
-        self._passes: dict[_Shape, _Pass | None] = {}
+        self._network, self._reducer, self._batch_norm, self._device = network, reducer, batch_norm, device
+        self._leaves, self._streams = leaves, streams
+        self._passes: dict[tuple[_Shape, int], _Pass | None] = {}
+        self._step, self._turn = -1, 0
         self._is_plain = True
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """See `ForwardBackward`; a captured pass goes all the way, and its gradients are in the sums."""
+        # What the last pass left has been used by now, so that its stream may take the next one.
+        self._streams[self._turn].release()
+        if step.index != self._step:
+            self._step = step.index
+            self._network.follow(step)
+            for each in self._streams:
+                each.release()
+        self._turn = (self._turn + 1) % len(self._streams)
         shape = (tuple(batch.images.shape), batch.partners is not None)
-        # The first pass of a shape warms up what chooses and allocates.
-        self._is_plain = self._reducer.is_measuring or shape not in self._passes
-        if shape not in self._passes:
-            self._passes[shape] = _Pass(batch, self._device, self._leaves)
-        captured = self._passes[shape]
-        if self._is_plain or captured is None:
-            self._is_plain = True
+        captured = None if self._reducer.is_measuring else self._captured(shape)
+        self._is_plain = captured is None
+        if captured is not None:
+            return self._replay(captured, step, worker, batch)
+        if self._reducer.is_measuring or (shape, self._turn) in self._passes:
             return self._network.forward(step, worker, batch, membership)
-        captured.take(batch, self._network)
-        if captured.graph is None:
-            try:
-                captured.graph = self._capture(lambda: captured.run(self._network, self._reducer))
-            except RuntimeError as error:
-                warnings.warn(
-                    f"the network's passes run without a CUDA graph, more slowly: {first_line(error)}", stacklevel=2
-                )
-                self._passes[shape], self._is_plain = None, True
-                return self._network.forward(step, worker, batch, membership)
-        self._network.begin(step, worker)
-        captured.graph.replay()
-        self._reducer.taken()
-        return captured.loss
+        # The first pass of a shape warms up what chooses, compiles and allocates, the kernels of its sums included.
+        coming = _Pass(batch, self._network.precision, self._batch_norm, self._device)
+        self._passes[shape, self._turn] = coming
+        with self._batch_norm.aside(coming.statistics):
+            return self._network.forward(step, worker, batch, membership)
 
     def backward(self) -> None:
         """See `ForwardBackward`."""
         if self._is_plain:
             self._network.backward()
+
+    def _captured(self, shape: _Shape) -> "_Pass | None":
+        """The pass that this turn's stream replays for a shape; its second pass captures it. None: a plain one."""
+        captured, capture = self._passes.get((shape, self._turn)), self._streams[self._turn].capture
+        if captured is None or captured.graphs:
+            return captured
+        try:
+            there = capture(partial(captured.run, self._network, self._batch_norm, self._leaves))
+            captured.graphs = (there, capture(partial(captured.add, self._reducer)))
+        except RuntimeError as error:
+            warnings.warn(
+                f"the network's passes run without a CUDA graph, more slowly: {first_line(error)}", stacklevel=3
+            )
+            self._passes |= dict.fromkeys((shape, turn) for turn in range(len(self._streams)))
+            return None
+        captured.gradients = ()  # their memory is the graphs' own; other shapes may use it in between
+        return captured
+
+    def _replay(self, captured: "_Pass", step: Step, worker: int, batch: Batch) -> Tensor:
+        stream = self._streams[self._turn]
+        there, sums = captured.graphs
+
+        def work() -> None:
+            captured.take(batch, self._network.precision)
+            self._network.begin(step, worker)
+            there.replay()
+
+        stream.run(work)
+        stream.join()
+        sums.replay()
+        self._reducer.taken()
+        self._batch_norm.batch = captured.statistics
+        return captured.loss
 
 
 def device_network(
@@ -134,10 +132,12 @@ def device_network(
     batch_norm: BatchNormStatistics,
     reducer: Reducer,
     device: torch.device,
+    streams: int,
 ) -> WholeNetwork | GraphedNetwork:
     """A whole network in the form of a GPU: with 16-bit copies of the weights, and on a GPU with captured passes.
 
-    The arguments are those of `WholeNetwork`; the reducer, with a `DeviceGradientSum`, gets the gradients.
+    The arguments are those of `WholeNetwork`; the reducer, with a `DeviceGradientSum`, gets the gradients; so many
+    passes run at a time.
     """
     shadow = None
     if precision.dtype != torch.float32:
@@ -145,50 +145,56 @@ def device_network(
     leaves = [slot.tensor if shadow is None else shadow.leaf(slot.tensor) for slot in reducer.layout.held]
     hook_parameters(reducer, leaves)
     network = WholeNetwork(model, recipe, precision, batch_norm, device, shadow)
-    return GraphedNetwork(network, reducer, device, leaves) if device.type == "cuda" else network
+    if device.type != "cuda":
+        return network
+    return GraphedNetwork(network, reducer, batch_norm, device, leaves, pass_streams(device, streams))
 
 
 class _Pass:
-    """The memory of a captured pass: what it reads, and its loss."""
+    """The memory of a captured pass: what it reads, and what it leaves."""
 
-    def __init__(self, batch: Batch, device: torch.device, leaves: Sequence[Tensor]) -> None:
-        self._device, self._leaves = device, leaves
-        self._images = torch.empty(0)
-        self._batch = batch
-        self.scale = torch.ones((), device=device)
-        self._scale = 1.0
+    def __init__(
+        self, batch: Batch, precision: Precision, batch_norm: BatchNormStatistics, device: torch.device
+    ) -> None:
+        self._device = device
+        self._images = place(batch, device, precision.memory_format)
+        self._batch = replace(
+            batch,
+            targets=batch.targets.to(device, copy=True),
+            partners=None if batch.partners is None else batch.partners.to(device, copy=True),
+            shares=None if batch.shares is None else batch.shares.to(device, copy=True),
+        )
+        self._scale, self._scale_there = 1.0, torch.ones((), device=device)
         self.loss = torch.zeros((), device=device)
-        self.graph: Graph | None = None
+        self.statistics = torch.zeros_like(batch_norm.running)
+        self.gradients: Sequence[Tensor | None] = ()
+        self.graphs: tuple[Graph, ...] = ()
+        """from the images to the gradients, and from those to the sums; empty before they are captured"""
 
-    def take(self, batch: Batch, network: WholeNetwork) -> None:
+    def take(self, batch: Batch, precision: Precision) -> None:
         """Puts a batch and the loss scale where the graph reads them."""
-        images = place(batch, self._device, network.precision.memory_format)
-        if self.graph is None:
-            self._images = images
-            self._batch = replace(
-                batch,
-                targets=batch.targets.to(self._device, copy=True),
-                partners=None if batch.partners is None else batch.partners.to(self._device, copy=True),
-                shares=None if batch.shares is None else batch.shares.to(self._device, copy=True),
-            )
-        else:
-            self._images.copy_(images)
-            for mine, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
-                mine.copy_(given, non_blocking=True)
-        if self._scale != network.precision.loss_scale:
-            self._scale = network.precision.loss_scale
-            self.scale.fill_(self._scale)
+        self._images.copy_(place(batch, self._device, precision.memory_format))
+        for mine, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
+            mine.copy_(pinned(given, self._device), non_blocking=True)
+        if self._scale != precision.loss_scale:
+            self._scale = precision.loss_scale
+            self._scale_there.fill_(self._scale)
 
-    def run(self, network: WholeNetwork, reducer: Reducer) -> None:
-        """The pass that is captured: from the images to the sums."""
-        loss = network.loss_of_images(self._images, self._batch)
-        gradients = torch.autograd.grad(loss * self.scale, self._leaves, allow_unused=True)
+    def run(self, network: WholeNetwork, batch_norm: BatchNormStatistics, leaves: Sequence[Tensor]) -> None:
+        """The work of the first graph."""
+        with batch_norm.aside(self.statistics):
+            loss = network.loss_of_images(self._images, self._batch)
+        self.gradients = torch.autograd.grad(loss * self._scale_there, leaves, allow_unused=True)
+        self.loss.copy_(loss.detach())
+
+    def add(self, reducer: Reducer) -> None:
+        """The work of the second graph."""
         for index, bucket in enumerate(reducer.layout.buckets):
             for slot in range(bucket.first, bucket.stop):
-                if gradients[slot] is not None:
-                    reducer.sum.add(index, slot, gradients[slot])
+                gradient = self.gradients[slot]
+                if gradient is not None:
+                    reducer.sum.add(index, slot, gradient)
             reducer.sum.end_worker(index)
-        self.loss.copy_(loss.detach())
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -4,13 +4,19 @@ Autocast rounds each weight of a convolution or linear layer to 16 bits in every
 each filter round in every pass: some hundred launches and 0.3 GB for a ResNet-50. The copies here are made once a step,
 in the layout in which they are used. The network gets them in the parameters' stead, and their gradients, 16 bits wide,
 are what autocast would have widened: the sums take them as they are, so the integers are the same.
+
+All copies are made by one operator, `torch.ops.torusgd.copy_weights`, with Triton in one kernel (`triton_shadow`).
+Torch's own foreach copy falls back to a launch for each tensor as soon as one has another layout than its parameter.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from ..kernels import register
 
 _CAST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 """layers whose weights autocast casts, and that do nothing else with them"""
@@ -48,9 +54,22 @@ class ShadowWeights:
         """Makes the copies those of the weights with which a step begins."""
         if step != self._step:
             with torch.no_grad():
-                torch._foreach_copy_(list(self._copies.values()), list(self._leaves))
+                torch.ops.torusgd.copy_weights(list(self._leaves), list(self._copies.values()))
             self._step = step
 
     def __call__(self, images: Tensor) -> Tensor:
         """The logits, as the model gives them, with the copies."""
         return functional_call(self._model, self._copies, (images,))
+
+
+def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Rounds weights to 16 bits.
+
+    Args:
+        weights: float32, contiguous, in memory that stays where it is.
+        copies: float16 or bfloat16, of the same shapes, contiguous or channels-last; likewise.
+    """
+    torch._foreach_copy_(list(copies), list(weights))
+
+
+register("copy_weights(Tensor[] weights, Tensor(a!)[] copies) -> ()", copy_weights, "torusgd.train.triton_shadow")

@@ -227,8 +227,8 @@ class TrainStep:
             hash_into = None if worker is None else self.audit.hash_of(step.index, worker, membership)
             self.reducer.begin_worker(last=False, hash_into=hash_into)
             if worker is not None and batch is not None:
-                loss = self.forward_backward.forward(step, worker, batch, membership)
-                self.control.add(self.batch_norm.batch, loss.detach())
+                loss = self.forward_backward.forward(step, worker, batch, membership).detach()
+                self.control.add(self.batch_norm.batch, loss)
                 self._hash_beside(hash_into, loss)
                 self.control.counts.replaced += batch.replaced
             if worker is None or work.is_last():
