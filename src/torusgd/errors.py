@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,13 +16,15 @@ _MOST_LISTED = 30
 class UserError(ValueError):
     """The user's input is wrong; the command line prints the message alone and exits with code 2.
 
-    It is one line whatever the input was: line ends and what steers a terminal are written out.
+    It is one line whatever the input was: line ends and what steers a terminal are written out. The numbers of the
+    system's errors, which stand in what an `OSError` says, are left out.
 
     >>> print(UserError("seed: can't be '1\\n2'"))
     seed: can't be '1\\n2'
     """
 
     def __init__(self, line: str) -> None:
+        line = re.sub(r"\[Errno \d+\] ", "", line)
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
 
 

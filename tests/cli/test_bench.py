@@ -1,6 +1,7 @@
-"""`torusgd bench allreduce` and `torusgd tune` on real ranks."""
+"""`torusgd bench allreduce`, `bench scaling` and `torusgd tune`."""
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,17 @@ import pytest
 from tests.train.runs import command
 
 from torusgd.cli.bench import parse_size, show_size
-from torusgd.comm.profile import Profile
+from torusgd.cli.scaling import compare
+from torusgd.comm.profile import Link, Profile
 from torusgd.errors import UserError
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False)
+def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=240, check=False, env=os.environ | environment
+    )
 
 
 @pytest.mark.slow
@@ -50,6 +56,8 @@ def test_tune_writes_a_profile_and_bench_measures_auto_by_it(tmp_path: Path) -> 
         (("bench", "allreduce", "--sizes", "4q"), "'4q'"),
         (("bench", "allreduce", "--workers", "1"), "several"),
         (("bench", "allreduce", "--json", "/nowhere/x.json"), "can't be written"),
+        (("bench", "scaling", "digits", "--workers", "1"), "several ranks"),
+        (("bench", "scaling", "digits", "--workers", "1:2"), "one number"),
         (("tune", "--out", "/nowhere/x.json"), "can't be written"),
         (("bench", "allreduce", "--grid", "2by2"), "grid"),
     ],
@@ -76,3 +84,43 @@ def test_sizes_are_read_and_shown() -> None:
     assert [show_size(size) for size in (4096, 1 << 20, 100)] == ["4 KiB", "1 MiB", "100 B"]
     with pytest.raises(UserError, match="4 furlongs"):
         parse_size("4 furlongs")
+
+
+def a_run(folder: Path, ranks: int, seconds: float) -> Path:
+    """What `compare` reads of a finished run: its steps, the first of which takes longer."""
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps({"world_size": ranks}))
+    times = [9.0, seconds, seconds, seconds]
+    events = [{"step": n, "batch": 96, "step_seconds": time, "update_seconds": 0.01} for n, time in enumerate(times, 1)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def test_scaling_puts_runs_beside_the_plan_from_the_first_of_them(tmp_path: Path) -> None:
+    recipe = load_recipe("digits", ["virtual_workers=12", "stages=[{until: 20ep, images_per_worker: 8}]"]).recipe
+    link = Link(latency=1e-4, latency_error=0.0, per_byte=1e-9, per_byte_error=0.0)
+    network = Profile(backend="gloo", hosts=(0, 0), message=0.0, inside=link, between=None, timings=())
+    runs = {ranks: a_run(tmp_path / str(ranks), ranks, seconds) for ranks, seconds in ((1, 0.4), (2, 0.25))}
+    alone, two = compare(recipe, {n: RuntimeOptions(workers=n) for n in runs}, runs, network, None)
+    assert alone.planned_step_seconds == pytest.approx(alone.step_seconds) == 0.4
+    assert (alone.efficiency, two.efficiency) == pytest.approx((1.0, 0.4 / 0.25 / 2))
+    assert two.images_per_second == pytest.approx(96 / 0.25)
+    # Half the passes, all of the update, and some messages.
+    assert 0.5 * 0.39 + 0.01 < two.planned_step_seconds < 0.25
+    assert two.planned_efficiency == pytest.approx(alone.step_seconds / two.planned_step_seconds / 2)
+    assert two.error == pytest.approx(two.planned_step_seconds / 0.25 - 1)
+
+
+@pytest.mark.slow
+def test_scaling_runs_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    file, temporary = tmp_path / "points.json", tmp_path / "temporary"
+    temporary.mkdir()
+    flags = ("--workers", "2", "--steps", "4", "--seconds", "1", "--json", file)
+    done = run("bench", "scaling", "digits", *flags, TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    assert "run 2 of 2: ranks 2, steps 4" in done.stdout
+    assert not list(temporary.iterdir())
+    alone, two = json.loads(file.read_text())
+    assert (alone["ranks"], two["ranks"], alone["efficiency"]) == (1, 2, 1.0)
+    assert abs(alone["error"]) < 1e-6
+    assert two["planned_step_seconds"] > 0

@@ -47,8 +47,8 @@ def test_it_prints_and_writes(plan) -> None:
 def test_a_record_is_planned_as_its_own_software_unless_another_is_named(plan) -> None:
     command = ("sony-224s", "--cluster", "abci", "--devices", 2176)
     _, found = plan(*command)
-    _, named = plan(*command, "--software", "nnl-fp16", "--grid", "34x64")
-    assert found["software"] == "nnl-fp16"
+    _, named = plan(*command, "--software", "nnl-v1", "--grid", "34x64")
+    assert found["software"] == "nnl-v1"
     assert found["stages"] == named["stages"]
     _, other = plan(*command, "--software", "torusgd")
     _, flags = plan(*command, "--software", "torusgd", "--allreduce", "torus", "--grid", "34x64")
@@ -123,6 +123,7 @@ def test_delays_are_taken_from_a_run(plan, tmp_path: Path) -> None:
     [
         (("--devices", 0), "workers = 0"),
         (("--cost", -1), "--cost -1"),
+        (("--cost", "nan"), "--cost nan: needs the price"),
         (("--grid", "3x3"), "--grid 3x3: has 9 places for 2048"),
         (("--grid", "64x32", "--allreduce", "ring"), "--grid 64x32: goes with --allreduce torus or hierarchical"),
         (("--allreduce", "magic"), "--allreduce magic: unknown; there are auto, native, ring"),
@@ -161,9 +162,9 @@ def test_the_published_table(run_cli: Run, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     code, out, _ = run_cli("plan", "--published", table, "--json", path)
     assert code == 0
-    assert "15 parameters for 32 rows" in out
+    assert "16 parameters for 33 rows" in out
     records = json.loads(path.read_text())
-    assert len(records) == 32
+    assert len(records) == 33
     assert {"id", "metric", "published", "predicted", "low", "high", "error"} == set(records[0])
 
 
@@ -235,7 +236,8 @@ def test_a_device_on_which_the_program_has_not_run_is_told(tmp_path: Path, plan)
 def test_this_machine_by_a_measured_network_and_a_measured_run(tmp_path: Path, plan, run_cli: Run) -> None:
     profile, folder = tmp_path / "profile.json", tmp_path / "one"
     link = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
-    Profile(backend="gloo", hosts=(0, 1), message=1e-5, inside=None, between=link, timings=()).save(profile)
+    known = Profile(backend="gloo", hosts=(0, 1), message=1e-5, inside=None, between=link, timings=())
+    profile.write_text(known.dump())
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps({"world_size": 1}))
     events = [{"step": n, "batch": 96, "step_seconds": 0.2, "update_seconds": 0.02} for n in range(1, 6)]

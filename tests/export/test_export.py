@@ -178,7 +178,7 @@ def test_mlperfs_own_checker_passes_a_scaled_down_run(tmp_path: Path, run_cli: A
         code, _, errors = run_cli("export", tmp_path / "run", "--format", "mlperf", "--division", division)
         assert (code, errors) == (0, "")
         done = subprocess.run(
-            [sys.executable, *words, str(log)], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+            [sys.executable, *words, str(log)], capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "SUCCESS" in done.stdout + done.stderr

@@ -216,7 +216,9 @@ def test_slow_ranks_times_and_the_plan_are_told_as_they_were_recorded(run: Path,
     assert times["images a second"] == "8"
     ranks = rows_of(ranks_table([record]))
     assert ranks["steps redone after an overflow"] == "4"
-    assert ranks["ranks most often behind"].startswith("rank 1 in 3 of 4 looks, by 300.0 ms in the median, mostly comp")
+    assert ranks["ranks most often behind"].startswith(
+        "rank 1 in 3 of 4 comparisons, by 300.0 ms (median), mostly comp"
+    )
     plan = plan_table([record])
     assert plan is not None
     assert rows_of(plan)["a step"] == "500.0 ms / 1000.0 ms (plan -50.0%)"

@@ -8,12 +8,14 @@ launch, plan, rehearse, report, export.
 import os
 import sys
 from importlib.metadata import version
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import RunError, UserError, end, tell_exit
 from ..launch.slurm import adopt_step
+from ..storage import check_scheme
 from . import bench, control, data, eval, export, join, plan, recipes, rehearse, replay, report, simulate, train, tune
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
@@ -67,20 +69,45 @@ def main() -> None:
     for name in OTHER_PRECISION:
         if os.environ.pop(name, None) is not None and os.environ.get("RANK", "0") == "0":
             print(f"torusgd: {name} is left aside: the recipe decides the precision", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":  # a name may have letters that it lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
+        for word in sys.argv[1:]:
+            _check_word(word)
         adopt_step()
         code = app(standalone_mode=False) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
         tell_exit(code, "stopped; a checkpoint is written" if code else "done")
         sys.exit(code)
     except _UsageError as error:
         if not error.format_message():  # no command was given: typer has printed the help
             sys.exit(2)
-        end(2, f"{error.format_message()} (--help says what there is)")
+        end(2, f"{error.format_message().rstrip('.')} (--help says what there is)")
     except UserError as error:
         end(2, str(error))
     except RunError as error:
         end(1, str(error))
     except BrokenPipeError:
+        _drop_output()
         sys.exit(1)
     except OSError as error:
+        _drop_output()
         end(1, str(error))
+
+
+def _drop_output() -> None:
+    """Lets what can't be written go nowhere: Python would try again at its end, and complain of it."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _check_word(word: str) -> None:
+    """UserError for a word of the command line that is none: it would be taken for the folder in which one stands."""
+    flag, is_flag, value = word.partition("=") if word.startswith("--") else ("an argument", "=", word)
+    if is_flag and not value:
+        raise UserError(f"{flag}: is empty, as where a variable of the shell is not set; fill it in or leave it out")
+    check_scheme(value)

@@ -10,14 +10,16 @@ from typer import Option
 
 from ..comm.algorithms import SCHEDULED, parse_grid
 from ..errors import UserError
-from .options import NETWORK, OUTPUT, Device, Grid, JsonFile, Profile, Workers
+from .options import NETWORK, OUTPUT, Device, Grid, JsonFile, Profile, Streams, Workers
 from .output import check_writable, console, write_json
+from .scaling import scaling
 
 if TYPE_CHECKING:
     from ..comm.bench import Record
     from ..comm.groups import Group
 
 app = typer.Typer(help="Measure what a run is made of, on these ranks.", no_args_is_help=True)
+app.command()(scaling)
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _COMPARED = ("native", "ring", "halving-doubling", "doubling", "auto")
 
@@ -34,6 +36,7 @@ def allreduce(
     ] = ",".join(_COMPARED),
     grid: Grid = None,
     profile: Profile = None,
+    streams: Streams = None,
     workers: Workers = None,
     device: Device = None,
     repetitions: Annotated[int, Option("-n", min=1, help="Timed runs of each.", rich_help_panel=OUTPUT)] = 7,
@@ -41,12 +44,17 @@ def allreduce(
 ) -> None:
     """Time all-reduce algorithms in turn, by the slowest rank."""
     from ..comm.bench import SIZES, Record
+    from ..comm.profile import Profile as Measured
+    from ..runtime import ranks_are_given
     from .ranks import on_ranks
 
     check_writable("--json", json_file)
     chosen = [parse_size(size) for size in sizes.split(",")] if sizes else list(SIZES)
     places = None if grid is None else parse_grid(grid)
-    records = on_ranks(workers, device, _on_rank, chosen, algorithms.split(","), places, profile, repetitions)
+    names, count = algorithms.split(","), streams or 1
+    if profile is not None and not ranks_are_given():
+        Measured.load(profile)  # a mistake in it is told before ranks are started
+    records = on_ranks(workers, device, _on_rank, chosen, names, places, profile, repetitions, count)
     if records is None:
         return
     show_records([Record(**record) for record in records])
@@ -59,11 +67,14 @@ def _on_rank(
     grid: tuple[int, int] | None,
     profile: Path | None,
     repetitions: int,
+    streams: int,
     world: "Group",
 ) -> list[dict[str, Any]]:
     from ..comm.bench import bench_allreduce
 
-    records = bench_allreduce(sizes, names, grid=grid, profile=profile, repetitions=repetitions, group=world)
+    records = bench_allreduce(
+        sizes, names, grid=grid, profile=profile, repetitions=repetitions, streams=streams, group=world
+    )
     return [record.__dict__ for record in records]
 
 

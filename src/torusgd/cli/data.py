@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from .output import console
+from .output import check_here, console
 
 app = typer.Typer(help="Get and look at data sets.", no_args_is_help=True)
 
@@ -21,6 +21,7 @@ def fetch(
     """Find or fetch a public data set, and check its files."""
     from ..data.fetch import fetch as get
 
+    check_here("--out", out)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     folder = get(name, out)
     typer.echo(f"{name} is in {folder}; train with --data {folder}")
@@ -38,6 +39,8 @@ def index(
     from ..data.classes import read_classes
     from ..data.tar_index import CLASSES, FILE, count_images, make_index, write_index
 
+    check_here("PATH", path)
+    check_here("--out", out)
     listed = classes or (path / CLASSES if (path / CLASSES).is_file() else None)
     with console().status(f"{path}: looking for images") as status:
         arrays = make_index(
@@ -64,6 +67,7 @@ def pack(
     from ..data.info import open_any
     from ..data.pack import Packing, pack
 
+    check_here("OUT", out)
     _, train, held_out = open_any(path)
     total = len(train) + len(held_out)
     with console().status(f"{out}: 0 of {total:,} images") as status:
@@ -92,6 +96,7 @@ def prepare(
 
     if name != "imagenet":
         raise UserError(f"data prepare: no data set {name!r}; there is imagenet")
+    check_here("PATH", path)
     with console().status(f"{path}: looking for images") as status:
         arrays = prepare_imagenet(path, lambda done: status.update(f"{path}: {done:,} images"))
     counts = count_images(arrays)

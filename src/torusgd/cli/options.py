@@ -96,6 +96,17 @@ Grid = Annotated[
     ),
 ]
 Profile = Annotated[Path | None, Option("--profile", help="A file of torusgd tune, for auto.", rich_help_panel=NETWORK)]
+Streams = Annotated[
+    int | None,
+    Option(
+        "--streams",
+        metavar="N",
+        min=1,
+        max=64,
+        help="TCP connections between each two ranks, for links that one doesn't fill. Default: 1.",
+        rich_help_panel=NETWORK,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,14 @@ class RuntimeFlags:
             rich_help_panel=RUNTIME,
         ),
     ] = None
+    weights_first: Annotated[
+        bool | None,
+        Option(
+            "--weights-first/--no-weights-first",
+            help="A layer's weight gradient before its input gradient, to leave meanwhile; CPUs only. Default: no.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
     allreduce: Annotated[
         str | None,
         Option(
@@ -134,6 +153,7 @@ class RuntimeFlags:
     ] = None
     grid: Grid = None
     profile: Profile = None
+    streams: Streams = None
     buckets: Annotated[
         str | None,
         Option(

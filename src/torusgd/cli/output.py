@@ -15,8 +15,15 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
+def check_here(flag: str, path: Path | None) -> None:
+    """UserError where a bucket is given for what must lie on this machine."""
+    if (url := url_of(path)) is not None:
+        raise UserError(f"{flag} {url}: must be on this machine, not in a bucket; name a place here")
+
+
 def check_out(out: Path | None, run: Path) -> None:
-    """UserError where --out is missing and the result can't lie beside its run, which is in a bucket."""
+    """UserError where --out is a bucket, or is missing and the result can't lie beside its run, which is in one."""
+    check_here("--out", out)
     if out is None and (url := url_of(run)) is not None:
         raise UserError(f"{url}: what is made of it is written to this machine; say where with --out")
 
@@ -25,23 +32,33 @@ def check_writable(flag: str, path: Path | None) -> None:
     """Raises before minutes of work, not after them.
 
     Raises:
-        UserError: `path` is a folder, or in one that can't be written.
+        UserError: `path` is a folder, in one that can't be written, or in a bucket.
     """
+    check_here(flag, path)
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise UserError(f"{flag} {path}: can't be written; name a file in a folder that can")
 
 
-def write_json(path: Path | None, value: Any) -> None:
-    """Writes what --json asks for; None: nothing was asked for.
+def write_file(flag: str, path: Path, text: str) -> None:
+    """Writes what a flag asks for, whole or not at all; a device or a pipe takes it as it comes.
 
     Raises:
         UserError: The file can't be written.
     """
-    if path is None:
-        return
-    from ..weights import json_text  # imports torch, as the command that computed this has
+    from ..weights import write_text  # imports torch, as the command that computed this has
 
     try:
-        path.write_text(json_text(value, indent=2) + "\n")
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        else:
+            write_text(path, text)
     except OSError as error:
-        raise UserError(f"--json {path}: can't be written: {error.strerror}") from error
+        raise UserError(f"{flag} {path}: can't be written: {error.strerror}") from None
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Writes what --json asks for; None: nothing was asked for. UserError as by `write_file`."""
+    if path is not None:
+        from ..weights import json_text
+
+        write_file("--json", path, json_text(value, indent=2) + "\n")

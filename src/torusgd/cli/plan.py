@@ -1,5 +1,6 @@
 """`torusgd plan`: predicts a run on a described cluster, or every row of a table of published results."""
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typer import Argument, Option
 
 from ..errors import UserError
 from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, RuntimeFlags, takes_groups
-from .output import check_writable, console, write_json
+from .output import check_writable, console, write_file, write_json
 
 if TYPE_CHECKING:
     from ..plan.cluster import Cluster, Software
@@ -86,8 +87,8 @@ def plan(
         return
     if recipe is None:
         raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")
-    if cost is not None and cost < 0:
-        raise UserError(f"--cost {cost}: a price of a device-hour is not negative")
+    if cost is not None and not 0 <= cost < math.inf:
+        raise UserError(f"--cost {cost}: needs the price of a device and hour, a number of 0 or more")
     if (synchrony is not None and delays is None) or (delays is not None and synchrony is None and not best):
         raise UserError("plan: --synchrony and --delays go together, such as --synchrony cutoff --delays lognormal")
     if plot is not None:
@@ -252,9 +253,9 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
 
 def _write_report(path: Path | None, found: dict[str, Any]) -> None:
     if path is not None:
-        from ..report.page import plan_page, write_page
+        from ..report.page import plan_page
 
-        write_page(path, plan_page(found, shlex.join(["torusgd", *sys.argv[1:]])), "--report")
+        write_file("--report", path, plan_page(found, shlex.join(["torusgd", *sys.argv[1:]])))
         console().print(f"wrote {path}", markup=False)
 
 
@@ -303,6 +304,10 @@ def _show_accuracy(
             "batches": [_priced(p, price) for p in plans],
             **_priced(quickest(plans), price),
         }
+    if devices > most_devices():
+        terminal.print(
+            f"note: up to {most_devices():,} devices only: beyond, no batch of known epochs keeps all of them busy"
+        )
     counts = device_counts(min(devices, most_devices()), devices)
     curve = sweep_to_accuracy(planned.recipe, planned.workload, cluster, planned.program_on, counts)
     show_accuracy_sweep(terminal, curve, price)

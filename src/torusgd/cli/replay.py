@@ -61,7 +61,7 @@ def replay(
         raise UserError(f"--out {folder}: is the run itself; choose another folder")
     options = runtime.over(RuntimeOptions())
     journaled, steps = None, told.get("steps")
-    if recipe.synchrony.leaves_out:
+    if recipe.synchrony.keeps_journal:
         journaled = read_journal(
             original.journal,
             recipe.sha256(),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from .options import OUTPUT, DataPath, Device, TrainedWeights
-from .output import check_writable, console
+from .output import check_writable, console, write_file
 
 if TYPE_CHECKING:
     from ..report.mistakes import Mistakes
@@ -23,7 +23,7 @@ def report(
     device: Device = None,
 ) -> None:
     """Write a page about runs: what was trained, how well, where the time went; --data implies --mistakes."""
-    from ..report.page import check_jinja, run_page, write_page
+    from ..report.page import check_jinja, run_page
     from ..report.read_run import read_run
     from ..train.run_view import local_run
 
@@ -33,7 +33,7 @@ def report(
     records = [read_run(folder) for folder in folders]
     wanted = mistakes or data is not None
     found = [_mistakes(run, data, device) if wanted else None for run in folders]
-    write_page(out, run_page(records, found), "--out")
+    write_file("--out", out, run_page(records, found))
     console().print(f"wrote {out}", markup=False)
 
 

@@ -267,8 +267,8 @@ def show_result(summary: Mapping[str, Any], folder: str) -> None:
     journal = summary.get("journal")
     if journal is not None:
         terminal.print(
-            f"left out {summary.get('left_out_share', 0):.2%} of the work for being late; the journal says which, in "
-            f"{journal['bytes_per_update']} bytes an update: torusgd replay {folder} gives the same bits",
+            f"left out {summary.get('left_out_share', 0):.2%} of the work for being late; the journal says whose work "
+            f"is in each update, in {journal['bytes_per_update']} bytes: torusgd replay {folder} gives the same bits",
             markup=False,
         )
     terminal.print(f"weights_sha256 {summary['weights_sha256']}")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from .bench import show_size
-from .options import OUTPUT, Device, Workers
-from .output import check_writable, console
+from .options import OUTPUT, Device, Streams, Workers
+from .output import check_writable, console, write_file
 
 if TYPE_CHECKING:
     from ..comm.groups import Group
@@ -18,6 +18,7 @@ def tune(
     out: Annotated[Path, Option("--out", help="The profile to write.", rich_help_panel=OUTPUT)] = Path("profile.json"),
     workers: Workers = None,
     device: Device = None,
+    streams: Streams = None,
     seconds: Annotated[float, Option("--seconds", min=1.0, help="About how long to measure.")] = 40.0,
 ) -> None:
     """Measure this cluster's network once, for --allreduce auto and for plans."""
@@ -25,21 +26,22 @@ def tune(
     from .ranks import on_ranks
 
     check_writable("--out", out)
-    text = on_ranks(workers, device, _on_rank, seconds)
+    text = on_ranks(workers, device, tune_on_rank, seconds, streams or 1)
     if text is None:
         return
     profile = Profile.parse(text)
-    profile.save(out)
+    write_file("--out", out, profile.dump())
     show_profile(profile)
     console().print(f"in {out}; give it as --profile {out}", markup=False)
 
 
-def _on_rank(seconds: float, world: "Group") -> str:
+def tune_on_rank(seconds: float, streams: int, world: "Group") -> str:
+    """A profile as JSON; what `on_ranks` runs on each."""
     from ..comm.tune import tune as measure
     from ..runtime import keep_freed_memory
 
     keep_freed_memory()  # as a run does, whose computation is timed
-    return measure(seconds, group=world).model_dump_json()
+    return measure(seconds, group=world, streams=streams).model_dump_json()
 
 
 def show_profile(profile: "Profile") -> None:

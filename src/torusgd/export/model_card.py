@@ -14,7 +14,7 @@ from ..recipe.section import sides
 from ..report.read_run import RunRecord
 from ..report.tables import batches, count, duration, percent
 from ..train.load_trained import TrainedModel
-from ..weights import write_text
+from ..weights import replacing, write_text
 
 _NAMED = r"timm|hf:[\w./@-]+"
 """data and weights that have a name by which others find them too"""
@@ -36,8 +36,9 @@ def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, licens
         raise UserError(f"{run.folder}: --format hub needs a finished run, whose accuracy and hash the card tells")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(trained.path, folder / "model.safetensors")
-        shutil.copyfile(run.folder / "recipe.yaml", folder / "recipe.yaml")
+        for source, name in ((trained.path, "model.safetensors"), (run.folder / "recipe.yaml", "recipe.yaml")):
+            with replacing(folder / name) as temporary:
+                shutil.copyfile(source, temporary)
         write_text(folder / "config.json", json.dumps(configuration(trained), indent=2) + "\n")
         write_text(folder / "README.md", card(run, license_name))
     except OSError as error:

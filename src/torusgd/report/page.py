@@ -5,7 +5,6 @@ stranger stays text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
@@ -99,14 +98,6 @@ def plan_page(plan: Mapping[str, Any], command: str) -> str:
         command=command,
         box=_BOX,
     )  # fmt: skip
-
-
-def write_page(path: Path, text: str, flag: str) -> None:
-    """Writes a page; UserError, naming the flag that asked for it, where the file can't be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{flag} {path}: can't be written: {error.strerror}") from None
 
 
 _BOX = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}

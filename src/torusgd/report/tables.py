@@ -298,10 +298,10 @@ def _stragglers(run: RunRecord) -> str:
             behind[int(late["rank"])].append(late["behind"])
             causes[int(late["rank"])][str(late.get("cause"))] += 1
     worst = sorted(behind, key=lambda rank: (-len(behind[rank]), rank))[:3]
-    looks = sum(map(len, behind.values()))
+    compared = sum(map(len, behind.values()))
     told = [
-        f"rank {rank} in {len(behind[rank])} of {looks} looks, by {_milliseconds(median(behind[rank]))} in the median, "
-        f"mostly {causes[rank].most_common(1)[0][0]}"
+        f"rank {rank} in {len(behind[rank])} of {compared} comparisons, by {_milliseconds(median(behind[rank]))} "
+        f"(median), mostly {causes[rank].most_common(1)[0][0]}"
         for rank in worst
     ]
     return "; ".join(told) or "none"

@@ -1,0 +1,181 @@
+"""`torusgd bench scaling`: a recipe's step on 1, 2, 4 ... ranks of this machine, beside the plan made of the first."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Exit, Option
+
+from ..errors import UserError
+from .options import OUTPUT, DataPath, JsonFile, Overrides, RecipeName, RuntimeFlags, takes_groups
+from .output import check_writable, console, write_json
+
+if TYPE_CHECKING:
+    from ..comm.profile import Profile
+    from ..recipe.runtime_options import RuntimeOptions
+    from ..recipe.schema import Recipe
+
+_SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")
+"""what is not a step is left out, but for one image that is classified at the end"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of ranks: measured, and as planned from the run with one rank and the measured network."""
+
+    ranks: int
+    step_seconds: float
+    """median of the steps but the first"""
+    images_per_second: float
+    efficiency: float
+    """images a second of a rank, against those of the run with one rank"""
+    planned_step_seconds: float
+    planned_efficiency: float
+    error: float
+    """of the planned step, relative to the measured one"""
+
+
+@takes_groups
+def scaling(
+    recipe: RecipeName,
+    runtime: RuntimeFlags,
+    data: DataPath = None,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int, Option("--steps", min=3, help="Of each run; a few do where they take long.", rich_help_panel=OUTPUT)
+    ] = 30,
+    seconds: Annotated[
+        float, Option("--seconds", min=1.0, help="How long the network is measured, without --profile.")
+    ] = 10.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Train for some steps on 1, 2, 4 ... and --workers ranks of this machine; print time and plan of each."""
+    from ..comm.profile import Profile
+    from ..launch.local import launch
+    from ..recipe.load import load_recipe
+    from ..runtime import ranks_are_given, resolve_auto, resolve_device, resolve_workers
+    from ..train.job import Job
+
+    check_writable("--json", json_file)
+    if ranks_are_given():
+        raise UserError("bench scaling: starts 1, 2, 4 ... ranks itself; give the command without torchrun")
+    asked, block = load_recipe(recipe, [*(overrides or []), *_SHORT])
+    options = runtime.over(block)
+    if options.workers_range is not None:
+        raise UserError("--workers: bench scaling takes one number, the most ranks")
+    device = resolve_device(options)
+    resolved = resolve_auto(asked, device)
+    most = resolve_workers(options, device, resolved)
+    if most == 1:
+        raise UserError("bench scaling: compares several ranks with one; give --workers of 2 or more")
+    counts = rank_counts(most)
+    chosen = {n: _options_for(n, most, runtime, options, block) for n in counts}
+    given = options.profile
+    profile = Profile.load(Path(given)) if given is not None else _measure_network(most, device, seconds)
+    with TemporaryDirectory(prefix="torusgd-scaling-") as folder:
+        runs = {n: Path(folder) / str(n) for n in counts}
+        for number, n in enumerate(counts, 1):
+            console().print(f"\nrun {number} of {len(counts)}: ranks {n}, steps {steps}")
+            result = launch(Job(resolved, chosen[n], device, runs[n], data, None, steps), fresh=True)
+            if not result.summary:  # stopped by a signal
+                raise Exit(result.code)
+        points = compare(resolved, chosen, runs, profile, data)
+    show_points(points)
+    write_json(json_file, [asdict(point) for point in points])
+
+
+def rank_counts(most: int) -> list[int]:
+    """Powers of two up to `most`, and `most` itself.
+
+    >>> rank_counts(6)
+    [1, 2, 4, 6]
+    """
+    return sorted({*(2**power for power in range(most.bit_length())), most})
+
+
+def compare(
+    recipe: "Recipe",
+    options: "dict[int, RuntimeOptions]",
+    runs: dict[int, Path],
+    profile: "Profile",
+    data: Path | None,
+) -> list[Point]:
+    """Measured and planned steps by number of ranks; the first of them is the run with one.
+
+    Args:
+        recipe: That was trained.
+        options: By number of ranks, those of its run.
+        runs: By number of ranks, its folder.
+        profile: The network as measured.
+        data: The recipe's data.
+    """
+    from ..plan.cluster import load_software
+    from ..plan.forecast import forecast, workload_of
+    from ..plan.local import local_cluster, measured_software
+    from ..plan.program import program_for, resolve_model_parallel
+    from ..train.compare_plan import PlanComparison
+
+    workload, software = workload_of(recipe, path=data), load_software("torusgd")
+    cluster = local_cluster(profile)
+    points: list[Point] = []
+    for n, run in runs.items():
+        resolved = resolve_model_parallel(recipe, workload, options[n], cluster, software)
+        program = measured_software(workload, cluster, program_for(recipe, resolved, cluster, software), runs[1])
+        planned = forecast(workload, cluster, program, n)
+        seconds = {batch: step.seconds for batch, step in zip(planned.batches, planned.steps, strict=True)}
+        beside = PlanComparison(run, recipe.name, n, seconds).beside(run / "events.jsonl")
+        rate, planned_rate = beside["measured_images_per_second"], beside["images_per_second"]
+        alone = points[0].images_per_second if points else rate  # which is the planned rate too
+        points.append(
+            Point(
+                ranks=n,
+                step_seconds=beside["measured_step_seconds"],
+                images_per_second=rate,
+                efficiency=rate / (n * alone),
+                planned_step_seconds=beside["step_seconds"],
+                planned_efficiency=planned_rate / (n * alone),
+                error=beside["step_seconds_error"],
+            )
+        )
+    return points
+
+
+def show_points(points: Sequence[Point]) -> None:
+    """The table."""
+    from rich import box
+    from rich.table import Table
+
+    title = "steps on this machine, median without the first; planned: from the run with one rank and the network"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for point in points:
+        table.add_row(
+            str(point.ranks),
+            f"{1e3 * point.step_seconds:.4g}",
+            f"{point.images_per_second:,.0f}",
+            f"{point.efficiency:.0%}",
+            f"{1e3 * point.planned_step_seconds:.4g}",
+            f"{point.planned_efficiency:.0%}",
+            f"{point.error:+.1%}",
+        )
+    console().print(table)
+
+
+def _options_for(
+    ranks: int, most: int, flags: RuntimeFlags, options: "RuntimeOptions", block: "RuntimeOptions"
+) -> "RuntimeOptions":
+    """Of the run with so many ranks; a grid that was asked for is that of the most."""
+    own = options if ranks == most else options.without(["grid"])
+    return flags.fitted(own.model_copy(update={"workers": ranks}), block, ranks)
+
+
+def _measure_network(ranks: int, device: str, seconds: float) -> "Profile":
+    from ..comm.profile import Profile
+    from .ranks import on_ranks
+    from .tune import tune_on_rank
+
+    console().print(f"measuring the network of {ranks} ranks for about {seconds:g} s")
+    return Profile.parse(on_ranks(ranks, device, tune_on_rank, seconds, 1))
