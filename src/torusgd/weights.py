@@ -1,5 +1,6 @@
 """Weights as files and as one hash: safetensors, atomic writes, and the one place that reads a foreign .pth."""
 
+import errno
 import hashlib
 import json
 import math
@@ -10,14 +11,14 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .errors import UserError
+from .errors import UserError, first_line
 from .untrusted import check_archive
 
 Tensors = dict[str, Tensor]
@@ -79,8 +80,9 @@ def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
         check_archive(path)
         tree = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):  # torch's own text tells people to unpickle it all the same
+        reason = first_line(error)
+        # What an unpickler says helps nobody, and torch's own text tells people to unpickle it all the same.
+        if isinstance(error, pickle.UnpicklingError | EOFError | LookupError):
             reason = "it is damaged, or holds more than tensors"
         raise UserError(
             f"{path}: can't be read as weights ({reason}); give a .safetensors or a .pth of tensors"
@@ -113,7 +115,16 @@ def _first_of(names: Iterable[str]) -> list[str]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary path beside `path` that takes its place, flushed to disk, when the block ends well."""
+    """Gives a temporary path beside a file that takes its place, flushed to disk, when the block ends well.
+
+    Of a link the file that it leads to is replaced.
+
+    Raises:
+        OSError: The folder can't be written, or `path` is a device or a pipe, whose place no file may take.
+    """
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "Is a device or a pipe", str(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     temporary.touch(exist_ok=False)
     rights = temporary.stat().st_mode  # that the user's umask gives; `tempfile` and safetensors make 0600
@@ -128,11 +139,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file whole or not at all."""
+    """Writes a UTF-8 text file whole or not at all; a name of a file that is no UTF-8 has its odd bytes written out."""
     with replacing(path) as temporary:
-        file: IO[str]
-        with temporary.open("w") as file:
-            file.write(text)
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

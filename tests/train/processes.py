@@ -80,7 +80,7 @@ class Process:
     def pid(self) -> int:
         return self.popen.pid
 
-    def end(self, timeout: float = 120) -> int:
+    def end(self, timeout: float = 240) -> int:
         """Waits for the end; the exit code. A process that doesn't end is killed, and the test fails."""
         try:
             return self.popen.wait(timeout)
@@ -166,7 +166,7 @@ def pauses(train: float, held_out: float = 0.0) -> list[str]:
 
 
 def until(
-    check: Callable[[], T], what: str, process: Process | None = None, timeout: float = 90, pause: float = 0.01
+    check: Callable[[], T], what: str, process: Process | None = None, timeout: float = 240, pause: float = 0.01
 ) -> T:
     """Waits until `check` gives something true."""
     end = time.monotonic() + timeout

@@ -53,7 +53,7 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "torusgd", *map(str, arguments)]
 
 
-def train(out: Path, *arguments: str | Path, recipe: str = "digits", timeout: float = 180) -> dict[str, Any]:
+def train(out: Path, *arguments: str | Path, recipe: str = "digits", timeout: float = 240) -> dict[str, Any]:
     """Runs `torusgd train` to its end; the summary."""
     done = subprocess.run(
         command("train", recipe, "--out", out, *arguments), capture_output=True, text=True, timeout=timeout, check=False

@@ -166,7 +166,7 @@ class SlowDisk:
         monkeypatch.setattr(checkpoints, "write_checkpoint", self._write_late)
 
     def _write_late(self, *arguments: Any) -> Path:
-        assert self.release.wait(60)
+        assert self.release.wait(240)
         return self.write(*arguments)
 
 

@@ -48,7 +48,7 @@ def test_every_image_is_counted_once(chunk: int) -> None:
     batch = Pipeline(held_out, recipe.data, 0).validation_batch(torch.arange(24).numpy())
     logits = model(batch.images)
     assert result.top1 == float((logits.argmax(1) == batch.targets).float().mean())
-    assert result.loss == pytest.approx(float(nn.functional.cross_entropy(logits, batch.targets)), rel=1e-5)
+    assert result.loss == pytest.approx(nn.functional.cross_entropy(logits, batch.targets).item(), rel=1e-5)
 
 
 def test_a_stop_during_evaluation_gives_no_result() -> None:
@@ -70,7 +70,7 @@ def test_with_a_flip_logits_are_the_mean_over_image_and_mirror_image() -> None:
     batch = pipeline.validation_batch(torch.arange(24).numpy())
     logits = (model(batch.images) + model(batch.images.flip(-1))) / 2
     assert result is not None
-    assert result.loss == pytest.approx(float(nn.functional.cross_entropy(logits, batch.targets)), rel=1e-5)
+    assert result.loss == pytest.approx(nn.functional.cross_entropy(logits, batch.targets).item(), rel=1e-5)
     assert result.top1 == float((logits.argmax(1) == batch.targets).float().mean())
 
 

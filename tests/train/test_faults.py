@@ -187,7 +187,7 @@ def test_output_that_nobody_reads_ends_the_run_with_one_line(tmp_path: Path, rec
     words = torusgd_words(tmp_path / "out", recipe, "--workers", "2", *pauses(0.005))
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
     os.close(writer)
     assert done.returncode == 1
     assert done.stderr == "torusgd: nobody reads the output any more; the last checkpoint is good\n"

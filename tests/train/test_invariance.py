@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "halving-doubling": (),
     "torus": (),
     "keys of the records": (
+        "data.resize=10",
+        "data.augment={crop: random, flip: 0.5}",
         "model.batch_norm_momentum=1.0",
         "noise_scale={exact: true, batch: 50}",
         "optimizer.bias_rate=2.0",

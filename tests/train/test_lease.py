@@ -37,7 +37,7 @@ def test_a_holder_at_work_keeps_others_out(machine: Any) -> None:
     lines: list[str] = []
     first, second = machine("a"), machine("b")
     first.acquire(lines.append)
-    with first.renewed():
+    with first.renewed(print):
         with pytest.raises(UserError, match=rf"--out {URL}: in use by process \d+ on .* since .*; wait"):
             second.acquire(lines.append)
         first.check()
@@ -75,7 +75,7 @@ def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pyt
     found = second.newest()
     first.acquire(lambda line: None)
     monkeypatch.setattr(second, "newest", lambda: monkeypatch.undo() or found)
-    with first.renewed(), pytest.raises(UserError, match="in use by"):
+    with first.renewed(print), pytest.raises(UserError, match="in use by"):
         second.acquire(lambda line: None)
 
 
@@ -85,11 +85,11 @@ def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(
     slow, first, second = machine("slow"), machine("a"), machine("b")
     found = slow.newest()
     first.acquire(lambda line: None)
-    with first.renewed():
+    with first.renewed(print):
         pass
     second.acquire(lambda line: None)  # deletes the first's
     monkeypatch.setattr(slow, "newest", lambda: monkeypatch.undo() or found)
-    with second.renewed(), pytest.raises(UserError, match="in use by"):
+    with second.renewed(print), pytest.raises(UserError, match="in use by"):
         slow.acquire(lambda line: None)
     assert second.newest()[0] == 2
 
@@ -120,7 +120,7 @@ def test_a_holder_that_was_held_up_writes_nothing_more(machine: Any, monkeypatch
     late, other, calls = machine("a"), machine("b"), list[str]()
     late.acquire(lambda line: None)
     other.acquire(lambda line: None)
-    with late.renewed(lambda: calls.append("written")):
+    with late.renewed(print, lambda: calls.append("written")):
         until(lambda: "lease" not in [thread.name for thread in threading.enumerate()], "it gives up")
     assert not calls
     other.check()
@@ -152,9 +152,24 @@ def test_what_lies_beside_is_called_and_may_fail(machine: Any) -> None:
         raise OSError("503 Slow Down")
 
     first.acquire(lambda line: None)
-    with first.renewed(beside):
-        end = time.monotonic() + 30
+    with first.renewed(print, beside):
+        end = time.monotonic() + 240
         while len(calls) < 3 and time.monotonic() < end:
             time.sleep(0.01)
     assert len(calls) >= 3
+    assert first.newest()[1].released
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GIVE_BACK", 0.1)
+    first, asks, answers, lines = machine("a"), threading.Event(), threading.Event(), list[str]()
+    first.acquire(lines.append)
+    with first.renewed(lines.append, lambda: (asks.set(), answers.wait(240))):
+        assert asks.wait(240)
+    thread = next(thread for thread in threading.enumerate() if thread.name == "lease")
+    assert lines == [f"{URL}: no answer for 0.1 s; the next run there waits 30 s for it"]
+    answers.set()
+    thread.join(240)
     assert first.newest()[1].released

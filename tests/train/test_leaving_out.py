@@ -163,7 +163,7 @@ def test_in_virtual_time_a_run_that_goes_on_decides_as_if_it_had_not_stopped() -
 
 def test_a_rank_asleep_in_a_pass_holds_up_nobody(tmp_path: Path) -> None:
     """Rank 1 sleeps in a pass until the events tell of two later steps: they are taken without it."""
-    run_ranks(2, asleep, tmp_path / "run", timeout=100)
+    run_ranks(2, asleep, tmp_path / "run", timeout=240)
     began = int((tmp_path / "run-asleep").read_text())
     lines = (tmp_path / "run" / "journal.txt").read_text().splitlines()[1:]
     assert [lines[step].split()[1] for step in range(began, began + 3)] == 3 * ["4-7"]
@@ -176,7 +176,7 @@ def asleep(out: Path) -> None:
 
     def struck(self: PassThread, step: Any, worker: int, membership: Any, take: Any) -> None:
         def late() -> Any:
-            until(lambda: last_step(out) >= step.index + 3, "the others have taken two more steps", timeout=60)
+            until(lambda: last_step(out) >= step.index + 3, "the others have taken two more steps", timeout=240)
             return take()
 
         is_struck = worker >= 4 and step.index >= 2 and not note.exists()

@@ -72,6 +72,8 @@ def test_the_same_bits_on_any_number_of_ranks(size: int, tmp_path: Path) -> None
     if size == 3:
         jobs["sharded"] = {"synchrony": DILOCO, "options": RuntimeOptions(update="sharded", drift_every=1)}
     many = run_world(size, tmp_path / "many", jobs)
-    alone = run_world(1, tmp_path / "one", {"local": {"synchrony": DILOCO}})["local"]
-    assert alone["journal"] is None
-    assert many == dict.fromkeys(jobs, alone)
+    replayed = run_world(1, tmp_path / "one", {"local": {"synchrony": DILOCO, "replay": tmp_path / "many" / "local"}})
+    assert many == dict.fromkeys(jobs, replayed["local"])
+    lines = (tmp_path / "many" / "local" / "journal.txt").read_text().splitlines()[1:]
+    assert [line.split()[:2] for line in lines] == [[str(step), "-"] for step in range(len(lines))]
+    assert len(lines) > 1

@@ -24,7 +24,8 @@ from torusgd.train.lease import is_lease
 from torusgd.train.mirror import NAME, Mirror
 from torusgd.train.run_dir import RunDir
 
-from .runs import TINY, command, sets, train
+from .processes import Process, until
+from .runs import TINY, command, run_here, sets
 
 URL = "memory://runs/one"
 
@@ -141,30 +142,45 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
     assert (mirror.folder / NAME).exists()
 
 
+def slowly(pause: float) -> list[str]:
+    """What makes a run of 60 steps, whose images take `pause` seconds each; that changes no weight."""
+    source = f"data={{source: 'tests.train.slow:Slow', options: {{pause: {pause}}}, image_size: 8, channels: 1, "
+    source += "mean: [0.5], std: [0.25]}"
+    return [source, "stages=[{until: 60st, images_per_worker: 3}]", "evaluate.every=null"]
+
+
+def slow_run(out: str, pause: float, checkpoint_every: str) -> list[str]:
+    """The words of such a run on two ranks."""
+    changes = [*sets(*TINY, *slowly(pause)), "--workers", "2"]
+    return ["train", "digits", *changes, "--out", out, "--checkpoint-every", checkpoint_every]
+
+
+@pytest.fixture
+def on(tmp_path: Path) -> Any:
+    """Gives a command to another machine, which is one with another cache."""
+
+    def run(machine: str, *words: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "TORUSGD_CACHE": str(tmp_path / machine)}
+        return subprocess.run(
+            command(*words), capture_output=True, text=True, timeout=300, check=False, env=environment
+        )
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_from_a_bucket_on_another_machine(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real server that fails now and then; another launcher is kept out; a machine and its disk are lost."""
-    source = "data={source: 'tests.train.slow:Slow', options: {pause: PAUSE}, image_size: 8, channels: 1, "
-    source += "mean: [0.5], std: [0.25]}"
-    stages = "stages=[{until: 60st, images_per_worker: 3}]"
-
-    def settings(pause: float) -> list[str]:
-        return [*sets(*TINY, source.replace("PAUSE", str(pause)), stages, "evaluate.every=null"), "--workers", "2"]
-
-    def on(machine: str, *words: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / machine))
-        return subprocess.run(command(*words), capture_output=True, text=True, timeout=300, check=False)
-
-    expected = train(tmp_path / "folder", *settings(0.0))["weights_sha256"]
+    expected = run_here(tmp_path / "folder", *slowly(0.0))[0]["weights_sha256"]
     with bucket(kind, monkeypatch, http_500=4, cut=6, stale=9, slow=5) as (_, root):
         out = f"{root}/a run"
-        run = ["train", "digits", *settings(0.1), "--out", out, "--checkpoint-every", "5st"]
+        run = slow_run(out, 0.1, "5st")
         first = subprocess.Popen(command(*run), env={**os.environ, "TORUSGD_CACHE": str(tmp_path / "machine 1")})
-        end = time.monotonic() + 150
+        end = time.monotonic() + 240
         while not any(name.endswith("manifest.json") for name in Store(out).sizes()):
             assert time.monotonic() < end
             time.sleep(0.5)
@@ -173,7 +189,7 @@ def test_a_run_goes_on_from_a_bucket_on_another_machine(
         assert f"--out {out}: in use by process {first.pid} on " in second.stderr
         assert ", step " in on("machine 2", "status", out).stdout
         first.send_signal(signal.SIGKILL)
-        first.wait(30)
+        first.wait(240)
         shutil.rmtree(tmp_path / "machine 1")
         done = on("machine 2", *run)
         assert done.returncode == 0, done.stderr
@@ -187,3 +203,36 @@ def test_a_run_goes_on_from_a_bucket_on_another_machine(
         again = on("machine 3", *run)
         assert again.returncode == 0, again.stderr
         assert expected in again.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_at_work_on_a_real_server_is_seen_scaled_and_stopped_from_another_machine(
+    on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_here(tmp_path / "folder", *slowly(0.0))[0]["weights_sha256"]
+    with bucket("s3", monkeypatch) as (_, root):
+        out = f"{root}/a run"
+        run = slow_run(out, 0.4, "50st")
+        here = {"TORUSGD_CACHE": str(tmp_path / "machine 1")}
+        first = Process(tmp_path / "told", *command(*run), environment=here)
+
+        def status() -> str:
+            return str(on("machine 2", "status", out).stdout)
+
+        until(lambda: ", step " in status(), "a step", first, pause=3)
+        assert "2 ranks, virtual workers " in status()
+        scaled = on("machine 2", "scale", out, "--workers", "3")
+        assert (scaled.returncode, scaled.stderr) == (0, "")
+        until(lambda: "3 ranks, virtual workers " in status(), "a third rank", first, pause=3)
+        assert on("machine 2", "scale", out, "--workers", "9").returncode == 2
+        stopped = on("machine 2", "stop", out)
+        assert (stopped.returncode, stopped.stderr) == (0, "")
+        assert f"{out}: the run was stopped after step " in stopped.stdout
+        assert first.end() == 128 + signal.SIGTERM
+        assert "stopped by torusgd stop; the same command goes on" in first.err
+        assert ": the run was stopped after step " in status()
+        done = on("machine 3", *run, "--workers", "4")
+        assert done.returncode == 0, done.stderr
+        assert "resumed from the checkpoint of step" in done.stdout
+        assert expected in done.stdout

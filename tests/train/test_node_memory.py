@@ -31,7 +31,7 @@ def chosen(*copies: Checkpoint | None, on_disk: int = 0) -> list[Newest | None]:
     store, found = HashStore(), dict[int, Newest | None]()
 
     def be(rank: int) -> None:
-        world = groups.build(store, range(len(copies)), rank, device=torch.device("cpu"), timeout=60)
+        world = groups.build(store, range(len(copies)), rank, device=torch.device("cpu"), timeout=240)
         found[rank] = newest(copies[rank], on_disk if rank == 0 else 0, world)
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(len(copies))]

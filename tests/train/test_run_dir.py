@@ -128,7 +128,7 @@ def test_a_finished_run_is_known_and_that_of_fewer_steps_makes_way(tmp_path: Pat
 
 
 def test_a_second_run_is_kept_out_until_the_first_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("torusgd.locks.LOCK_SECONDS", 0.2)
     code = f"""
 import pathlib, sys
 from torusgd.train.run_dir import RunDir
@@ -148,6 +148,27 @@ with RunDir(pathlib.Path({str(tmp_path)!r})).lock():
     with RunDir(tmp_path).lock():
         assert (tmp_path / ".holder").read_text().startswith(f"process {os.getpid()} on ")
     assert not (tmp_path / ".holder").exists()
+
+
+def test_a_run_that_is_refused_before_its_first_step_leaves_no_trace(tmp_path: Path) -> None:
+    def refused(path: Path) -> None:
+        with RunDir(path).lock():
+            RunDir(path).claim(RECIPE, fresh=True)
+            raise UserError("no such images")
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    for path in (tmp_path / "above" / "new", tmp_path / "mine"):
+        with pytest.raises(UserError, match="no such images"):
+            refused(path)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "above", "mine", "mine/notes.txt",
+    ]  # fmt: skip
+    begun = run_in(tmp_path / "run")
+    before = files(begun.path)
+    with pytest.raises(UserError, match="no such images"), begun.lock():
+        raise UserError("no such images")
+    assert files(begun.path) == before
 
 
 def test_a_file_in_place_of_the_folder_is_one_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torusgd.train import lease
 from torusgd.train.mirror import Mirror
 from torusgd.train.run_dir import RunDir
 from torusgd.train.run_view import RunView, local_run
-from torusgd.train.status import STOP, WORKERS
+from torusgd.train.status import STATUS, STOP, WORKERS
 
 from .runs import run_here
 
@@ -85,20 +85,25 @@ def test_a_run_at_work_elsewhere_is_seen_and_asked(elsewhere: Any, monkeypatch: 
     elsewhere("a")
     mirror = Mirror(URL)
     with mirror.held(fresh=False):
-        checkpoint = begin(mirror)
+        begin(mirror)
         with RunDir(mirror.folder).lock():
             assert RunView(Path(URL)).read().state == "running", "on the machine itself its folder's own lock tells"
-        mirror.put_checkpoint(checkpoint, 2)
         elsewhere("b")
+        end = time.monotonic() + 240
+        while STATUS not in Store(URL).sizes():
+            assert time.monotonic() < end
+            time.sleep(0.02)
         view = RunView(Path(URL))
         assert view.running("stop").told["virtual_workers"] == 4
         view.ask(STOP, "")
         view.ask(WORKERS, "3")
-        end = time.monotonic() + 60
         while not ((mirror.folder / STOP).exists() and (mirror.folder / WORKERS).exists()):
             assert time.monotonic() < end
             time.sleep(0.02)
         assert (mirror.folder / WORKERS).read_text() == "3"
         assert {STOP, WORKERS}.isdisjoint(Store(URL).sizes())
+        assert not any(name.startswith("checkpoints/") for name in Store(URL).sizes()), "all that was before the first"
+    with Mirror(URL).held(fresh=False):
+        pass  # another machine takes over a run that has no checkpoint yet
     with pytest.raises(UserError, match=r"digits one: the run is not running, .*; there is nothing to scale"):
         view.running("scale")

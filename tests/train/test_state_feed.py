@@ -27,7 +27,7 @@ from .test_step import make_trainer, take
 STEPS = 16
 LONG = f"stages=[{{until: {STEPS}st, images_per_worker: 2}}]"
 JOINER = 5
-SECONDS = 60
+SECONDS = 240
 
 
 class Sender:

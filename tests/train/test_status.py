@@ -1,5 +1,6 @@
 """What a run's folder tells of it, and what can be asked of a run through it, by one line where nothing can."""
 
+import errno
 import json
 import os
 import socket
@@ -125,10 +126,23 @@ def test_what_was_asked_is_found_once_and_only_since_the_run_began(
     assert not Asked(tmp_path).to_stop()
 
 
+def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_some(path: Path, text: str) -> None:
+        path.write_bytes(text[:5].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told = status.StatusFile(tmp_path, {})
+    told.tell(now=True, step=1)
+    monkeypatch.setattr(Path, "write_text", write_some)
+    told.tell(now=True, step=2)
+    assert [path.name for path in tmp_path.iterdir()] == [status.STATUS]
+    assert json.loads((tmp_path / status.STATUS).read_text())["step"] == 1
+
+
 def test_who_asks_does_not_wait_for_torch() -> None:
     import subprocess
     import sys
 
     script = "import sys, torusgd.train.status; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout == "set()\n"

@@ -6,7 +6,7 @@ import socketserver
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,17 @@ class Memory:
         assert all(isinstance(value, float) for value in figures.values())
         self.sent[kind, step] += 1
 
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
+
+
+def opened(names: list[str], folder: Path, warn: Callable[[str], object] = pytest.fail) -> Trackers:
+    found = Trackers(names, warn)
+    found.open(folder, {})
+    return found
 
 
 def train(out: Path, name: str, max_steps: int | None = None, fresh: bool = False) -> None:
@@ -82,11 +91,37 @@ def test_what_a_tracker_lacks_is_sent_and_nothing_twice(
         path.write_text("".join(line + "\n" for line in lines[:kept]) + "damaged\n[]\n")
         if kept == 1:
             del sent["train", 1]  # it was under way when the process was killed
-        found = Trackers(["wandb", "wandb"], tmp_path, {}, pytest.fail)
+        found = opened(["wandb", "wandb"], tmp_path)
         found.catch_up(path)
         for line in lines[kept:taken]:
             found.feed(json.loads(line))
         found.close()
+    assert set(sent) == WHOLE
+    assert set(sent.values()) == {1}
+
+
+def test_trackers_stay_open_while_ranks_change(events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, begun = Sent(), list[str]()
+
+    class Forgetful(Memory):
+        """As files are: it does not know what it has."""
+
+        def has(self, kind: str, step: int) -> bool:
+            return False
+
+    monkeypatch.setattr(trackers, "_opened", lambda name, folder, config: begun.append(name) or Forgetful(sent))
+    lines = events.read_text().splitlines()
+    path = tmp_path / "events.jsonl"
+    found = Trackers(["tensorboard"], pytest.fail)
+    for kept, taken in ((0, 3), (2, 5), (5, len(lines))):  # the second time a step back, and then on
+        path.write_text("".join(line + "\n" for line in lines[:kept]))
+        found.open(tmp_path, {})
+        found.catch_up(path)
+        for line in lines[kept:taken]:
+            found.feed(json.loads(line))
+        found.flush()
+    found.close()
+    assert begun == ["tensorboard"]
     assert set(sent) == WHOLE
     assert set(sent.values()) == {1}
 
@@ -96,7 +131,7 @@ def test_a_tracker_that_fails_is_left_aside_with_one_line(
 ) -> None:
     sent, told = Sent(), list[str]()
     monkeypatch.setattr(trackers, "_opened", lambda name, folder, config: Memory(sent, fails=name == "wandb"))
-    found = Trackers(["wandb", "mlflow"], tmp_path, {}, told.append)
+    found = opened(["wandb", "mlflow"], tmp_path, told.append)
     found.catch_up(events)
     found.close()
     assert set(sent) == WHOLE
@@ -121,7 +156,7 @@ def test_a_tracker_that_is_not_installed_is_one_line(
     for module in ("torch.utils.tensorboard", "wandb", "mlflow", "mlflow.entities"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(UserError, match=rf"pip install 'torusgd\[{name}\]'"):
-        Trackers([name], tmp_path, {}, pytest.fail)
+        opened([name], tmp_path)
 
 
 def resumed_twice(out: Path, name: str) -> None:
@@ -205,7 +240,7 @@ def test_mlflow_wants_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=http"):
-        Trackers(["mlflow"], tmp_path, {}, pytest.fail)
+        opened(["mlflow"], tmp_path)
 
 
 @pytest.mark.slow
@@ -224,7 +259,7 @@ def test_a_server_of_mlflow_that_is_not_there_is_told_soon(tmp_path: Path, monke
         address = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         with pytest.raises(UserError, match=f"--track mlflow: .*; MLFLOW_TRACKING_URI is {address}"):
-            Trackers(["mlflow"], tmp_path, {}, pytest.fail)
+            opened(["mlflow"], tmp_path)
         server.shutdown()
     assert len(attempts) == 3
     assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ, "a server that is busy later is asked as MLflow does"

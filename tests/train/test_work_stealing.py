@@ -53,7 +53,7 @@ def train_with_a_late_rank(out: str) -> dict[str, Any]:
     return run.run().summary
 
 
-def wait_until_taken(others: Callable[[], int], pieces: int = 3, seconds: float = 100) -> None:
+def wait_until_taken(others: Callable[[], int], pieces: int = 3, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while others() < pieces:
         assert time.monotonic() < end, "nobody helps"

@@ -31,6 +31,7 @@ def all_reduce_of(options: RuntimeOptions, group: Group, grid: tuple[int, int] |
         profile=profile,
         group=group,
         device=group.device,
+        streams=options.streams,
     )
 
 

@@ -28,7 +28,10 @@ _LIBRARY_VARIABLE = re.compile(
 )
 _HARMLESS = re.compile(r"_(VERBOSE|NUM_THREADS|VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_CUDA|CUDA_VERSION)")
 """a recipe says how many threads there are, whatever the environment says"""
+_PICTURES = ("folder", "folders", "list", "tar", "hf")
+"""sources of JPEG and PNG files"""
 _DECODERS = ("simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
+_GPU_DECODERS = ("torchvision", "nvidia-nvjpeg", "nvidia-nvjpeg-cu12")
 
 
 def conditions(recipe: Recipe, device: torch.device) -> Conditions:
@@ -101,8 +104,9 @@ def _builds(recipe: Recipe) -> Conditions:
     build = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12]
     found: Conditions = {"torusgd": _version("torusgd"), "torch": torch.__version__, "torch_build": build}
     found["numpy"] = np.__version__
-    if recipe.data.source == "folder" or ":" in recipe.data.source:
-        found["decoders"] = " ".join(f"{name}-{_version(name)}" for name in _DECODERS if _version(name))
+    if recipe.data.source in _PICTURES or ":" in recipe.data.source:
+        names = _DECODERS + (_GPU_DECODERS if recipe.data.decoder == "nvjpeg" else ())
+        found["decoders"] = " ".join(f"{name}-{_version(name)}" for name in names if _version(name))
     return found
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode
+from ..data.upload import pinned
 from ..errors import RunError
 from ..gradients.operators import operators
 
@@ -76,8 +77,10 @@ class ControlMessage:
 
     def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> None:
         self._to_host = to_host
-        self._values = torch.zeros(NARROW.rows, width + 1, dtype=torch.int64, device=device)
-        self._message = torch.zeros(0)
+        self._rows = (NARROW.rows, width + 1)
+        # The sums of the passes, then what `send` puts behind them: all of it stays where it is, and travels as it is.
+        self._memory = torch.zeros(NARROW.rows * (width + 1), dtype=torch.int64, device=device)
+        self._message = self._memory
         self._timings = self._taken = 0
         self.counts = Counts()
         """of this rank, to be added to"""
@@ -88,26 +91,36 @@ class ControlMessage:
 
     def clear(self) -> None:
         """Begins the passes of a step, also when they are repeated."""
-        self._values.zero_()
         self.counts, self.finished, self.taken_over = Counts(), [], []
 
     def add(self, batch_norm: Tensor, loss: Tensor) -> None:
         """Adds a virtual worker: its batch statistics (float32, flat) and its loss (float32, 0-d)."""
-        operators.add_statistics(self._values, batch_norm, loss)
+        operators.add_statistics(self._values, batch_norm, loss, is_first=not self.counts.contributions)
         self.counts.contributions += 1
 
     def send(self, allreduce: AllReduce, timings: Tensor, fingerprints: Tensor) -> Work:
         """Begins the sum over ranks; both tensors (int64, of one length on all ranks) are summed along."""
-        device = self._values.device
-        counts = torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)])
-        told = torch.tensor([*self.finished, *self.taken_over], dtype=torch.int64)
-        small = torch.cat([counts, told, timings])
-        if device.type == "cuda":
-            small = small.pin_memory()  # else the host waits until the GPU has taken it, and all before it
+        device, length = self._memory.device, self._values.numel()
+        if not self.counts.contributions:
+            self._values.zero_()
+        counts = [getattr(self.counts, field.name) for field in fields(Counts)]
+        numbers = torch.tensor([*counts, *self.finished, *self.taken_over])
+        small = pinned(torch.cat([numbers, timings]) if timings.numel() else numbers, device)
         self._taken, self._timings = len(self.taken_over), timings.numel()
-        here = small.to(device, non_blocking=True)
-        self._message = torch.cat([self._values.reshape(-1), here, fingerprints.to(device)])
+        total = length + small.numel() + fingerprints.numel()
+        if total > len(self._memory):
+            self._memory = torch.cat([self._memory[:length], self._memory.new_zeros(total - length)])
+        self._message = self._memory[:total]
+        self._message[length : length + small.numel()].copy_(small, non_blocking=True)
+        if fingerprints.numel():
+            self._message[length + small.numel() :].copy_(fingerprints)
         return allreduce.start(self._message)
+
+    @property
+    def _values(self) -> Tensor:
+        """int64 [NARROW.rows, values + 1]: the sums of this rank's passes."""
+        rows, columns = self._rows
+        return self._memory[: rows * columns].view(rows, columns)
 
     @property
     def on_device(self) -> Tensor:
@@ -122,7 +135,7 @@ class ControlMessage:
             RunError: The ranks' programs have other records.
         """
         length = self._values.numel()
-        sums = decode(self._message[:length].view_as(self._values), NARROW)
+        sums = decode(self._message[:length].view(self._rows), NARROW)
         floats = torch.cat([sums[-1:], sums[:-1].isfinite().all().double().reshape(1)])
         small = self._to_host(torch.cat([floats.view(torch.int64), self._message[length:]]))
         words = small.tolist()

@@ -17,7 +17,7 @@ from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
 from ..data.pipeline import Batch, Pipeline
-from ..data.upload import place
+from ..data.upload import pinned, place
 from ..errors import DiskError, RunError, is_transient
 from ..precision import Precision
 from ..recipe.data_schema import Evaluate
@@ -96,9 +96,10 @@ def evaluate(
                     logits = model(images).float()
                     if settings.flip:
                         logits = (logits + model(images.flip(-1)).float()) / 2
-                    counts[:2] += count_correct(logits, batch.targets.to(world.device))
-                    observe(logits, batch.targets.to(world.device))
-                    loss += encode(_loss_sum(logits, batch.targets.to(world.device)))
+                    targets = pinned(batch.targets, world.device).to(world.device, non_blocking=True)
+                    counts[:2] += count_correct(logits, targets)
+                    observe(logits, targets)
+                    loss += encode(_loss_sum(logits, targets))
                 counts[2] += len(batch.targets)
                 counts[3] += size - len(batch.targets)
     except OSError as error:

@@ -41,32 +41,35 @@ class Telemetry:
     Args:
         folder: The run's folder.
         schedule: Of the run.
+        steps: Of them the run takes so many.
         first_step: Steps done before; later events of an earlier attempt are dropped.
         evaluated: The last step that was evaluated; later evaluations are dropped.
         about: What `status.json` tells from the first to the last step.
-        trackers: Also take every event; None: nobody does.
+        trackers: Also take every event, opened if there are any; they stay open.
     """
 
     def __init__(
         self,
         folder: Path,
         schedule: Schedule,
+        steps: int,
         first_step: int,
         evaluated: int,
         about: Mapping[str, Any],
-        trackers: Trackers | None = None,
+        trackers: Trackers,
     ) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
-        self._schedule = schedule
+        self._schedule, self._steps = schedule, steps
+        self._stop = schedule[steps - 1].start + schedule[steps - 1].batch
+        """images after the last step"""
         self._path = folder / "events.jsonl"
         _drop_later_events(self._path, first_step, evaluated)
         self._trackers = trackers
-        if trackers is not None:
-            trackers.catch_up(self._path)
+        trackers.catch_up(self._path)
         self._file = self._path.open("ab", buffering=0)  # one write a line: what was written survives a killed process
         self.status = StatusFile(folder, about)
         """to be told of what is no step"""
-        self.status.tell(now=True, phase="start", step=first_step, steps=len(schedule))
+        self.status.tell(now=True, phase="start", step=first_step, steps=steps)
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()
         self._speed = self._left_out = 0.0
@@ -75,7 +78,7 @@ class Telemetry:
             self._progress = Progress(
                 BarColumn(bar_width=16), TextColumn("{task.description}", markup=False), console=self.console
             )
-            self._task = self._progress.add_task("starting", total=len(schedule), completed=first_step)
+            self._task = self._progress.add_task("starting", total=steps, completed=first_step)
             self._progress.start()
 
     def step(self, stats: StepStats, seconds: float, membership: Membership) -> None:
@@ -139,8 +142,7 @@ class Telemetry:
         """Ends the progress line and closes the files."""
         if self._progress is not None:
             self._progress.stop()
-        if self._trackers is not None:
-            self._trackers.close()
+        self._trackers.flush()
         self._file.close()
 
     def _show(self, stats: StepStats) -> None:
@@ -165,7 +167,7 @@ class Telemetry:
         left_out = f"  left out {self._left_out:.0%}" if self._left_out >= _TOLD else ""
         return (
             f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
-            f"/{schedule.stop / schedule.train_images:.4g}  step {step.index + 1}/{len(schedule)}  "
+            f"/{self._stop / schedule.train_images:.4g}  step {step.index + 1}/{self._steps}  "
             f"loss {stats.loss:.4f}  lr {step.lr:.4g}{gap}{self._entering:,.0f} images/s  "
             f"data {data:.0%}  sync {sync:.0%}{hidden}{left_out}  {clock(self._left(step))} left{self._slowest}"
         )
@@ -177,7 +179,7 @@ class Telemetry:
 
     def _left(self, step: Step) -> float:
         """Seconds."""
-        return (self._schedule.stop - step.start - step.batch) / self._speed
+        return (self._stop - step.start - step.batch) / self._speed
 
     def _schedule_epoch(self, step: int) -> float:
         last = self._schedule[step - 1]
@@ -193,8 +195,7 @@ class Telemetry:
                 f"{self._path}: can't be written: {error.strerror}; the last checkpoint is good: free space and give "
                 "the same command again"
             ) from None
-        if self._trackers is not None:
-            self._trackers.feed(event)
+        self._trackers.feed(event)
 
 
 def evaluation_event(step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A synchronous run takes every virtual worker's gradient of the present weights in every step, so its journal follows
 from the recipe and is not written. A run that leaves out late work depends on time; its journal makes it repeatable:
-recipe and journal decide the result.
+recipe and journal decide the result. A run of local steps keeps one as well, whose lines name every virtual worker's
+change, so that all relaxed forms are replayed, and checked, in one way.
 
 The file is text. Its first line names the format, the recipe's hash and V; then comes a line for each update:
 
@@ -170,7 +171,7 @@ def journal_of(recipe: Recipe, recipe_sha256: str, head: JournalHead | None, pat
         head: See `Journal`.
         path: Of the file; None on ranks that don't write it.
     """
-    if not recipe.synchrony.leaves_out:
+    if not recipe.synchrony.keeps_journal:
         return None
     journal = Journal(recipe_sha256, recipe.virtual_workers, head)
     if path is not None:

@@ -29,6 +29,8 @@ RENEW = 15.0
 EXPIRES = 60.0
 """seconds without one after which a holder is gone"""
 POLL = 1.0
+GIVE_BACK = 30.0
+"""seconds that the end of a run waits for a bucket that may not answer any more"""
 TOKEN = ".lease"
 """the file in the working folder that names the number held, so that a new start there need not wait for itself"""
 _OBJECT = re.compile(r"\.lease-(\d{8})\.json")
@@ -108,36 +110,39 @@ class Lease:
             raise RunError(f"{self._store.url}: {holder.who} has taken over, since this machine gave no sign of life")
 
     @contextmanager
-    def renewed(self, beside: Callable[[], object] = lambda: None) -> Iterator[None]:
+    def renewed(self, tell: Callable[[str], None], beside: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Gives a sign of life every RENEW seconds, and the lock back at the end.
 
         Args:
+            tell: Gets a line where the bucket doesn't take the lock back within GIVE_BACK seconds.
             beside: Called after each; what it raises as an OSError is left aside.
         """
-        number, token = self._held()
-        holder, is_done = Holder(token, _me()), threading.Event()
-
-        def renew() -> None:
-            beats = 0
-            while not is_done.wait(RENEW):
-                beats += 1
-                with suppress(OSError):  # whoever waits for longer than that takes over, which `check` finds
-                    try:
-                        self.check()
-                    except RunError:
-                        return
-                    self._store.write(object_name(number), _data(replace(holder, beats=beats)))
-                    beside()
-
-        thread = threading.Thread(target=renew, name="lease", daemon=True)
+        is_done = threading.Event()
+        # A thread that nobody has to wait for, since a store's library may take minutes until it gives up.
+        thread = threading.Thread(target=self._renew, args=(is_done, beside), name="lease", daemon=True)
         thread.start()
         try:
             yield
         finally:
             is_done.set()
-            thread.join()
-            with suppress(OSError):
-                self._store.write(object_name(number), _data(replace(holder, released=True)))
+            thread.join(GIVE_BACK)
+            if thread.is_alive():
+                tell(f"{self._store.url}: no answer for {GIVE_BACK:g} s; the next run there waits {EXPIRES:g} s for it")
+
+    def _renew(self, is_done: threading.Event, beside: Callable[[], object]) -> None:
+        number, token = self._held()
+        holder = Holder(token, _me())
+        while not is_done.wait(RENEW):
+            holder = replace(holder, beats=holder.beats + 1)
+            with suppress(OSError):  # whoever waits for longer than that takes over, which `check` finds
+                try:
+                    self.check()
+                except RunError:
+                    return
+                self._store.write(object_name(number), _data(holder))
+                beside()
+        with suppress(OSError):
+            self._store.write(object_name(number), _data(replace(holder, released=True)))
 
     def newest(self) -> tuple[int, Holder | None]:
         """The highest number and what its object says; 0 and None where nobody has had the lock yet."""

@@ -47,6 +47,7 @@ class Mirror:
         self._store = Store(url)
         self._lease = Lease(self._store, self.folder)
         self._warn = warn
+        self._is_seen = False
 
     @classmethod
     def at(cls, out: Path, warn: Callable[[str], None] = lambda line: None) -> "Mirror | None":
@@ -72,7 +73,7 @@ class Mirror:
                 self._begin(fresh)
         except OSError as error:
             raise UserError(f"--out {self.url}: can't be used: {error}") from error
-        with self._lease.renewed(self._exchange):
+        with self._lease.renewed(self._warn, self._exchange):
             yield
 
     def put_checkpoint(self, checkpoint: Path, keep: int) -> None:
@@ -100,6 +101,10 @@ class Mirror:
     def _exchange(self) -> None:
         """Now and then, while the run is at work: its status goes there, and what was asked of it comes here."""
         if (self.folder / STATUS).exists():
+            if not self._is_seen:  # without them there is no run for others, and the first checkpoint may be far off
+                for name in (NAME, _RECIPE):
+                    self._store.put(self.folder / name, name)
+                self._is_seen = True
             self._store.put(self.folder / STATUS, STATUS)
         for name in ASKED & self._store.sizes().keys():
             write_text(self.folder / name, self._store.read(name).decode(errors="replace"))

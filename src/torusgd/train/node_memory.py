@@ -117,7 +117,7 @@ def node_memory(job: Job) -> NodeMemory | None:
     agent = torchrun_agent()
     if not agent or not job.options.node_memory or obstacle(job):
         return None
-    if job.recipe.synchrony.leaves_out:  # its journal is on the disk alone, and may end before a copy
+    if job.recipe.synchrony.keeps_journal:  # its journal is on the disk alone, and may end before a copy
         return None
     folder = SHARED_MEMORY / f"torusgd-{os.getuid()}-{agent}"
     keeps = os.environ.get("LOCAL_RANK") == "0"

@@ -22,7 +22,7 @@ from .build import Trainer, build
 from .checkpoint import CheckpointTimes, CheckpointWriter
 from .closing import as_seconds, closing_of
 from .evaluate import Evaluation, evaluate
-from .events import Telemetry, evaluation_event, warn
+from .events import Telemetry, evaluation_event
 from .job import Job
 from .journal import Journal, journal_of
 from .mirror import Mirror
@@ -37,7 +37,6 @@ from .state_feed import StateFeeds
 from .status import Asked
 from .step_stats import StepStats
 from .survival import Agreed, Kept, agree, fitting, nothing_yet, obstacle, wait_for_ranks
-from .trackers import Trackers
 
 
 def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
@@ -158,7 +157,7 @@ class Run:
         finally:
             self._feeds.close()
             if not is_lost:
-                self.kept.data.close()
+                self.kept.close()
 
     def keep(self) -> Kept:
         """What this rank keeps for those that are left, once its groups are aborted and `run` has raised CommError."""
@@ -350,14 +349,14 @@ class Run:
 
     def _open_telemetry(self, is_kept: bool) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
-        state, path = self.state, self.run_dir.path
-        recipe = self.job.recipe
+        state, path, recipe = self.state, self.run_dir.path, self.job.recipe
         fixed = "another launcher has started them" if ranks_are_given() else obstacle(self.job)
         about = {"recipe": recipe.name, "virtual_workers": recipe.virtual_workers, "fixed_ranks": fixed}
         about |= self.job.asked()
         self.liveness.outside("the servers of --track", ", ".join(self.job.options.track))
-        trackers = Trackers(self.job.options.track, path, {**about, "recipe": recipe.as_dict()}, warn)
-        self.telemetry = Telemetry(path, self.schedule, state.step, state.evaluated, about, trackers)
+        trackers = self.kept.trackers
+        trackers.open(path, {**about, "recipe": recipe.as_dict()})
+        self.telemetry = Telemetry(path, self.schedule, self.steps, state.step, state.evaluated, about, trackers)
         if not is_kept:
             greet(self.telemetry, self.job, self.trainer, state, self._source)
             return

@@ -2,30 +2,26 @@
 
 import errno
 import json
-import os
 import shutil
-import socket
-import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 
 from ..errors import RunError, UserError
+from ..locks import HOLDER, LOCK, held
 from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED, STATE, list_checkpoints
 from .events import warn
-from .status import HEAD, HOLDER, LOCK, STATUS, forget_what_was_asked
+from .status import HEAD, STATUS, forget_what_was_asked
 from .trace import FILE as TRACE
 from .trackers import ID_FILE
 
-LOCK_SECONDS = 10.0
 FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", ID_FILE, TRACE)
 STEP = "step-" + 8 * "[0-9]"
 PARTS = {
@@ -58,32 +54,27 @@ class RunDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Makes the folder and keeps other runs out of it.
+        """Makes the folder and keeps other runs out of it; a run that is refused before its first step leaves no trace.
 
         Raises:
             UserError: Another run, which is named, holds it for 10 s; or it can't be written.
             RunError: The disk is full or broken.
         """
-        holder = self.path / HOLDER
         with self._telling():
+            is_new, traces = not self.path.exists(), [] if (self.path / LOCK).exists() else [LOCK]
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / LOCK, timeout=LOCK_SECONDS)
-            try:
-                lock.acquire()
-            except Timeout:
-                name = holder.read_text().strip() if holder.exists() else "another run"
-                raise UserError(f"--out {self.path}: in use by {name}; wait for it or choose another folder") from None
-        if why := local_locks(self.path.resolve(), _mounts()):
-            warn(f"--out {self.path}: {why}: start no second run on this folder from another host")
-        try:
+        with ExitStack() as stack:
             with self._telling():
-                started = time.strftime("%Y-%m-%d %H:%M:%S")
-                holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
-            yield
-        finally:
-            with suppress(OSError):
-                holder.unlink()
-            lock.release()
+                stack.enter_context(held(self.path, f"--out {self.path}"))
+            if why := local_locks(self.path.resolve(), _mounts()):
+                warn(f"--out {self.path}: {why}: start no second run on this folder from another host")
+            traces += [name for name in (self.recipe.name, _AGENTS) if not (self.path / name).exists()]
+            try:
+                yield
+            except UserError:
+                if not self._has_begun():
+                    self._remove(traces, is_new)
+                raise
 
     def claim(self, recipe: Recipe, fresh: bool, agents: Collection[int] = ()) -> None:
         """Makes the folder this recipe's (under `lock`); with `fresh` an earlier run in it is deleted.
@@ -194,7 +185,7 @@ class RunDir:
         """Refuses the folder of another recipe's run, unless that one ended before its first step, as by a mistake."""
         other = read_run_recipe(self.recipe)
         if other.sha256() != recipe.sha256():
-            if not any(path.exists() for path in (self.events, self.summary, self.model, self.checkpoints)):
+            if not self._has_begun():
                 self._delete_run()
                 return
             key = _first_difference(other.as_dict(), recipe.as_dict())
@@ -202,6 +193,18 @@ class RunDir:
                 f"--out {self.path}: holds a run of another recipe ({other.name}; {key} differs); choose another "
                 "folder, or give --fresh to delete that run"
             )
+
+    def _has_begun(self) -> bool:
+        """Whether a run here has come to its first step."""
+        return any(path.exists() for path in (self.events, self.summary, self.model, self.checkpoints))
+
+    def _remove(self, traces: Iterable[str], is_new: bool) -> None:
+        """Removes files under `lock`, and the folder if it `is_new` and holds nothing else."""
+        with suppress(OSError):
+            for name in (HOLDER, *traces):
+                (self.path / name).unlink(missing_ok=True)
+            if is_new:
+                self.path.rmdir()
 
     def _delete_run(self) -> None:
         for part, patterns in PARTS.items():

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 from ..errors import UserError
+from ..locks import is_locked
 from ..storage import Store, cache_folder, url_of
 from .lease import EXPIRES, Lease, object_name
-from .status import ASKED, HEAD, STATUS, RunStatus, ask, gone, is_locked, read_status
+from .status import ASKED, HEAD, STATUS, RunStatus, ask, gone, read_status
 
 _RECIPE, _WEIGHTS = "recipe.yaml", "model.safetensors"
 _SMALL = (_RECIPE, STATUS, "summary.json")

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from ..errors import UserError
+from ..locks import is_locked
 from ..untrusted import parse_json, read_text
 
 STATUS = "status.json"
-LOCK, HOLDER = ".lock", ".holder"
 HEAD = "# The complete recipe of this run, defaults included."
 """first words of the recipe.yaml that a run writes"""
 SECONDS = 1.0
@@ -58,8 +56,11 @@ class StatusFile:
             self._written = time.monotonic()
             temporary = self._path.with_name(f".{STATUS}.{secrets.token_hex(4)}")
             with suppress(OSError):
-                temporary.write_text(json.dumps(self._told, indent=1) + "\n")
-                os.replace(temporary, self._path)
+                try:
+                    temporary.write_text(json.dumps(self._told, indent=1) + "\n")
+                    os.replace(temporary, self._path)
+                finally:
+                    temporary.unlink(missing_ok=True)  # what a full disk took of it
 
 
 class Asked:
@@ -175,21 +176,6 @@ def _check_run(folder: Path) -> None:
         is_run = False
     if not is_run:
         raise UserError(f"{folder}: holds no run; give the folder that was --out of torusgd train, such as runs/digits")
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a process holds a run's folder."""
-    if not (folder / LOCK).exists():
-        return False
-    lock = FileLock(folder / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        return True
-    except OSError:  # this user may not write there
-        return (folder / HOLDER).exists()
-    lock.release()
-    return False
 
 
 def _tree(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ nothing has happened to, and that holds for exact reductions only.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -28,11 +28,13 @@ from ..errors import UserError
 from ..recipe.runtime_options import RuntimeOptions
 from ..weights import Tensors
 from .build import Data, Network, draw_network, fingerprint_of, open_data
+from .events import warn
 from .fingerprint import Fingerprint
 from .host_share import HostShare, MappedArrays
 from .job import Job, images_at
 from .saving import LastSaved
 from .state import RunState, share_tensors
+from .trackers import Trackers
 
 _LOOK_SECONDS = 0.2
 """from one question to the next while ranks wait for others"""
@@ -63,6 +65,13 @@ class Kept:
     network: Network | None = None
     """with these tensors, or of a rank that joins with any; None: not drawn yet"""
     saved: LastSaved | None = None
+    trackers: Trackers = field(default_factory=Trackers)
+    """open, where this rank has been the first"""
+
+    def close(self) -> None:
+        """At the end of this rank's part in the run."""
+        self.trackers.close()
+        self.data.close()
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,8 @@ def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]
         once: HostShare | MappedArrays = HostShare(world, liveness, "the list of images", images_at(job), wanted, keeps)
     else:  # a rank that joins others at work must not wait for them here
         once = MappedArrays(job.lists)
-    return Kept(open_data(job, world.device, liveness, once), tuple(began), None, -1, None, 0.0, {}, None)
+    data, trackers = open_data(job, world.device, liveness, once), Trackers(job.options.track, warn)
+    return Kept(data, tuple(began), None, -1, None, 0.0, {}, None, trackers=trackers)
 
 
 def prepared(job: Job, liveness: Liveness, began: Sequence[int], run: Fingerprint) -> Kept:

@@ -6,6 +6,9 @@ the run has cut to its checkpoint, is read from the start, and every event that 
 from then on the run's events follow, again without those that it has. What it has, a server tells (MLflow, W&B). Files
 (TensorBoard, W&B offline) are written anew.
 
+When ranks are lost or join, the process that is rank 0 keeps its trackers open: to begin anew would cost seconds, while
+all ranks wait, and a look through all events. Only if that very process is lost does another one open them.
+
 A tracker that fails later is left aside with one line: nothing is lost, since the next resume finds what it lacks.
 """
 
@@ -41,29 +44,41 @@ class Tracker(Protocol):
         """Takes figures, by their name without the kind."""
         ...
 
+    def flush(self) -> None:
+        """Sends what is still under way, as far as this process holds it; more may follow."""
+        ...
+
     def close(self) -> None:
-        """Sends what is still under way."""
+        """Sends what is still under way, and ends."""
         ...
 
 
 class Trackers:
-    """The trackers of a run; rank 0 has them.
+    """The trackers of a run; the process that is rank 0 opens them, and keeps them when the ranks change.
 
     Args:
         names: Those that are asked for.
-        folder: The run's.
-        config: The recipe and more, as plain JSON.
         warn: Takes a line where one fails.
-
-    Raises:
-        UserError: One is not installed, or its server doesn't answer.
     """
 
-    def __init__(
-        self, names: Sequence[str], folder: Path, config: Mapping[str, Any], warn: Callable[[str], object]
-    ) -> None:
-        self._warn = warn
-        self._open: dict[str, Tracker] = {name: _opened(name, folder, config) for name in dict.fromkeys(names)}
+    def __init__(self, names: Sequence[str] = (), warn: Callable[[str], object] = lambda line: None) -> None:
+        self._names, self._warn = tuple(dict.fromkeys(names)), warn
+        self._open: dict[str, Tracker] | None = None
+        self._fed: dict[str, int] = {}
+        """the last step of each kind that this process has handed over"""
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Opens all of them, unless that was done before.
+
+        Args:
+            folder: The run's.
+            config: The recipe and more, as plain JSON.
+
+        Raises:
+            UserError: One is not installed, or its server doesn't answer.
+        """
+        if self._open is None:
+            self._open = {name: _opened(name, folder, config) for name in self._names}
 
     def catch_up(self, events: Path) -> None:
         """Sends what is missing of a run's events so far."""
@@ -75,27 +90,38 @@ class Trackers:
 
     def feed(self, event: Mapping[str, Any]) -> None:
         """Sends an event to every tracker that does not have it."""
-        found = figures_of(event)
+        found = figures_of(event) if self._open else None
         if found is None:
             return
-        kind, figures = found
-        for name, tracker in list(self._open.items()):
-            try:
-                if not tracker.has(kind, event["step"]):
-                    tracker.log(kind, event["step"], figures)
-            except Exception as error:  # of any library: a run does not end because its tracker does
-                self._leave_aside(name, error)
+        (kind, figures), step = found, event["step"]
+        if step <= self._fed.get(kind, -1):  # taken again, since ranks were lost, or read from the file again
+            return
+        self._fed[kind] = step
+
+        def log(tracker: Tracker) -> None:
+            if not tracker.has(kind, step):
+                tracker.log(kind, step, figures)
+
+        self._each(log)
+
+    def flush(self) -> None:
+        """Sends what is under way; this process may end before it feeds them again."""
+        self._each(lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """Sends what is under way, and ends all of them."""
-        for name, tracker in list(self._open.items()):
+        self._each(lambda tracker: tracker.close())
+        self._open = None
+
+    def _each(self, call: Callable[[Tracker], object]) -> None:
+        for name, tracker in list((self._open or {}).items()):
             try:
-                tracker.close()
-            except Exception as error:
+                call(tracker)
+            except Exception as error:  # of any library: a run does not end because its tracker does
                 self._leave_aside(name, error)
-        self._open.clear()
 
     def _leave_aside(self, name: str, error: Exception) -> None:
+        assert self._open is not None
         del self._open[name]
         self._warn(
             f"--track {name}: left aside, since it failed: {first_line(error)}; events.jsonl holds everything, and "
@@ -146,6 +172,10 @@ class TensorBoard:
         for name, value in figures.items():
             self._writer.add_scalar(f"{kind}/{name}", value, step)
 
+    def flush(self) -> None:
+        """See `Tracker`."""
+        self._writer.flush()
+
     def close(self) -> None:
         """See `Tracker`."""
         self._writer.close()
@@ -193,6 +223,9 @@ class WeightsAndBiases:
         """See `Tracker`."""
         self._run.log({f"{kind}/step": step, **{f"{kind}/{name}": value for name, value in figures.items()}})
 
+    def flush(self) -> None:
+        """See `Tracker`; a process of W&B's own has everything already."""
+
     def close(self) -> None:
         """See `Tracker`."""
         self._run.finish()
@@ -236,11 +269,15 @@ class MLflow:
         # A thread of MLflow's own sends them in their order, so that no step waits for a server.
         self._client.log_batch(self._id, metrics=metrics, synchronous=False)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """See `Tracker`."""
         import mlflow
 
         mlflow.flush_async_logging()
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self.flush()
         self._client.set_terminated(self._id)
 
     def _find_or_create(self, experiment: str, folder: Path, config: Mapping[str, Any]) -> str:
