@@ -2,12 +2,15 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from ..train.processes import children, open_files
 
 CONFIGURATION = """
 ClusterName=test
@@ -78,8 +81,20 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
                 daemon.wait()
 
 
+def lose_node(folder: Path, environment: dict[str, str], name: str) -> None:
+    """Kills all of a node at once, as a loss of power does, and tells the controller, which would take minutes."""
+    log = str(folder / f"slurmd.{name}.log")  # that its daemon and those of its job steps hold open
+    lost = [int(each.name) for each in Path("/proc").glob("[0-9]*") if log in open_files(int(each.name))]
+    for pid in lost:
+        lost += [child for child in children(pid) if child not in lost]
+    for pid in lost:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    ask(environment, "scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
+
+
 def ask(environment: dict[str, str], *command: str) -> str:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     return (done.stdout or done.stderr).strip()
 
 

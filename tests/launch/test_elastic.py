@@ -30,6 +30,7 @@ from torusgd.train.fingerprint import Fingerprint
 from torusgd.train.saving import LastSaved
 from torusgd.train.state import RunState
 from torusgd.train.survival import Kept, agree, fitting
+from torusgd.train.trackers import Trackers
 
 from ..data.pictures import write_folder
 from ..train.processes import (
@@ -108,10 +109,11 @@ def test_two_ranks_are_lost_at_once(tmp_path: Path, recipe: Path, undisturbed: d
 def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any], run_cli: Any
 ) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out, held = tmp_path / "out", tmp_path / "held"
     held.touch()
-    source = ["--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.05"]
-    process = torusgd(tmp_path, out, recipe, "--workers", "1", *source, TORUSGD_HELD=str(held))
+    words = ["--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.05", "--track", "tensorboard"]
+    process = torusgd(tmp_path, out, recipe, "--workers", "1", *words, TORUSGD_HELD=str(held))
 
     def wait_for(**expected: Any) -> None:
         def status() -> dict[str, Any]:
@@ -124,6 +126,7 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     wait_for_step(out, 1, process)
     wait_for(state="running", shares={"0": 4})
     began = process.ranks()
+    (tracked,) = (out / "tensorboard").iterdir()
     assert run_cli("scale", out, "--workers", "3")[0] == 0
     wait_for(shares={"0": 1, "1": 1, "2": 2})
     assert len(process.ranks()) == 3
@@ -137,6 +140,9 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     assert "ranks 1, 2 join; ranks 0, 1, 2 go on" in process.err
     assert " leaves; rank 0 goes on" in process.err
     assert "all waited" not in process.out, "they were sent the state beside the steps"
+    assert list((out / "tensorboard").iterdir()) == [tracked], "opened once for all three changes"
+    losses = accumulator.EventAccumulator(str(tracked)).Reload().Scalars("train/loss")
+    assert [loss.step for loss in losses] == [*range(1, STEPS + 1)]
 
 
 @pytest.mark.slow
@@ -272,7 +278,7 @@ def agreed(*each: Kept) -> list[tuple[int, int, Any, dict[str, float]]]:
 
     def be(rank: int) -> None:
         cpu = torch.device("cpu")
-        world = groups.build(store, range(len(each)), rank, device=cpu, timeout=60)
+        world = groups.build(store, range(len(each)), rank, device=cpu, timeout=240)
         taken = agree(each[rank], world)
         assert taken is not None
         own = each[rank].tensors if rank in taken.holders else {}
@@ -331,7 +337,7 @@ def test_a_new_rank_0_writes_what_is_missing_and_drops_what_is_done_again(tmp_pa
     step, evaluation = {"step": 3}, {"step": 3, "event": "evaluation"}
 
     def events(evaluated: int, *, complete: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        telemetry = Telemetry(tmp_path, schedule, 3, evaluated, about={})
+        telemetry = Telemetry(tmp_path, schedule, len(schedule), 3, evaluated, {}, Trackers())
         if complete is not None:
             telemetry.complete(complete)
         telemetry.close()

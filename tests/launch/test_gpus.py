@@ -13,7 +13,16 @@ from torch.distributed import HashStore
 from torusgd.comm import groups
 from torusgd.errors import UserError
 from torusgd.launch import torchrun
-from torusgd.launch.gpus import LOCAL_RANK, WATCHDOG, check_own_gpus, local_rank, own_gpu
+from torusgd.launch.gpus import (
+    LOCAL_RANK,
+    WATCHDOG,
+    check_own_gpus,
+    compare_gpus,
+    device_of,
+    local_rank,
+    own_gpu,
+    tell_gpu,
+)
 from torusgd.launch.heartbeat import Limits
 from torusgd.launch.rank_process import meet
 from torusgd.recipe.load import load_recipe
@@ -138,3 +147,16 @@ def test_of_ranks_that_somebody_elses_launcher_put_on_one_gpu_one_says_so() -> N
     assert [code for code, _ in ends] == [2, 2]
     (line,) = [line for _, said in ends for line in said]
     assert line.startswith("ranks 0, 1 have the same GPU (GPU-0): let the launcher set LOCAL_RANK")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks_per_gpu", [1, 2])
+def test_two_ranks_on_the_gpu_that_is_here(ranks_per_gpu: int) -> None:
+    store, device = HashStore(), device_of("cuda", ranks_per_gpu)
+    for rank in range(2):
+        tell_gpu(store, rank, device, ranks_per_gpu)
+    if ranks_per_gpu == 2:
+        compare_gpus(store, 2, device, ranks_per_gpu)
+    else:
+        with pytest.raises(UserError, match="ranks 0, 1 have the same GPU"):
+            compare_gpus(store, 2, device, ranks_per_gpu)

@@ -45,7 +45,7 @@ class Pair:
             hang_up(self.there)
 
     def end(self) -> Any:
-        self._thread.join(30)
+        self._thread.join(240)
         return self.outcome
 
 
@@ -78,7 +78,7 @@ def test_what_was_overheard_serves_no_second_time() -> None:
     heard.append(mine.recv(4096))
     pair.here.sendall(heard[0])
     mine.sendall(pair.here.recv(4096))
-    client.join(30)
+    client.join(240)
     assert pair.end() == NODE
     again = Pair()
     again.here.recv(4096)

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, Store
 from torusgd.comm.liveness import LateRank
 from torusgd.launch import heartbeat, roll_call
 from torusgd.launch.heartbeat import Heartbeat
-from torusgd.launch.processes import serve_store
+from torusgd.launch.rank_process import serve_store
 from torusgd.launch.roll_call import Beat, Follower, Limits, Watch
 
 LIMITS = Limits(beat=30, start=100, stuck=60)
@@ -188,7 +188,7 @@ def beating(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Heartbeat
         each.close()
 
 
-def until(check: Callable[[], Any], seconds: float = 60.0) -> Any:
+def until(check: Callable[[], Any], seconds: float = 240.0) -> Any:
     end = time.monotonic() + seconds
     while not (found := check()):
         assert time.monotonic() < end

@@ -5,7 +5,6 @@ The launcher and the agents run in this process, the ranks in processes of their
 
 import errno
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -23,11 +22,12 @@ from typing import Any
 import pytest
 
 from torusgd.errors import RunError, UserError
-from torusgd.launch import local, node_agent
+from torusgd.launch import local, node_agent, processes
 from torusgd.launch.handshake import NODE, Channel, make_token, prove_to_client, prove_to_listener, read_token
 from torusgd.launch.listener import MOST_STRANGERS, Listener, interface_addresses, interface_of
 from torusgd.launch.local import TOKEN, Entrance, launch
 from torusgd.launch.node_agent import join_run
+from torusgd.launch.rank_process import start_rank
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_auto
@@ -39,6 +39,7 @@ from ..train.processes import (
     LOOPBACK,
     Process,
     is_alive,
+    last_step,
     listening,
     pauses,
     results,
@@ -68,7 +69,7 @@ class Agent:
 
     def end(self) -> Any:
         """Its exit code, or its error."""
-        self._thread.join(60)
+        self._thread.join(240)
         assert not self._thread.is_alive()
         return self.outcome
 
@@ -94,7 +95,7 @@ class Driven:
         thread = threading.Thread(target=self._run, daemon=True)
         thread.start()
         self.result: RunResult = launch(job, False, Entrance(("127.0.0.1", 0)))
-        thread.join(60)
+        thread.join(240)
         if self._error:
             raise self._error[0]
 
@@ -108,7 +109,7 @@ class Driven:
     def until(self, what: Callable[[], Any]) -> Any:
         """Waits for something true."""
         try:
-            return until(what, "what was waited for", timeout=60, pause=0.02)
+            return until(what, "what was waited for", timeout=240, pause=0.02)
         except AssertionError:
             raise AssertionError("\n".join([*self.lines, str(self.shares())])) from None
 
@@ -148,7 +149,7 @@ def test_machines_join_and_are_lost_and_strangers_and_those_with_other_data_dist
 ) -> None:
     ended, other = dict[str, Any](), job.out.parent / "other"
     other.mkdir()
-    started, start_rank = list[BaseProcess](), node_agent.start_rank
+    started = list[BaseProcess]()
     monkeypatch.setattr(node_agent, "start_rank", lambda spec: started.append(start_rank(spec)) or started[-1])
 
     def drive(run: Driven) -> None:
@@ -368,26 +369,34 @@ def test_a_machine_brings_so_many_ranks_at_most(tmp_path: Path, run_cli: Any) ->
 
 
 @pytest.mark.slow
-def test_without_a_rank_of_the_first_machine_all_start_again_and_machines_join_again(
+def test_where_the_first_machine_loses_its_only_rank_it_starts_another_which_takes_the_state_from_those_elsewhere(
     job: Job, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 writes the run's folder, which is on the first machine."""
-    ended = dict[str, Any]()
+    ended, started = dict[str, Any](), list[BaseProcess]()
+    monkeypatch.setattr(processes, "start_rank", lambda spec: started.append(start_rank(spec)) or started[-1])
 
     def drive(run: Driven) -> None:
         token = read_token(run.until(lambda: run.port and job.out / TOKEN))
         first = Agent(run.port, token, 1)
         run.until(lambda: set(run.shares()) == {"0", "1"})
-        started = min(multiprocessing.active_children(), key=lambda process: int(process.name.rpartition("-")[2]))
-        started.kill()
-        run.line("all ranks start again")
-        run.until(lambda: sum("rank 1 joins" in line for line in run.lines) == 2)
+        for again in (2, 3):
+            reached = last_step(job.out)
+            started[-1].kill()
+            run.until(lambda again=again: set(run.shares()) == {str(again), "1"})
+            run.until(lambda reached=reached: last_step(job.out) > reached)
         gate_of(job).unlink()
         ended["first"] = first.end()
+        ended["lines"] = [line for line in run.lines if "takes its place" in line]
 
     told = Driven(job, drive, monkeypatch).result.summary
     assert results(told) == undisturbed
-    assert (told["world_size"], told["restarts"], ended["first"]) == (2, 1, 0)
+    assert (told["world_size"], told["lost_ranks"], told["restarts"], told["resumed_from"]) == (2, [0, 2], 0, 0)
+    assert ended["first"] == 0
+    assert ended["lines"] == [
+        "rank 0 was ended by SIGKILL; rank 2 takes its place on this machine; ranks 2, 1 go on",
+        "rank 2 was ended by SIGKILL; rank 3 takes its place on this machine; ranks 3, 1 go on",
+    ]
 
 
 @pytest.mark.slow

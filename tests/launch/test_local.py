@@ -254,7 +254,7 @@ def test_the_progress_line_on_a_terminal(tmp_path: Path, recipe: Path) -> None:
     words = [*torusgd_words(out, recipe), "--workers", "2", *pauses(0.002)]
     line = " ".join(f"'{word}'" for word in words)
     done = subprocess.run(
-        ["script", "-qec", line, "/dev/null"], capture_output=True, text=True, timeout=120, check=False
+        ["script", "-qec", line, "/dev/null"], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0
     assert "stage 2/2" in done.stdout

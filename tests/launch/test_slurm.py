@@ -137,7 +137,7 @@ def test_tasks_of_a_step_train_together(tmp_path: Path) -> None:
         subprocess.Popen(arguments, env={**os.environ, **step, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)})
         for n in range(2)
     ]
-    assert [process.wait(150) for process in processes] == [0, 0]
+    assert [process.wait(240) for process in processes] == [0, 0]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["weights_sha256"] == train(tmp_path / "own", *sets(*TINY))["weights_sha256"]

@@ -1,13 +1,18 @@
-"""A run in a real Slurm, on two nodes, that is queued again at its time limit: the same hash as without."""
+"""Runs in a real Slurm of two nodes: queued again at the time limit, joined, and with a node that is lost."""
 
-import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.train.runs import TINY, sets, train
 
-from .slurm_cluster import ask, can_run, slurm_cluster, wait_until
+from torusgd.launch.local import TOKEN
+
+from ..train.processes import Process, results, summary, until
+from ..train.runs import TINY, sets, train
+from .slurm_cluster import ask, can_run, lose_node, slurm_cluster, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,28 +31,58 @@ def settings(pause: float) -> list[str]:
     return sets(*TINY, source, stages, "evaluate.every=null")
 
 
-def test_queued_again_at_the_time_limit(tmp_path: Path) -> None:
-    out, log = tmp_path / "run", tmp_path / "job.log"
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The variables of the environment that lead to a cluster, and to the command."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "torusgd").write_text(f'#!/bin/sh\nexec {sys.executable} -m torusgd "$@"\n')
     (tmp_path / "bin" / "torusgd").chmod(0o755)
     with slurm_cluster(tmp_path / "slurm") as environment:
-        environment["PATH"] = f"{tmp_path / 'bin'}:{environment['PATH']}"
-        given = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--overcommit"]
-        # The signal may come a minute before its time, so 30 to 90 s after the start.
-        given += ["--time=2", "--signal=USR1@30", f"--output={log}"]
-        job = ask(
-            environment, "sbatch", "--parsable", *given, str(EXAMPLE), "digits", *settings(0.02), "--out", str(out)
-        )
-        assert job.isdigit(), job
+        yield {**environment, "PATH": f"{tmp_path / 'bin'}:{environment['PATH']}"}
 
-        def state() -> str:
-            return ask(environment, "squeue", "-h", "-j", job, "-o", "%T")
 
-        wait_until(lambda: state() in ("COMPLETED", "FAILED", ""), 600, "the job is done")
-        record = ask(environment, "scontrol", "show", "job", job)
+def test_a_machine_joins_by_srun_is_lost_with_its_node_and_another_one_joins(
+    tmp_path: Path, slurm: dict[str, str], recipe: Path, undisturbed: dict[str, Any]
+) -> None:
+    out, gate = tmp_path / "run", tmp_path / "gate"
+    gate.touch()
+
+    def srun(node: str, *words: str | Path) -> Process:
+        flags = ["--nodes=1", "--ntasks=1", "--cpus-per-task=1", f"--nodelist={node}", "torusgd"]
+        return Process(tmp_path / "told", "srun", *flags, *words, environment=slurm)
+
+    gated = sets("data.source=tests.train.slow:Gated", f"data.options={{gate: '{gate}', pause: 0.15}}")
+    root = srun("n1", "train", recipe, "--out", out, "--workers", "1", "--listen", "127.0.0.1:0", *gated)
+    where = until(lambda: re.search(r"torusgd join (\S+)", root.err), "it listens", root, timeout=180)[1]
+    join = ["join", where, "--token-file", out / TOKEN, "--workers", "1"]
+    srun("n2", *join)
+    until(lambda: "rank 1 joins; ranks 0, 1 go on" in root.err, "it joins", root, timeout=180)
+    lose_node(tmp_path / "slurm", slurm, "n2")
+    until(lambda: "; rank 0 goes on" in root.err, "it goes on", root, timeout=180)
+    second = srun("n1", *join)
+    until(lambda: "rank 2 joins; ranks 0, 2 go on" in root.err, "another one joins", root, timeout=180)
+    gate.unlink()
+    assert (root.end(), second.end()) == (0, 0), root.output
+    told = summary(out)
+    assert results(told) == undisturbed
+    assert (told["world_size"], told["lost_ranks"], told["restarts"], told["resumed_from"]) == (2, [1], 0, 0)
+
+
+def test_queued_again_at_the_time_limit(tmp_path: Path, slurm: dict[str, str]) -> None:
+    out, log = tmp_path / "run", tmp_path / "job.log"
+    given = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--overcommit"]
+    # The signal may come a minute before its time, so 30 to 90 s after the start.
+    given += ["--time=2", "--signal=USR1@30", f"--output={log}"]
+    job = ask(slurm, "sbatch", "--parsable", *given, str(EXAMPLE), "digits", *settings(0.02), "--out", str(out))
+    assert job.isdigit(), job
+
+    def state() -> str:
+        return ask(slurm, "squeue", "-h", "-j", job, "-o", "%T")
+
+    wait_until(lambda: state() in ("COMPLETED", "FAILED", ""), 600, "the job is done")
+    record = ask(slurm, "scontrol", "show", "job", job)
     assert (out / "summary.json").exists(), log.read_text() + record
-    summary = json.loads((out / "summary.json").read_text())
+    told = summary(out)
     assert "Restarts=0" not in record, "the time limit was reached and the job was queued again"
-    assert summary["world_size"] == 2
-    assert summary["weights_sha256"] == train(tmp_path / "alone", *settings(0.0), "--workers", 2)["weights_sha256"]
+    assert told["world_size"] == 2
+    assert told["weights_sha256"] == train(tmp_path / "alone", *settings(0.0), "--workers", 2)["weights_sha256"]

@@ -142,7 +142,7 @@ def test_a_rank_that_is_lost_while_they_meet_ends_the_others_in_time(tmp_path: P
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(100)
+        rank.join(240)
     assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
     assert re.match(r"torusgd: .*rank 1.*, says rank 0 on ", (tmp_path / "0").read_text())
 

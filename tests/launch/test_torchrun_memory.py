@@ -120,7 +120,7 @@ def test_a_node_joins_and_is_lost_and_the_other_goes_on_from_memory(
     assert first.copies() == []
 
 
-def agreed(store: HashStore, size: int, seconds: float = 60) -> list[Any]:
+def agreed(store: HashStore, size: int, seconds: float = 240) -> list[Any]:
     """What each rank of an attempt, as a thread, has written under the agreed prefix."""
     found = dict[int, Any]()
 

@@ -27,7 +27,7 @@ if rank == 0:
 else:
     while True:
         try:
-            link = socket.create_connection((address, port), timeout=30)
+            link = socket.create_connection((address, port), timeout=240)
             break
         except ConnectionRefusedError:
             time.sleep(0.05)

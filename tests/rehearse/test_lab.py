@@ -46,7 +46,7 @@ def records(outputs: list[str]) -> list:
 @pytest.mark.slow
 def test_latency_and_bandwidth_are_at_least_what_was_asked_for():
     with Lab([Host(latency=0.02, rate=50e6), Host(latency=0.02, rate=50e6), Host(latency=0.06, rate=50e6)]) as lab:
-        pings, slow, transfer = records(lab.run([str(HERE / "program_links.py")], timeout=60))[0]
+        pings, slow, transfer = records(lab.run([str(HERE / "program_links.py")], timeout=240))[0]
     assert pings >= 0.04
     assert slow >= 0.08
     assert transfer >= 8 * 1_000_000 / 50e6
@@ -56,7 +56,7 @@ def test_bytes_on_the_wire_follow_the_formula_on_each_axis():
     """4 hosts of 3 ranks: a grid of 4 x 3 has its horizontal axis on loopback and its vertical one on the links."""
     length = 600_000
     with Lab([Host(ranks=3, latency=0.001, rate=1e9)] * 4) as lab:
-        found = records(lab.run([str(HERE / "program_bytes.py"), str(length)], timeout=120))
+        found = records(lab.run([str(HERE / "program_bytes.py"), str(length)], timeout=240))
     for rank in range(0, 12, 3):
         for name, (inside, between) in found[rank].items():
             want = {"torus": (3 * 2 * (2 / 3), 3 * 2 * (3 / 4) / 3), "ring": (2 * 2 * (11 / 12), 2 * (11 / 12))}[name]
@@ -68,7 +68,7 @@ def test_bytes_on_the_wire_follow_the_formula_on_each_axis():
 def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes():
     length = 600_000
     with Lab([Host(latency=0.001, rate=1e9)] * 6) as lab:
-        found = records(lab.run([str(HERE / "program_bytes.py"), str(length)], timeout=120))
+        found = records(lab.run([str(HERE / "program_bytes.py"), str(length)], timeout=240))
     how = parse_algorithm("torus", 6, (2, 3))
     for rank, measured in enumerate(found):
         sent = sum(m.high - m.low for turn in how.rounds(rank, length)[0] for m in turn.sends)
@@ -79,7 +79,7 @@ def test_bytes_on_the_wire_of_an_odd_grid_follow_the_routes():
 def test_one_slow_host_and_every_algorithm_still_agrees():
     hosts = [Host(latency=0.001, rate=1e9)] * 3 + [Host(latency=0.01, rate=500e6)]
     with Lab(hosts) as lab:
-        outputs = lab.run([str(HERE / "program_auto.py")], timeout=120)
+        outputs = lab.run([str(HERE / "program_auto.py")], timeout=240)
     explained = {line for text in outputs for line in text.splitlines() if line.startswith("allreduce auto")}
     assert len(explained) == 1
     assert "4 ranks on 4 hosts" in explained.pop()
@@ -88,11 +88,11 @@ def test_one_slow_host_and_every_algorithm_still_agrees():
 def test_a_cut_link_ends_an_all_reduce_within_its_timeout():
     with Lab([Host(latency=0.001, rate=1e9)] * 3) as lab:
         crew = lab.start([str(HERE / "program_cut.py")])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while not all("summed" in output for output in crew.outputs()) and time.monotonic() < deadline:
             time.sleep(0.05)
         lab.cut(1)
-        assert crew.wait(timeout=30) == [3, 3, 3], crew.outputs()
+        assert crew.wait(timeout=240) == [3, 3, 3], crew.outputs()
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_failing_rank_is_named_with_what_it_said(tmp_path):
     program = tmp_path / "fails.py"
     program.write_text("import os\nif os.environ['RANK'] == '1': raise SystemExit('no luck')\n")
     with Lab([Host()] * 2) as lab, pytest.raises(RunError, match="rank 1 ended with 1: no luck"):
-        lab.run([str(program)], timeout=60)
+        lab.run([str(program)], timeout=240)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ def test_bytes_are_those_of_the_formula():
     with Lab([Host(latency=0.0005, rate=4e9)] * ranks) as lab:
         told = lab.run(
             [str(PROGRAM), "--rank", "--images", str(images), "--model-parallel", parts, "--repetitions", "1"],
-            timeout=100,
+            timeout=240,
         )[0]
     line = next(line for line in told.splitlines() if line.startswith("told: "))
     found = {record["model_parallel"]: record["bytes"] for record in json.loads(line.removeprefix("told: "))}

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
+from ..comm.profile import Profile
 from ..errors import RunError, UserError
 from ..runtime import resolve_workers
 from ..signals import StopFlag, Stopped, asking_to_stop
@@ -62,6 +63,8 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
     if (entrance is not None or job.options.workers_range is not None) and (why := obstacle(job)):
         raise UserError(f"{'--workers MIN:MAX' if entrance is None else '--listen'}: its ranks can't change: {why}")
     workers = resolve_workers(job.options, job.device, job.recipe, begins_alone=entrance is None)
+    if job.options.profile is not None:
+        Profile.load(Path(job.options.profile))  # a mistake in it is told before ranks are started
     with folder.lock():
         folder.claim(job.recipe, fresh)
         kept = KeptArrays()

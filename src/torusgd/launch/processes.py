@@ -13,12 +13,11 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..comm.liveness import LateRank
@@ -27,7 +26,7 @@ from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import start_forkserver
 from .generations import Generations, ranks_do
 from .listener import JoinedNode, Listener, RemoteRank
-from .rank_process import JOINING, LOOPBACK, LOOPBACK_INTERFACE, RankFunction, RankSpec, start_rank
+from .rank_process import JOINING, LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start_rank
 from .roll_call import BEAT_SECONDS, Limits, Watch
 
 EXPLAIN_SECONDS = 5.0
@@ -147,7 +146,7 @@ class Supervisor:
                 continue
             if any(map(self._has_result, range(self._count))):
                 break  # the last barrier has been passed: what was lost had nothing left to do
-            if all(map(self._is_lost, failed)) and self._go_on(failed, late, fewest):
+            if all(map(self._is_lost, failed)) and self._go_on(failed, late, fewest, function):
                 exits = []
                 continue
             self._generations.announce([])  # who waits for another generation ends, and may say why
@@ -199,6 +198,7 @@ class Supervisor:
         self._members = list(range(self.size))
         self._joining, self._joining_since = list[int](), 0.0
         self._let_go: set[int] = set()
+        self._called_in_at = -1  # the step of the last rank that was called in
         self._count = self.size  # ranks that were ever started: each has a number of its own
         self._announce()
         if len(self._members) < self._wanted:
@@ -268,7 +268,7 @@ class Supervisor:
         for exit in early.values():
             if exit.rank not in self._joining:
                 continue  # it has gone with another one of its machine
-            failure = FailureChannel(PrefixStore(JOINING, self._store), self._count).reported().get(exit.rank)
+            failure = self._told_early().get(exit.rank)
             gone = [exit.rank]
             if exit.remote is not None and (failure is not None or exit.remote.node.gone):
                 node = exit.remote.node
@@ -283,19 +283,29 @@ class Supervisor:
             self._tell(f"{ranks_do(gone, 'do')} not join: {failure.text if failure else exit.how}; {self._next()}")
         return [exit for exit in ended if exit.rank not in early]
 
+    def _told_early(self) -> dict[int, Failure]:
+        """What ranks have failed of before they took part."""
+        return FailureChannel(PrefixStore(JOINING, self._store), self._count).reported()
+
     def _node_of(self, rank: int) -> JoinedNode | None:
         process = self._processes.get(rank)
         return process.node if isinstance(process, RemoteRank) else None
 
-    def _go_on(self, failed: list[Exit], late: list[LateRank], fewest: int) -> bool:
+    def _go_on(self, failed: list[Exit], late: list[LateRank], fewest: int, function: RankFunction) -> bool:
         """Ends the ranks that are lost for good, and tells the others to go on; False if they are too few."""
         lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
         left = [rank for rank in self._members if rank in self._processes and rank not in lost]
         failure = self._explain(failed, late)
-        if len(left) < fewest or all(map(self._is_remote, left)) or not failure.is_loss:
-            return False
         lost_members = [rank for rank in self._members if rank not in left]
         self._joining = [rank for rank in self._joining if rank not in lost]
+        is_elsewhere = all(map(self._is_remote, left))
+        if len(left) + is_elsewhere < fewest or not failure.is_loss:
+            return False
+        if is_elsewhere:
+            if (first := self._call_in(function, needs_state=not left)) is None:
+                return False
+            left = [first, *left]
+            failure = replace(failure, text=f"{failure.text}; rank {first} takes its place on this machine")
         for rank in self._processes.keys() & lost:
             process = self._processes.pop(rank)
             process.kill()
@@ -306,6 +316,29 @@ class Supervisor:
             self._announce(lost_members)
         self._tell(f"{failure.text}; {self._next()}")
         return True
+
+    def _call_in(self, function: RankFunction, needs_state: bool) -> int | None:
+        """A rank of this machine, where none is left, for the others to meet: the first of all writes the run's folder.
+
+        It is one that is about to join, or else a new one. Where no others are left either it `needs_state`, which it
+        has once it is ready. None: there is no such rank, or the last one that was started so was lost before any step.
+        """
+        here = [rank for rank in self._joining if rank in self._processes and not self._is_remote(rank)]
+        here.sort(key=lambda rank: not self._generations.are_ready([rank]))
+        if here and (self._generations.are_ready(here[:1]) or not needs_state):
+            rank = here[0]
+            self._joining.remove(rank)
+        elif needs_state:
+            return None
+        else:
+            self._watch.look()
+            step = max((beat.step for beat in self._watch.beats.values() if beat is not None), default=0)
+            if step <= self._called_in_at:
+                return None
+            rank, self._count, self._called_in_at = self._count, self._count + 1, step
+            self.start(rank, function, joins=True)
+        self._watch.follow([rank])
+        return rank
 
     def _ended(self, seconds: float) -> list[Exit]:
         ready = connection.wait([process.sentinel for process in self._processes.values()], seconds)
@@ -336,7 +369,9 @@ class Supervisor:
 
     def _explain(self, failed: list[Exit], late: list[LateRank]) -> Failure:
         """Why the ranks end: what one of them reported, or what became of its process."""
-        reported = FailureChannel(self._store, self._count).reported()
+        early = self._told_early()  # by ranks that were called in, and so are not among those that join
+        reported = {exit.rank: early[exit.rank] for exit in failed if exit.rank in early}
+        reported |= FailureChannel(self._store, self._count).reported()
         cause = cause_of(reported.values())
         if cause is not None:
             return cause
@@ -356,12 +391,3 @@ class Supervisor:
             rank = min(reported)
             text = f"the ranks lost each other ({reported[rank].text})"
         return Failure(kind, rank, socket.gethostname(), text)
-
-
-def serve_store() -> TCPStore:
-    """A store for processes of this machine, on a loopback port that nobody else can have taken meanwhile."""
-    listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
-    listener.listen(socket.SOMAXCONN)
-    port = listener.getsockname()[1]
-    return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -7,6 +7,7 @@ loopback, so nothing is looked up in the network and nothing that comes from the
 import json
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,6 +80,15 @@ def start_rank(spec: RankSpec) -> BaseProcess:
     process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(spec,))
     process.start()
     return process
+
+
+def serve_store() -> TCPStore:
+    """A store for processes of this machine, on a loopback port that nobody else can have taken meanwhile."""
+    listener = socket.socket()
+    listener.bind((LOOPBACK, 0))
+    listener.listen(socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def meet(

@@ -1,0 +1,143 @@
+"""The first machine has lost all ranks that take part: another one of it does, and those of other machines go on.
+
+Which rank is on another machine is only said here; all of them are on this one.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from torusgd.comm.groups import Group
+from torusgd.comm.liveness import Liveness
+from torusgd.errors import UserError
+from torusgd.launch.failures import FailureKind
+from torusgd.launch.heartbeat import Heartbeat
+from torusgd.launch.processes import RankFailed, Supervisor
+from torusgd.launch.roll_call import Limits
+from torusgd.signals import StopFlag
+
+ELSEWHERE = 1
+"""the rank on the other machine; rank 0 is lost, and later ones join"""
+
+
+class Losing:
+    """Ranks at work, of which rank 0 is lost as soon as a file is there.
+
+    Args:
+        cue: That file; a rank that joins makes it before it asks for the state, which nobody sends it.
+        prepares: What else a rank that joins does first.
+    """
+
+    def __init__(self, cue: Path, prepares: Callable[[], object] = tuple) -> None:
+        self._cue, self._prepares = cue, prepares
+
+    def prepare(self, heartbeat: Heartbeat) -> None:
+        """See `Prepares`."""
+        self._prepares()
+        self._cue.touch()
+
+    def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
+        """See `Prepares`."""
+        raise AssertionError("nobody sends the state")
+
+    def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
+        me = world.ranks[world.rank]
+        if me == 0:
+            while not self._cue.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.all_reduce(torch.ones(1))
+        return [me, os.getpid(), *world.ranks]
+
+
+class Handing:
+    """Rank 0 sends the state to one that joins, and is lost as soon as that one could take part."""
+
+    def prepare(self, heartbeat: Heartbeat) -> None:
+        """See `Prepares`."""
+
+    def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
+        """See `Prepares`."""
+        source.broadcast_text("")
+        caught_up()
+
+    def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
+        if world.ranks == (0,):
+            assert isinstance(liveness, Heartbeat)
+            assert liveness.generations is not None
+            while 1 not in liveness.generations.asking:
+                stop()
+                time.sleep(0.01)
+            liveness.generations.meet_joiner(1, lambda: False).broadcast_text("the state")
+            while not liveness.store.check(["ready/1"]):
+                time.sleep(0.001)
+            die()
+        return [*world.ranks]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuse() -> None:
+    raise UserError("--data nowhere: there is nothing")
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> Supervisor:
+    monkeypatch.setattr(Supervisor, "_is_remote", lambda self, rank: rank == ELSEWHERE)
+    return Supervisor(2, "cpu", Limits(beat=60, start=60, stuck=60), tell=lines.append)
+
+
+def test_a_rank_that_was_about_to_join_takes_the_place_though_it_is_not_ready(
+    tmp_path: Path, supervisor: Supervisor, lines: list[str]
+) -> None:
+    with supervisor:
+        told = supervisor.run(Losing(tmp_path / "cue"), fewest=1, asked=lambda: 3)
+    assert [[me, *ranks] for me, _, *ranks in told] == [[1, 2, 1], [2, 2, 1]]
+    assert lines == ["rank 0 was ended by SIGKILL; rank 2 takes its place on this machine; ranks 2, 1 go on"]
+
+
+def test_a_new_rank_takes_the_place_where_none_was_about_to_join(
+    tmp_path: Path, supervisor: Supervisor, lines: list[str]
+) -> None:
+    cue = tmp_path / "cue"
+    cue.touch()
+    with supervisor:
+        told = supervisor.run(Losing(cue), fewest=1)
+    assert [[me, *ranks] for me, _, *ranks in told] == [[1, 2, 1], [2, 2, 1]]
+    assert lines == ["rank 0 was ended by SIGKILL; rank 2 takes its place on this machine; ranks 2, 1 go on"]
+
+
+def test_a_rank_that_has_been_sent_the_state_goes_on_where_no_other_is_left(lines: list[str]) -> None:
+    with Supervisor(1, "cpu", Limits(beat=60, start=60, stuck=60), tell=lines.append) as supervisor:
+        assert supervisor.run(Handing(), fewest=1, asked=lambda: 2, most=2) == [[1]]
+    assert lines[-1].startswith("rank 0 was ended by SIGKILL; ")
+    assert lines[-1].endswith("rank 1 goes on")
+
+
+@pytest.mark.parametrize(
+    ("prepares", "kind", "text"),
+    [
+        (die, FailureKind.RANK_LOST, "rank 2 was ended by SIGKILL"),
+        (refuse, FailureKind.USER_ERROR, "--data nowhere: there is nothing"),
+    ],
+)
+def test_no_rank_after_another_is_started_in_vain(
+    tmp_path: Path, supervisor: Supervisor, prepares: Callable[[], None], kind: FailureKind, text: str
+) -> None:
+    cue = tmp_path / "cue"
+    cue.touch()
+    with supervisor, pytest.raises(RankFailed) as caught:
+        supervisor.run(Losing(cue, prepares), fewest=1)
+    assert (caught.value.failure.kind, caught.value.failure.text) == (kind, text)
