@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 from torusgd.comm.liveness import NoLiveness
-from torusgd.launch.processes import serve_store
-from torusgd.launch.rank_process import meet
+from torusgd.launch.rank_process import meet, serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_auto

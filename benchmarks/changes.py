@@ -41,6 +41,8 @@ from torusgd.recipe.load import load_recipe  # noqa: E402
 MOST = 4
 """ranks at a time"""
 GO_ON = " on\n"
+LONGEST = 300.0
+"""seconds to wait for anything: on a busy machine a command alone takes a minute to start"""
 
 
 class Paced:
@@ -81,12 +83,12 @@ class Campaign:
         paced = ["--set", "data.source=changes:Paced", "--set", f"data.options={source}"]
         listen = ["--workers", f"1:{MOST}", "--listen", "127.0.0.1:0"]
         self.root = self._start("train", recipe, "--out", str(self.out), *data, *words, *paced, *listen)
-        until(lambda: "join by torusgd join" in self.root.err, "it listens", self.root)
+        until(lambda: "join by torusgd join" in self.root.err, "it listens", self.root, LONGEST)
         self._where = "127.0.0.1:" + self.root.err.split("torusgd join 127.0.0.1:")[1].split()[0]
         self._agents: list[Process] = []
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.redone: dict[str, list[int]] = defaultdict(list)
-        until(lambda: last_step(self.out) >= 2, "it has begun", self.root)
+        until(lambda: last_step(self.out) >= 2, "it has begun", self.root, LONGEST)
 
     def change(self) -> None:
         """Does the next thing that the draw says, if it can be done now, and waits until the run goes on."""
@@ -105,7 +107,7 @@ class Campaign:
         done, least, begin = last_step(self.out), last_step(self.out) + 1, time.monotonic()
         told = self._times_it_went_on()
         kinds[kind]()
-        until(lambda: self._times_it_went_on() > told, f"it goes on after {kind}", self.root)
+        until(lambda: self._times_it_went_on() > told, f"it goes on after {kind}", self.root, LONGEST)
         changed = last_step(self.out)
         while (now := last_step(self.out)) <= max(done, changed if "join" in kind else done):
             least = min(least, now or least)  # a new rank 0 replaces the file
@@ -126,7 +128,7 @@ class Campaign:
         return Process(self._folder / "told", sys.executable, "-m", "torusgd", *words)
 
     def _times_it_went_on(self) -> int:
-        """Lines of the launcher that say so; all start again where no member of the first machine is left."""
+        """Lines of the launcher that say so; all start again where no rank is left."""
         return self.root.err.count(GO_ON) + self.root.err.count("(restart ")
 
     def _ranks(self) -> list[int]:
@@ -134,12 +136,7 @@ class Campaign:
         return self.root.ranks() + [rank for agent in self._agents for rank in agent.ranks()]
 
     def _lose(self) -> None:
-        _kill(self._draw.choice(self._spared()))
-
-    def _spared(self) -> list[int]:
-        """The ranks of which one may be lost: another one of this machine is left, as the run needs."""
-        here, ranks = self.root.ranks(), self._ranks()
-        return ranks if len(here) > 1 else ranks[1:]
+        _kill(self._draw.choice(self._ranks()))
 
     def _lose_newest(self) -> None:
         _kill(self._ranks()[-1])
@@ -161,15 +158,14 @@ class Campaign:
         self._join()
 
     def _while_joining(self) -> None:
-        before, members = self._ranks(), self._spared()
         self._join()
         time.sleep(self._draw.uniform(0, 3))
-        _kill(self._draw.choice([*members, *(rank for rank in self._ranks() if rank not in before)]))
+        _kill(self._draw.choice(self._ranks()))
 
     def _flap(self) -> None:
         told = self.root.err.count(" join")
         self._bring(1)
-        until(lambda: self.root.err.count(" join") > told, "it joins", self.root)
+        until(lambda: self.root.err.count(" join") > told, "it joins", self.root, LONGEST)
         time.sleep(self._draw.uniform(0, 1))
         _kill(self._agents[-1].pid)
         self._bring(1)

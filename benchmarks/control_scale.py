@@ -32,7 +32,7 @@ from torusgd.comm.liveness import LateRank
 from torusgd.launch import heartbeat
 from torusgd.launch.failures import Failure, FailureChannel, FailureKind
 from torusgd.launch.heartbeat import Heartbeat
-from torusgd.launch.processes import serve_store
+from torusgd.launch.rank_process import serve_store
 from torusgd.launch.roll_call import BEAT_SECONDS, STORE_KEY, Beat, Follower, Limits, Watch
 
 WAIT = timedelta(seconds=300)

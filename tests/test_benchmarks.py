@@ -4,6 +4,9 @@ Two of them put a step together out of the package's own classes; these steps ar
 """
 
 import ast
+import json
+import math
+import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -110,14 +113,19 @@ def test_the_verdict_on_a_claim() -> None:
     assert not free.holds([0.89], [0.90])
 
 
-def test_the_section_that_the_gpu_benchmark_writes(tmp_path: Path) -> None:
+def test_the_section_that_the_gpu_benchmark_writes() -> None:
     """From raw figures: what a part measured, and what failed."""
-    script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    script = run_path(str(ROOT / "benchmarks" / "gpu_section.py"))
     result = {
         "date": "2026-11-22",
         "command": "python benchmarks/gpu.py",
+        "device": "cuda",
         "machine": {"gpu": "NVIDIA H200", "torch": "2.15.0", "copy_gb_per_s": [4000.0, 4300.0, 4200.0]},
-        "hashes": {"digits": {"run 1 on 1": "a", "run 2 on 2": "a"}, "resnet50": {"1": "a", "2": "b"}},
+        "hashes": {
+            "steps": 20,
+            "digits": {"a run on 1 rank": "a", "the same on 2 ranks": "a"},
+            "resnet50": {"a run on 1 rank": "a", "the same on 2 ranks": "b"},
+        },
         "speed": {
             "precision": "bfloat16", "network": "resnet50", "pixels": 224,
             "seconds": {"64": {
@@ -126,17 +134,21 @@ def test_the_section_that_the_gpu_benchmark_writes(tmp_path: Path) -> None:
             }},
         },
         "precision": {"error": "OutOfMemoryError: no"},
+        "streams": {"images": 16, "seconds": {"1": [0.02, 0.02, 0.03], "2": [0.016, 0.016, 0.016]}},
         "step": {"error": "the time is up"},
     }  # fmt: skip
     text = script["section"](result)
     assert "- 4200 GB/s copied" in text
-    assert "- `digits`, run 1 on 1, run 2 on 2 ranks: one hash" in text
-    assert "- `resnet50`, 1, 2 ranks: DIFFERENT HASHES" in text
+    assert "- `digits`, weights after 20 steps, a run on 1 rank; the same on 2 ranks: one hash" in text
+    assert "- `resnet50`, weights after 20 steps, a run on 1 rank; the same on 2 ranks: DIFFERENT HASHES" in text
     assert "| 64 | torusgd, exact sums | 6,274.5 | 6,213.6 - 6,274.5 | 1.961 |" in text
     assert "- 64 images: exact sums cost +2.0% of a step, deterministic algorithms +100.0%" in text
+    assert "- two passes of 16 images at once: 1.250 times as fast as in turn" in text
     assert "- precision failed: OutOfMemoryError: no" in text
     assert f"- 64 images: aim 4,500 images/s, missed: 3,137 ({script['RUN']})" in text
     assert "- 64 images: aim, at least the plain loop, missed: 0.980 of it" in text
+    assert "on a CPU" not in text
+    assert script["section"](result | {"device": "cpu"}).splitlines()[2] == script["TRIAL"]
     once = script["put_section"]("# Benchmarks\n", text)
     again = script["put_section"](once + "\n## More\n", text.replace("4200", "4100"))
     assert again.startswith("# Benchmarks\n")
@@ -145,13 +157,36 @@ def test_the_section_that_the_gpu_benchmark_writes(tmp_path: Path) -> None:
     assert "4200 GB/s" not in again
 
 
-def test_the_gpu_benchmark_on_the_cpu() -> None:
+def test_the_gpu_benchmark_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part that starts no ranks, at a tiny size."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
     words = "--device cpu --model resnet18 --pixels 16 --images 2 --rounds 1 --steps 1 --no-compile"
     args = script["parse"](words.split())
     assert args.docs is None
+    args.until = math.inf
     speed = script["speed"](args)["seconds"]["2"]
     assert set(speed) == {script["PEER"], script["FLOAT"], script["EXACT"], script["RUN"]}
     assert all(len(times) == 1 for times in speed.values())
     assert script["counts"](args)["operators"] > 100
+
+
+def test_the_gpu_benchmark_asks_for_repeatable_products_first_and_keeps_each_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch decides at a process' first product whether any may follow under deterministic algorithms."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    script["PARTS"].clear()
+    script["PARTS"] |= {
+        "machine": lambda args: {"config": os.environ.get("CUBLAS_WORKSPACE_CONFIG")},
+        "hashes": lambda args: {"hash": 1},
+    }
+    kept: list[str] = []
+    script["run"](script["parse"](["--device", "cpu"]), lambda result: kept.append(json.dumps(result)))
+    assert kept == [
+        '{"machine": {"config": ":4096:8"}, "hashes": {"error": "the run was cut short"}}',
+        '{"machine": {"config": ":4096:8"}, "hashes": {"hash": 1}}',
+    ]

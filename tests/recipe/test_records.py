@@ -298,6 +298,14 @@ def test_fashion_large_differs_from_fashion_only_where_it_must() -> None:
     assert Schedule(large, 60000).spans[-1].batch == 4096
 
 
+def test_fashion_10ep_takes_half_the_images_of_fashion() -> None:
+    full, half = (load_recipe(name).recipe for name in ("fashion", "fashion-10ep"))
+    for key in ("model", "virtual_workers", "optimizer", "precision", "reduction", "target_top1"):
+        assert getattr(full, key) == getattr(half, key), key
+    images = [sum(step.batch for step in Schedule(recipe, 60000)) for recipe in (full, half)]
+    assert images[1] <= images[0] / 2 + 256
+
+
 def test_recipes_are_complete_without_their_comments() -> None:
     for name in recipe_names():
         recipe = load_recipe(name).recipe

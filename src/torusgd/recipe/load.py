@@ -107,7 +107,7 @@ def recipe_names() -> list[str]:
 def recipe_source(name: str) -> str:
     """The YAML text of a built-in recipe, comments included; UserError when there is none of that name."""
     if name not in recipe_names():
-        raise UserError(f"recipe {name!r}: no file and no built-in recipe of that name{suggest(name, recipe_names())}")
+        raise UserError(f"recipe {name!r}: no built-in recipe of that name{suggest(name, recipe_names())}")
     return (files(__package__) / f"{name}.yaml").read_text()
 
 
@@ -127,7 +127,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
     >>> load_recipe("resnet50", ["batch=8192"]).recipe.rate.lr
     17.0
     """
-    is_path = name.endswith((".yaml", ".yml")) or "/" in name
+    is_path = name.endswith((".yaml", ".yml")) or "/" in name or (name not in recipe_names() and Path(name).is_file())
     try:
         text = read_text(Path(name), MOST_YAML) if is_path else recipe_source(name)
     except UserError:

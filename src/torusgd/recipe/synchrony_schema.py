@@ -108,8 +108,13 @@ class Synchrony(Section):
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a step may leave out virtual workers, so that the run keeps a journal."""
+        """Whether a step may leave out virtual workers."""
         return self.form in ("backup", "cutoff")
+
+    @property
+    def keeps_journal(self) -> bool:
+        """Whether a run writes down whose gradients, or changes, entered each update."""
+        return self.leaves_out or self.form == "local"
 
     def check_recipe(
         self, virtual_workers: int, images_per_worker: tuple[int, ...], reduction: str, blocks: int
