@@ -18,6 +18,7 @@ ORDER = [
     "signals",
     "importing",
     "untrusted",
+    "locks",
     "weights",
     "storage",
     "hub",

