@@ -32,11 +32,11 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")])
 
-from tests.train.processes import Process, last_step, until  # noqa: E402
+from tests.train.processes import Process, last_step, until
 
-from torusgd.data.sources import open_sources  # noqa: E402
-from torusgd.launch.local import TOKEN  # noqa: E402
-from torusgd.recipe.load import load_recipe  # noqa: E402
+from torusgd.data.sources import open_sources
+from torusgd.launch.local import TOKEN
+from torusgd.recipe.load import load_recipe
 
 MOST = 4
 """ranks at a time"""

@@ -70,3 +70,10 @@ def sets(*overrides: str) -> list[str]:
 def events(out: Path) -> list[dict[str, Any]]:
     """The lines of events.jsonl."""
     return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+
+
+def flip_a_byte(path: Path) -> None:
+    """Damages a file, whose length stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

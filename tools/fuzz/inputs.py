@@ -1,11 +1,10 @@
-"""The kinds of inputs, and what torusgd does with each in this process; no ranks are started."""
+"""The kinds of inputs, each with what is done with it; no ranks are started."""
 
 import contextlib
 import hashlib
 import io
 import json
 import random
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,19 +15,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import torusgd
-from torusgd import cli
-from torusgd.comm.profile import Profile, choose
-from torusgd.data.decode import decode, decode_region
-from torusgd.data.sources import open_sources
+from torusgd.comm.profile import Profile
 from torusgd.data.tar_index import make_index, write_index
-from torusgd.data.types import CorruptImage, Region
 from torusgd.errors import UserError
 from torusgd.models import build_model
 from torusgd.plan.cluster import load_cluster, load_software
 from torusgd.plan.published import predict_row, read_rows
 from torusgd.recipe.data_schema import Data
 from torusgd.recipe.load import load_recipe, recipe_source
-from torusgd.recipe.schedule import Schedule
 from torusgd.recipe.schema import Model
 from torusgd.report.page import run_page
 from torusgd.report.read_run import read_run
@@ -41,6 +35,7 @@ from torusgd.train.state import RunState, resumed
 
 from .mutations import WORDS, damaged, drawn, plain_values, with_size
 from .tally import Tally, fed
+from .uses import arrays_of, chosen, decoded, read_first, read_shards, run_command, scheduled
 
 PACKAGE = Path(torusgd.__file__).parent
 FINGERPRINT = Fingerprint("recipe", 100, "", "", "", {})
@@ -352,64 +347,3 @@ class Fuzz:
                 self.file(f"run-{number}/{name}", damaged(rng, data) if is_damaged else data)
             folder = self.folder / f"run-{number}"
             yield folder.name, lambda folder=folder: run_page([read_run(folder)], [None])
-
-
-def scheduled(name: str, overrides: list[str]) -> None:
-    """A recipe as `train` reads it, laid out in steps."""
-    recipe = load_recipe(name, overrides).recipe
-    schedule = Schedule(recipe, 1437)
-    schedule.boundaries(recipe.evaluate.every, recipe.evaluate.first)
-    for index in (0, len(schedule) // 2, len(schedule) - 1):
-        schedule[index]
-
-
-def run_command(words: list[str]) -> None:
-    """The command line in this process: UserError where it ends with exit code 2 and one line."""
-    out, err = io.StringIO(), io.StringIO()
-    code: Any = 0
-    argv, sys.argv = sys.argv, ["torusgd", *words]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            cli.main()
-    except SystemExit as end:
-        code = end.code or 0
-    finally:
-        sys.argv = argv
-    if code == 2:
-        raise UserError(err.getvalue().rstrip("\n") or "(no line)")
-    assert code == 0, f"exit code {code}: {err.getvalue()}"
-
-
-def decoded(data: bytes) -> None:
-    """A picture as training and as evaluation read it."""
-    decode_region(data, 3, lambda height, width: Region(0, 0, max(1, height // 2), width, 8, 8))
-    decode(data, 1)
-
-
-def arrays_of(count: int) -> dict[str, Any]:
-    """A small data set by the names of its arrays."""
-    images, labels = np.zeros((count, 4, 4), np.uint8), np.arange(count) % 4
-    return {"train_images": images, "train_labels": labels, "eval_images": images, "eval_labels": labels}
-
-
-def read_first(data: Data, path: Path) -> None:
-    """A data set opened, and an image of each half read."""
-    for source in open_sources(data, path, 0):
-        source.read(0)
-
-
-def read_shards(path: Path, torn: str) -> None:
-    """Tar shards or lists as training reads them; an image that can't be decoded would be replaced."""
-    if torn == "before":
-        write_index(path / "index.npz", make_index(path))
-    data = Data(source="list" if torn == "list" else "tar", image_size=4)
-    for source in open_sources(data, path, 0):
-        for index in range(min(8, len(source))):
-            with contextlib.suppress(CorruptImage, FileNotFoundError):
-                source.read(index)
-
-
-def chosen(profile: Profile) -> None:
-    """What `auto` makes of a profile."""
-    for size in (1, 1 << 16, 1 << 26):
-        choose(profile, size, len(profile.hosts))

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from ..errors import UserError, first_line
 from .decode import Undecodable, decode_region, is_common_jpeg
+from .sources import PICTURES
 from .types import Choose, GpuSource, Pixels, Region, Source
 
 _MOST_AT_ONCE = 64
@@ -116,7 +117,7 @@ def decode_on_gpu(sources: Iterable[Source], device: torch.device, processes: in
     nvjpeg = NvJpeg(_torchvision(device), lambda: torch.cuda.stream(stream))
     for source in sources:
         if not isinstance(source, GpuSource):
-            raise UserError("data.decoder: nvjpeg decodes the pictures of folder, folders, list, tar and hf only")
+            raise UserError(f"data.decoder: nvjpeg decodes the pictures of {', '.join(PICTURES)} only")
         source.decode_with(nvjpeg)
 
 

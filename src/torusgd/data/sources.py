@@ -126,6 +126,8 @@ SOURCES: dict[str, Callable[[Data, Path | None, int, Once], Pair]] = {
     "tar": _tar,
     "hf": _hf,
 }
+PICTURES = ("folder", "folders", "list", "tar", "hf")
+"""those of JPEG and PNG files"""
 
 
 def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_here) -> Pair:

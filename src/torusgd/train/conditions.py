@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..data.sources import PICTURES
 from ..recipe.schema import Recipe
 from ..runtime import cpu_flags, cpu_info
 
@@ -28,8 +29,6 @@ _LIBRARY_VARIABLE = re.compile(
 )
 _HARMLESS = re.compile(r"_(VERBOSE|NUM_THREADS|VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_CUDA|CUDA_VERSION)")
 """a recipe says how many threads there are, whatever the environment says"""
-_PICTURES = ("folder", "folders", "list", "tar", "hf")
-"""sources of JPEG and PNG files"""
 _DECODERS = ("simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
 _GPU_DECODERS = ("torchvision", "nvidia-nvjpeg", "nvidia-nvjpeg-cu12")
 
@@ -104,7 +103,7 @@ def _builds(recipe: Recipe) -> Conditions:
     build = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12]
     found: Conditions = {"torusgd": _version("torusgd"), "torch": torch.__version__, "torch_build": build}
     found["numpy"] = np.__version__
-    if recipe.data.source in _PICTURES or ":" in recipe.data.source:
+    if recipe.data.source in PICTURES or ":" in recipe.data.source:
         names = _DECODERS + (_GPU_DECODERS if recipe.data.decoder == "nvjpeg" else ())
         found["decoders"] = " ".join(f"{name}-{_version(name)}" for name in names if _version(name))
     return found
