@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 from torusgd.comm.bench import bench_allreduce
-from torusgd.rehearse.lab import USUAL_WINDOWS, Host, Lab
+from torusgd.rehearse.lab import MTU, USUAL_WINDOWS, Host, Lab
 
 SETUPS = {
     "far": [Host(latency=5e-3, rate=1e9)] * 16,
@@ -25,9 +25,12 @@ SETUPS = {
     "odd": [Host(latency=2e-3, rate=1e9)] * 15,
     "one-slow": [*[Host(latency=1e-3, rate=1e9)] * 7, Host(latency=5e-3, rate=1e8)],
     "long": [Host(latency=50e-3, rate=1e9)] * 4,
+    "busy": [Host(latency=5e-3, rate=1e9)] * 16,
 }
 SETTINGS = {"long": USUAL_WINDOWS}
 """of the kernel in each host, where they are not the lab's own"""
+MTUS = {"busy": 9_000}
+"""bytes of a packet, likewise: the process that carries them is then what bounds large messages"""
 DESCRIBED = {
     "far": "16 hosts x 1 rank, 5 ms, 1 Gb/s",
     "far-slow": "16 hosts x 1 rank, 5 ms, 100 Mb/s",
@@ -36,6 +39,7 @@ DESCRIBED = {
     "odd": "15 hosts x 1 rank (a grid of 3x5), 2 ms, 1 Gb/s",
     "one-slow": "7 hosts, 1 ms, 1 Gb/s, and one of 5 ms, 100 Mb/s",
     "long": "4 hosts x 1 rank, 50 ms, 1 Gb/s, the kernel's usual TCP windows",
+    "busy": "16 hosts x 1 rank, 5 ms, 1 Gb/s, packets of 9,000 bytes",
 }
 ALGORITHMS = "native,auto,ring,halving-doubling,doubling,direct,torus,torus:direct,hierarchical"
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
@@ -120,7 +124,7 @@ def main() -> None:
         return
     given = ["--sizes", options.sizes, "--algorithms", options.algorithms, "--repetitions", str(options.repetitions)]
     given += ["--streams", options.streams, *(["--profile", options.profile] if options.profile else [])]
-    with Lab(SETUPS[options.setup], SETTINGS.get(options.setup)) as lab:
+    with Lab(SETUPS[options.setup], SETTINGS.get(options.setup), MTUS.get(options.setup, MTU)) as lab:
         output = lab.run([__file__, "--rank", *given], timeout=1800)[0]
     records = json.loads(next(line for line in output.splitlines() if line.startswith("told: ")).removeprefix("told: "))
     if options.json:

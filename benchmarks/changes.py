@@ -41,6 +41,8 @@ from torusgd.recipe.load import load_recipe
 MOST = 4
 """ranks at a time"""
 GO_ON = " on\n"
+_BEFORE = 6
+"""lines of the launcher that are shown before a restart of all ranks, which say why none was left"""
 LONGEST = 300.0
 """seconds to wait for anything: on a busy machine a command alone takes a minute to start"""
 
@@ -205,9 +207,10 @@ def main() -> None:
             f"{kind}: n {len(seconds)}, {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), "
             f"steps redone {min(redone)} to {max(redone)}"
         )
-    for line in campaign.root.err.splitlines():
-        if "restart" in line:
-            print(line)
+    told = campaign.root.err.splitlines()
+    for number, line in enumerate(told):
+        if "(restart " in line:
+            print("\n".join(told[max(0, number - _BEFORE) : number + 1]))
     is_same = summary["weights_sha256"].startswith(undisturbed)
     print(
         f"{arguments.recipe}: {arguments.changes} changes in {done} of {summary['steps']} steps, "

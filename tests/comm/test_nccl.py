@@ -141,7 +141,7 @@ def test_auto_probes_over_nccl_what_differs_there(monkeypatch):
     profile = Profile(
         backend="nccl", hosts=(0, 0, 0, 0, 1, 1, 1, 1), message=0.0, inside=link, between=link, timings=()
     )
-    timings = tune._rivals(connection, profile, 1 << 24, rivals=20, repetitions=2)
+    timings = tune._rivals(connection, profile, 1 << 24, rivals=20, repetitions=2, seconds=0.0, known=set())
     names = [(timing.algorithm, timing.grid) for timing in timings]
     assert len(names) == len(set(names))
     assert ("native", None) in names

@@ -18,7 +18,7 @@ from .groups import Group, group_of
 from .profile import Profile, choose, explain, ranks_a_host
 from .tune import measure
 
-_PROBE_SECONDS = 15.0
+_PROBE_SECONDS = 40.0
 _SIZES = [round(2 ** (eighth / 8)) for eighth in range(24, 8 * 40)]
 """bytes, 8 to 1 TiB, for each of which `auto` decides; a message goes by the largest of these that it holds"""
 

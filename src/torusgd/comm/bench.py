@@ -14,7 +14,7 @@ from ..errors import RunError, UserError
 from .algorithms import GRIDS, NAMES, parse_algorithm
 from .allreduce import native, over
 from .base import Work
-from .connection import Connection, connect
+from .connection import Connection, connect, shuffled
 from .groups import Group, group_of
 
 SIZES = tuple(1 << power for power in range(12, 25, 2))
@@ -61,9 +61,10 @@ def bench_allreduce(
 ) -> list[Record]:
     """Times float32 all-reduces; every rank of `group` (None: all) calls it and gets the same records.
 
-    At each size all algorithms are run in turn, `repetitions` times after one that warms up, from a barrier to the end
-    on the slowest rank. `native` runs in the group that was given, as plain `torch.distributed.all_reduce` does. Each
-    result is checked. Algorithms of ours take so many `streams`, as in `create`.
+    At each size all algorithms are run in turn, in another order each time, `repetitions` times after one that warms
+    up. A time is from a barrier to the end on the slowest rank. `native` runs in the group that was given, as plain
+    `torch.distributed.all_reduce` does. Each result is checked. Algorithms of ours take so many `streams`, as in
+    `create`.
 
     Raises:
         UserError: where an algorithm, the grid or a size doesn't fit.
@@ -102,11 +103,12 @@ def _bench(
     records = []
     for size in sizes:
         rows = []
-        for _ in range(repetitions + 1):
-            row = []
-            for name, start in starts:
+        for turn in range(repetitions + 1):
+            row = [0.0] * len(starts)
+            for place in shuffled(range(len(starts)), turn):
+                name, start = starts[place]
                 tensor = torch.ones(size // 4, device=connection.engine.device)
-                row.append(connection.stopwatch(partial(_sum, start, tensor)))
+                row[place] = connection.stopwatch(partial(_sum, start, tensor))
                 if not bool((tensor == connection.size).all()):
                     raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.rank}")
             rows.append(row)

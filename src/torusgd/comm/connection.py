@@ -2,11 +2,13 @@
 
 import hashlib
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -16,6 +18,8 @@ from .base import Engine
 from .gloo import GlooEngine, StagedEngine
 from .groups import Group, group_of
 from .nccl import NcclEngine
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,15 @@ def connect(
         return Connection(NcclEngine(own), own)
     engine = GlooEngine(own, [ranks.duplicate(timeout, torch.device("cpu")) for _ in range(streams - 1)])
     return Connection(engine if own.device.type == "cpu" else StagedEngine(engine, own.device), own, streams)
+
+
+def shuffled(rivals: Sequence[T], turn: int) -> list[T]:
+    """The order in which rivals are timed in a turn, the same on all ranks.
+
+    After a pause TCP sends slowly at first, so that who comes after one that used other connections, such as Gloo's
+    own, is up to a seventh slower: in each turn that has to be another one.
+    """
+    return random.Random(turn).sample(rivals, len(rivals))
 
 
 def hosts_of(group: Group) -> tuple[int, ...]:

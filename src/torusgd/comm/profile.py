@@ -20,7 +20,7 @@ _FAR_MARGIN = 0.9
 """the same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
 say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more)"""
 
-_LEVEL = 1.08
+_LEVEL = 1.04
 """rivals within this factor of the quickest are level, and the formulas decide between them"""
 
 

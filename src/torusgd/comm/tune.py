@@ -4,9 +4,10 @@ Every rank takes part: times are the slowest rank's, agreed by a MAX all-reduce.
 0's, so that all ranks end with the same profile to the last bit, whatever processors they have.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,8 +16,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..errors import UserError
-from .algorithms import Algorithm
-from .connection import Connection, connect, hosts_of
+from .algorithms import Algorithm, usual_chunks
+from .connection import Connection, connect, hosts_of, shuffled
 from .contention import crowding, in_step
 from .cost import rank_candidates
 from .groups import Group, group_of
@@ -24,7 +25,8 @@ from .profile import Link, Profile, Timing, expect
 from .rounds import Message, Round
 
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
-_SHORT_SIZES = tuple(1 << power for power in (14, 18, 22))
+_SHORT_SIZES = tuple(1 << power for power in (18, 22, 20, 16, 14))
+"""what matters most first: buckets have up to 4 MiB, and the first size foretells what they take"""
 _LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
 _CHUNKED = 1 << 20
 _SIZES_SHARE, _IN_STEPS_SHARE = 0.6, 0.15
@@ -33,6 +35,9 @@ _IN_STEPS = (1 << 14, 1 << 18)
 """bytes of messages that are timed among computation"""
 _ROUNDS = 8
 """dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
+_BEHIND = 1.25
+"""times the quickest's best: who takes longer drops out of the timings of a size"""
+_MOST_TURNS = 9
 _FAN = 8
 _FAN_ROUNDS = 4
 
@@ -64,7 +69,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     """
     begin = time.perf_counter()
     hosts = hosts_of(connection.group)
-    repetitions, rivals = (2, 3) if short else (4, 5)
+    repetitions, rivals = (3, 5) if short else (4, 7)
     inside, between, message = _links(connection, hosts, repetitions)
     profile = Profile(
         backend="nccl" if connection.group.has_nccl else "gloo",
@@ -77,20 +82,20 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     )
     profile = _of_rank_0(connection, profile)
     timings: list[Timing] = []
-    until = seconds if short else _SIZES_SHARE * seconds
-    last, last_size = 0.0, 0
-    per_byte = max(link.per_byte for link in (profile.inside, profile.between) if link is not None)
-    for size in _SHORT_SIZES if short else _SIZES:
+    known = set[Algorithm | None]()
+    sizes, until = (_SHORT_SIZES, seconds) if short else (_SIZES, _SIZES_SHARE * seconds)
+    took: dict[int, float] = {}
+    for size in sizes:
         before = time.perf_counter()
-        # It takes what the last size took, and the further bytes, which every run moves about twice.
-        ahead = last + repetitions * (1 + 2 * rivals) * 2 * per_byte * (size - last_size)
-        if timings and connection.slowest([before - begin + ahead])[0] > until:
-            break
-        timings += _rivals(connection, profile, size, rivals, repetitions)
-        last, last_size = time.perf_counter() - before, size
+        ahead = _foreseen(profile, size, 1 + rivals + 2 * repetitions, took)
+        if took and connection.slowest([before - begin + ahead])[0] > until:
+            continue
+        timings += _rivals(connection, profile, size, rivals, repetitions, (until - before + begin) / 2, known)
+        took[size] = time.perf_counter() - before
+    timings.sort(key=lambda timing: timing.size)
     profile = profile.model_copy(update={"timings": tuple(timings)})
-    sizes, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_SHARE * seconds)
-    points = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in sizes)
+    among, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_SHARE * seconds)
+    points = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in among)
     profile = profile.model_copy(update={"in_steps": points})
     if not short:
         turns = max(3, min(9, round(seconds)))
@@ -98,30 +103,82 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     return _of_rank_0(connection, profile)
 
 
+def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float]) -> float:
+    """About the seconds that so many runs at a size take, by what other sizes took, on this rank."""
+    if not took:
+        return 0.0
+    smaller, larger = ([known for known in took if (known < size) == is_smaller] for is_smaller in (True, False))
+    if smaller and larger:
+        return math.sqrt(took[max(smaller)] * took[min(larger)])
+    if larger:
+        return took[min(larger)]
+    # What the largest took, and the further bytes, which every run moves about twice.
+    per_byte = max(link.per_byte for link in (profile.inside, profile.between) if link is not None)
+    return took[max(took)] + runs * 2 * per_byte * (size - max(took))
+
+
 def _of_rank_0(connection: Connection, profile: Profile) -> Profile:
     """Rank 0's profile, on every rank."""
     return Profile.model_validate_json(connection.group.broadcast_text(profile.model_dump_json()))
 
 
-def _rivals(connection: Connection, profile: Profile, size: int, rivals: int, repetitions: int) -> list[Timing]:
-    """Times native and the most promising plans in turn, plans twice as often; the first run of each warms up."""
-    effective = connection.engine.effective
-    plans = _different(effective(plan) for plan, _ in rank_candidates(size, connection.size, profile.topology))[:rivals]
-    # What chunks gain (links that are never idle) is not in the formulas: it is tried.
-    chunked = [replace(plan, chunks=4) for plan in plans[:2] if size >= _CHUNKED and plan.chunks == 1]
-    plans = _different([*plans, *map(effective, chunked)])
-    natives: list[float] = []
-    rows: list[list[float]] = []
-    for _ in range(repetitions):
-        natives.append(_time_sum(connection, size, None))
-        for _ in range(2):
-            rows.append([_time_sum(connection, size, plan) for plan in plans])
-    columns = [natives[1:], *zip(*rows[1:], strict=True)]
-    medians = [statistics.median(connection.slowest(column)) for column in columns]
-    described = [("native", None, 1), *[(plan.name, plan.grid, plan.chunks) for plan in plans]]
+def _rivals(
+    connection: Connection,
+    profile: Profile,
+    size: int,
+    rivals: int,
+    repetitions: int,
+    seconds: float,
+    known: set[Algorithm | None],
+) -> list[Timing]:
+    """Times native and the most promising plans in turn: all of them once, and then those that are not far behind.
+
+    The formulas know nothing of what ranks or packets share, so that many plans are let in, and most leave early.
+
+    Args:
+        connection: Between the ranks.
+        profile: With its links.
+        size: Bytes.
+        rivals: So many plans are let in.
+        repetitions: Who stays is timed so often at least.
+        seconds: And large messages, whose times vary most, up to `_MOST_TURNS` times until this rank's time is up.
+        known: What has run before, at other sizes: the first run of each, which connects, doesn't count.
+    """
+    until, effective = time.perf_counter() + seconds, connection.engine.effective
+    # What chunks gain (links that are never idle) is not in the formulas.
+    ranked = (plan for plan, _ in rank_candidates(size, connection.size, profile.topology))
+    plans = _different(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)
+    left: list[Algorithm | None] = [None, *plans[:rivals]]
+    times: dict[Algorithm | None, list[float]] = {plan: [] for plan in left}
+    for plan in left:
+        if (whole := plan and replace(plan, chunks=1)) not in known:
+            known.add(whole)
+            _time_sum(connection, size, plan)
+    for turn in range(1, 1 + (_MOST_TURNS if size >= _CHUNKED else repetitions)):
+        left = shuffled(left, turn)
+        *took, over = connection.slowest(
+            [*(_time_sum(connection, size, plan) for plan in left), time.perf_counter() - until]
+        )
+        for plan, each in zip(left, took, strict=True):
+            times[plan].append(each)
+        best = {plan: min(times[plan]) for plan in left}
+        left = [plan for plan in left if best[plan] <= _BEHIND * min(best.values())]
+        quickest = min(best, key=best.__getitem__)
+        if turn == 1 and quickest is not None and size >= _CHUNKED:
+            others = _different(effective(replace(quickest, chunks=chunks)) for chunks in (1, 2, 4))
+            left += [plan for plan in others if plan not in times]
+            times |= {plan: [] for plan in left if plan not in times}
+        if turn >= repetitions and over > 0:
+            break
     return [
-        Timing(size=size, algorithm=name, grid=grid, chunks=chunks, median=median)
-        for (name, grid, chunks), median in zip(described, medians, strict=True)
+        Timing(
+            size=size,
+            algorithm="native" if plan is None else plan.name,
+            grid=None if plan is None else plan.grid,
+            chunks=1 if plan is None else plan.chunks,
+            median=statistics.median(taken),
+        )
+        for plan, taken in times.items()
     ]
 
 

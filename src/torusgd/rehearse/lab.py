@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 from ..errors import RunError
 from .netns import INTERFACE, why_not
 
-__all__ = ["USUAL_WINDOWS", "Crew", "Host", "Lab", "interface_bytes", "why_not"]
+__all__ = ["MTU", "USUAL_WINDOWS", "Crew", "Host", "Lab", "interface_bytes", "why_not"]
 
 _PREFIX = 16
 _PORT = 29_500
@@ -26,6 +26,8 @@ _SETTINGS = {
     "tcp_rmem": "4096 4194304 16777216",
     "tcp_wmem": "4096 1048576 16777216",
 }
+MTU = 60_000
+"""bytes of a packet: few and large ones, since each costs the process that carries them the same"""
 USUAL_WINDOWS = {"tcp_rmem": "4096 131072 6291456", "tcp_wmem": "4096 16384 4194304"}
 """those of a kernel that nobody has tuned: on a long, fast link a connection waits for them"""
 
@@ -95,11 +97,13 @@ class Lab:
     Args:
         hosts: At least one.
         settings: Of the kernel's IPv4 in each host, by their names below /proc/sys/net/ipv4, such as `USUAL_WINDOWS`.
+        mtu: Bytes of a packet. Small ones keep the process that carries them busy, and then it, and not the links, may
+            bound what is sent.
     """
 
-    def __init__(self, hosts: Sequence[Host], settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, hosts: Sequence[Host], settings: Mapping[str, str] | None = None, mtu: int = MTU) -> None:
         self.hosts = tuple(hosts)
-        self._settings = {**_SETTINGS, **(settings or {})}
+        self._settings, self._mtu = {**_SETTINGS, **(settings or {})}, mtu
         self.addresses = [f"10.{77 + host // 65_000}.{host // 250}.{1 + host % 250}" for host in range(len(hosts))]
         self._crews: list[Crew] = []
 
@@ -110,7 +114,7 @@ class Lab:
         self._folder = tempfile.TemporaryDirectory(prefix="torusgd-lab-")
         links = [(host.latency, host.rate / 8) for host in self.hosts]
         self._wire = _start_module(
-            "torusgd.rehearse.wire", [os.getpid(), links, self.addresses, _PREFIX, self._settings]
+            "torusgd.rehearse.wire", [os.getpid(), links, self.addresses, _PREFIX, self._mtu, self._settings]
         )
         self._spaces: list[str] = _answer(self._wire, time.monotonic() + 60)
         return self

@@ -18,9 +18,6 @@ from pathlib import Path
 
 from . import netns as namespace
 
-MTU = 60_000
-"""bytes; large packets, since each costs this process the same"""
-
 
 class Wire:
     """Queues between the hosts' devices; `hosts` holds (seconds of one-way latency, bytes a second) of each."""
@@ -92,13 +89,13 @@ def _settings(values: dict[str, str]) -> None:
 
 def main() -> None:
     """Makes the hosts listed on standard input, prints the namespaces' paths, and carries packets between them."""
-    parent, hosts, addresses, prefix, settings = json.loads(sys.stdin.readline())
+    parent, hosts, addresses, prefix, mtu, settings = json.loads(sys.stdin.readline())
     namespace.die_with_parent(parent)
     spaces, devices = [], []
     for address, (_, rate) in zip(addresses, hosts, strict=True):
         spaces.append(f"/proc/{os.getpid()}/fd/{namespace.unshare()}")
         _settings(settings)
-        devices.append(namespace.open_tun(address, prefix, MTU, rate))
+        devices.append(namespace.open_tun(address, prefix, mtu, rate))
     print(json.dumps(spaces), flush=True)
     Wire(devices, addresses, hosts).carry(sys.stdin.fileno())
 
