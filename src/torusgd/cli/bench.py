@@ -86,7 +86,7 @@ def show_records(records: "Sequence[Record]") -> None:
     title = f"all-reduce on {records[0].ranks} ranks, median of {records[0].n}, the slowest rank's; gain: over native"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("size", "algorithm", "ms", "min-max", "bus MB/s", "gain"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", overflow="fold")
     native = {record.bytes: record.median_s for record in records if record.algorithm == "native"}
     for record in records:
         ratio = native[record.bytes] / record.median_s if record.bytes in native else None

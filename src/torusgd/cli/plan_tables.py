@@ -181,9 +181,9 @@ def show_best(console: Console, best: SearchResult) -> None:
 def show_published(console: Console, predictions: Sequence[Prediction]) -> None:
     """Published, predicted and error of each row, and what ratios are relative to."""
     table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("id", no_wrap=True)
+    table.add_column("id", overflow="fold")
     for heading in ("published", "predicted", "error", "left out"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     table.add_column("")
     groups = counted_groups([p.row for p in predictions])
     for prediction in predictions:

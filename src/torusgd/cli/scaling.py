@@ -150,7 +150,7 @@ def show_points(points: Sequence[Point]) -> None:
     title = "steps on this machine, median without the first; planned: from the run with one rank and the network"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", overflow="fold")
     for point in points:
         table.add_row(
             str(point.ranks),

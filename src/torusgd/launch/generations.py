@@ -209,22 +209,28 @@ class Generations:
             time.sleep(_POLL_SECONDS)
         return is_over
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """Asked by a rank between two pieces of its work, which is in vain once ranks of its generation are lost.
 
-        It also finds out whether another generation `is_planned`.
+        It also finds out whether another generation `is_planned`. It looks into the store now and then only: while one
+        thread waits for an answer the others of its process take their turn, which took a tenth of short steps.
+
+        Returns:
+            Whether it has looked.
 
         Raises:
             ConnectionLost: They are.
         """
-        if time.monotonic() - self._looked >= _LOOK_SECONDS:
-            self._looked = time.monotonic()
-            newest = _Record.read(self._store)
-            self.is_planned = newest.number > self.number and newest.is_planned
-            mine = [each for each in newest.joining if newest.source(each) == self._rank]
-            self.asking = tuple(mine) if newest.number == self.number else ()
-            if newest.has_lost(self.number):
-                raise ConnectionLost("ranks were lost, says the launcher")
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        newest = _Record.read(self._store)
+        self.is_planned = newest.number > self.number and newest.is_planned
+        mine = [each for each in newest.joining if newest.source(each) == self._rank]
+        self.asking = tuple(mine) if newest.number == self.number else ()
+        if newest.has_lost(self.number):
+            raise ConnectionLost("ranks were lost, says the launcher")
+        return True
 
     def is_forsaken(self, store: Store) -> bool:
         """Whether ranks of this generation are lost, asked in another connection to the attempt's store.

@@ -140,10 +140,13 @@ def _be_rank(spec: RankSpec) -> None:
     root = TCPStore(LOOPBACK, spec.port, None, False, wait_for_workers=False)
     store = PrefixStore(f"attempt-{spec.attempt}", root)
     generations = Generations(store)
+    is_asked = False
 
     def is_asked_to_stop() -> bool:
-        generations.check()
-        return root.check(["stop"])
+        nonlocal is_asked
+        if generations.check():
+            is_asked = root.check(["stop"])
+        return is_asked
 
     stop = StopFlag(also=is_asked_to_stop)
     if spec.stops_run:

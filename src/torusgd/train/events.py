@@ -226,7 +226,7 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
     has_plain = any(not span.stage.augment for span in schedule.spans)
     columns = ["stage", "steps", "epochs", "images", "batch", "rate", "last", "momentum"]
     for column in [*columns, *(["augment"] if has_plain else [])]:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", overflow="fold")
     for number, span in enumerate(schedule.spans, 1):
         first, last = schedule[span.first_step], schedule[span.stop_step - 1]
         row = [
