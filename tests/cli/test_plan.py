@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train.runs import run_here
+from tests.train.runs import events, run_here
 
 from torusgd.cli.plan_tables import duration
 from torusgd.comm.profile import Link, Profile
@@ -112,6 +112,9 @@ def test_relaxed_synchrony_stands_beside_synchronous_steps(plan) -> None:
 
 def test_delays_are_taken_from_a_run(plan, tmp_path: Path) -> None:
     run_here(tmp_path / "run", "stages=[{until: 40st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
+    # A quiet machine's steps are alike: here every fourth takes 2 s more.
+    told = [{**event, "step_seconds": 0.01 + 2.0 * (event["step"] % 4 == 0)} for event in events(tmp_path / "run")]
+    (tmp_path / "run" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
     words = ("fujitsu-74s", "--cluster", "abci", "--devices", 64, "--synchrony", "cutoff")
     _, found = plan(*words, "--delays", tmp_path / "run")
     assert [each["form"] for each in found["relaxed"]] == ["synchronous", "cutoff"]
