@@ -63,7 +63,7 @@ def tune(
 
 
 def measure(connection: Connection, seconds: float, short: bool = False) -> Profile:
-    """A profile in about `seconds`: sizes are tried from small to large until the time is up.
+    """A profile in about `seconds`: a size that would take longer than what is left of them is not tried.
 
     `short` is the probe before a run without a profile: fewer sizes, rivals and repetitions.
     """
