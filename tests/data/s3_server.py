@@ -52,6 +52,10 @@ def s3_server(**every: int) -> Iterator[tuple[FaultyProxy, dict[str, str]]]:
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
+    reset = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    reset.request("POST", "/moto-api/reset")  # all servers of a process hold the same objects
+    assert reset.getresponse().status == 200
+    reset.close()
     client = boto3.client(
         "s3",
         endpoint_url=f"http://127.0.0.1:{port}",

@@ -249,6 +249,17 @@ def test_a_frozen_rank_is_found_and_a_second_run_is_kept_out(frozen: Frozen, und
 
 
 @pytest.mark.slow
+def test_a_temporary_folder_with_too_long_a_name_is_told(tmp_path: Path, recipe: Path) -> None:
+    """As clusters give each job one; a socket's path has about a hundred characters."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    process = torusgd(tmp_path / "told", tmp_path / "out", recipe, "--workers", "2", TMPDIR=str(folder))
+    assert process.end() == 2
+    assert "set TMPDIR to a folder with a short name" in process.err
+    assert process.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_progress_line_on_a_terminal(tmp_path: Path, recipe: Path) -> None:
     out = tmp_path / "out"
     words = [*torusgd_words(out, recipe), "--workers", "2", *pauses(0.002)]
