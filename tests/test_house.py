@@ -51,7 +51,6 @@ LONG = 400
 SHORT = 40
 SHORT_FOR_A_REASON = {
     "__main__.py": "what `python -m` runs",
-    "importing.py": "used by two rooms, belongs to neither",
     "cli/recipes.py": "a file a command",
     "launch/forkserver.py": "must start before torch is imported, and import nothing that does",
     "launch/forkserver_preload.py": "imported by name in a fresh process, and nothing else may be in it",

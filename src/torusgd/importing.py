@@ -1,9 +1,11 @@
-"""A user's own code named in a recipe as `package.module:factory`."""
+"""Imports: a user's own code named in a recipe as `package.module:factory`, and what torch's leave behind."""
 
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from .errors import UserError
@@ -37,3 +39,14 @@ def import_factory(path: str, *, key: str) -> Callable[..., Any]:
     if not callable(factory):
         raise UserError(f"{key}: {module_name} has no callable {name!r} ({module.__file__})")
     return factory
+
+
+def remove_empty_cache() -> None:
+    """At the end of a process: the folder for compiled code that parts of torch make when they are imported.
+
+    It goes if it is empty and lies in the temporary folder.
+    """
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    if os.path.dirname(cache) == tempfile.gettempdir():
+        with suppress(OSError):
+            os.rmdir(cache)

@@ -80,3 +80,13 @@ def test_names_in_letters_that_the_terminal_lacks_are_written_out(
     console().print("gr\u00fcn, \u8d64")
     sys.stdout.flush()
     assert terminal.getvalue().endswith(b"gr\xfcn, \\u8d64\n")
+
+
+def test_a_plan_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
+    """Parts of torch make a folder there for compiled code as soon as they are imported."""
+    words = command("plan", "digits", "--cluster", "abci", "--devices", "4")
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,10 +1,11 @@
 """The command line: one file a command, which reads its options, calls the library, and prints.
 
 Modules here import torch, pydantic and what needs them only once a command runs, so that --help takes no seconds.
-May import: errors, signals, weights, storage, hub, recipe, runtime, precision, data, models, comm, simulate, train,
-launch, plan, rehearse, report, export.
+May import: errors, signals, importing, weights, storage, hub, recipe, runtime, precision, data, models, comm, simulate,
+train, launch, plan, rehearse, report, export.
 """
 
+import atexit
 import os
 import sys
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import RunError, UserError, end, tell_exit
+from ..importing import remove_empty_cache
 from ..launch.slurm import adopt_step
 from ..storage import check_scheme
 from . import bench, control, data, eval, export, join, plan, recipes, rehearse, replay, report, simulate, train, tune
@@ -72,6 +74,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":  # a name may have letters that it lacks
             stream.reconfigure(errors="backslashreplace")
+    atexit.register(remove_empty_cache)
     try:
         for word in sys.argv[1:]:
             _check_word(word)

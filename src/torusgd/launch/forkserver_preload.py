@@ -4,9 +4,9 @@ import atexit
 import gc
 import multiprocessing.forkserver
 import os
-import tempfile
 from contextlib import suppress
 
+from ..importing import remove_empty_cache
 from . import local  # noqa: F401
 
 _PROCESS = os.getpid()
@@ -16,15 +16,11 @@ _PROCESS = os.getpid()
 def _leave_nothing() -> None:
     """Removes what lies in the temporary folder, also where the launcher was killed: this process sees its end.
 
-    That is the socket on which the launcher asks for ranks, and the cache for compiled code that torch makes when it
-    is imported, if it is empty.
+    That is the socket on which the launcher asks for ranks, and torch's own folder.
     """
     if os.getpid() != _PROCESS:  # a rank, forked from here
         return
-    with suppress(OSError):
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
-        if os.path.dirname(cache) == tempfile.gettempdir():
-            os.rmdir(cache)
+    remove_empty_cache()
     address = multiprocessing.forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
     if address:
         with suppress(OSError):
