@@ -16,9 +16,7 @@ LARGE = 1 << 22
 
 def profile(ranks: int) -> Profile:
     link = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
-    return Profile(
-        backend="gloo", hosts=tuple(range(ranks)), message=0.0, inside=None, between=link, timings=()
-    )  # fmt: skip
+    return Profile(backend="gloo", hosts=tuple(range(ranks)), message=0.0, inside=None, between=link, timings=())
 
 
 def timed(
@@ -60,7 +58,7 @@ def test_the_quickest_is_tried_in_other_numbers_of_chunks(monkeypatch: pytest.Mo
     assert (chosen.name, chosen.chunks) == ("torus:direct", 4)
 
 
-def test_nobody_comes_first_or_after_the_same_one_in_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_comes_first_or_after_the_same_one_in_every_turn() -> None:
     """After a pause a connection is slow: seen as a seventh of the time of whoever came after Gloo's own all-reduce."""
     orders = [shuffled(range(6), turn) for turn in range(1, 8)]
     assert all(sorted(order) == list(range(6)) for order in orders)
