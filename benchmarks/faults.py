@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,14 +327,9 @@ def flip_in_a_checkpoint(case: Case) -> Row:
     return judge(case, case.start(), time.monotonic(), r"damaged", again=False)
 
 
-def flip_in_a_gradient(case: Case) -> Row:
+def flip_in_computing(case: Case, where: str) -> Row:
     flags = () if case.blind else ("--audit", "1")
-    return inside(case, "in_gradient", r"rank \d on \S+ computes wrongly", *flags, workers=3)
-
-
-def flip_in_images(case: Case) -> Row:
-    flags = () if case.blind else ("--audit", "1")
-    return inside(case, "in_images", r"rank \d on \S+ computes wrongly", *flags, workers=3)
+    return inside(case, where, r"rank \d on \S+ computes wrongly", *flags, workers=3)
 
 
 def flip_in_weights(case: Case) -> Row:
@@ -392,8 +388,8 @@ KINDS: dict[str, Callable[[Case], Row]] = {
     "EIO at three reads": fail_a_read,
     "EIO at a write": fail_a_write,
     "a flipped bit in a checkpoint": flip_in_a_checkpoint,
-    "flipped bits in a rank's gradients": flip_in_a_gradient,
-    "flipped bits in a rank's images": flip_in_images,
+    "flipped bits in a rank's gradients": partial(flip_in_computing, where="in_gradient"),
+    "flipped bits in a rank's images": partial(flip_in_computing, where="in_images"),
     "a flipped bit in a rank's weights": flip_in_weights,
     "a clock that jumps by a day": turn_the_clock,
     "a second launcher on the folder": start_it_twice,

@@ -7,6 +7,7 @@ Every rank takes part: times are the slowest rank's, agreed by a MAX all-reduce.
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -107,7 +108,8 @@ def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float])
     """About the seconds that so many runs at a size take, by what other sizes took, on this rank."""
     if not took:
         return 0.0
-    smaller, larger = ([known for known in took if (known < size) == is_smaller] for is_smaller in (True, False))
+    smaller = [known for known in took if known < size]
+    larger = [known for known in took if known > size]
     if smaller and larger:
         return math.sqrt(took[max(smaller)] * took[min(larger)])
     if larger:
@@ -149,7 +151,7 @@ def _rivals(
     ranked = (plan for plan, _ in rank_candidates(size, connection.size, profile.topology))
     plans = _different(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)
     left: list[Algorithm | None] = [None, *plans[:rivals]]
-    times: dict[Algorithm | None, list[float]] = {plan: [] for plan in left}
+    times = defaultdict[Algorithm | None, list[float]](list)
     for plan in left:
         if (whole := plan and replace(plan, chunks=1)) not in known:
             known.add(whole)
@@ -167,7 +169,6 @@ def _rivals(
         if turn == 1 and quickest is not None and size >= _CHUNKED:
             others = _different(effective(replace(quickest, chunks=chunks)) for chunks in (1, 2, 4))
             left += [plan for plan in others if plan not in times]
-            times |= {plan: [] for plan in left if plan not in times}
         if turn >= repetitions and over > 0:
             break
     return [
