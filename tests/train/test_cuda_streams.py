@@ -4,8 +4,9 @@ Streams are stand-ins that keep vector clocks; every operator of whole steps is 
 and writes.
 """
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -64,13 +65,25 @@ class Beside(Here):
             self._clocks.known[MAIN] |= self._clocks.known[self._name]
 
 
-class Races(TorchDispatchMode):
-    """Notes the operators that use memory which another stream may be using at the same time."""
+Memory = tuple[int, int]
+"""a storage, and the number of a part of it"""
 
-    def __init__(self, clocks: Clocks) -> None:
+
+class Races(TorchDispatchMode):
+    """Notes the operators that use memory which another stream may be using at the same time.
+
+    Args:
+        clocks: Of the streams.
+        parts: Tensors that share one storage, as separate memory each.
+    """
+
+    def __init__(self, clocks: Clocks, parts: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._clocks = clocks
-        self._uses: dict[int, dict[tuple[str, bool], int]] = {}
+        self._starts: dict[int, list[int]] = {}
+        for part in parts:
+            self._starts.setdefault(part.untyped_storage().data_ptr(), []).append(part.data_ptr())
+        self._uses: dict[Memory, dict[tuple[str, bool], int]] = {}
         """of each memory, by stream and whether it wrote there, when it did so last"""
         self.found: set[str] = set()
         self.at_once = 0
@@ -79,21 +92,33 @@ class Races(TorchDispatchMode):
         keywords, schema = keywords or {}, function._schema
         given = [*zip(schema.arguments, arguments, strict=False)]
         given += [(each, keywords[each.name]) for each in schema.arguments if each.name in keywords]
-        result, before = function(*arguments, **keywords), set[int]()
+        result, before = function(*arguments, **keywords), set[Memory]()
         if function.is_view:
             return result
         for argument, value in given:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in (each for each in tree_leaves(value) if isinstance(each, Tensor)):
-                before.add(memory_of(tensor))
-                self._use(str(function), memory_of(tensor), is_written)
+                for memory in self._memory_of(tensor):
+                    before.add(memory)
+                    self._use(str(function), memory, is_written)
         for tensor in (each for each in tree_leaves(result) if isinstance(each, Tensor)):
-            if memory_of(tensor) not in before:  # new, or free since its last use
-                self._uses.pop(memory_of(tensor), None)
-                self._use(str(function), memory_of(tensor), True)
+            for memory in self._memory_of(tensor):
+                if memory not in before:  # new, or free since its last use
+                    self._uses.pop(memory, None)
+                    self._use(str(function), memory, True)
         return result
 
-    def _use(self, name: str, memory: int, is_written: bool) -> None:
+    def _memory_of(self, tensor: Tensor) -> list[Memory]:
+        storage = tensor.untyped_storage().data_ptr()
+        starts = self._starts.get(storage)
+        if starts is None or not tensor.numel():
+            return [(storage, 0)]
+        begin = tensor.data_ptr()
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first, last = (bisect_right(starts, at) for at in (begin, begin + reach * tensor.element_size()))
+        return [(storage, part) for part in range(first, last + 1)]
+
+    def _use(self, name: str, memory: Memory, is_written: bool) -> None:
         stream = self._clocks.current
         known, uses = self._clocks.known[stream], self._uses.setdefault(memory, {})
         for (other, was_written), when in uses.items():
@@ -102,10 +127,6 @@ class Races(TorchDispatchMode):
                 if is_written or was_written:
                     self.found.add(name)
         uses[stream, is_written] = known[stream]
-
-
-def memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def races(*changes: str, **stream: bool) -> tuple[Races, str]:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from torusgd.comm.groups import Group
 from torusgd.gradients.reducer import Reducer
+from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.train.build import Trainer
 from torusgd.train.cuda_streams import Graph, PassStream
 from torusgd.train.forward_backward import WholeNetwork
@@ -54,16 +56,24 @@ class Here:
         pass
 
 
-def graphed(*overrides: str, streams: Sequence[PassStream]) -> Trainer:
-    """A trainer of the tiny recipe whose passes these streams take in turn."""
-    trainer = make_trainer(True, *overrides)
+def graphed(
+    *overrides: str,
+    streams: Sequence[PassStream],
+    ready: Any = None,
+    world: Group | None = None,
+    options: RuntimeOptions | None = None,
+) -> Trainer:
+    """A trainer of the tiny recipe whose passes these streams take in turn; with events, all-reduces leave early."""
+    trainer = make_trainer(True, *overrides, world=world, options=options)
     run, network = trainer.step, trainer.step.forward_backward
     assert isinstance(network, WholeNetwork)
     leaves = [
         slot.tensor if network._shadow is None else network._shadow.leaf(slot.tensor)
         for slot in run.reducer.layout.held
     ]
-    run.forward_backward = GraphedNetwork(network, run.reducer, run.batch_norm, torch.device("cpu"), leaves, streams)
+    run.forward_backward = GraphedNetwork(
+        network, run.reducer, run.batch_norm, torch.device("cpu"), leaves, streams, ready is not None, ready
+    )
     return trainer
 
 

@@ -17,7 +17,7 @@ A step's life:
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -229,9 +229,14 @@ class Reducer:
         if self._is_last and not self._missing[bucket]:
             self._send_full()
 
-    def taken(self) -> None:
-        """All gradients of this virtual worker have been added to the sum by other means."""
+    def taken(self, after: Callable[[int], AbstractContextManager[object]] | None = None) -> None:
+        """All gradients of this virtual worker have been added to the sum by other means, or the device will do so.
+
+        `after` is given with the last virtual worker: within its context a bucket may leave.
+        """
         self._missing = [0] * len(self._missing)
+        if after is not None:
+            self._send_full(after)
 
     def end_worker(self) -> None:
         """Ends a virtual worker: parameters without a gradient count as zero."""
@@ -291,14 +296,15 @@ class Reducer:
         self.wait()
         return self.sum.finish(self._trailers).read(self._to_host)
 
-    def _send_full(self) -> None:
+    def _send_full(self, after: Callable[[int], AbstractContextManager[object]] = nullcontext) -> None:
         """Sends what is full, in the buckets' order, which is the same on all ranks whatever order autograd takes."""
         count = len(self.layout.buckets)
         while len(self._works) < count and not self._missing[len(self._works)]:
-            self.last_ready = self.clock.mark()
-            if not self._works:
-                self.first_ready = self.last_ready
-            self._works.append(self._send(len(self._works)))
+            with after(len(self._works)):
+                self.last_ready = self.clock.mark()
+                if not self._works:
+                    self.first_ready = self.last_ready
+                self._works.append(self._send(len(self._works)))
         # No rank sees every sum whole: what all must know of them travels in a message of its own.
         if len(self._works) == count and self._trailers is None and (self.is_sharded or not self.layout.is_whole):
             self._trailers = self.sum.trailers()

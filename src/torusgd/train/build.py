@@ -249,7 +249,11 @@ def build(
     )
     forward_backward: ForwardBackward
     if is_ahead:
-        forward_backward = device_network(model, recipe, precision, batch_norm, reducer, device, options.cuda_streams)
+        forward_backward = device_network(
+            model, recipe, precision, batch_norm, reducer, device, options.cuda_streams,
+            # A rank that may take over others' work does not know beforehand which of its passes is the last.
+            overlaps=world.size > 1 and not options.work_stealing,
+        )  # fmt: skip
     elif recipe.synchrony.local_steps is not None and own_copy is not None:
         forward_backward = local_steps(recipe, own_copy, model, reducer, update, precision, batch_norm)
     elif tail is None:

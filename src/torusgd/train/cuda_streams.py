@@ -10,7 +10,8 @@ such passes may not share, and who sees to it:
                               host fills before a replay: so each stream has a generator of its own
     cuBLAS's workspace        torch keeps one for each stream: so a graph is captured on the stream on which it runs
     the sums                  nobody adds but the stream of all else, pass by pass, each after an event of its stream:
-                              so no kernel needs atomic additions, and all that follows the sums follows them there
+                              so no kernel needs atomic additions, and all that follows the sums follows them there;
+                              but for a last pass that adds by itself (`ready_events`), which begins after all others
 
 Events order the streams among themselves; the host waits for none of them.
 """

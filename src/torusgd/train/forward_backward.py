@@ -30,6 +30,8 @@ class ForwardBackward(Protocol):
 
     in_step: bool
     """the ranks of a group work in step: one that has no images goes on with blank ones"""
+    control_follows: bool
+    """on every rank alike: the gradients may leave in `forward`, so the control vector leaves after them"""
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """The loss, float32 []."""
@@ -52,6 +54,7 @@ class WholeNetwork:
     """
 
     in_step = False
+    control_follows = False
 
     def __init__(
         self,
@@ -117,6 +120,7 @@ class SharedTail:
     """
 
     in_step = True
+    control_follows = False
 
     def __init__(
         self,

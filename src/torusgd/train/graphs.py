@@ -6,12 +6,15 @@ as one graph, their sums as another, since passes may run on several streams and
 replay finds everything where it was: images, targets and the loss scale in memory of the pass's own, weights and sums
 in flat memory that never moves. It launches the same kernels, so the bits are those of a plain pass.
 
+A rank's last pass of a step is one graph, in which each bucket is summed as soon as its gradients are there, and an
+event says so: its all-reduce leaves while the pass goes on (`ready_events`).
+
 A pass that looks for the largest gradients is taken plainly, and so are all passes of a network that can't be captured,
 which is told once.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -29,6 +32,7 @@ from .batchnorm import BatchNormStatistics
 from .cuda_streams import Graph, PassStream, pass_streams
 from .forward_backward import WholeNetwork
 from .membership import Membership
+from .ready_events import ReadyEvents, ready_events
 from .shadow import ShadowWeights
 
 _Shape = tuple[tuple[int, ...], bool]
@@ -44,6 +48,8 @@ class GraphedNetwork:
         device: Of the network.
         leaves: Of each slot the tensor by which the network computes, in order.
         streams: Take the passes in turn.
+        overlaps: All-reduces may leave during the last pass; the same on every rank.
+        ready: For that, the events of this rank's last passes; None: its all-reduces leave after them.
     """
 
     in_step = False
@@ -56,7 +62,10 @@ class GraphedNetwork:
         device: torch.device,
         leaves: Sequence[Tensor],
         streams: Sequence[PassStream],
+        overlaps: bool = False,
+        ready: ReadyEvents | None = None,
     ) -> None:
+        self.control_follows, self._ready = overlaps, ready
         self._network, self._reducer, self._batch_norm, self._device = network, reducer, batch_norm, device
         self._leaves, self._streams = leaves, streams
         self._passes: dict[tuple[_Shape, int], _Pass | None] = {}
@@ -74,10 +83,11 @@ class GraphedNetwork:
                 each.release()
         self._turn = (self._turn + 1) % len(self._streams)
         shape = (tuple(batch.images.shape), batch.partners is not None)
-        captured = None if self._reducer.is_measuring else self._captured(shape)
+        ready = self._ready if worker == membership.mine[-1] else None
+        captured = None if self._reducer.is_measuring else self._captured(shape, ready)
         self._is_plain = captured is None
         if captured is not None:
-            return self._replay(captured, step, worker, batch)
+            return self._replay(captured, ready, step, worker, batch)
         if self._reducer.is_measuring or (shape, self._turn) in self._passes:
             return self._network.forward(step, worker, batch, membership)
         # The first pass of a shape warms up what chooses, compiles and allocates, the kernels of its sums included.
@@ -91,14 +101,21 @@ class GraphedNetwork:
         if self._is_plain:
             self._network.backward()
 
-    def _captured(self, shape: _Shape) -> "_Pass | None":
-        """The pass that this turn's stream replays for a shape; its second pass captures it. None: a plain one."""
+    def _captured(self, shape: _Shape, ready: ReadyEvents | None) -> "_Pass | None":
+        """The pass that this turn's stream replays for a shape; its second pass captures it. None: a plain one.
+
+        With `ready`, for the last pass of a step.
+        """
         captured, capture = self._passes.get((shape, self._turn)), self._streams[self._turn].capture
-        if captured is None or captured.graphs:
+        if captured is None or captured.graphs[ready is not None]:
             return captured
+        network = (self._network, self._batch_norm, self._leaves)
         try:
-            there = capture(partial(captured.run, self._network, self._batch_norm, self._leaves))
-            captured.graphs = (there, capture(partial(captured.add, self._reducer)))
+            if ready is None:
+                there = capture(partial(captured.run, *network))
+                captured.graphs[False] = (there, capture(partial(captured.add, self._reducer)))
+            else:
+                captured.graphs[True] = (capture(partial(captured.run_to_sums, *network, self._reducer, ready.record)),)
         except RuntimeError as error:
             warnings.warn(
                 f"the network's passes run without a CUDA graph, more slowly: {first_line(error)}", stacklevel=3
@@ -108,19 +125,22 @@ class GraphedNetwork:
         captured.gradients = ()  # their memory is the graphs' own; other shapes may use it in between
         return captured
 
-    def _replay(self, captured: "_Pass", step: Step, worker: int, batch: Batch) -> Tensor:
+    def _replay(self, captured: "_Pass", ready: ReadyEvents | None, step: Step, worker: int, batch: Batch) -> Tensor:
         stream = self._streams[self._turn]
-        there, sums = captured.graphs
+        there, *sums = captured.graphs[ready is not None]
 
         def work() -> None:
             captured.take(batch, self._network.precision)
             self._network.begin(step, worker)
             there.replay()
 
+        if ready is not None:  # the graph adds to the sums itself, so all other passes have been added before
+            stream.release()
         stream.run(work)
         stream.join()
-        sums.replay()
-        self._reducer.taken()
+        for each in sums:
+            each.replay()
+        self._reducer.taken(None if ready is None else ready.after)
         self._batch_norm.batch = captured.statistics
         return captured.loss
 
@@ -133,11 +153,12 @@ def device_network(
     reducer: Reducer,
     device: torch.device,
     streams: int,
+    overlaps: bool,
 ) -> WholeNetwork | GraphedNetwork:
     """A whole network in the form of a GPU: with 16-bit copies of the weights, and on a GPU with captured passes.
 
     The arguments are those of `WholeNetwork`; the reducer, with a `DeviceGradientSum`, gets the gradients; so many
-    passes run at a time.
+    passes run at a time; `overlaps` as in `GraphedNetwork`.
     """
     shadow = None
     if precision.dtype != torch.float32:
@@ -147,7 +168,8 @@ def device_network(
     network = WholeNetwork(model, recipe, precision, batch_norm, device, shadow)
     if device.type != "cuda":
         return network
-    return GraphedNetwork(network, reducer, batch_norm, device, leaves, pass_streams(device, streams))
+    ready = ready_events(device, len(reducer.layout.buckets)) if overlaps else None
+    return GraphedNetwork(network, reducer, batch_norm, device, leaves, pass_streams(device, streams), overlaps, ready)
 
 
 class _Pass:
@@ -168,8 +190,9 @@ class _Pass:
         self.loss = torch.zeros((), device=device)
         self.statistics = torch.zeros_like(batch_norm.running)
         self.gradients: Sequence[Tensor | None] = ()
-        self.graphs: tuple[Graph, ...] = ()
-        """from the images to the gradients, and from those to the sums; empty before they are captured"""
+        self.graphs: dict[bool, tuple[Graph, ...]] = {False: (), True: ()}
+        """from the images to the gradients, and from those to the sums; of a step's last pass, all in one. Empty before
+        they are captured"""
 
     def take(self, batch: Batch, precision: Precision) -> None:
         """Puts a batch and the loss scale where the graph reads them."""
@@ -186,6 +209,39 @@ class _Pass:
             loss = network.loss_of_images(self._images, self._batch)
         self.gradients = torch.autograd.grad(loss * self._scale_there, leaves, allow_unused=True)
         self.loss.copy_(loss.detach())
+
+    def run_to_sums(
+        self,
+        network: WholeNetwork,
+        batch_norm: BatchNormStatistics,
+        leaves: Sequence[Tensor],
+        reducer: Reducer,
+        ready: Callable[[int], None],
+    ) -> None:
+        """The work of a last pass' one graph; `ready` is called with each bucket after the work that ends its sums."""
+        layout = reducer.layout
+        missing = [bucket.stop - bucket.first for bucket in layout.buckets]
+
+        def end(bucket: int) -> None:
+            reducer.sum.end_worker(bucket)
+            ready(bucket)
+
+        def take(slot: int, gradient: Tensor) -> None:
+            bucket = layout.bucket_of[slot]
+            reducer.sum.add(bucket, slot, gradient)
+            missing[bucket] -= 1
+            if not missing[bucket]:
+                end(bucket)
+
+        hooks = [leaf.register_hook(partial(take, slot)) for slot, leaf in enumerate(leaves)]
+        try:
+            self.run(network, batch_norm, leaves)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for bucket, count in enumerate(missing):
+            if count:  # of parameters that this network does not use
+                end(bucket)
 
     def add(self, reducer: Reducer) -> None:
         """The work of the second graph."""

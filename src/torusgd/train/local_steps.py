@@ -43,6 +43,7 @@ class LocalSteps:
     """
 
     in_step = False
+    control_follows = False
 
     def __init__(
         self,

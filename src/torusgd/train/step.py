@@ -231,15 +231,18 @@ class TrainStep:
                 self.control.add(self.batch_norm.batch, loss)
                 self._hash_beside(hash_into, loss)
                 self.control.counts.replaced += batch.replaced
-            if worker is None or work.is_last():
+            is_last = worker is None or work.is_last()
+            if is_last:
                 self.reducer.mark_last()
                 self.control.taken_over = work.told()
-                sent = self._send_control(step)
+                sent = None if self.forward_backward.control_follows else self._send_control(step)
             # A backward pass fills the memory in which the last step's weights may still be under way.
             self.update.wait_weights()
             if batch is not None:
                 self.forward_backward.backward()
             self.reducer.end_worker()
+            if is_last and sent is None:
+                sent = self._send_control(step)
         if own_done is not None:  # ranks are compared by what they take for their own shares
             self.reducer.last_ready = own_done
         self.clock.end_work(own_done or self.reducer.clock.mark(), max(1, work.own))

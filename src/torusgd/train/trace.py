@@ -168,7 +168,7 @@ class _TracedPasses:
     """Tells a trace when passes begin and end."""
 
     def __init__(self, passes: ForwardBackward, trace: StepTrace) -> None:
-        self.in_step = passes.in_step
+        self.in_step, self.control_follows = passes.in_step, passes.control_follows
         self._passes, self._trace, self._worker = passes, trace, 0
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
