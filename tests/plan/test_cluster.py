@@ -10,8 +10,8 @@ from torusgd.plan.calibration import calibrated, load_parameters
 from torusgd.plan.cluster import cluster_names, load_cluster, load_software, software_names, tree_of
 
 CLUSTERS = [
-    *("abci", "aws-c4.8xlarge", "cori", "dgx-a100", "dgx1", "dgx2h", "endeavor", "hgx-h100", "p100-50gbe", "p100-fdr"),
-    *("p40-100gbe", "stampede2-knl", "stampede2-skx", "v100-10gbe"),
+    *("abci", "aws-c4.8xlarge", "cori", "dgx-a100", "dgx1", "dgx2h", "endeavor", "hgx-a100-80gb", "hgx-h100"),
+    *("p100-50gbe", "p100-fdr", "p40-100gbe", "stampede2-knl", "stampede2-skx", "v100-10gbe"),
 ]
 
 MINE = """

@@ -25,6 +25,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 
 ABCI = load_cluster("abci")
+EVERY_EPOCH = ["evaluate.every=1ep"]
 
 
 def workload(name: str, *overrides: str) -> Workload:
@@ -144,6 +145,46 @@ def test_frozen_layers_are_not_planned() -> None:
 def test_staged_batches_of_a_published_row() -> None:
     stages = staged(90, (16, 32), 2176)
     assert [stage.steps for stage in stages] == [math.ceil(30 * 1281167 / 34816), math.ceil(60 * 1281167 / 69632)]
+
+
+def test_epochs_of_whole_batches() -> None:
+    """Fujitsu's 15 steps an epoch; 39 of NVIDIA's where 38.5 batches hold all images."""
+    assert [stage.steps for stage in staged(90, (42,), 2048, whole_epochs=True)] == [90 * 15]
+    assert [stage.steps for stage in staged(72, (65,), 512, whole_epochs=True)] == [72 * 39]
+    assert [stage.steps for stage in staged(72, (65,), 512)] == [math.ceil(72 * 1281167 / 33280)]
+
+
+def test_start_up_by_devices() -> None:
+    program = load_software("mxnet-v30").model_copy(update={"start": {8: 12.0, 64: 5.0}})
+    assert [program.start_on(devices) for devices in (1, 8, 36, 64, 4096)] == [12.0, 12.0, 8.5, 5.0, 5.0]
+    assert load_software("caffe2").start_on(64) == 2.0
+    found = forecast(workload("resnet50", "virtual_workers=64"), load_cluster("hgx-h100"), program, devices=64)
+    assert found.run.start == 5.0
+
+
+def test_held_out_images_are_priced_at_their_own_size() -> None:
+    program, cluster = load_software("composer"), load_cluster("hgx-a100-80gb")
+
+    def evaluation(size: int) -> float:
+        return forecast(workload("resnet50-27ep", f"evaluate.image_size={size}"), cluster, program, 8).run.evaluation
+
+    assert evaluation(176) < 0.9 * evaluation(224)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "software", "published", "overrides"),
+    [
+        ("resnet50-27ep", "hgx-a100-80gb", "composer", 1427, ["stages.22.until=27ep"]),
+        ("resnet50-16ep", "dgx-a100", "ffcv", 14.9 * 60, EVERY_EPOCH),
+        ("resnet50-16ep", "dgx-a100", "ffcv", 77.2 * 60, [*EVERY_EPOCH, "stages.1.until=88ep", "stages.0.until=71ep"]),
+    ],
+)
+def test_runs_of_few_epochs_take_about_as_long_as_published(
+    name: str, cluster: str, software: str, published: float, overrides: list[str]
+) -> None:
+    recipe, machine = load_recipe(name, overrides).recipe, load_cluster(cluster)
+    program = program_for(recipe, RuntimeOptions(workers=8), machine, load_software(software))
+    assert forecast(workload_of(recipe), machine, program, devices=8).run.seconds == pytest.approx(published, rel=0.1)
 
 
 def test_a_sweep_has_a_knee_and_falling_efficiency_in_weak_scaling() -> None:

@@ -8,7 +8,7 @@ from torusgd.plan import calibration
 from torusgd.plan.published import predict_row, read_rows, summary
 
 from .fit import calibrate
-from .report import further_rows, markdown
+from .report import further_rows, markdown, step_rows
 
 
 def main() -> None:
@@ -21,7 +21,8 @@ def main() -> None:
     calibration.load_calibrated.cache_clear()
     print(summary(rows))
     page = Path(__file__).parents[2] / "docs" / "published.md"
-    page.write_text(markdown([predict_row(row) for row in rows], [predict_row(row) for row in further_rows()]))
+    fitted, further, steps = ([predict_row(row) for row in each] for each in (rows, further_rows(), step_rows()))
+    page.write_text(markdown(fitted, further, steps))
     print(f"wrote {page}")
 
 

@@ -20,6 +20,8 @@ from torusgd.plan.published import (
     summary,
 )
 
+from .findings import section as findings
+
 HERE = Path(__file__).parent
 _NUMBERS = (
     "compute_ms", "exposed_ms", "least_ms", "most_ms", "planned_ms", "planned_late_ms", "step_ms", "speedup",
@@ -69,24 +71,18 @@ class Played:
         return (self.planned - self.exposed) / self.step
 
 
-NOT_UNDERSTOOD = (
-    "Not understood: `you_alexnet_knl`, half of whose time the planner doesn't find. The run has 174 images/s a Xeon",
-    "Phi, an eighth of its peak, where ResNet-50 on four times as many had a fifth; 244 MB of gradients a step at the",
-    "link's full rate are 39 ms of 360. Omni-Path leaves its packets to the processor, whose cores are slow here; no",
-    "figure of that is known. The sources don't agree on the other AlexNet, `you_alexnet_11`: 1,024 Xeon, as one",
-    "version of the paper says, are 190 images/s each, a quarter of the peak, as with ResNet-50; the 2,048 of another",
-    "are 95, an eighth, as on the Xeon Phi. If that is right, something of AlexNet's own is missing on both machines.",
-)
-"""of the rows that were never fitted, what a user should not trust"""
-
-
 def further_rows() -> list[Row]:
     """The published figures that are kept out of the fit."""
     return read_rows(HERE / "checks.csv")
 
 
-def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction]) -> str:
-    """The page docs/published.md."""
+def step_rows() -> list[Row]:
+    """Steps of other runs of NVIDIA's in MLPerf's logs that a profile and a cluster file describe; never fitted."""
+    return read_rows(HERE / "steps.csv")
+
+
+def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction], steps: Sequence[Prediction]) -> str:
+    """The page docs/published.md: rows that were fitted, the rows of `further_rows`, and those of `step_rows`."""
     lines = [
         "# Published results and what the planner says of them",
         "",
@@ -151,13 +147,27 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction]) -
         "## Further published figures, never fitted",
         "",
         "From the same papers and logs (`tools/calibrate_planner/checks.csv`). Some share a run with a row above;",
-        f"none was used by the fit. Median error {100 * median(abs(p.error) for p in further):.1f} %.",
+        f"none was used by the fit. {_errors(further)}",
+        "The times of `nvidia_*_time` hold start and evaluations as the logs of the same program tell them (the",
+        "software profiles name the runs): for all but `nvidia_h100_1_time` and `nvidia_a100_230_time` the logs of",
+        "that very run, so that what they check is the steps.",
         "",
-        "| id | devices | images | metric | published | predicted | band | error |",
-        "|---|---|---|---|---|---|---|---|",
+        *_TABLE,
+        *map(_line, further),
+        "",
+        "## Steps of other runs, never fitted",
+        "",
+        "The steps of NVIDIA's other ResNet-50 runs in the logs of MLPerf v0.6, v0.7, v1.1, v2.0, v3.0 and v4.0, of",
+        "machines that have a cluster file (`tools/calibrate_planner/steps.csv`): the median time from one evaluation",
+        "to the next, by whole steps, median of 5 runs; read on 2026-11-23, after all else on this page was there. The",
+        "programs of v2.0's runs of up to 128 nodes and of v4.0 are taken to be those of v1.1 and v3.0.",
+        _errors(steps),
+        "",
+        *_TABLE,
+        *map(_line, steps),
+        "",
+        *findings(predictions, further),
     ]
-    lines += [_line(prediction) for prediction in further]
-    lines += ["", *NOT_UNDERSTOOD]
     lines += ["", *section(played)]
     lines += ["", "## Sources", ""]
     for name in sorted({p.row.cluster for p in predictions}):
@@ -165,6 +175,17 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction]) -
     for name in sorted({p.row.software for p in predictions}):
         lines.append(f"* software `{name}`: {load_software(name).source}.")
     return "\n".join(lines) + "\n"
+
+
+_TABLE = (
+    "| id | devices | images | metric | published | predicted | band | error |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
+def _errors(predictions: Sequence[Prediction]) -> str:
+    sizes = sorted(100 * abs(prediction.error) for prediction in predictions)
+    return f"Median error {median(sizes):.1f} %, worst {sizes[-1]:.1f} % and {sizes[-2]:.1f} %."
 
 
 def _line(prediction: Prediction) -> str:

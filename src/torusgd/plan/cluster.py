@@ -197,11 +197,24 @@ class Software(Section):
     communication: Communication = Communication()
     base_devices: Count = 1
     """devices that the publication's speed-ups and efficiencies are relative to"""
-    start: NotNegative = 0.0
-    """seconds before the first step that count as training time"""
+    whole_epochs: bool = False
+    """a published run's epochs end with a whole batch, padded from the next epoch; a recipe's schedule has its own"""
+    start: NotNegative | dict[Count, NotNegative] = 0.0
+    """seconds that count as training time beside steps and evaluations: before the first step, and by what the first
+    epoch and the first evaluation were longer than the later ones; by devices where logs of several sizes tell them"""
     evaluation: Evaluation = Evaluation()
     error: NotNegative = 0.1
     """relative error (standard deviation of the logarithm) of predictions with this profile"""
+
+    def start_on(self, devices: int) -> float:
+        """Seconds of start-up on so many devices: evenly from one logged size to the next, and as at the last beyond.
+
+        >>> Software(name="mine", source="logs", start={8: 9.0, 16: 5.0}).start_on(12)
+        7.0
+        """
+        if not isinstance(self.start, dict):
+            return self.start
+        return float(np.interp(devices, sorted(self.start), [self.start[count] for count in sorted(self.start)]))
 
 
 def cluster_names() -> list[str]:

@@ -32,6 +32,8 @@ class Workload:
     eval_images: int
     """passes of an evaluation through the network"""
     evaluations: int
+    eval_cost: ModelCost | None = None
+    """of the network at the size at which held-out images are classified; None: as in training"""
 
     def cost_of(self, stage: PlannedStage) -> ModelCost:
         """Of the network at a stage's image size."""
@@ -118,7 +120,8 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
     )
     # With a mirror image beside each, twice as many images pass through the network.
     held_out *= 2 if recipe.evaluate.flip else 1
-    return Workload(cost_at(data.sizes.sides), stages, train, held_out, evaluations)
+    eval_cost = cost_at(recipe.held_out_data.sizes.sides)
+    return Workload(cost_at(data.sizes.sides), stages, train, held_out, evaluations, eval_cost)
 
 
 def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
@@ -174,6 +177,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
             workload.evaluations,
             workload.eval_images,
             quantile,
+            workload.eval_cost,
         )
         for quantile in (0.5, LOW, HIGH)
     ]

@@ -171,7 +171,7 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
     software = system.software
     if row.metric == "time_to_train":
         assert row.epochs is not None
-        stages = staged(row.epochs, row.images, row.devices)
+        stages = staged(row.epochs, row.images, row.devices, whole_epochs=software.whole_epochs)
         evaluations = math.ceil(row.epochs / software.evaluation.every)
         run = run_time(system.cost, system.cluster, software, row.devices, stages, evaluations, quantile=quantile)
         return run.seconds / scale

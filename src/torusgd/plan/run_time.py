@@ -86,6 +86,7 @@ def run_time(
     evaluations: int,
     eval_images: int = IMAGENET_EVAL,
     quantile: float = 0.5,
+    eval_cost: ModelCost | None = None,
 ) -> RunTime:
     """Seconds of a run on `devices` devices.
 
@@ -94,15 +95,16 @@ def run_time(
         evaluations: How often the held-out images are classified.
         eval_images: How many those are.
         quantile: As in `step_time`.
+        eval_cost: Of the network at the size of the held-out images; None: `cost`.
     """
     steps = tuple(_step(stage.cost or cost, cluster, software, devices, stage, quantile) for stage in stages)
     training = sum(stage.steps * step.seconds for stage, step in zip(stages, steps, strict=True))
     share = math.ceil(eval_images / devices)
-    forward = pass_seconds(cost, cluster.device, software, share).forward if share else 0.0
+    forward = pass_seconds(eval_cost or cost, cluster.device, software, share).forward if share else 0.0
     forward /= min(cluster.speeds[:devices], default=1.0)  # held-out images are shared out evenly
     small = sum(phase.seconds for phase in phases(cluster, software.communication, devices, 4096.0))
     each = forward + software.evaluation.seconds + software.evaluation.norm_sums * cost.norms * small
-    return RunTime(software.start, training, evaluations * each, steps)
+    return RunTime(software.start_on(devices), training, evaluations * each, steps)
 
 
 def _step(
@@ -113,19 +115,28 @@ def _step(
 
 
 def staged(
-    epochs: float, images: Sequence[int], devices: int, train_images: int = IMAGENET_TRAIN
+    epochs: float,
+    images: Sequence[int],
+    devices: int,
+    train_images: int = IMAGENET_TRAIN,
+    whole_epochs: bool = False,
 ) -> list[PlannedStage]:
     """The stages of a published `a>b` batch on `devices` workers whose switch points are not published.
 
     Of k batches each but the last gets 1 / (k + 1) of the epochs, the last twice as much: Sony's 34K > 68K switched
-    after 30 of 90.
+    after 30 of 90. With `whole_epochs` each epoch has as many steps as show every image once, the last of them padded.
+
+    >>> [staged(90, [42], 2048, whole_epochs=whole)[0].steps for whole in (False, True)]
+    [1341, 1350]
     """
     early = [1 / (len(images) + 1)] * (len(images) - 1)
-    shares = [*early, 1 - sum(early)]
-    return [
-        PlannedStage(math.ceil(epochs * share * train_images / (each * devices)), each, devices)
-        for share, each in zip(shares, images, strict=True)
-    ]
+    stages = []
+    for share, each in zip([*early, 1 - sum(early)], images, strict=True):
+        steps = train_images / (each * devices)
+        stages.append(
+            PlannedStage(math.ceil(epochs * share * (math.ceil(steps) if whole_epochs else steps)), each, devices)
+        )
+    return stages
 
 
 def widened(values: Sequence[float], error: float) -> tuple[float, float]:

@@ -93,7 +93,7 @@ def plan_to_accuracy(
 
     def run_of(stage: PlannedStage, evaluations: int, quantile: float = 0.5) -> RunTime:
         cost, held_out = workload.cost, workload.eval_images
-        return run_time(cost, cluster, software, devices, [stage], evaluations, held_out, quantile)
+        return run_time(cost, cluster, software, devices, [stage], evaluations, held_out, quantile, workload.eval_cost)
 
     found: dict[int, tuple[RunTime, PlannedStage, int]] = {}
     for images, share in _cuts(workload, cluster, software, devices):

@@ -1,0 +1,82 @@
+"""What docs/published.md says of rows that the plan misses: where sources disagree, and what is not understood."""
+
+from collections.abc import Sequence
+
+from torusgd.plan.published import Prediction, Row, number, percent, predict_row
+
+_RATES = {
+    "das_vgga_128": "das_vgga_128_rate",
+    "das_vgga_64": "das_vgga_64_rate",
+    "das_overfeat_64": "das_overfeat_rate",
+    "das_cddnn_16": "das_cddnn_16_rate",
+    "das_vgga_aws": "das_vgga_aws_rate",
+}
+"""a published speed-up over one node: the published rate of the same run"""
+
+_OF_DAS = (
+    "So four of the five rates are as good as the speed-up and the one node together. The AWS rate is not: a VGG-A",
+    "image is 45.7 GFLOP, so the 28.0 images/s a node that the paper has on both machines are 1,278 GFLOP/s, 54 %",
+    "of the 2,355 of Cori's node but 77 % of the 1,670 that the paper's own balance gives the AWS node (64 % at its",
+    "turbo, which the cluster file takes). No one efficiency of the program gives both: the rate is short by the",
+    "ratio of the peaks. OverFeat's one node is 63 % of the peak by the paper, where VGG-A's is 54; its rate is",
+    "recalled as 3,600 to 3,800.",
+)
+
+_OPEN = (
+    "`you_skx_1024`: the paper has 48 minutes on 1,024 CPUs and 31 on 1,600 (32 in its fifth version), which are",
+    "49,152 and 49,600 (51,200) CPU-minutes. So a CPU has 39 images/s at 32 images a step as at 10, where the plan",
+    "gains 11 % from more images. Sources give the 48 minutes a batch of 16K to 32K: at 16 images the plan is short",
+    "by 6.6 %.",
+    "",
+    "`nvidia_a100_527_time`: start and evaluations are 1.7 s of 19.2 by the logs. Steps take 10.6 ms there, planned",
+    "9.4, and 11.1 of 15 images on 540 nodes, planned 9.1; 35 images on 128 nodes fit. Both large runs share batch",
+    "norm's statistics between 2 GPUs, priced at two messages a layer (0.4 ms). What that costs on A100 is not",
+    "published.",
+    "",
+    "Not understood: `you_alexnet_knl`, half of whose time the planner doesn't find. The run has 174 images/s a",
+    "Xeon Phi, an eighth of its peak, where ResNet-50 on four times as many had a fifth; 244 MB of gradients a step",
+    "at the link's full rate are 39 ms of 360. Omni-Path leaves its packets to the processor, whose cores are slow",
+    "here; no figure of that is known. The sources don't agree on the other AlexNet, `you_alexnet_11`: 1,024 Xeon,",
+    "as one version of the paper says, are 190 images/s each, a quarter of the peak, as with ResNet-50; the 2,048",
+    "of another are 95, an eighth, as on the Xeon Phi. If that is right, something of AlexNet's own is missing on",
+    "both machines. A Phi does 47 to 63 images/s of ResNet-50 against a Xeon's 39, of AlexNet 174 against 190: as",
+    "if not arithmetic set AlexNet's pace but what a scalar core does, such as reading. No figure of either",
+    "machine's input is published.",
+)
+
+
+def rates(fitted: Sequence[Prediction], further: Sequence[Prediction]) -> list[str]:
+    """The lines that set Das et al.'s rates beside their speed-ups: rate = speed-up times the rate of one node."""
+    known = {each.row.id: each for each in (*fitted, *further)}
+    lines = [
+        "Das et al. publish speed-ups over one node and rates of the same runs, so also the rate of one node. The",
+        "error of a planned rate is that of the speed-up and that of the one node:",
+        "",
+        "| rate | published | speed-up | one node | planned node | error of the node | of the speed-up | of the rate |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for speedup, rate in ((known[a], known[b]) for a, b in _RATES.items()):
+        node = rate.row.value / speedup.row.value
+        planned = predict_row(alone(rate.row)).predicted
+        lines.append(
+            f"| {rate.row.id} | {number(rate.row.value)} | {number(speedup.row.value)} | {number(node)} "
+            f"| {number(planned)} | {percent(planned / node - 1)} | {percent(speedup.error)} "
+            f"| {percent(rate.error)} |"
+        )
+    return lines
+
+
+def alone(row: Row) -> Row:
+    """The row's whole batch on one device.
+
+    >>> from torusgd.plan.published import read_rows
+    >>> [(each.devices, each.images) for each in map(alone, read_rows()[:1])]
+    [(1, (128,))]
+    """
+    images = tuple(each * row.devices for each in row.images)
+    return row.model_copy(update={"devices": 1, "images": images})
+
+
+def section(fitted: Sequence[Prediction], further: Sequence[Prediction]) -> list[str]:
+    """The lines of docs/published.md on all of it."""
+    return ["## What the sources leave open", "", *rates(fitted, further), "", *_OF_DAS, "", *_OPEN]
