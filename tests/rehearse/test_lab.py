@@ -52,6 +52,12 @@ def test_latency_and_bandwidth_are_at_least_what_was_asked_for():
     assert transfer >= 8 * 1_000_000 / 50e6
 
 
+def test_nothing_is_sent_twice_on_slow_links_where_nothing_is_lost():
+    """Answers wait for a quarter of a second behind a packet of the other direction."""
+    with Lab([Host(latency=0.001, rate=2e6)] * 2) as lab:
+        assert records(lab.run([str(HERE / "program_both_ways.py")], timeout=240)) == [0, 0]
+
+
 def test_bytes_on_the_wire_follow_the_formula_on_each_axis():
     """4 hosts of 3 ranks: a grid of 4 x 3 has its horizontal axis on loopback and its vertical one on the links."""
     length = 600_000

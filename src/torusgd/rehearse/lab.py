@@ -20,8 +20,10 @@ __all__ = ["MTU", "USUAL_WINDOWS", "Crew", "Host", "Lab", "interface_bytes", "wh
 _PREFIX = 16
 _PORT = 29_500
 _SETTINGS = {
-    # Nothing is lost here, so that the plainest control fills the link, as it does on every kernel.
+    # Nothing is lost here, so that the plainest control fills the link, as it does on every kernel, and nothing need be
+    # sent twice to find out what was (see also `netns.open_tun`).
     "tcp_congestion_control": "reno",
+    "tcp_early_retrans": "0",
     # Windows of several packets of 60,000 bytes from the first moment on.
     "tcp_rmem": "4096 4194304 16777216",
     "tcp_wmem": "4096 1048576 16777216",

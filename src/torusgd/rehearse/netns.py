@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import subprocess
+from ipaddress import ip_interface
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
@@ -69,10 +70,15 @@ def open_tun(address: str, prefix: int, mtu: int, rate: float) -> int:
             fcntl.ioctl(control, request, struct.pack("16si20x", INTERFACE.encode(), number))
         for name in (INTERFACE, "lo"):
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), _IFF_UP))
-    queue = f"tc qdisc add dev {INTERFACE} root tbf rate {8 * rate:.0f}bit burst {mtu + 4096} limit 1gb"
-    done = subprocess.run(queue.split(), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"{queue}: {done.stderr.strip()}")
+    # On slow links answers wait for seconds behind data. Nothing is lost here, so TCP need not think so.
+    subnet = ip_interface(f"{address}/{prefix}").network
+    for command in (
+        f"tc qdisc add dev {INTERFACE} root tbf rate {8 * rate:.0f}bit burst {mtu + 4096} limit 1gb",
+        f"ip route replace {subnet} dev {INTERFACE} proto kernel scope link src {address} rto_min 30s",
+    ):
+        done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError(f"{command}: {done.stderr.strip()}")
     return device
 
 
@@ -84,6 +90,7 @@ def why_not() -> str | None:
         return "the network lab needs root, for network namespaces"
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
         return f"the network lab needs {_DEVICE}"
-    if shutil.which("tc") is None:
-        return "the network lab needs tc, of the package iproute2"
+    for tool in ("tc", "ip"):
+        if shutil.which(tool) is None:
+            return f"the network lab needs {tool}, of the package iproute2"
     return None

@@ -19,7 +19,7 @@ from ..plan.timeline import StepTime, compute_seconds, price_of, step_time, step
 from .ceiling import measure_ceiling, result_line
 from .lab import Host, Lab
 from .player import dump
-from .scale import Ceiling, Scale, choose_scale
+from .scale import Ceiling, Scale, choose_scale, packet_bytes
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,8 @@ def rehearse(
 
 def _played(part: str, hosts: list[Host], seconds: float) -> tuple[list[float], str]:
     """When each step ended on the slowest rank, all ranks reading one machine's clock; and what summed."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file, Lab(hosts) as lab:
+    mtu = packet_bytes(len(hosts), hosts[0].rate / 8)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file, Lab(hosts, mtu=mtu) as lab:
         file.write(part)
         file.flush()
         outputs = lab.run(["-m", f"{__package__}.player", file.name], timeout=120 + 5 * seconds)

@@ -13,6 +13,9 @@ SHARE = 0.15
 """of the lab's measured rate that a scaled link may ask for, so that its CPU stays a carrier and no part of the play"""
 _MEMORY = 4e9
 """bytes of all ranks' messages together"""
+_LARGEST, _SMALLEST = 60_000, 4_096
+_PACKETS = 4_000
+"""a second, of all hosts together, each of which takes the lab's wire some 40 us of a core"""
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,14 @@ def choose_scale(
     scaled = stretch * alpha
     late = ceiling.round - scaled
     return Scale(stretch, shrink, max(0.0, -late), bandwidth / (stretch * shrink), max(0.0, late) / stretch)
+
+
+def packet_bytes(hosts: int, rate: float) -> int:
+    """The size of packets in a lab of so many hosts, each of which sends up to `rate` bytes a second.
+
+    A packet is passed on whole: the smaller it is, the less a round is late. More of them keep the wire busy.
+
+    >>> packet_bytes(16, 4e6), packet_bytes(16, 1e9), packet_bytes(2, 1e6)
+    (16000, 60000, 4096)
+    """
+    return int(min(_LARGEST, max(_SMALLEST, hosts * rate / _PACKETS)))
