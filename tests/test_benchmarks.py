@@ -211,7 +211,8 @@ def test_the_gpu_benchmark_lets_the_plain_loop_have_all_that_torch_has(monkeypat
         deterministic = torch.are_deterministic_algorithms_enabled
         return lambda index: seen.update({name: (torch.backends.cudnn.benchmark, deterministic())})
 
-    args = script["parse"]("--device cpu --rounds 1 --steps 1 --model resnet18 --pixels 16".split())
+    words = "--device cpu --rounds 1 --steps 1 --model resnet18 --pixels 16"
+    args = script["parse"](words.split())
     names = {script["PEER"]: False, script["COMPILED"]: False, script["RUN"]: True}
     script["in_turn"](args, {name: (step_of(name), deterministic) for name, deterministic in names.items()})
     assert list(seen.values()) == [(True, False), (True, False), (False, True)]

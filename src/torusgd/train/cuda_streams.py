@@ -77,9 +77,7 @@ class CudaGraph:
         RuntimeError: The work can't be captured; it says why.
     """
 
-    def __init__(
-        self, work: Callable[[], None], memory: GraphMemory, stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def __init__(self, work: Callable[[], None], memory: GraphMemory, stream: torch.cuda.Stream | None = None) -> None:
         self._graph, self._memory = torch.cuda.CUDAGraph(), memory
         # A node of autograd that an earlier pass has made, and somebody still holds, keeps that pass's stream; torch
         # refuses to capture it, unless it may move it to the stream that is captured (from torch 2.13 on).
