@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,13 @@ from torusgd.train.journal import synchronous
 ROOT = Path(__file__).parents[1]
 SECONDS = 560.0
 CLASSES = 1000
+STEP = "a step of torusgd"
+"""range of the profile"""
+HOST_CALLS = {
+    "launches": "LaunchKernel", "graphs": "GraphLaunch", "copies": "Memcpy", "clears": "Memset",
+    "synchronisations": "Synchronize",
+}  # fmt: skip
+"""by what is counted a part of the names of CUDA's functions"""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -179,7 +186,8 @@ def peer_step(args: argparse.Namespace, images: int, compiled: bool) -> Callable
     except (ImportError, OSError, RuntimeError):
         model = model_of(recipe, CLASSES)
     model = model.to(device, memory_format=torch.channels_last).train()
-    network = torch.compile(model) if compiled else model
+    # A run that is compiled forbids Inductor to time kernels, for the whole process; nobody's own loop does.
+    network = torch.compile(model, options={"deterministic": False}) if compiled else model
     dtype = DTYPES.get(recipe.precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
     scaler = torch.amp.GradScaler(args.device, enabled=dtype is torch.float16)
@@ -200,11 +208,15 @@ def peer_step(args: argparse.Namespace, images: int, compiled: bool) -> Callable
 
 
 def in_turn(args: argparse.Namespace, steps: dict[str, tuple[Callable[[int], object], bool]]) -> dict[str, list[float]]:
-    """Seconds of a step of each program, by round; the second of a pair says whether algorithms are deterministic."""
+    """Seconds of a step of each program, by round; the second of a pair says whether algorithms are deterministic.
+
+    The plain loop has cuDNN time its algorithms, as those who write one do.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(args.rounds + 1):
         for name, (step, deterministic) in steps.items():
             torch.use_deterministic_algorithms(deterministic)
+            torch.backends.cudnn.benchmark = name in (PEER, COMPILED)
             wait(args.target)
             begin = time.perf_counter()
             for i in range(args.steps):
@@ -213,6 +225,7 @@ def in_turn(args: argparse.Namespace, steps: dict[str, tuple[Callable[[int], obj
             if turn:  # the first round warms up, and compiles
                 times[name].append((time.perf_counter() - begin) / args.steps)
     torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = False
     return times
 
 
@@ -260,19 +273,23 @@ def counts(args: argparse.Namespace) -> dict[str, Any]:
         step(index)
     wait(args.target)
     with torch.profiler.profile() as profile:
-        begin = time.perf_counter()
-        step(2)
-        host = time.perf_counter() - begin
+        with torch.profiler.record_function(STEP):
+            step(2)
         wait(args.target)
-    names = [event.name for event in profile.events()]
-    on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return counted(profile.events())
+
+
+def counted(events: Sequence[Any]) -> dict[str, Any]:
+    """Of a profile, what the host asked for inside the range named STEP; kernels are those of the whole profile."""
+    on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    of_host = [event for event in events if event.device_type != torch.autograd.DeviceType.CUDA]
+    (step,) = (event.time_range for event in of_host if event.name == STEP)
+    names = [event.name for event in of_host if step.start <= event.time_range.start <= step.end]
     return {
-        "host_seconds": host,
+        "host_seconds": 1e-6 * (step.end - step.start),
         "operators": sum(name.startswith("aten::") for name in names),
-        "kernels": len(on_gpu),
-        "launches": sum("LaunchKernel" in name for name in names),
-        "synchronisations": sum("Synchronize" in name for name in names),
-        "copies": sum("Memcpy" in name for name in names),
+        "kernels": sum(not event.name.startswith(("Mem", STEP)) for event in on_gpu),
+        **{kind: sum(word in name for name in names) for kind, word in HOST_CALLS.items()},
     }
 
 

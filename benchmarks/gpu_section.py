@@ -96,7 +96,8 @@ def section(result: dict[str, Any]) -> str:
         )
     if "kernels" in result["step"]:
         asked = result["step"]
-        names = ("operators", *(("kernels", "launches", "synchronisations", "copies") if is_gpu else ()))
+        of_gpu = ("kernels", "launches", "graphs", "copies", "clears", "synchronisations")
+        names = ("operators", *(of_gpu if is_gpu else ()))
         lines.append(
             f"- a step: {', '.join(f'{asked[name]} {name}' for name in names)}; handed over by the host in "
             f"{1e3 * asked['host_seconds']:.2f} ms"

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,6 +171,56 @@ def test_the_gpu_benchmark_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(speed) == {script["PEER"], script["FLOAT"], script["EXACT"], script["RUN"]}
     assert all(len(times) == 1 for times in speed.values())
     assert script["counts"](args)["operators"] > 100
+
+
+def test_the_gpu_benchmark_counts_what_the_host_asks_for_in_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its own wait after the step, and no copy twice, for the host and for the GPU."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    kinds = torch.autograd.DeviceType
+
+    def event(name: str, begin: float, end: float, device: Any = kinds.CPU) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=begin, end=end))
+
+    found = script["counted"](
+        [
+            event(script["STEP"], 10.0, 2010.0),
+            event("aten::add_", 20.0, 30.0),
+            *[event("cudaLaunchKernel", 21.0, 22.0), event("cuLaunchKernelEx", 31.0, 32.0)],
+            *[event("cudaGraphLaunch", 40.0, 41.0), event("cudaMemcpyAsync", 42.0, 43.0)],
+            event("cudaMemsetAsync", 44.0, 45.0),
+            event("cudaDeviceSynchronize", 2020.0, 3000.0),
+            *[event("kernel", 25.0, 26.0, kinds.CUDA), event("another kernel", 2500.0, 2600.0, kinds.CUDA)],
+            event("Memcpy HtoD (Pinned -> Device)", 50.0, 51.0, kinds.CUDA),
+            event(script["STEP"], 25.0, 2600.0, kinds.CUDA),
+        ]
+    )
+    assert found == {
+        "host_seconds": pytest.approx(0.002), "operators": 1, "kernels": 2, "launches": 2, "graphs": 1, "copies": 1,
+        "clears": 1, "synchronisations": 0,
+    }  # fmt: skip
+
+
+def test_the_gpu_benchmark_lets_the_plain_loop_have_all_that_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run forbids itself for its bits, in the same process, slows down nobody beside it."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    seen: dict[str, tuple[bool, bool]] = {}
+
+    def step_of(name: str) -> Any:
+        deterministic = torch.are_deterministic_algorithms_enabled
+        return lambda index: seen.update({name: (torch.backends.cudnn.benchmark, deterministic())})
+
+    words = "--device cpu --rounds 1 --steps 1 --model resnet18 --pixels 16"
+    args = script["parse"](words.split())
+    names = {script["PEER"]: False, script["COMPILED"]: False, script["RUN"]: True}
+    script["in_turn"](args, {name: (step_of(name), deterministic) for name, deterministic in names.items()})
+    assert list(seen.values()) == [(True, False), (True, False), (False, True)]
+    assert not torch.backends.cudnn.benchmark
+    compiled: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda model, **keywords: compiled.append(keywords) or model)
+    script["peer_step"](args, 2, compiled=True)
+    assert compiled == [{"options": {"deterministic": False}}], "Inductor may time its kernels"
 
 
 def test_the_gpu_benchmark_asks_for_repeatable_products_first_and_keeps_each_part(

@@ -174,9 +174,13 @@ def test_a_tensor_of_the_host_is_there_already() -> None:
 def test_a_lost_rank_is_named_while_the_gpu_is_still_busy() -> None:
     """As behind a sum of NCCL that never ends: here behind a kernel of some ten seconds."""
     monitor, lost = Monitor(), LateRank("no heartbeat for 30 s", rank=3, host="b2")
+    # What is loaded or allocated for the first time may wait for a kernel that runs.
+    there = torch.ones(1, device="cuda")
+    assert monitor.to_host(there).item() == 1.0
+    torch.cuda._sleep(1)
     monitor.liveness = SimpleNamespace(late=lambda: [lost])
     torch.cuda._sleep(20_000_000_000)
     with pytest.raises(CommTimeout, match="rank 3 on b2"):
-        monitor.to_host(torch.ones(1, device="cuda"))
+        monitor.to_host(there)
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
+from torusgd.data import triton_upload
 from torusgd.gradients import triton_kernels, triton_verdict
 from torusgd.optim import triton_update
 from torusgd.optim.lars import VARIANTS
@@ -54,6 +55,8 @@ def launch_all() -> None:
     for is_first in (True, False):
         triton_verdict.add_statistics(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2), one, is_first)
     triton_shadow.copy_weights([tensor, tensor], [tensor.bfloat16(), tensor.half()])
+    for images in (torch.zeros(4, 3, 2, 2), torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)):
+        triton_upload.look_up(images.byte(), torch.zeros(3, 256), images)
     triton_update.block_norms([tensor])
     for rule in ("sgd", "nesterov", *VARIANTS):
         triton_update.update(

@@ -1,12 +1,14 @@
 """Gradient sums: the same bits in any order, an error within the promised bits, overflow and nan told."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.allreduce import create
 from torusgd.comm.buckets import Slot, lay_out_slots, plan_buckets
@@ -157,6 +159,24 @@ def test_scale_is_the_largest_power_of_two_that_fits(bounds: list[float]) -> Non
         value = bound or largest
         if value and 2.0**-100 < scale < 2.0**100:
             assert HEADROOM * value * scale <= INT32_MAX < 2 * HEADROOM * value * scale * (1 + 1e-12)
+
+
+class RoughPowers(TorchDispatchMode):
+    """A GPU's library: its powers may be off in the last bits."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        is_power = function.overloadpacket.__name__ in ("pow", "exp2", "exp", "ldexp")
+        return result * (1 + 2.0**-22) if is_power else result
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_scales_are_powers_of_two_whatever_a_device_makes_of_powers(device: str) -> None:
+    exact = [2.0**n for n in range(100, -101, -1)]
+    bounds = torch.tensor([0.75 * INT32_MAX / HEADROOM / scale for scale in exact], dtype=torch.float64, device=device)
+    with RoughPowers():
+        found = power_of_two_scale(bounds, INT32_MAX)
+    assert found.tolist() == exact
 
 
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16, torch.float32])

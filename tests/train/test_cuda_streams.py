@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torusgd.errors import UserError
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.train import cuda_streams
-from torusgd.train.cuda_streams import CudaGraph, SideStream, check_cuda_streams
+from torusgd.train.cuda_streams import CudaGraph, GraphMemory, MainStream, SideStream, check_cuda_streams
 
 from .test_graphs import Again, Here, graphed
 from .test_run_ahead import SGD, all_steps, left, make_trainer
@@ -241,8 +241,9 @@ def test_a_capture_takes_along_the_nodes_that_hooks_have_made_on_other_streams(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it torch refuses every capture of a network whose plain passes have hooks."""
-    monkeypatch.setattr(torch.autograd.graph, "set_override_stale_capture_stream", gpu.done.append)
-    CudaGraph(lambda: gpu.done.append("captured"), pool=None).replay()
+    override = "set_override_stale_capture_stream"  # torch 2.11 lacks it, and needs it not
+    monkeypatch.setattr(torch.autograd.graph, override, gpu.done.append, raising=False)
+    CudaGraph(lambda: gpu.done.append("captured"), GraphMemory()).replay()
     assert gpu.done == [True, "captured", "filled", "replayed"]
 
 
@@ -270,6 +271,41 @@ def test_a_capture_that_fails_says_why_and_leaves_torch_as_it_was(
         SideStream(torch.device("cuda", 0)).capture(work)
     assert gpu.done == ["current is main", "pool (0, 1) of 0 ended"]
     assert gpu.generator.state == "usual"
+
+
+@pytest.mark.parametrize("kind", [MainStream, SideStream])
+def test_graphs_share_memory_while_one_of_them_lives_and_then_take_new_memory(
+    kind: type[MainStream], gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch refuses a capture in a pool whose graphs have all ended, as when a process builds one run after another."""
+    handles = iter(range(100))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(cuda_streams, "_of_main_streams", cuda_streams._Memories())
+    pools = list[int]()
+
+    @contextmanager
+    def graph(captured: Any, pool: int, **others: Any) -> Iterator[None]:
+        pools.append(pool)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    stream = kind(torch.device("cuda", 0))
+    first = stream.capture(lambda: None)
+    second = stream.capture(lambda: None)
+    del first
+    third = stream.capture(lambda: None)
+    del second, third
+    last = stream.capture(lambda: None)
+    assert pools == [0, 0, 0, 1]
+    assert last is not None
+
+
+def test_runs_on_the_stream_of_all_else_share_memory(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = iter(range(100))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    for kind, are_one in ((MainStream, True), (SideStream, False)):
+        graphs = [kind(torch.device("cuda", 0)).capture(lambda: None) for _ in range(2)]
+        assert (graphs[0]._memory is graphs[1]._memory) == are_one  # type: ignore[attr-defined]
 
 
 def test_a_stream_of_the_tests_is_one_of_the_program() -> None:

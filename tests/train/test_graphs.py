@@ -3,11 +3,14 @@
 In the place of CUDA graphs, work that is done again: it finds in the graph's own memory what a replay would.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.groups import Group
 from torusgd.gradients.reducer import Reducer
@@ -17,7 +20,7 @@ from torusgd.train.cuda_streams import Graph, PassStream
 from torusgd.train.forward_backward import WholeNetwork
 from torusgd.train.graphs import GraphedNetwork
 
-from .test_run_ahead import SGD, STEPS, all_steps, left, make_trainer, told
+from .test_run_ahead import SGD, STEPS, all_steps, left, make_trainer, take, told
 
 
 class Again:
@@ -135,6 +138,52 @@ def test_replayed_passes_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -
     assert list(map(told, all_steps(trainer))) == list(map(told, all_steps(plain)))
     assert left(trainer) == left(plain)
     assert len(stream.captured) == 4, "two graphs for each of the two stages"
+
+
+class HandedOver(TorchDispatchMode):
+    """Counts what the host hands over: replays, and operators that are in no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._is_replaying = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        is_nothing = (
+            function.is_view or "empty" in function.name() or (isinstance(result, Tensor) and not result.numel())
+        )
+        if not self._is_replaying and not is_nothing:
+            self.counts[function.overloadpacket.__name__] += 1
+        return result
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        def replay() -> None:
+            self.counts["replay"] += 1
+            self._is_replaying = True
+            work()
+            self._is_replaying = False
+
+        return Again(replay)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_what_the_host_hands_over_in_a_step_of_replayed_passes(passes: int) -> None:
+    """Of the pinned images' and the report's copies nothing is seen here: one more a pass, and one more a step."""
+    host = HandedOver()
+    changes = ("precision=bfloat16", "data.augment={flip: 0.5}", f"virtual_workers={passes}")
+    trainer = graphed(SGD, *changes, streams=[Here(host.capture)])
+    for index in range(5):
+        take(trainer, index)
+    assert trainer.ahead is not None
+    trainer.step.forward_backward._network._shadow._step = None  # type: ignore[attr-defined]  # as in a new step
+    host.counts.clear()
+    with host:
+        trainer.ahead._launch(STEPS - 1, trainer.membership)
+    of_passes = {"replay": 2, "look_up": 1, "add_statistics": 1, "copy_": 2}
+    of_step = {"copy_": 1, "zero_": 1, "copy_weights": 1, "verdict": 1, "mean": 1, "update": 1}
+    expected = Counter({name: passes * count for name, count in of_passes.items()}) + Counter(of_step)
+    assert host.counts == expected
 
 
 def test_a_network_that_cannot_be_captured_goes_on_without() -> None:

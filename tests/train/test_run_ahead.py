@@ -27,6 +27,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.train import build as build_module
 from torusgd.train import run as run_module
 from torusgd.train.build import Trainer, build, open_data
+from torusgd.train.graphs import GraphedNetwork
 from torusgd.train.job import Job
 from torusgd.train.journal import synchronous
 from torusgd.train.step_stats import StepStats
@@ -245,6 +246,30 @@ def test_a_step_asks_for_nothing_and_has_two_operators_a_bucket_and_six(
     assert reads == {}
 
 
+def handed_over(trainer: Trainer, take_step: Callable[[int], object]) -> list[int]:
+    """Of each step, how many the device is given when it is taken."""
+    assert trainer.ahead is not None
+    launch, counts = trainer.ahead._launch, [0] * STEPS
+
+    def counted_launch(*arguments: Any) -> None:
+        counts[now] += 1
+        launch(*arguments)
+
+    trainer.ahead._launch = counted_launch  # type: ignore[method-assign]
+    for now in range(STEPS):
+        take_step(now)
+    return counts
+
+
+HANDED_OVER = [0, 3, 1, 1, 1, 0, 0]
+"""steps 1 to 3 together, of both stages; the others one by one, each two steps before it is taken"""
+
+
+def test_steps_are_handed_over_two_in_advance() -> None:
+    trainer = make_trainer(True, SGD)
+    assert handed_over(trainer, partial(take, trainer)) == HANDED_OVER
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", [SGD, "optimizer.name=lars"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
@@ -253,24 +278,23 @@ def test_on_a_gpu_a_run_ahead_has_the_bits_of_one_by_one_and_waits_for_events_on
     streams: int, precision: str, optimizer: str
 ) -> None:
     """Captured passes, kernels, 16-bit copies and images as bytes are in the one and not in the other."""
-    hashes = []
+    gpu, changes = alone(torch.device("cuda", 0)), (optimizer, f"precision={precision}", "model.options={dropout: 0.3}")
     try:
-        for ahead in (False, True):
-            trainer = make_trainer(
-                ahead,
-                optimizer,
-                f"precision={precision}",
-                "model.options={dropout: 0.3}",
-                world=alone(torch.device("cuda", 0)),
-                options=RuntimeOptions(cuda_streams=streams if ahead else 1),
-            )
-            for index in range(STEPS):
-                # By then both stages have been captured, and what is made once has been made.
-                torch.cuda.set_sync_debug_mode("error" if ahead and index > 4 else "default")
-                take(trainer, index)
-            torch.cuda.set_sync_debug_mode("default")
-            hashes.append(left(trainer))
+        plain = make_trainer(False, *changes, world=gpu)
+        all_steps(plain)
+        ahead = make_trainer(True, *changes, world=gpu, options=RuntimeOptions(cuda_streams=streams))
+
+        def take_step(index: int) -> None:
+            # By then both stages have been captured, and what is made once has been made.
+            torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")
+            take(ahead, index)
+
+        assert handed_over(ahead, take_step) == HANDED_OVER, "something was handed over while nobody might wait"
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.use_deterministic_algorithms(False)
-    assert hashes[0] == hashes[1]
+    assert left(plain) == left(ahead)
+    passes = ahead.step.forward_backward
+    assert isinstance(passes, GraphedNetwork)
+    assert len(passes._passes) == 2 * streams
+    assert all(each is not None and each.graphs for each in passes._passes.values()), "all stages, on all streams"

@@ -13,15 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.library import Library
 
+from ..kernels import register
 from ..recipe.data_schema import Augment, Data
 from .pipeline import Allocate, Batch, Pipeline, allocate_by_torch
 from .types import Pixels, Source
 from .warp import Warps
-
-_LIBRARY = Library("torusgd", "FRAGMENT")
-_LIBRARY.define("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()")
 
 
 def can_normalise_later(augment: Augment) -> bool:
@@ -87,14 +84,14 @@ def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
     Args:
         pixels: uint8 [n, channels, height, width].
         table: float32 [channels, 256].
-        out: float32, shaped like the pixels, of any memory format.
+        out: float32, shaped like the pixels, contiguous or channels-last.
     """
     firsts = 256 * torch.arange(len(table), dtype=torch.int32, device=pixels.device)
     places = pixels.int().add_(firsts.view(1, -1, 1, 1))
     out.copy_(table.view(-1).index_select(0, places.view(-1)).view(pixels.shape))
 
 
-_LIBRARY.impl("look_up", look_up, "CompositeExplicitAutograd")
+register("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()", look_up, "torusgd.data.triton_upload")
 
 
 def _arriving(images: Tensor, device: torch.device) -> Tensor:

@@ -351,7 +351,8 @@ def power_of_two_scale(bounds: Tensor, limit: float) -> Tensor:
     top = bounds.max()
     filled = torch.where(bounds > 0, bounds, torch.where(top > 0, top, 1.0))
     _, exponent = torch.frexp(limit / (HEADROOM * filled))
-    return torch.ldexp(torch.ones_like(filled), (exponent - 1).clamp(-100, 100))
+    # By the bits of their exponents, since 2**n by a library's power is not exact on every device.
+    return (((exponent.long() - 1).clamp(-100, 100) + 1023) << 52).view(torch.float64)
 
 
 def runs_of(tensors: Sequence[Tensor], spans: Sequence[Span] | None) -> list[Tensor]:

@@ -16,10 +16,10 @@ such passes may not share, and who sees to it:
 Events order the streams among themselves; the host waits for none of them.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -55,20 +55,31 @@ class PassStream(Protocol):
         """Has the stream of all else go on when the work that this one was given has ended."""
 
 
+class GraphMemory:
+    """What graphs share, no two of which run at a time; each of them holds it.
+
+    Torch keeps a pool of memory for as long as something lies in it, such as cuBLAS's workspace, but takes no new graph
+    into one whose last graph has ended: it would refuse that capture.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+
 class CudaGraph:
     """Work captured on the current GPU; it is not done meanwhile.
 
     Args:
         work: Waits for nothing on the host.
-        pool: The memory that the graphs of one stream share.
+        memory: Of the graphs of one stream.
         stream: On which it is captured; None: one that torch keeps for captures.
 
     Raises:
         RuntimeError: The work can't be captured; it says why.
     """
 
-    def __init__(self, work: Callable[[], None], pool: Any, stream: torch.cuda.Stream | None = None) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, work: Callable[[], None], memory: GraphMemory, stream: torch.cuda.Stream | None = None) -> None:
+        self._graph, self._memory = torch.cuda.CUDAGraph(), memory
         # A node of autograd that an earlier pass has made, and somebody still holds, keeps that pass's stream; torch
         # refuses to capture it, unless it may move it to the stream that is captured (from torch 2.13 on).
         if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
@@ -78,7 +89,7 @@ class CudaGraph:
             # The threads that load images may go on to ask for pinned memory.
             with (
                 tables_aside(torch.device("cuda", device)) as self._tables,
-                torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(self._graph, pool=memory.pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 work()
         except RuntimeError as error:
@@ -86,7 +97,7 @@ class CudaGraph:
             # capture goes on: then memory that two streams have used would never be free again.
             torch.cuda.set_stream(before)
             with suppress(RuntimeError, AttributeError):
-                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_endAllocateToPool(device, memory.pool)
             raise _cause(error) from None
         self._tables.fill()
 
@@ -98,6 +109,23 @@ class CudaGraph:
 def _cause(error: RuntimeError) -> RuntimeError:
     """What ended a capture, where torch's own end of it failed too, and tells no more than that."""
     return error.__context__ if isinstance(error.__context__, RuntimeError) else error
+
+
+class _Memories:
+    """The memory of the graphs that are there, or new memory where there are none any more."""
+
+    def __init__(self) -> None:
+        self._last: Callable[[], GraphMemory | None] = lambda: None
+
+    def take(self) -> GraphMemory:
+        """For a graph that is about to be captured."""
+        memory = self._last() or GraphMemory()
+        self._last = weakref.ref(memory)
+        return memory
+
+
+_of_main_streams = _Memories()
+"""all their graphs run on the stream of all else, no two of them at a time"""
 
 
 class MainStream:
@@ -112,13 +140,13 @@ class MainStream:
         self._default = torch.cuda.default_generators[index]
         # A capture that fails leaves its generator in the belief that the capture goes on; torch's own stays whole.
         self._random = self._default.clone_state()
-        self._pool = _shared_pool()
+        self._memories = _of_main_streams
         self._captures_on: torch.cuda.Stream | None = None
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """See `PassStream`."""
         with self._own_random():
-            return CudaGraph(work, self._pool, self._captures_on)
+            return CudaGraph(work, self._memories.take(), self._captures_on)
 
     def release(self) -> None:
         """See `PassStream`: it has begun."""
@@ -151,7 +179,7 @@ class SideStream(MainStream):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._device, self._memories = device, _Memories()
         self._stream = self._captures_on = torch.cuda.Stream(device)
         self._released, self._done = torch.cuda.Event(), torch.cuda.Event()
 
@@ -169,12 +197,6 @@ class SideStream(MainStream):
     def join(self) -> None:
         """See `PassStream`."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
-
-
-@cache
-def _shared_pool() -> Any:
-    """The memory of all graphs that run on the stream of all else, no two of them at a time."""
-    return torch.cuda.graph_pool_handle()
 
 
 def pass_streams(device: torch.device, count: int) -> list[PassStream]:
