@@ -4,6 +4,7 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from torusgd.data.decode import MAX_PIXELS, Undecodable, decode, decode_region, fit, picture_size
@@ -206,6 +207,21 @@ def test_resizing_is_pillows_antialiased_bilinear(size: tuple[int, int]) -> None
     region = Region(0, 0, *size, 224, 224)
     difference = render(pixels, region).astype(int) - by_pillow_region(pixels, region)
     assert np.abs(difference).max() <= 1
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [(300, 350), (37, 41), (1, 90), (224, 224), (1, 1)])
+def test_resizing_gives_the_bits_of_torch(size: tuple[int, int], channels: int) -> None:
+    pixels = np.asarray(photo(*size))[..., :channels]
+    data = encoded(Image.fromarray(pixels[..., 0] if channels == 1 else pixels), "PNG")
+    for rows, columns in ((224, 224), (50, 31), (1, 7), size):
+        region = Region(size[0] // 3, size[1] // 4, size[0] - size[0] // 3, size[1] - size[1] // 4, rows, columns)
+        box = torch.from_numpy(pixels[region.top :, region.left :].copy()).permute(2, 0, 1)[None]
+        expected = torch.nn.functional.interpolate(box, (rows, columns), mode="bilinear", antialias=True)[0].numpy()
+        rendered = render(pixels, region)
+        assert rendered.flags.c_contiguous
+        assert np.array_equal(rendered, expected)
+        assert np.array_equal(decode_region(data, channels, lambda height, width, region=region: region), expected)
 
 
 def test_the_shorter_side_is_scaled_as_torchvision_does() -> None:

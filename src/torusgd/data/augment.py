@@ -6,6 +6,7 @@ exponentials and logarithms of two mathematics libraries may differ.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -94,11 +95,20 @@ def power(base: float, exponent: float) -> float:
     The exponent's binary digits say which of base ** 1/2, base ** 1/4, ... are multiplied.
     """
     result, bits = 1.0, int(exponent * 65536)
+    for root, bit in _roots(base):
+        if bits & bit:
+            result *= root
+    return result
+
+
+@lru_cache(maxsize=16)
+def _roots(base: float) -> tuple[tuple[float, int], ...]:
+    """base ** 1/2, base ** 1/4, ... and the bit of a cut exponent that asks for each; a recipe has one or two bases."""
+    found = []
     for bit in range(15, -1, -1):
         base = math.sqrt(base)
-        if bits >> bit & 1:
-            result *= base
-    return result
+        found.append((base, 1 << bit))
+    return tuple(found)
 
 
 def shift(images: Pixels, pixels: int, moves: Int64) -> Pixels:

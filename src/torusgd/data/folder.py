@@ -61,13 +61,13 @@ class Folder(PictureFiles):
 
 def read_picture(file: str) -> bytes:
     """The bytes of a picture's file; raises as `EncodedImages.encoded`."""
-    with open(file, "rb", opener=_at_once) as stream:
+    with open(file, "rb", buffering=0, opener=_at_once) as stream:
         found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise Undecodable("no plain file")
         if found.st_size > MOST_BYTES:
             raise Undecodable(f"{found.st_size} bytes; at most {MOST_BYTES} are read")
-        return stream.read()
+        return stream.readall()
 
 
 def _at_once(file: str, flags: int) -> int:

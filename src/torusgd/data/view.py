@@ -30,17 +30,25 @@ def render(image: Pixels, region: Region) -> Pixels:
     Returns:
         uint8 [channels, rows, columns], contiguous; each value within one level of Pillow's bilinear resize.
     """
+    # Always a copy, because `image` may lie in a decoder's scratch memory, which the next image overwrites.
+    return np.array(resample(image, region).transpose(2, 0, 1), order="C")
+
+
+def resample(image: Pixels, region: Region) -> Pixels:
+    """As `render`, but uint8 [rows, columns, channels]; a view of the image where its size stays."""
     box = image[region.top : region.top + region.height, region.left : region.left + region.width]
     if (region.rows, region.columns) == (region.height, region.width):
-        # Always a copy, because `image` may lie in a decoder's scratch memory, which the next image overwrites.
-        return np.array(box.transpose(2, 0, 1), order="C")
+        return box
     # torch's kernel for uint8 runs on the calling thread alone and releases the interpreter's lock, so that the threads
     # of the loader resize side by side.
-    planes = torch.from_numpy(np.require(box, requirements=["C", "W"])).permute(2, 0, 1)[None]
-    resized = torch.nn.functional.interpolate(
-        planes, (region.rows, region.columns), mode="bilinear", antialias=True, align_corners=False
+    planes = torch.from_numpy(np.require(box, requirements=["C", "W"])[None]).permute(0, 3, 1, 2)
+    resized = np.empty((1, region.rows, region.columns, box.shape[2]), np.uint8)
+    # This is torch.nn.functional.interpolate(planes, ..., mode="bilinear", antialias=True), which can't be told where
+    # its result goes: then the kernel ends by putting the channels apart, pixel by pixel.
+    torch.ops.aten._upsample_bilinear2d_aa.out(
+        planes, resized.shape[1:3], False, None, None, out=torch.from_numpy(resized).permute(0, 3, 1, 2)
     )
-    return resized[0].contiguous().numpy()
+    return resized[0]
 
 
 def cut_at(image: Pixels, size: tuple[int, int], corner: tuple[float, float]) -> Pixels:
