@@ -61,7 +61,7 @@ from .run_ahead import RunAhead, runs_ahead
 from .step import TrainStep
 from .step_state import StepState
 from .step_stats import StepClock
-from .stragglers import LinkProbe, Stragglers
+from .stragglers import FIELDS, LinkProbe, Stragglers
 from .trace import trace_steps
 from .weight_average import MovingAverage
 from .weights_first import order_of_gradients
@@ -215,8 +215,7 @@ def build(
     precision = Precision(recipe, device)
 
     allreduce = all_reduce_of(options, world, options.grid_size)
-    monitor = Monitor()
-    monitor.liveness = liveness
+    monitor = Monitor(liveness)
     watched = monitor.over(allreduce)
     tail = shared_tail(model, recipe, options, world, monitor.watch)
     channels, groups_closed = channels_of(options, allreduce, watched, monitor, tail)
@@ -247,10 +246,17 @@ def build(
         columns=tail,
         flat=FlatUpdate(optimizer, reducer.owned) if is_ahead and isinstance(optimizer, Sgd | Lars) else None,
     )
+    control = ControlMessage(
+        batch_norm.running.numel(),
+        device,
+        monitor.to_host,
+        # Of each rank its times and one fingerprint.
+        room=world.size * (FIELDS + 1) if is_ahead else None,
+    )
     forward_backward: ForwardBackward
     if is_ahead:
         forward_backward = device_network(
-            model, recipe, precision, batch_norm, reducer, device, options.cuda_streams,
+            model, recipe, precision, batch_norm, reducer, control, device, options.cuda_streams,
             # A rank that may take over others' work does not know beforehand which of its passes is the last.
             overlaps=world.size > 1 and not options.work_stealing,
         )  # fmt: skip
@@ -276,7 +282,7 @@ def build(
         precision=precision,
         allreduce=watched,
         set_rates=keep_rates if recipe.synchrony.local_steps is not None else partial(scheduled_rates, update),
-        control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
+        control=control,
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         follows_speed=follows_speed(options, recipe),

@@ -33,6 +33,10 @@ class ForwardBackward(Protocol):
     control_follows: bool
     """on every rank alike: the gradients may leave in `forward`, so the control vector leaves after them"""
 
+    @property
+    def is_added(self) -> bool:
+        """The last `forward` has added its statistics and its loss to the control vector itself."""
+
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """The loss, float32 []."""
 
@@ -55,6 +59,7 @@ class WholeNetwork:
 
     in_step = False
     control_follows = False
+    is_added = False
 
     def __init__(
         self,
@@ -121,6 +126,7 @@ class SharedTail:
 
     in_step = True
     control_follows = False
+    is_added = False
 
     def __init__(
         self,
