@@ -48,11 +48,11 @@ from .batchnorm import BatchNormStatistics
 from .channels import all_reduce_of, channels_of, explanations, shared_tail
 from .conditions import Conditions, conditions
 from .control_vector import ControlMessage
-from .cuda_streams import check_cuda_streams
+from .cuda_streams import MainStream, check_cuda_streams
 from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
-from .graphs import device_network
+from .graphs import GraphedNetwork, device_network
 from .host_share import HostShare, KeptArrays, MappedArrays
 from .job import Job, images_at, init_sha256, is_live, replayed_sha256
 from .membership import Membership, even_shares
@@ -63,6 +63,7 @@ from .step_state import StepState
 from .step_stats import StepClock
 from .stragglers import FIELDS, LinkProbe, Stragglers
 from .trace import trace_steps
+from .update_graph import GraphedUpdate
 from .weight_average import MovingAverage
 from .weights_first import order_of_gradients
 from .work_stealing import work_stealing
@@ -197,9 +198,7 @@ def build(
         UserError: The job can't be run as given.
     """
     recipe, options, device = job.recipe, job.options, world.device
-    check_world_size(world.size, recipe)
-    check_audit(options, recipe, world.size)
-    check_synchrony(recipe, options, device, job.delays, is_live(job))
+    _check(job, world)
     order = order_of_gradients(options, recipe, device)
     train = data.training.source
     schedule = Schedule(recipe, len(train))
@@ -303,6 +302,7 @@ def build(
         else None,
     )
 
+    run_ahead = _run_ahead(step, monitor) if is_ahead else None
     hooks: list[RemovableHandle] = []
 
     def close() -> None:
@@ -324,7 +324,7 @@ def build(
         mixed_conditions=mixed_conditions,
         between_steps=trace_steps(job.trace, step, monitor, world, job.out),
         explanation="\n".join(explanations(recipe, options, allreduce, tail, world)),
-        ahead=RunAhead(step, monitor) if is_ahead else None,
+        ahead=run_ahead,
         _close=close,
     )
     if not is_ahead:  # last, since nobody takes them off the network if ranks are lost before
@@ -345,6 +345,20 @@ def fingerprint_of(job: Job, data: Data, model: nn.Module, device: torch.device)
         replayed_sha256=replayed_sha256(job),
         data_revision=commit_of(job.data),
     )
+
+
+def _check(job: Job, world: Group) -> None:
+    recipe, options = job.recipe, job.options
+    check_world_size(world.size, recipe)
+    check_audit(options, recipe, world.size)
+    check_synchrony(recipe, options, world.device, job.delays, is_live(job))
+
+
+def _run_ahead(step: TrainStep, monitor: Monitor) -> RunAhead:
+    passes, device = step.forward_backward, step.world.device
+    assert isinstance(passes, WholeNetwork | GraphedNetwork)
+    capture = MainStream(device).capture if device.type == "cuda" else None
+    return RunAhead(step, GraphedUpdate(step, passes.shadow, capture), monitor)
 
 
 def _slots(recipe: Recipe, model: nn.Module, tail: ParallelTail | None) -> list[Slot]:

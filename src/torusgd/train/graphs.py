@@ -70,7 +70,7 @@ class GraphedNetwork:
         overlaps: bool = False,
         ready: ReadyEvents | None = None,
     ) -> None:
-        self.control_follows, self._ready = overlaps, ready
+        self.control_follows, self._ready, self.shadow = overlaps, ready, network.shadow
         self._network, self._reducer, self._batch_norm, self._device = network, reducer, batch_norm, device
         self._control, self._leaves, self._streams = control, leaves, streams
         self._passes: dict[tuple[_Shape, int], _Pass | None] = {}
