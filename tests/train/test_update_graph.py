@@ -16,6 +16,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.train.build import Trainer
 
 from ..comm.gloo_world import run_ranks
+from .test_cuda_streams import Beside, Clocks, Races
 from .test_graphs import Here, Recorded, Refused, graphed
 from .test_run_ahead import AVERAGED, SGD, STEPS, all_steps, grow_once, left, make_trainer, take, told
 
@@ -65,6 +66,18 @@ def test_a_step_that_a_replay_refuses_changes_nothing(change: str) -> None:
     assert [step["redone"] for step in plain][:5] == [0, 0, 0, 0, 1]
     assert left(trainers[0]) == left(trainers[1])
     assert graphs_of(trainers[1]) == 1
+
+
+def test_passes_of_a_refused_step_make_no_copies_beside_one_another() -> None:
+    """The step is the only one that was handed over, so that its passes, taken again, are no new step's."""
+    clocks = Clocks()
+    trainer = graphed(SGD, "precision=bfloat16", streams=[Beside(clocks, name) for name in ("first", "second")])
+    trainer.step.next_look = lambda steps: steps
+    trainer.step.checkpoint_due = lambda steps: steps == 5
+    with Races(clocks) as found:
+        stats = all_steps(trainer)
+    assert [each.save for each in stats] == [index == 4 for index in range(STEPS)]
+    assert found.found == set()
 
 
 def test_a_skipped_step_takes_the_graph_of_a_lower_loss_scale() -> None:

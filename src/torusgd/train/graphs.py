@@ -74,14 +74,13 @@ class GraphedNetwork:
         self._network, self._reducer, self._batch_norm, self._device = network, reducer, batch_norm, device
         self._control, self._leaves, self._streams = control, leaves, streams
         self._passes: dict[tuple[_Shape, int], _Pass | None] = {}
-        self._step, self._turn = -1, 0
+        self._turn = 0
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """See `ForwardBackward`; a captured pass goes all the way, and its gradients are in the sums."""
         # What the last pass left has been used by now, so that its stream may take the next one.
         self._streams[self._turn].release()
-        if step.index != self._step:
-            self._step = step.index
+        if not self._control.counts.contributions:  # the first of a step, or of a step that is taken again
             self._network.follow(step)
             for each in self._streams:
                 each.release()

@@ -153,4 +153,3 @@ class RunAhead:
         precision.loss_scale, precision.accepted_in_a_row = first.loss_scale, first.accepted_in_a_row
         assert isinstance(total, DeviceGradientSum)
         total.going.fill_(1.0)
-        self._update.forget(first.step)

@@ -61,8 +61,8 @@ class ShadowWeights:
         with torch.no_grad():
             torch.ops.torusgd.copy_weights(list(self._leaves), list(self._copies.values()))
 
-    def are_of(self, step: int | None) -> None:
-        """By `copy` they are those of the weights with which a step begins; None: of no step's."""
+    def are_of(self, step: int) -> None:
+        """By `copy` they are those of the weights with which a step begins."""
         self._step = step
 
     def __call__(self, images: Tensor) -> Tensor:

@@ -70,11 +70,6 @@ class GraphedUpdate:
         # The host reads a CPU's report where it lies, when the next one may have been written.
         return self._report if self._report.is_cuda else self._report.clone()
 
-    def forget(self, step: Step) -> None:
-        """The device has refused a step and those after it: the weights, and so their copies, are still the step's."""
-        if self._shadow is not None:
-            self._shadow.are_of(step.index)
-
     def _graph(self) -> Graph | None:
         run = self._run
         key = (run.reducer.sum, run.precision.loss_scale, *run.update.flat.constants())
