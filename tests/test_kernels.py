@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from torusgd.kernels import blocks_of, form_on, table_of, tables_aside
+from torusgd.kernels import blocks_of, form_on, kept_table, table_of, tables_aside, write_table
 
 CPU = torch.device("cpu")
 
@@ -62,6 +62,25 @@ def test_tables_of_a_capture_lie_in_memory_taken_before_it_and_are_filled_after_
         (torch.int64, [[1, 2, 3]]),
         (torch.float64, [[0.5], [0.25]]),
     ]
+
+
+def test_a_graph_has_a_kept_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is kept for others may be forgotten while the graph still reads it, and theirs need no capture."""
+    captured = list[torch.Tensor]()
+    for _ in range(2):
+        with tables_aside(CPU) as tables, monkeypatch.context() as capture:
+            capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            captured.append(kept_table(((1, 2),), torch.device("cuda")))
+        tables.fill()
+    assert captured[0].data_ptr() != captured[1].data_ptr()
+    assert [table.tolist() for table in captured] == [[[1, 2]]] * 2
+    assert kept_table(((1, 2),), CPU) is kept_table(((1, 2),), CPU)
+
+
+def test_a_table_takes_other_values_where_it_lies() -> None:
+    table = torch.zeros(2, 2, dtype=torch.float64)
+    write_table(table, [(0.1, 1.0), (2.0, 3.0)])
+    assert table.tolist() == [[0.1, 1.0], [2.0, 3.0]]
 
 
 def test_tables_beyond_what_was_taken_end_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,14 +50,21 @@ def register(schema: str, function: Callable[..., Any], kernels: str) -> None:
 @cache
 def form_on(capability: tuple[int, int], function: Callable[..., Any], kernels: str, name: str) -> Callable[..., Any]:
     """What an operator runs on a GPU of a compute capability: the kernels' function, or else torch's own operators."""
-    if capability < _TRITON_FROM:
-        return function
-    try:
-        import triton  # noqa: F401
-    except ImportError:
+    if not has_kernels(capability):
         return function
     form: Callable[..., Any] = getattr(import_module(kernels), name)
     return form
+
+
+def has_kernels(capability: tuple[int, int]) -> bool:
+    """Whether a GPU of a compute capability runs Triton's kernels."""
+    if capability < _TRITON_FROM:
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 class Tables:
@@ -117,9 +124,22 @@ def table_of(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], device: 
     return values.pin_memory().to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=64)
+def write_table(table: Tensor, rows: Sequence[Sequence[float]]) -> None:
+    """Gives a table other values, by one copy for which the host does not wait."""
+    values = torch.tensor(rows, dtype=table.dtype, device="cpu")
+    table.copy_(values.pin_memory() if table.is_cuda else values, non_blocking=True)
+
+
 def kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """`table_of` rows that are the same at each step, such as addresses of memory that never moves."""
+    # A graph has its own: it would not keep this one from being forgotten, nor is what it takes filled if it fails.
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return table_of(rows, device)
+    return _kept_table(rows, device)
+
+
+@lru_cache(maxsize=64)
+def _kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return table_of(rows, device)
 
 

@@ -16,6 +16,7 @@ from torusgd.data.listing import make_here
 from torusgd.data.loader import Loader, Share
 from torusgd.data.loader_processes import LoaderProcesses, Opener
 from torusgd.data.upload import BytePipeline
+from torusgd.data.upload import parts as in_message
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.data_schema import Augment, Data
 from torusgd.recipe.section import ImageSizes
@@ -46,7 +47,9 @@ def processes(
 def equal(one: Batch, other: Batch) -> bool:
     def parts(batch: Batch) -> list[Any]:
         tensors = (batch.images, batch.targets, torch.from_numpy(batch.kept), batch.partners, batch.shares, batch.table)
-        return [None if tensor is None else (tensor.dtype, tensor.tolist()) for tensor in tensors] + [batch.replaced]
+        joined = None if batch.message is None else in_message(batch.message, batch.images.shape)[1]
+        found = [None if each is None else (each.dtype, each.tolist()) for each in (*tensors, joined)]
+        return [*found, batch.replaced]
 
     return parts(one) == parts(other)
 

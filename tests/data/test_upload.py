@@ -6,7 +6,7 @@ import torch
 
 from torusgd.data.pipeline import Pipeline
 from torusgd.data.sources import open_sources
-from torusgd.data.upload import BytePipeline, allocate_pinned, can_normalise_later, pinned, place
+from torusgd.data.upload import BytePipeline, allocate_pinned, can_normalise_later, parts, pinned, place
 from torusgd.recipe.data_schema import Augment, Data
 
 CPU = torch.device("cpu")
@@ -51,6 +51,20 @@ def test_a_device_makes_the_images_of_the_cpu(
         assert images.is_contiguous(memory_format=memory_format)
         assert torch.equal(place(theirs, CPU, memory_format), theirs.images)
         assert torch.equal(ours.targets, theirs.targets)
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_images_and_targets_come_in_one_message(count: int) -> None:
+    """Of an odd number of bytes too; targets of a plain pass are not part of it."""
+    source, _ = open_sources(data_of(3), None, 0)
+    batch = BytePipeline(source, data_of(3), 0).training_batch(np.arange(count), np.zeros(count), augment=True)
+    assert batch.message is not None
+    images, targets = parts(batch.message.clone(), batch.images.shape)
+    assert torch.equal(images, batch.images)
+    assert torch.equal(targets, batch.targets)
+    assert batch.images.data_ptr() == batch.message.data_ptr(), "where torch looks for pinned memory"
+    assert batch.targets.untyped_storage().data_ptr() != batch.message.data_ptr()
+    assert Pipeline(source, data_of(3), 0).training_batch(np.arange(2), np.zeros(2), augment=True).message is None
 
 
 @pytest.mark.parametrize(

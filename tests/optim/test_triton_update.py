@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd
 pytest.importorskip("triton", reason="needs the extra triton")
 
 from torusgd.optim import triton_update
-from torusgd.optim.flat import offsets_of
+from torusgd.optim.flat import offsets_of, rows_of
 from torusgd.optim.lars import VARIANTS, lars
 from torusgd.optim.norms import BLOCK, block_norms, norms_from_blocks
 
@@ -30,8 +30,10 @@ def drawn(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def updated(rule: str, going: float, eps: float = 0.0, momentum: float = MOMENTUM) -> tuple[list[Tensor], list[Tensor]]:
-    """Two updates by the kernels: weights and momentum of each tensor."""
+def updated(
+    rule: str, going: float, eps: float = 0.0, momentum: float = MOMENTUM, is_written: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Two updates by the kernels: weights and momentum of each tensor; or with rates that were written before."""
     *offsets, length = offsets_of(NUMELS)
     flats = torch.zeros(2, length)
     runs = [
@@ -41,9 +43,12 @@ def updated(rule: str, going: float, eps: float = 0.0, momentum: float = MOMENTU
     for weights, given in zip(runs[0], start(), strict=True):
         weights.copy_(given)
     for seed in (1, 2):
+        rows = rows_of(GROUPS, SCALED, RATES, DECAYS, TRUSTS, rule, eps, PEAK)
+        values = torch.tensor(rows, dtype=torch.float64) if is_written else None
+        given = ([0.0, 0.0], [0.0, 0.0]) if is_written else (RATES, DECAYS)
         triton_update.update(
-            flats[0], flats[1], drawn(seed), torch.tensor([going]), offsets, GROUPS, SCALED, RATES, DECAYS, TRUSTS,
-            momentum, rule, eps, PEAK, None,
+            flats[0], flats[1], drawn(seed), torch.tensor([going]), offsets, GROUPS, SCALED, *given, TRUSTS,
+            momentum, rule, eps, PEAK, None, values,
         )  # fmt: skip
     return runs[0], runs[1]
 
@@ -87,6 +92,13 @@ def test_lars_has_the_bits_of_foreach_with_the_same_norms(variant: str) -> None:
     ours = updated(variant, going=1.0, eps=eps)
     assert all(map(torch.equal, ours[0], weights))
     assert all(map(torch.equal, ours[1], momenta))
+
+
+@pytest.mark.parametrize("rule", ["nesterov", *VARIANTS])
+def test_rates_that_were_written_have_the_bits_of_those_given(rule: str) -> None:
+    written, given = (updated(rule, going=1.0, is_written=is_written) for is_written in (True, False))
+    for ours, theirs in zip(written, given, strict=True):
+        assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("rule", ["sgd", "paper"])

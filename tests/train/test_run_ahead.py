@@ -61,7 +61,7 @@ def make_trainer(
     job = Job(recipe, options or RuntimeOptions(), world.device.type, Path("nowhere"))
     data = open_data(job, world.device, liveness)
     if ahead and can_normalise_later(recipe.data.augment):  # as on a GPU, which normalises the images itself
-        pipeline = BytePipeline(data.training.source, recipe.data, recipe.seed)
+        pipeline = BytePipeline(data.training.source, recipe.data, recipe.seed, data.training.allocate)
         data.loader.close()
         data = replace(
             data, training=pipeline, loader=Loader(pipeline, StreamOrder(96, recipe.seed), threads=1, ahead=4)

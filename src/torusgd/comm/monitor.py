@@ -20,10 +20,13 @@ class Monitor:
     """Notes the messages that it is shown, in the order in which they leave.
 
     A wait for one of them asks `liveness` every SLICE seconds, and raises CommTimeout as soon as a rank is late.
+
+    Args:
+        liveness: Whom waits ask; None: nobody.
     """
 
-    def __init__(self) -> None:
-        self.liveness: Liveness = NoLiveness()
+    def __init__(self, liveness: Liveness | None = None) -> None:
+        self.liveness = liveness or NoLiveness()
         """whom waits ask"""
         self.on_way = 0.0
         """seconds in all with at least one message on its way; nan where nobody can tell when it came (NCCL)"""

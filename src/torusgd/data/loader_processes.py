@@ -110,11 +110,11 @@ class LoaderProcesses:
         process = self._idle.get()
         try:
             made = process.ask((indices, epochs, augment, sizes))
-            images = self._pipeline.allocate(made.shape, self._pipeline.dtype)
+            images, message = self._pipeline.memory(made.shape)
             np.copyto(images, process.memory.array(made.shape, self._pipeline.dtype))
         finally:
             self._idle.put(process)
-        return Batch(
+        batch = Batch(
             torch.from_numpy(images),
             torch.from_numpy(made.targets),
             made.kept,
@@ -123,6 +123,7 @@ class LoaderProcesses:
             None if made.shares is None else torch.from_numpy(made.shares),
             self._pipeline.table,
         )
+        return self._pipeline.joined(batch, message)
 
 
 class SharedMemory:

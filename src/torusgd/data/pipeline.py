@@ -65,6 +65,7 @@ class Batch:
         partners: int64 [n], the labels that images were mixed with; None where none is mixed.
         shares: float32 [n], the share of each image's own label.
         table: float32 [channels, 256], what each byte of an image becomes when it is normalised (`upload.place`).
+        message: uint8 [bytes], images and a copy of the targets in one piece (`upload.parts`); None: they lie apart.
     """
 
     images: torch.Tensor
@@ -74,6 +75,7 @@ class Batch:
     partners: torch.Tensor | None = None
     shares: torch.Tensor | None = None
     table: torch.Tensor | None = None
+    message: torch.Tensor | None = None
 
 
 def allocate_by_torch(shape: tuple[int, ...], dtype: npt.DTypeLike, is_pinned: bool = False) -> npt.NDArray[Any]:
@@ -143,7 +145,7 @@ class Pipeline:
             drawn = random_changes.draw_changes(self._data.augment, self._seed, epochs, indices)
             warps = draw_warps(self._data.augment, self._data.channels, self._seed, epochs, indices)
         sizes = sizes or self._sizes
-        out = self._empty(len(indices), sizes)
+        out, message = self.memory(self._shape(len(indices), sizes))
         used = indices.copy()
         if (images := self._whole_batch(indices, drawn, sizes)) is not None:
             self._finish(images, drawn, slice(None), out, warps)
@@ -154,6 +156,7 @@ class Pipeline:
                     image, used[at] = self._image_or_substitute(index, epoch, region, cut)
                     self._finish(image[None], drawn, slice(at, at + 1), out, warps)
         batch = self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
+        batch = self.joined(batch, message)
         if not augment:
             return batch
         erase(out, self._data.augment, self._seed, epochs, indices)
@@ -173,7 +176,7 @@ class Pipeline:
         """
         sizes = self._sizes
         self.expect(indices)
-        out = self._empty(len(indices), sizes)
+        out, _ = self.memory(self._shape(len(indices), sizes))
         kept = np.arange(len(indices))
         if (images := self._whole_batch(indices, None, sizes)) is not None:
             self._finish(images, None, slice(None), out)
@@ -192,8 +195,17 @@ class Pipeline:
                 out, kept = out[decodable], kept[decodable]
         return self._batch(out, indices[kept], kept, 0)
 
-    def _empty(self, count: int, sizes: ImageSizes) -> Float32:
-        return self.allocate((count, self._data.channels, *sizes.sides), self.dtype)
+    def memory(self, shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], Pixels | None]:
+        """New memory for the images of a batch, and for the message that they are a part of, where they are of one."""
+        return self.allocate(shape, self.dtype), None
+
+    def joined(self, batch: Batch, message: Pixels | None) -> Batch:
+        """A batch whose images lie in the message that `memory` gave, and its targets then too."""
+        assert message is None
+        return batch
+
+    def _shape(self, count: int, sizes: ImageSizes) -> tuple[int, ...]:
+        return count, self._data.channels, *sizes.sides
 
     def _batch(self, out: Float32, indices: Int64, kept: Int64, replaced: int) -> Batch:
         targets = self.source.labels[indices].astype(np.int64)

@@ -4,9 +4,14 @@ A GPU takes images as bytes, a quarter of what they are as float32, from memory 
 one that computes: while it computes, the images of the next passes arrive. What a CPU does last, a product and a sum
 for each value, is a look-up there: a byte has 256 values, and the table of what each becomes is made on the CPU by the
 same two roundings. So the network sees the same bits.
+
+Images and targets lie in one piece of memory, so that one copy brings both (`parts`).
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,6 +24,9 @@ from ..recipe.data_schema import Augment, Data
 from .pipeline import Allocate, Batch, Pipeline, allocate_by_torch
 from .types import Pixels, Source
 from .warp import Warps
+
+_TARGET = 8
+"""bytes of a target"""
 
 
 def can_normalise_later(augment: Augment) -> bool:
@@ -60,8 +68,37 @@ class BytePipeline(Pipeline):
         super()._write(every_byte, None, range(256), table)
         self.table = torch.from_numpy(table.reshape(256, data.channels).T.copy())
 
+    def memory(self, shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], Pixels | None]:
+        """See `Pipeline`; the images come first in their message."""
+        pixels = prod(shape)
+        message = self.allocate((-(-pixels // _TARGET) * _TARGET + _TARGET * shape[0],), self.dtype)
+        return message[:pixels].reshape(shape), message
+
+    def joined(self, batch: Batch, message: Pixels | None) -> Batch:
+        """See `Pipeline`."""
+        assert message is not None
+        whole = torch.from_numpy(message)
+        parts(whole, batch.images.shape)[1].copy_(batch.targets)
+        # The batch's own targets stay where they are: torch knows pinned memory by its beginning alone, and would take
+        # what it finds further on for free before a copy of it has ended.
+        return replace(batch, message=whole)
+
     def _write(self, images: Pixels, warps: Warps | None, places: range, out: Any) -> None:
         out[...] = images
+
+
+def parts(message: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The images and the targets of a message: views, uint8 [n, channels, height, width] and int64 [n].
+
+    Args:
+        message: `Batch.message`, on any device.
+        shape: Of the images.
+
+    >>> images, targets = parts(torch.zeros(24, dtype=torch.uint8), (1, 1, 3, 3))
+    >>> images.shape, targets.dtype, targets.shape
+    (torch.Size([1, 1, 3, 3]), torch.int64, torch.Size([1]))
+    """
+    return message[: prod(shape)].view(*shape), message[len(message) - _TARGET * shape[0] :].view(torch.int64)
 
 
 def place(batch: Batch, device: torch.device, memory_format: torch.memory_format) -> Tensor:
@@ -71,10 +108,10 @@ def place(batch: Batch, device: torch.device, memory_format: torch.memory_format
     """
     # A new tensor, since one channel counts as both formats and the first convolution would choose the other.
     placed = torch.empty(batch.images.shape, device=device, memory_format=memory_format)
-    pixels = _arriving(batch.images, device)
+    pixels = arriving(batch.images, device)
     if batch.table is None:
         return placed.copy_(pixels)
-    torch.ops.torusgd.look_up(pixels, _on(batch.table, device), placed)
+    torch.ops.torusgd.look_up(pixels, on_device(batch.table, device), placed)
     return placed
 
 
@@ -94,8 +131,11 @@ def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
 register("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()", look_up, "torusgd.data.triton_upload")
 
 
-def _arriving(images: Tensor, device: torch.device) -> Tensor:
-    """The images on a device; on a GPU copied beside what it computes, and waited for by what it is given next."""
+def arriving(images: Tensor, device: torch.device) -> Tensor:
+    """The images of a batch, or its message, on a device.
+
+    On a GPU they are copied beside what it computes, and waited for by what it is given next.
+    """
     if device.type != "cuda":
         return images.to(device)
     current = torch.cuda.current_stream(device)
@@ -115,7 +155,7 @@ _tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 """by table and device, the table and its copy"""
 
 
-def _on(table: Tensor, device: torch.device) -> Tensor:
+def on_device(table: Tensor, device: torch.device) -> Tensor:
     """A pipeline's table on a device, where it stays."""
     key = (id(table), device)
     if key not in _tables:

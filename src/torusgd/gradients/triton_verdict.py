@@ -29,13 +29,13 @@ def _power_of_two(exponent):
     return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_first"])
 def _add_statistics(
     sums,
     statistics,
     loss,
     count,
-    IS_FIRST: tl.constexpr,
+    is_first,
     LIMBS: tl.constexpr,
     TOP: tl.constexpr,
     BITS: tl.constexpr,
@@ -47,7 +47,7 @@ def _add_statistics(
     value = tl.load(statistics + at, mask=is_value, other=0.0)
     value = tl.where(at == count, tl.load(loss), value).to(tl.float64)
     is_here = at <= count
-    is_old = at <= (-1 if IS_FIRST else count)
+    is_old = at <= tl.where(is_first > 0, -1, count)
     is_bad = (tl.abs(value) < _power_of_two(tl.full([1], TOP + 43, tl.int64))) == 0
     rest = tl.where(is_bad, 0.0, value)
     for limb in tl.static_range(LIMBS):
@@ -199,7 +199,8 @@ def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: boo
         statistics,
         loss,
         count,
-        IS_FIRST=is_first,
+        # No constant: what the first pass of a step compiles, a graph may launch for the others.
+        int(is_first),
         LIMBS=_LIMBS,
         TOP=_TOP,
         BITS=LIMB_BITS,

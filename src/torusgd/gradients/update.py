@@ -101,10 +101,11 @@ class Update:
         if self._gather is not None:
             self._gather.start()
 
-    def step_if(self, going: Tensor) -> None:
-        """`step`, unless `going` (float32 [1], on the device) is zero; with `flat` only."""
-        assert self._flat is not None, "the optimizer's own step asks nobody"
-        self._flat.step(going)
+    @property
+    def flat(self) -> FlatUpdate:
+        """For steps on which the device decides; the optimizer's own step asks nobody."""
+        assert self._flat is not None, "only these runs have steps on which the device decides"
+        return self._flat
 
     def wait_weights(self) -> None:
         """Returns when this rank has the new weights that its passes need; to be called before each backward pass."""

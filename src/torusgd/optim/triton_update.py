@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels import blocks_of, kept_table, table_of
-from .lars import VARIANTS, denominator_decay
+from .flat import rows_of
+from .lars import VARIANTS
 from .norms import BLOCK
 
 _LANES, _LANE_STAGES = 256, 8
@@ -188,6 +189,7 @@ def update(
     eps: float,
     peak: float,
     foreach: bool | None,
+    values: Tensor | None = None,
 ) -> None:
     """See `flat.update`."""
     device = weights.device
@@ -198,19 +200,8 @@ def update(
     numels = tuple(gradient.numel() for gradient in gradients)
     blocks = blocks_of(numels, BLOCK, device)
     row = VARIANTS.get(rule)
-    values = table_of(
-        [
-            (
-                rates[group],
-                decays[group],
-                trusts[group] if is_scaled else 0.0,
-                0.0 if row is None else denominator_decay(row, decays[group], peak),
-                eps,
-            )
-            for group, is_scaled in zip(groups, scaled, strict=True)
-        ],
-        device,
-    )
+    if values is None:
+        values = table_of(rows_of(groups, scaled, rates, decays, trusts, rule, eps, peak), device)
     if row is not None and any(trusts):
         pairs = [(weight, 0, layer) for layer, (weight, _, _) in enumerate(addresses)]
         pairs += [

@@ -48,11 +48,11 @@ from .batchnorm import BatchNormStatistics
 from .channels import all_reduce_of, channels_of, explanations, shared_tail
 from .conditions import Conditions, conditions
 from .control_vector import ControlMessage
-from .cuda_streams import check_cuda_streams
+from .cuda_streams import MainStream, check_cuda_streams
 from .drift import DriftWatch, steps_between
 from .fingerprint import Fingerprint, check_ranks_agree
 from .forward_backward import ForwardBackward, SharedTail, WholeNetwork
-from .graphs import device_network
+from .graphs import GraphedNetwork, device_network
 from .host_share import HostShare, KeptArrays, MappedArrays
 from .job import Job, images_at, init_sha256, is_live, replayed_sha256
 from .membership import Membership, even_shares
@@ -61,8 +61,9 @@ from .run_ahead import RunAhead, runs_ahead
 from .step import TrainStep
 from .step_state import StepState
 from .step_stats import StepClock
-from .stragglers import LinkProbe, Stragglers
+from .stragglers import FIELDS, LinkProbe, Stragglers
 from .trace import trace_steps
+from .update_graph import GraphedUpdate
 from .weight_average import MovingAverage
 from .weights_first import order_of_gradients
 from .work_stealing import work_stealing
@@ -197,9 +198,7 @@ def build(
         UserError: The job can't be run as given.
     """
     recipe, options, device = job.recipe, job.options, world.device
-    check_world_size(world.size, recipe)
-    check_audit(options, recipe, world.size)
-    check_synchrony(recipe, options, device, job.delays, is_live(job))
+    _check(job, world)
     order = order_of_gradients(options, recipe, device)
     train = data.training.source
     schedule = Schedule(recipe, len(train))
@@ -215,8 +214,7 @@ def build(
     precision = Precision(recipe, device)
 
     allreduce = all_reduce_of(options, world, options.grid_size)
-    monitor = Monitor()
-    monitor.liveness = liveness
+    monitor = Monitor(liveness)
     watched = monitor.over(allreduce)
     tail = shared_tail(model, recipe, options, world, monitor.watch)
     channels, groups_closed = channels_of(options, allreduce, watched, monitor, tail)
@@ -247,10 +245,17 @@ def build(
         columns=tail,
         flat=FlatUpdate(optimizer, reducer.owned) if is_ahead and isinstance(optimizer, Sgd | Lars) else None,
     )
+    control = ControlMessage(
+        batch_norm.running.numel(),
+        device,
+        monitor.to_host,
+        # Of each rank its times and one fingerprint.
+        room=world.size * (FIELDS + 1) if is_ahead else None,
+    )
     forward_backward: ForwardBackward
     if is_ahead:
         forward_backward = device_network(
-            model, recipe, precision, batch_norm, reducer, device, options.cuda_streams,
+            model, recipe, precision, batch_norm, reducer, control, device, options.cuda_streams,
             # A rank that may take over others' work does not know beforehand which of its passes is the last.
             overlaps=world.size > 1 and not options.work_stealing,
         )  # fmt: skip
@@ -276,7 +281,7 @@ def build(
         precision=precision,
         allreduce=watched,
         set_rates=keep_rates if recipe.synchrony.local_steps is not None else partial(scheduled_rates, update),
-        control=ControlMessage(batch_norm.running.numel(), device, monitor.to_host),
+        control=control,
         audit=Audit(options.audit, recipe.seed, world, watched),
         stragglers=Stragglers(world.rank, world.size, LinkProbe(world) if world.size > 2 else None),
         follows_speed=follows_speed(options, recipe),
@@ -297,6 +302,7 @@ def build(
         else None,
     )
 
+    run_ahead = _run_ahead(step, monitor) if is_ahead else None
     hooks: list[RemovableHandle] = []
 
     def close() -> None:
@@ -318,7 +324,7 @@ def build(
         mixed_conditions=mixed_conditions,
         between_steps=trace_steps(job.trace, step, monitor, world, job.out),
         explanation="\n".join(explanations(recipe, options, allreduce, tail, world)),
-        ahead=RunAhead(step, monitor) if is_ahead else None,
+        ahead=run_ahead,
         _close=close,
     )
     if not is_ahead:  # last, since nobody takes them off the network if ranks are lost before
@@ -339,6 +345,20 @@ def fingerprint_of(job: Job, data: Data, model: nn.Module, device: torch.device)
         replayed_sha256=replayed_sha256(job),
         data_revision=commit_of(job.data),
     )
+
+
+def _check(job: Job, world: Group) -> None:
+    recipe, options = job.recipe, job.options
+    check_world_size(world.size, recipe)
+    check_audit(options, recipe, world.size)
+    check_synchrony(recipe, options, world.device, job.delays, is_live(job))
+
+
+def _run_ahead(step: TrainStep, monitor: Monitor) -> RunAhead:
+    passes, device = step.forward_backward, step.world.device
+    assert isinstance(passes, WholeNetwork | GraphedNetwork)
+    capture = MainStream(device).capture if device.type == "cuda" else None
+    return RunAhead(step, GraphedUpdate(step, passes.shadow, capture), monitor)
 
 
 def _slots(recipe: Recipe, model: nn.Module, tail: ParallelTail | None) -> list[Slot]:

@@ -73,13 +73,22 @@ class ControlMessage:
         width: Values of the batch-norm statistics of a virtual worker.
         device: Where the values live.
         to_host: Gives a tensor's values on the host (`comm.monitor.Monitor.to_host`); called once a step.
+        room: The most elements of timings and fingerprints, for a record that never moves, since CUDA graphs read and
+            write it; None: it may move.
     """
 
-    def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> None:
-        self._to_host = to_host
+    def __init__(
+        self,
+        width: int,
+        device: torch.device,
+        to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
+        room: int | None = None,
+    ) -> None:
+        self._to_host, self._may_move = to_host, room is None
         self._rows = (NARROW.rows, width + 1)
         # The sums of the passes, then what `send` puts behind them: all of it stays where it is, and travels as it is.
-        self._memory = torch.zeros(NARROW.rows * (width + 1), dtype=torch.int64, device=device)
+        length = NARROW.rows * (width + 1) + len(fields(Counts)) + (room or 0)
+        self._memory = torch.zeros(length, dtype=torch.int64, device=device)
         self._message = self._memory
         self._timings = self._taken = 0
         self.counts = Counts()
@@ -98,9 +107,19 @@ class ControlMessage:
         operators.add_statistics(self._values, batch_norm, loss, is_first=not self.counts.contributions)
         self.counts.contributions += 1
 
+    def add_captured(self, batch_norm: Tensor, loss: Tensor) -> None:
+        """The part of `add` that goes into a CUDA graph, which is the same for the first pass and for all others."""
+        operators.add_statistics(self._values, batch_norm, loss, is_first=False)
+
+    def will_be_added(self) -> None:
+        """The rest of it, before such a graph is replayed."""
+        if not self.counts.contributions:
+            self._values.zero_()
+        self.counts.contributions += 1
+
     def send(self, allreduce: AllReduce, timings: Tensor, fingerprints: Tensor) -> Work:
         """Begins the sum over ranks; both tensors (int64, of one length on all ranks) are summed along."""
-        device, length = self._memory.device, self._values.numel()
+        device, length = self._memory.device, self._length
         if not self.counts.contributions:
             self._values.zero_()
         counts = [getattr(self.counts, field.name) for field in fields(Counts)]
@@ -109,6 +128,7 @@ class ControlMessage:
         self._taken, self._timings = len(self.taken_over), timings.numel()
         total = length + small.numel() + fingerprints.numel()
         if total > len(self._memory):
+            assert self._may_move, "graphs know where it lies"
             self._memory = torch.cat([self._memory[:length], self._memory.new_zeros(total - length)])
         self._message = self._memory[:total]
         self._message[length : length + small.numel()].copy_(small, non_blocking=True)
@@ -119,14 +139,18 @@ class ControlMessage:
     @property
     def _values(self) -> Tensor:
         """int64 [NARROW.rows, values + 1]: the sums of this rank's passes."""
+        return self._memory[: self._length].view(self._rows)
+
+    @property
+    def _length(self) -> int:
         rows, columns = self._rows
-        return self._memory[: rows * columns].view(rows, columns)
+        return rows * columns
 
     @property
     def on_device(self) -> Tensor:
-        """int64: the summed record, after its work has been waited for: limbs of the statistics and the loss, counts,
-        and what `send` was given."""
-        return self._message
+        """int64: of the summed record, after its work has been waited for, limbs of the statistics and the loss, and
+        counts."""
+        return self._memory[: self._length + len(fields(Counts))]
 
     def read(self) -> ControlVector:
         """The summed record, after its work has been waited for; one transfer to the host.
@@ -134,7 +158,7 @@ class ControlMessage:
         Raises:
             RunError: The ranks' programs have other records.
         """
-        length = self._values.numel()
+        length = self._length
         sums = decode(self._message[:length].view(self._rows), NARROW)
         floats = torch.cat([sums[-1:], sums[:-1].isfinite().all().double().reshape(1)])
         small = self._to_host(torch.cat([floats.view(torch.int64), self._message[length:]]))

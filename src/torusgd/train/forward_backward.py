@@ -33,6 +33,10 @@ class ForwardBackward(Protocol):
     control_follows: bool
     """on every rank alike: the gradients may leave in `forward`, so the control vector leaves after them"""
 
+    @property
+    def is_added(self) -> bool:
+        """The last `forward` has added its statistics and its loss to the control vector itself."""
+
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """The loss, float32 []."""
 
@@ -55,6 +59,7 @@ class WholeNetwork:
 
     in_step = False
     control_follows = False
+    is_added = False
 
     def __init__(
         self,
@@ -67,7 +72,8 @@ class WholeNetwork:
         order: Context = nullcontext,
     ) -> None:
         self._model, self._recipe, self.precision = model, recipe, precision
-        self._shadow, self._order = shadow, order
+        self.shadow, self._order = shadow, order
+        """see above"""
         self._batch_norm, self._device = batch_norm, device
         self._loss: Tensor | None = None
 
@@ -86,15 +92,15 @@ class WholeNetwork:
 
     def follow(self, step: Step) -> None:
         """Has the copies of the weights, where there are some, be those with which a step begins."""
-        if self._shadow is not None:
-            self._shadow.follow(step.index)
+        if self.shadow is not None:
+            self.shadow.follow(step.index)
 
     def loss_of_images(self, images: Tensor, batch: Batch) -> Tensor:
         """The loss of a batch whose images lie on the device; batch norm's statistics of this pass are left aside."""
         self._batch_norm.begin_pass()
         targets = pinned(batch.targets, self._device).to(self._device, non_blocking=True)
         with self.precision.autocast(), self._order():
-            logits = (self._shadow or self._model)(images)
+            logits = (self.shadow or self._model)(images)
         return loss_of(self._recipe, logits.float(), targets, batch)
 
     def backward(self) -> None:
@@ -121,6 +127,7 @@ class SharedTail:
 
     in_step = True
     control_follows = False
+    is_added = False
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
 """A virtual worker's pass as CUDA graphs: two calls of the host in place of some thousand.
 
 A ResNet-50's pass launches about 1,900 kernels, which takes the host 24 to 28 ms; an H100 computes one of 32 images in
-8 (docs/gpu.md). So a pass is captured once for each shape of its images: the forward pass, the loss and the gradients
-as one graph, their sums as another, since passes may run on several streams and their sums on one (`cuda_streams`). A
-replay finds everything where it was: images, targets and the loss scale in memory of the pass's own, weights and sums
-in flat memory that never moves. It launches the same kernels, so the bits are those of a plain pass.
+8 (docs/gpu.md). So a pass is captured once for each shape of its images: the look-up of its images, the forward pass,
+the loss and the gradients as one graph, their sums and those of its statistics as another, since passes may run on
+several streams and their sums on one (`cuda_streams`). A replay finds everything where it was: images, targets and the
+loss scale in memory of the pass's own, weights and sums in memory that never moves. It launches the same kernels, so
+the bits are those of a plain pass. Images and targets that come as one message (`upload.parts`) are copied as one.
 
 A rank's last pass of a step is one graph, in which each bucket is summed as soon as its gradients are there, and an
 event says so: its all-reduce leaves while the pass goes on (`ready_events`).
@@ -22,20 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from ..data.pipeline import Batch
-from ..data.upload import pinned, place
+from ..data.upload import arriving, on_device, parts, pinned, place
 from ..errors import first_line
 from ..gradients.reducer import Reducer, hook_parameters
 from ..precision import Precision
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
 from .batchnorm import BatchNormStatistics
+from .control_vector import ControlMessage
 from .cuda_streams import Graph, PassStream, pass_streams
 from .forward_backward import WholeNetwork
 from .membership import Membership
 from .ready_events import ReadyEvents, ready_events
 from .shadow import ShadowWeights
 
-_Shape = tuple[tuple[int, ...], bool]
+_Shape = tuple[tuple[int, ...], bool, bool]
 
 
 class GraphedNetwork:
@@ -44,6 +46,7 @@ class GraphedNetwork:
     Args:
         network: Takes the passes that are captured, and plain ones.
         reducer: With a `DeviceGradientSum`.
+        control: Takes the statistics and the loss of each pass.
         batch_norm: Of the network.
         device: Of the network.
         leaves: Of each slot the tensor by which the network computes, in order.
@@ -53,11 +56,13 @@ class GraphedNetwork:
     """
 
     in_step = False
+    is_added = False
 
     def __init__(
         self,
         network: WholeNetwork,
         reducer: Reducer,
+        control: ControlMessage,
         batch_norm: BatchNormStatistics,
         device: torch.device,
         leaves: Sequence[Tensor],
@@ -65,27 +70,25 @@ class GraphedNetwork:
         overlaps: bool = False,
         ready: ReadyEvents | None = None,
     ) -> None:
-        self.control_follows, self._ready = overlaps, ready
+        self.control_follows, self._ready, self.shadow = overlaps, ready, network.shadow
         self._network, self._reducer, self._batch_norm, self._device = network, reducer, batch_norm, device
-        self._leaves, self._streams = leaves, streams
+        self._control, self._leaves, self._streams = control, leaves, streams
         self._passes: dict[tuple[_Shape, int], _Pass | None] = {}
-        self._step, self._turn = -1, 0
-        self._is_plain = True
+        self._turn = 0
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """See `ForwardBackward`; a captured pass goes all the way, and its gradients are in the sums."""
         # What the last pass left has been used by now, so that its stream may take the next one.
         self._streams[self._turn].release()
-        if step.index != self._step:
-            self._step = step.index
+        if not self._control.counts.contributions:  # the first of a step, or of a step that is taken again
             self._network.follow(step)
             for each in self._streams:
                 each.release()
         self._turn = (self._turn + 1) % len(self._streams)
-        shape = (tuple(batch.images.shape), batch.partners is not None)
+        shape = (tuple(batch.images.shape), batch.partners is not None, batch.message is not None)
         ready = self._ready if worker == membership.mine[-1] else None
         captured = None if self._reducer.is_measuring else self._captured(shape, ready)
-        self._is_plain = captured is None
+        self.is_added = captured is not None
         if captured is not None:
             return self._replay(captured, ready, step, worker, batch)
         if self._reducer.is_measuring or (shape, self._turn) in self._passes:
@@ -98,7 +101,7 @@ class GraphedNetwork:
 
     def backward(self) -> None:
         """See `ForwardBackward`."""
-        if self._is_plain:
+        if not self.is_added:
             self._network.backward()
 
     def _captured(self, shape: _Shape, ready: ReadyEvents | None) -> "_Pass | None":
@@ -113,9 +116,10 @@ class GraphedNetwork:
         try:
             if ready is None:
                 there = capture(partial(captured.run, *network))
-                captured.graphs[False] = (there, capture(partial(captured.add, self._reducer)))
+                captured.graphs[False] = (there, capture(partial(captured.add, self._reducer, self._control)))
             else:
-                captured.graphs[True] = (capture(partial(captured.run_to_sums, *network, self._reducer, ready.record)),)
+                work = partial(captured.run_to_sums, *network, self._reducer, self._control, ready.record)
+                captured.graphs[True] = (capture(work),)
         except RuntimeError as error:
             warnings.warn(
                 f"the network's passes run without a CUDA graph, more slowly: {first_line(error)}", stacklevel=3
@@ -134,6 +138,7 @@ class GraphedNetwork:
             self._network.begin(step, worker)
             there.replay()
 
+        self._control.will_be_added()
         if ready is not None:  # the graph adds to the sums itself, so all other passes have been added before
             stream.release()
         stream.run(work)
@@ -151,14 +156,14 @@ def device_network(
     precision: Precision,
     batch_norm: BatchNormStatistics,
     reducer: Reducer,
+    control: ControlMessage,
     device: torch.device,
     streams: int,
     overlaps: bool,
 ) -> WholeNetwork | GraphedNetwork:
     """A whole network in the form of a GPU: with 16-bit copies of the weights, and on a GPU with captured passes.
 
-    The arguments are those of `WholeNetwork`; the reducer, with a `DeviceGradientSum`, gets the gradients; so many
-    passes run at a time; `overlaps` as in `GraphedNetwork`.
+    The arguments are those of `WholeNetwork` and of `GraphedNetwork`; so many passes run at a time.
     """
     shadow = None
     if precision.dtype != torch.float32:
@@ -169,7 +174,8 @@ def device_network(
     if device.type != "cuda":
         return network
     ready = ready_events(device, len(reducer.layout.buckets)) if overlaps else None
-    return GraphedNetwork(network, reducer, batch_norm, device, leaves, pass_streams(device, streams), overlaps, ready)
+    in_turn = pass_streams(device, streams)
+    return GraphedNetwork(network, reducer, control, batch_norm, device, leaves, in_turn, overlaps, ready)
 
 
 class _Pass:
@@ -180,12 +186,18 @@ class _Pass:
     ) -> None:
         self._device = device
         self._images = place(batch, device, precision.memory_format)
-        self._batch = replace(
-            batch,
-            targets=batch.targets.to(device, copy=True),
-            partners=None if batch.partners is None else batch.partners.to(device, copy=True),
-            shares=None if batch.shares is None else batch.shares.to(device, copy=True),
-        )
+        self._message = self._pixels = self._table = None
+        if batch.message is not None and batch.table is not None:
+            self._message, self._table = arriving(batch.message, device).clone(), on_device(batch.table, device)
+            self._pixels, targets = parts(self._message, batch.images.shape)
+            self._batch = replace(batch, targets=targets)
+        else:
+            self._batch = replace(
+                batch,
+                targets=batch.targets.to(device, copy=True),
+                partners=None if batch.partners is None else batch.partners.to(device, copy=True),
+                shares=None if batch.shares is None else batch.shares.to(device, copy=True),
+            )
         self._scale, self._scale_there = 1.0, torch.ones((), device=device)
         self.loss = torch.zeros((), device=device)
         self.statistics = torch.zeros_like(batch_norm.running)
@@ -196,15 +208,20 @@ class _Pass:
 
     def take(self, batch: Batch, precision: Precision) -> None:
         """Puts a batch and the loss scale where the graph reads them."""
-        self._images.copy_(place(batch, self._device, precision.memory_format))
-        for mine, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
-            mine.copy_(pinned(given, self._device), non_blocking=True)
+        if self._message is not None and batch.message is not None:
+            self._message.copy_(arriving(batch.message, self._device))
+        else:
+            self._images.copy_(place(batch, self._device, precision.memory_format))
+            for mine, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
+                mine.copy_(pinned(given, self._device), non_blocking=True)
         if self._scale != precision.loss_scale:
             self._scale = precision.loss_scale
             self._scale_there.fill_(self._scale)
 
     def run(self, network: WholeNetwork, batch_norm: BatchNormStatistics, leaves: Sequence[Tensor]) -> None:
         """The work of the first graph."""
+        if self._pixels is not None:
+            torch.ops.torusgd.look_up(self._pixels, self._table, self._images)
         with batch_norm.aside(self.statistics):
             loss = network.loss_of_images(self._images, self._batch)
         self.gradients = torch.autograd.grad(loss * self._scale_there, leaves, allow_unused=True)
@@ -216,6 +233,7 @@ class _Pass:
         batch_norm: BatchNormStatistics,
         leaves: Sequence[Tensor],
         reducer: Reducer,
+        control: ControlMessage,
         ready: Callable[[int], None],
     ) -> None:
         """The work of a last pass' one graph; `ready` is called with each bucket after the work that ends its sums."""
@@ -242,8 +260,9 @@ class _Pass:
         for bucket, count in enumerate(missing):
             if count:  # of parameters that this network does not use
                 end(bucket)
+        control.add_captured(self.statistics, self.loss)
 
-    def add(self, reducer: Reducer) -> None:
+    def add(self, reducer: Reducer, control: ControlMessage) -> None:
         """The work of the second graph."""
         for index, bucket in enumerate(reducer.layout.buckets):
             for slot in range(bucket.first, bucket.stop):
@@ -251,6 +270,7 @@ class _Pass:
                 if gradient is not None:
                     reducer.sum.add(index, slot, gradient)
             reducer.sum.end_worker(index)
+        control.add_captured(self.statistics, self.loss)
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

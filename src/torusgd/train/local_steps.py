@@ -44,6 +44,7 @@ class LocalSteps:
 
     in_step = False
     control_follows = False
+    is_added = False
 
     def __init__(
         self,

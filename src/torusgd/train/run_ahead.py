@@ -13,23 +13,22 @@ step anew from the same state, with the same bits as if nobody had run ahead.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from ..comm.monitor import Monitor
 from ..gradients.device_sum import DeviceGradientSum
-from ..gradients.operators import ACCEPTED, LOSS, REPORT, UNDERFLOW
+from ..gradients.operators import ACCEPTED, LOSS, UNDERFLOW
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
 from .closing import Open
-from .control_vector import VERSION, Counts
 from .journal import JournalEntry, synchronous
 from .membership import Membership
 from .step import TrainStep
 from .step_stats import StepStats
+from .update_graph import GraphedUpdate
 
 AHEAD = 2
 """steps that the host hands over beyond the one whose verdict it waits for"""
@@ -68,15 +67,12 @@ class RunAhead:
 
     Args:
         step: Of the run: synchronous, with a `DeviceGradientSum`, a flat update, no audit and no clipping.
+        update: Of that step.
         monitor: Waits for the reports.
     """
 
-    def __init__(self, step: TrainStep, monitor: Monitor) -> None:
-        self._step, self._monitor = step, monitor
-        workers, size, device = step.recipe.virtual_workers, step.world.size, step.world.device
-        usual = Counts(version=VERSION * size, ranks=size, contributions=workers)
-        counts = [getattr(usual, field.name) for field in fields(Counts)]
-        self._ordinary = torch.tensor(counts, device=device)
+    def __init__(self, step: TrainStep, update: GraphedUpdate, monitor: Monitor) -> None:
+        self._step, self._update, self._monitor = step, update, monitor
         self._launched: deque[_Launched] = deque()
 
     def run(self, membership: Membership, asked: JournalEntry | Open) -> StepStats | None:
@@ -109,18 +105,12 @@ class RunAhead:
     def _launch(self, index: int, membership: Membership) -> None:
         """Gives the device all of a step, as `TrainStep.run` does it, but for the decision."""
         run, precision = self._step, self._step.precision
-        step, total = run.schedule[index], run.reducer.sum
-        assert isinstance(total, DeviceGradientSum)
+        step = run.schedule[index]
         before = (precision.loss_scale, precision.accepted_in_a_row)
         run.reducer.begin()
         run.take_passes(step, synchronous(index, run.recipe.virtual_workers), membership)
         run.reducer.wait()
-        report = torch.empty(REPORT, dtype=torch.float64, device=run.world.device)
-        total.decide(run.control.on_device, self._ordinary, run.batch_norm.running, run.batch_norm.momenta, report)
-        total.write_mean(run.reducer.means, precision.loss_scale)
-        run.reducer.show_means()
-        run.set_rates(step)
-        run.update.step_if(total.going)
+        report = self._update.end(step)
         precision.grow()
         self._launched.append(_Launched(step, self._monitor.start_to_host(report), *before, run.clock.pace))
 

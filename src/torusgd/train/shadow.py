@@ -53,9 +53,17 @@ class ShadowWeights:
     def follow(self, step: int) -> None:
         """Makes the copies those of the weights with which a step begins."""
         if step != self._step:
-            with torch.no_grad():
-                torch.ops.torusgd.copy_weights(list(self._leaves), list(self._copies.values()))
+            self.copy()
             self._step = step
+
+    def copy(self) -> None:
+        """Makes the copies those of the weights as they are; may be captured."""
+        with torch.no_grad():
+            torch.ops.torusgd.copy_weights(list(self._leaves), list(self._copies.values()))
+
+    def are_of(self, step: int) -> None:
+        """By `copy` they are those of the weights with which a step begins."""
+        self._step = step
 
     def __call__(self, images: Tensor) -> Tensor:
         """The logits, as the model gives them, with the copies."""

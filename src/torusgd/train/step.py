@@ -228,7 +228,8 @@ class TrainStep:
             self.reducer.begin_worker(last=False, hash_into=hash_into)
             if worker is not None and batch is not None:
                 loss = self.forward_backward.forward(step, worker, batch, membership).detach()
-                self.control.add(self.batch_norm.batch, loss)
+                if not self.forward_backward.is_added:
+                    self.control.add(self.batch_norm.batch, loss)
                 self._hash_beside(hash_into, loss)
                 self.control.counts.replaced += batch.replaced
             is_last = worker is None or work.is_last()

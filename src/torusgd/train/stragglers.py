@@ -25,7 +25,8 @@ from ..gradients.reducer import Reducer
 
 EVERY = 10
 """steps from one comparison to the next; of more than 100 ranks a tenth of their number"""
-_FIELDS = 7
+FIELDS = 7
+"""of a rank's notes"""
 _FEWEST = 6
 """steps since the last notes, of which a rank's pace can be told in two halves"""
 _UNIT = 1e-6  # seconds; the notes travel as integers
@@ -101,7 +102,7 @@ class Stragglers:
         # After a resume there is no step before yet, on no rank.
         if self._noted is None or not self.is_due(step):
             return torch.zeros(0, dtype=torch.int64)
-        places = torch.zeros(self._size, _FIELDS, dtype=torch.int64)
+        places = torch.zeros(self._size, FIELDS, dtype=torch.int64)
         paces, self._paces = [pace() for pace in self._paces], []
         half, is_told = len(paces) // 2, len(paces) >= _FEWEST
         # A median: a pause in one step says nothing of the rank's speed.
@@ -121,7 +122,7 @@ def paces(message: Tensor) -> tuple[list[float], list[float]] | None:
     """
     if not message.numel():
         return None
-    earlier, later = (message.view(-1, _FIELDS)[:, -2:].double() * _UNIT).T.tolist()
+    earlier, later = (message.view(-1, FIELDS)[:, -2:].double() * _UNIT).T.tolist()
     return (earlier, later) if min(*earlier, *later) > 0 else None
 
 
@@ -134,7 +135,7 @@ def slowest(message: Tensor, ranks: Sequence[int]) -> Straggler | None:
     """
     if not message.numel():
         return None
-    _, ready, data, total, links, *_ = (message.view(-1, _FIELDS).double() * _UNIT).unbind(dim=1)
+    _, ready, data, total, links, *_ = (message.view(-1, FIELDS).double() * _UNIT).unbind(dim=1)
     rank = int(ready.argmax())
     compute = ready - data
     excess = {

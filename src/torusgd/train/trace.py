@@ -171,6 +171,10 @@ class _TracedPasses:
         self.in_step, self.control_follows = passes.in_step, passes.control_follows
         self._passes, self._trace, self._worker = passes, trace, 0
 
+    @property
+    def is_added(self) -> bool:
+        return self._passes.is_added
+
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         self._worker = worker
         return self._timed("forward", lambda: self._passes.forward(step, worker, batch, membership))
