@@ -44,6 +44,14 @@ def test_it_prints_and_writes(plan) -> None:
     assert found["stages"][0]["batch"] == 81920
 
 
+def test_no_figure_is_cut_off_on_a_narrow_screen(plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ("resnet50", "--cluster", "hgx-h100", "--devices", 1024, "--to", "75.9%", "--cost", 2.5, "--sweep")
+    out, found = plan(*command)
+    assert f"{found['sweep'][-1]['images_per_second']:,.0f}" in out
+    assert "\u2026" not in out
+
+
 def test_a_record_is_planned_as_its_own_software_unless_another_is_named(plan) -> None:
     command = ("sony-224s", "--cluster", "abci", "--devices", 2176)
     _, found = plan(*command)

@@ -38,10 +38,10 @@ def show_forecast(console: Console, forecast: Forecast, price: float | None) -> 
     # Of many stages (progressive resizing) the first and the last one.
     shown = range(len(forecast.steps)) if len(forecast.steps) <= _MOST_STAGES else (0, len(forecast.steps) - 1)
     steps = [forecast.steps[stage] for stage in shown]
-    table.add_column("a step, ms")
+    table.add_column("a step, ms", overflow="fold")
     for stage in shown:
         which = "" if len(steps) == len(forecast.steps) else f"stage {stage + 1}: "
-        table.add_column(f"{which}batch {forecast.batches[stage]:,}", justify="right")
+        table.add_column(f"{which}batch {forecast.batches[stage]:,}", justify="right", overflow="fold")
     for part in _PARTS:
         values = [getattr(step, part) for step in steps]
         if any(values):
@@ -68,7 +68,7 @@ def show_sweep(console: Console, sweep: Sweep, price: float | None) -> None:
     table = Table(box=box.SIMPLE, pad_edge=False)
     headings = ["devices", "images/s", "efficiency", "communication", "time to train", *(["cost"] if price else [])]
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for forecast in sweep.forecasts:
         communication = max(step.communication / step.seconds for step in forecast.steps)
         cells = [
@@ -117,10 +117,10 @@ def show_accuracy_sweep(console: Console, sweep: AccuracySweep, price: float | N
 def _accuracy_table(
     first: str, plans: Sequence[AccuracyPlan], marked: Sequence[AccuracyPlan], price: float | None
 ) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     other = "batch" if first == "devices" else "images a worker"
     for heading in (first, other, "epochs", "images/s", "time", "band", *(["cost"] if price is not None else [])):
-        table.add_column(heading, justify="right", no_wrap=heading == "band")
+        table.add_column(heading, justify="right", no_wrap=heading in ("images/s", "band"), overflow="fold")
     for plan in plans:
         table.add_row(
             f"{plan.devices if first == 'devices' else plan.batch:,}",
@@ -147,9 +147,9 @@ def _epochs_known() -> str:
 def show_relaxed(console: Console, forecasts: Sequence[RelaxedForecast], delays: str) -> None:
     """A line for each form, and which brings most images a second."""
     table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column(f"with delays {delays}")
+    table.add_column(f"with delays {delays}", overflow="fold")
     for heading in ("a step, ms", "gradients used", "images/s", "of synchronous"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for each in forecasts:
         step, rate = f"{1e3 * each.seconds:.2f}", f"{each.images_per_second:,.0f}"
         table.add_row(each.form, step, f"{each.share:.1%}", rate, f"{each.speedup:.2f}")
@@ -170,7 +170,7 @@ def show_best(console: Console, best: SearchResult) -> None:
         return
     table = Table(box=box.SIMPLE, pad_edge=False)
     for heading in ("setting", "best", "saves"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for choice in best.choices:
         table.add_row(choice.setting, choice.value, duration(choice.saves))
     console.print(table)

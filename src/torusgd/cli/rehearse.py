@@ -96,9 +96,9 @@ def show_rehearsal(found: "Rehearsal") -> None:
         sep="\n",
     )
     table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("a step, ms")
+    table.add_column("a step, ms", overflow="fold")
     for heading in ("rehearsed", "planned"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     planned, rest = found.planned, found.planned.seconds - found.planned.compute - found.predicted
     rows = [
         ("compute (timed waits)", planned.compute, planned.compute),

@@ -79,7 +79,7 @@ def simulate(
     )
     table = Table(box=box.SIMPLE, pad_edge=False)
     for heading in ("virtual seconds", "images", "error"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for point in found.points:
         table.add_row(f"{point.time:,.2f}", f"{point.images:,}", f"{point.error:.2%}")
     terminal = console()
