@@ -65,6 +65,21 @@ def test_a_record_is_planned_as_its_own_software_unless_another_is_named(plan) -
     assert ring["stages"][0]["seconds"] > found["stages"][0]["seconds"]
 
 
+@pytest.mark.parametrize("devices", [2048, 3072])
+def test_naming_a_records_own_software_changes_nothing(plan, devices: int) -> None:
+    """The block's `buckets: cubic` describes what the profile is known to have done, and is not one's own wish."""
+    command = ("fujitsu-62s", "--cluster", "abci", "--devices", devices)
+    _, found = plan(*command)
+    _, named = plan(*command, "--software", "mxnet-fujitsu")
+    assert found["software"] == "mxnet-fujitsu"
+    assert (found["seconds"], found["stages"]) == (named["seconds"], named["stages"])
+    _, wish = plan(*command, "--software", "mxnet-fujitsu", "--buckets", 1)
+    assert wish["stages"] != named["stages"]
+    # torusgd's own groups are the profile's, and so is the last message.
+    _, groups = plan(*command, "--software", "mxnet-fujitsu", "--buckets", "cubic")
+    assert groups["seconds"] == pytest.approx(found["seconds"], rel=5e-3)
+
+
 def test_more_devices_than_virtual_workers_share_the_same_batch(plan) -> None:
     out, found = plan("resnet50-90ep", "--cluster", "abci", "--devices", 2048)
     assert "32 virtual workers; planned with its batch cut for 2,048 devices, 1 > 1 > 2 images" in out

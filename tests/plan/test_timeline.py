@@ -8,15 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.comm.buckets import plan_buckets
+from torusgd.comm.buckets import lay_out_slots, plan_buckets
 from torusgd.comm.profile import InStep, Profile
 from torusgd.comm.profile import Link as MeasuredLink
+from torusgd.gradients.reducer import parameter_slots
+from torusgd.models import MODELS
 from torusgd.models.plain import vgg_a
 from torusgd.plan.cluster import Buckets, Cluster, Communication, Device, Link, Software, load_cluster, load_software
 from torusgd.plan.model_cost import Gradient, Kernels, ModelCost, known_cost
+from torusgd.plan.program import program_for
 from torusgd.plan.roofline import kernel_seconds, matched, memory_bytes, pass_seconds, update_seconds
-from torusgd.plan.step_script import cut_buckets
-from torusgd.plan.timeline import slowest, step_time
+from torusgd.plan.step_script import Send, compose, cut_buckets
+from torusgd.plan.timeline import slowest, step_time, step_work
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import BucketSizes, RuntimeOptions
 
 DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
 LINK = Link(alpha=0.0, bandwidth=1e9)
@@ -218,6 +223,38 @@ def test_fujitsus_groups() -> None:
     # MXNet numbers a block's shortcut elsewhere, which moves 4 MB between the second and the third.
     assert [bucket.bytes / 1e6 for bucket in found] == pytest.approx([4.1, 17.83, 23.2, 5.88, 0.21], rel=0.25)
     assert sum(bucket.bytes for bucket in found[:-1]) == 2 * (25_557_032 - 53_120 - 1000)
+
+
+@pytest.mark.parametrize("option", ["cubic", "auto", 1.0, (3, 21, 57)])
+def test_batch_norms_gradients_leave_last_in_32_bits_as_in_a_run(option: BucketSizes) -> None:
+    cost, ready = known_cost("resnet50"), np.linspace(0, 1, 161)
+    is_wide = [gradient.is_norm for gradient in cost.gradients]
+    found = cut_buckets(cost.gradients, ready, Buckets(rule="torusgd", option=option), 2, is_wide)
+    with torch.device("meta"):
+        slots = parameter_slots(MODELS["resnet50"](classes=1000, channels=3), wide_norms=True)
+    layout = lay_out_slots(slots, option, 4096)
+    assert [(bucket.first, bucket.stop) for bucket in found] == [(b.first, b.stop) for b in layout.buckets]
+    sizes = [(4 if layout.held[b.first].is_wide else 2) * b.length for b in layout.buckets]
+    assert [bucket.bytes for bucket in found] == sizes
+    assert sum(bucket.values for bucket in found) == cost.parameters
+    assert [bucket.ready for bucket in found] == sorted(bucket.ready for bucket in found)
+    assert (found[-1].bytes, found[-1].ready) == (4 * 53_120, 1.0)
+
+
+def test_a_plan_sends_float32_norms_where_the_recipe_asks_for_them() -> None:
+    sizes = {}
+    for switch in ("true", "false"):
+        recipe = load_recipe("fujitsu-62s", [f"float32_norms={switch}"]).recipe
+        runtime = RuntimeOptions(workers=16, buckets="cubic", update="sharded")
+        how = program_for(recipe, runtime, load_cluster("abci"), load_software("torusgd"))
+        cost = known_cost("resnet50")
+        script = compose(cost, TWO, how, 16, 28, 1, step_work(cost, TWO, how, 16, 28))
+        sent = [action for action in script if isinstance(action, Send)]
+        sizes[switch] = [send.bytes for send in sent if send.content == "gradients"]
+        # Weights are gathered in 32 bits, whatever their gradients travel in.
+        assert sum(send.bytes for send in sent if send.content == "weights") == 4 * cost.parameters
+    assert sum(sizes["false"]) == 2 * 25_557_032 == sum(sizes["true"]) - 2 * 53_120
+    assert (len(sizes["false"]), len(sizes["true"]), sizes["true"][-1]) == (4, 5, 4 * 53_120)
 
 
 def test_bad_buckets_are_named() -> None:

@@ -175,7 +175,7 @@ class Planned:
         # This machine runs torusgd, whoever set the record.
         record = None if machine.cluster == "local" else block.software
         software = load_software(machine.software or record or cluster.software)
-        is_record = machine.software is None and record is not None
+        is_record = record is not None and machine.software in (None, record)
         published = block.model_fields_set - flags.names() if is_record else ()
         workload = workload_of(recipe, path=data)
         return cls(recipe, workload, runtime, frozenset(published), cluster, software, machine.measured)

@@ -88,6 +88,8 @@ class Slot(NamedTuple):
     """of all ranks of a group that hold it, the one that reports it to the others"""
     is_wide: bool = False
     """travels as float32, in buckets of its own, where the others travel in 16 bits"""
+    completed: int = 0
+    """its number in the order of backward, which is not that of sending where wide slots are sent last"""
 
 
 @dataclass(frozen=True)
@@ -145,16 +147,52 @@ class ParameterLayout:
 def lay_out_slots(slots: Sequence[Slot], rule: BucketRule, block: int) -> ParameterLayout:
     """The layout of slots by a rule.
 
-    A bucket holds no two layers in column blocks, whose gradients come in turn, and no wide slot beside another.
+    A bucket holds no two layers in column blocks, whose gradients come in turn, and no wide slot beside another. Wide
+    slots stand after all others.
     """
     held = [slot for slot in slots if slot.held]
     buckets: list[Bucket] = []
-    for layer, is_wide in dict.fromkeys((slot.layer, slot.is_wide) for slot in held):
-        numels = [slot.tensor.numel() for slot in held if (slot.layer, slot.is_wide) == (layer, is_wide)]
-        first = buckets[-1].stop if buckets else 0
-        cut = lay_out(rule, numels) if layer is None else plan_buckets(numels, largest(rule))
-        buckets += [Bucket(first + b.first, first + b.stop, b.offsets, b.numels) for b in cut]
+    for layer in dict.fromkeys(slot.layer for slot in held):
+        part = sorted((slot for slot in held if slot.layer == layer), key=lambda slot: slot.completed)
+        numels = [slot.tensor.numel() for slot in part]
+        if layer is None:
+            cut = lay_out_wide_last(rule, numels, [slot.is_wide for slot in part])
+        else:
+            cut = plan_buckets(numels, largest(rule))
+        buckets += _after(buckets, cut)
     return ParameterLayout(tuple(slots), tuple(buckets), block)
+
+
+def lay_out_wide_last(rule: BucketRule, numels: Sequence[int], is_wide: Sequence[bool]) -> list[Bucket]:
+    """The buckets of tensors of which the wide ones are sent after all others.
+
+    A rule that counts tensors counts all of them, as Fujitsu's code does (`HOROVOD_FIXED_PAYLOAD=161`): the narrow
+    tensors of a group travel together, and all wide ones in one bucket. A size holds for both kinds alike.
+
+    Args:
+        rule: See `lay_out`.
+        numels: Elements of each tensor, in the order in which backward completes them.
+        is_wide: Of each, in the same order.
+
+    Returns:
+        In sending order, the order by which `first` and `stop` count: the narrow tensors, then the wide ones.
+
+    >>> [(b.first, b.stop) for b in lay_out_wide_last((2, 2), [5] * 6, [False, True, False, False, True, False])]
+    [(0, 1), (1, 3), (3, 4), (4, 6)]
+    """
+    narrow, wide = ([n for n, w in zip(numels, is_wide, strict=True) if w == kind] for kind in (False, True))
+    if rule == "cubic" or isinstance(rule, tuple):
+        counts = [is_wide[b.first : b.stop].count(False) for b in lay_out(rule, numels)]
+        first, last = group(counts, narrow), group((), wide)
+    else:
+        first, last = lay_out(rule, narrow), lay_out(rule, wide)
+    return [*first, *_after(first, last)]
+
+
+def _after(buckets: Sequence[Bucket], more: Sequence[Bucket]) -> list[Bucket]:
+    """`more`, numbered as they follow on `buckets`."""
+    sent = buckets[-1].stop if buckets else 0
+    return [Bucket(sent + b.first, sent + b.stop, b.offsets, b.numels) for b in more]
 
 
 def lay_out(rule: BucketRule, numels: Sequence[int]) -> list[Bucket]:

@@ -325,7 +325,10 @@ def parameter_slots(model: nn.Module, *, wide_norms: bool = False) -> list[Slot]
     """
     norms = {id(p) for m in model.modules() if isinstance(m, _BatchNorm) for p in m.parameters(recurse=False)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    slots = [Slot(name, name, p, is_wide=wide_norms and id(p) in norms) for name, p in reversed(named)]
+    slots = [
+        Slot(name, name, p, is_wide=wide_norms and id(p) in norms, completed=number)
+        for number, (name, p) in enumerate(reversed(named))
+    ]
     return sorted(slots, key=lambda slot: slot.is_wide)
 
 

@@ -123,6 +123,8 @@ class Communication(Section):
     wire_bits: Literal[16, 32, 64] = 32
     """of a gradient's element; 64: torusgd's exact sums of 8,192 virtual workers or more"""
     buckets: Buckets = Buckets()
+    wide_norms: bool = False
+    """with rule: torusgd of the buckets, batch norm's gradients leave last, in 32 bits (a recipe's `float32_norms`)"""
     overlap: bool = False
     """buckets leave while backward runs"""
     pipelined: bool = False
@@ -141,6 +143,11 @@ class Communication(Section):
     """of each batch-norm statistic and of the loss, summed in a step's first message, which leaves after forward"""
     linear_groups: Count | None = None
     """linear layers are split inside each of so many groups of ranks (Das et al.); null: data-parallel like the rest"""
+
+    @property
+    def sends_norms_last(self) -> bool:
+        """Whether `wide_norms` applies; the other rules describe programs that don't read a recipe."""
+        return self.wide_norms and self.buckets.rule == "torusgd"
 
     @field_validator("algorithm")
     @classmethod

@@ -71,6 +71,8 @@ class Gradient:
     ready: int
     needed: int = 0
     """forward kernels that have run when the layer that uses the parameter begins"""
+    is_norm: bool = False
+    """of batch norm"""
 
 
 @dataclass(frozen=True)
@@ -228,8 +230,8 @@ def _trace(model: nn.Module, images: int, shape: tuple[int, ...]) -> _Trace:
             hooks.append(module.register_forward_hook(partial(_note_layer, trace, name)))
         hooks.append(module.register_forward_pre_hook(partial(_note_use, trace)))
     for name, parameter in model.named_parameters():
-        light = id(parameter) in norms or parameter.dim() == 1
-        hooks.append(parameter.register_post_accumulate_grad_hook(partial(_note_gradient, trace, name, light)))
+        note = partial(_note_gradient, trace, name, id(parameter) in norms)
+        hooks.append(parameter.register_post_accumulate_grad_hook(note))
     try:
         with trace:
             output = model(torch.empty(images, *shape, device="meta"))
@@ -246,9 +248,10 @@ def _trace(model: nn.Module, images: int, shape: tuple[int, ...]) -> _Trace:
     return trace
 
 
-def _note_gradient(trace: _Trace, name: str, light: bool, parameter: Tensor) -> None:
+def _note_gradient(trace: _Trace, name: str, is_norm: bool, parameter: Tensor) -> None:
     ready, needed = len(trace.rows) - trace.middle, trace.needed.get(id(parameter), 0)
-    trace.gradients.append(Gradient(name, parameter.numel(), light, ready, needed))
+    light = is_norm or parameter.dim() == 1
+    trace.gradients.append(Gradient(name, parameter.numel(), light, ready, needed, is_norm))
 
 
 def _note_use(trace: _Trace, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -4,7 +4,7 @@ A software profile (`software/*.yaml`) describes a program as it was published. 
 which the later goes before the earlier:
 
 1. the profile;
-2. the recipe, of its precision and of the bits of a gradient on the wire;
+2. the recipe, of its precision and of the bits of a gradient on the wire, batch norm's among them;
 3. the runtime options that the user gave, in a `runtime:` block or as flags. One that was not given stays as published.
 
 The profile `torusgd` holds the defaults of the runtime options, so that a plan of it is of what `torusgd train` does
@@ -50,7 +50,7 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     """
     assert runtime.workers is not None, "a plan is of so many devices"
     given = runtime.model_fields_set
-    changes: dict[str, Any] = {"wire_bits": 8 * _wire_dtype(recipe).itemsize}
+    changes: dict[str, Any] = {"wire_bits": 8 * _wire_dtype(recipe).itemsize, "wide_norms": recipe.has_wide_norms}
     changes |= _all_reduce(runtime, runtime.workers, cluster, software)
     if "streams" in given:
         changes["streams"] = runtime.streams

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from ..comm.buckets import best_buckets, lay_out, plan_buckets
+import numpy as np
+
+from ..comm.buckets import BucketRule, best_buckets, lay_out, lay_out_wide_last, plan_buckets
 from ..comm.profile import Profile
 from .cluster import Buckets, Cluster, Software
 from .model_cost import Array, Gradient, Layer, ModelCost
@@ -20,6 +22,8 @@ Content = Literal["gradients", "weights", "statistics", "activations"]
 CONTENTS: tuple[Content, ...] = get_args(Content)
 _MASTER_BYTES = 4
 """of a weight, as a sharded update gathers it"""
+_WIDE_BYTES = 4
+"""of a gradient that travels as float32 beside others in 16 bits"""
 _STATUS_VALUES = 2
 """of a tensor, by which the ranks of a sharded update agree on whether its sum may be used"""
 
@@ -126,23 +130,27 @@ def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Softwar
     communication = software.communication
     whole = [i for i, gradient in enumerate(cost.gradients) if gradient.name.rpartition(".")[0] not in split]
     gradients = tuple(cost.gradients[i] for i in whole)
-    needed = work.needed[whole]
+    is_wide = [communication.sends_norms_last and gradient.is_norm for gradient in gradients]
+    needed = work.needed[whole][_sending_order(is_wide)]
     is_ahead = software.sharded_update and communication.gather_ahead
     size = communication.wire_bits // 8
     ready = work.ready[whole]
     may_rebuild = (
-        communication.algorithm == "auto" and communication.buckets.option == "auto" and not software.sharded_update
+        communication.algorithm == "auto"
+        and communication.buckets.option == "auto"
+        and not software.sharded_update
+        and not any(is_wide)
     )
     if may_rebuild and cluster.profile is not None and cluster.profile.backend == "gloo":  # on CPUs, as the run does
         buckets = rebuilt_buckets(gradients, ready, work.backward, cluster.profile, size)
     else:
-        buckets = cut_buckets(gradients, ready, communication.buckets, size)
+        buckets = cut_buckets(gradients, ready, communication.buckets, size, is_wide)
     for number, bucket in enumerate(buckets):
         when = bucket.ready if communication.overlap else work.backward
         _summed(step, when, Send(f"gradients {number}", "scatter" if is_ahead else "sum", "gradients", bucket.bytes))
         if is_ahead:
             first = float(min(needed[bucket.first : bucket.stop]))
-            weights = Send(f"weights {number}", "gather", "weights", bucket.bytes / size * _MASTER_BYTES)
+            weights = Send(f"weights {number}", "gather", "weights", bucket.values * _MASTER_BYTES)
             step.gathers.append((first, weights))
             step.forward.append((first, [Wait(weights.name)]))
 
@@ -192,13 +200,16 @@ class Departure(NamedTuple):
     ready: float
     """seconds after the start of backward when the last of them is complete"""
     bytes: float
+    values: float
     first: int
-    """the first of them, in the order in which backward completes them"""
+    """the first of them, in the order in which they are sent: that of backward, but for wide ones, which come last"""
     stop: int
     """one more than the last"""
 
 
-def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wire_bytes: int) -> list[Departure]:
+def cut_buckets(
+    gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wire_bytes: int, is_wide: Sequence[bool] = ()
+) -> list[Departure]:
     """The buckets in the order in which they leave.
 
     Args:
@@ -207,6 +218,8 @@ def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wi
         rule: How to cut. A tensor that is larger than a bucket is cut itself with `values` and `parts`, as a fusion
             buffer does; the other rules keep tensors whole, and are the run's own (`comm.buckets`).
         wire_bytes: Of one value on the network.
+        is_wide: Of each gradient whether it is sent after all others, in 32 bits, as a run with rule `torusgd` does;
+            the other rules take none. Empty: none is.
     """
     if not gradients:
         return []
@@ -216,15 +229,33 @@ def cut_buckets(gradients: tuple[Gradient, ...], ready: Array, rule: Buckets, wi
         return _fused(numels, ready, full, wire_bytes)
     if rule.rule == "cubic":  # batch norm's gradients leave last, in 32 bits
         small = sum(gradient.values for gradient in gradients if gradient.norm_or_bias)
-        last = Departure(float(ready[-1]), 4.0 * small, 0, len(gradients))
-        wide = [0 if gradient.norm_or_bias else gradient.values for gradient in gradients]
+        last = Departure(float(ready[-1]), float(_WIDE_BYTES * small), small, 0, len(gradients))
+        narrow = [0 if gradient.norm_or_bias else gradient.values for gradient in gradients]
         layout = [(bucket.first, bucket.stop) for bucket in lay_out("cubic", numels)]
-        return [*_departures(layout, wide, ready, wire_bytes), last]
+        return [*_departures(layout, narrow, ready, wire_bytes), last]
     if rule.option is not None:
-        buckets = lay_out(rule.option, numels)
-    else:
-        buckets = plan_buckets(numels, limit=sum(numels) if rule.rule == "one" else 0)
+        return _as_a_run(rule.option, numels, ready, wire_bytes, is_wide or [False] * len(numels))
+    buckets = plan_buckets(numels, limit=sum(numels) if rule.rule == "one" else 0)
     return _departures([(bucket.first, bucket.stop) for bucket in buckets], numels, ready, wire_bytes)
+
+
+def _as_a_run(
+    option: BucketRule, numels: Sequence[int], ready: Array, wire_bytes: int, is_wide: Sequence[bool]
+) -> list[Departure]:
+    """The buckets of a run, none of which leaves before the one before it."""
+    order = _sending_order(is_wide)
+    sent, leaves = [numels[number] for number in order], np.maximum.accumulate(ready[order])
+    layout = [(bucket.first, bucket.stop) for bucket in lay_out_wide_last(option, numels, is_wide)]
+    narrow = list(is_wide).count(False)
+    return [
+        *_departures([cut for cut in layout if cut[0] < narrow], sent, leaves, wire_bytes),
+        *_departures([cut for cut in layout if cut[0] >= narrow], sent, leaves, _WIDE_BYTES),
+    ]
+
+
+def _sending_order(is_wide: Sequence[bool]) -> list[int]:
+    """Numbers of gradients as they are sent: the wide ones last, else in the order of backward."""
+    return sorted(range(len(is_wide)), key=lambda number: is_wide[number])
 
 
 def rebuilt_buckets(
@@ -250,10 +281,11 @@ def _departures(
     layout: Sequence[tuple[int, int]], numels: Sequence[int], ready: Array, wire_bytes: int
 ) -> list[Departure]:
     """Buckets of whole tensors, each of which leaves when its last gradient is there."""
-    return [
-        Departure(float(max(ready[first:stop])), float(wire_bytes * sum(numels[first:stop])), first, stop)
-        for first, stop in layout
-    ]
+    departures = []
+    for first, stop in layout:
+        values = sum(numels[first:stop])
+        departures.append(Departure(float(max(ready[first:stop])), float(wire_bytes * values), values, first, stop))
+    return departures
 
 
 def _fused(numels: Sequence[int], ready: Array, full: float, wire_bytes: int) -> list[Departure]:
@@ -262,9 +294,9 @@ def _fused(numels: Sequence[int], ready: Array, full: float, wire_bytes: int) ->
     for number, (when, size) in enumerate(zip(ready, numels, strict=True)):
         seen += size
         while seen - gone >= full * (1 - 1e-9):
-            buckets.append(Departure(float(when), full * wire_bytes, first, number + 1))
+            buckets.append(Departure(float(when), full * wire_bytes, full, first, number + 1))
             gone += full
             first = number if seen - gone > full * 1e-9 else number + 1
     if seen - gone > seen * 1e-9:
-        buckets.append(Departure(float(ready[-1]), (seen - gone) * wire_bytes, first, len(numels)))
+        buckets.append(Departure(float(ready[-1]), (seen - gone) * wire_bytes, seen - gone, first, len(numels)))
     return buckets

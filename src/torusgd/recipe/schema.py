@@ -147,6 +147,11 @@ class Recipe(Section):
         own = {key: getattr(self.evaluate, key) for key in ("image_size", "resize")}
         return self.data.model_copy(update={key: value for key, value in own.items() if value is not None})
 
+    @property
+    def has_wide_norms(self) -> bool:
+        """Batch norm's gradients are summed as float32, the others in 16 bits."""
+        return self.float32_norms and self.reduction in ("float16", "bfloat16")
+
     def resolve(self, *, precision: str, memory_format: str) -> "Recipe":
         """The recipe with each `auto` replaced by what this device is best at."""
         changes = {"precision": precision, "memory_format": memory_format}

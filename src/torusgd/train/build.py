@@ -362,8 +362,8 @@ def _run_ahead(step: TrainStep, monitor: Monitor) -> RunAhead:
 
 
 def _slots(recipe: Recipe, model: nn.Module, tail: ParallelTail | None) -> list[Slot]:
-    wide_norms = recipe.float32_norms and recipe.reduction in ("float16", "bfloat16")
-    return [*(tail.slots if tail is not None else ()), *parameter_slots(model, wide_norms=wide_norms)]
+    own = parameter_slots(model, wide_norms=recipe.has_wide_norms)
+    return [*(tail.slots if tail is not None else ()), *own]
 
 
 def _is_ahead(job: Job, device: torch.device, ahead: bool | None) -> bool:
