@@ -359,7 +359,8 @@ def main(words: list[str] | None = None) -> None:
     text = section(result)
     print(text)
     if args.docs is not None:
-        args.docs.write_text(put_section(args.docs.read_text(), text))
+        before = args.docs.read_text() if args.docs.exists() else ""
+        args.docs.write_text(put_section(before, text))
 
 
 if __name__ == "__main__":

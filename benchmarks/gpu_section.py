@@ -111,7 +111,7 @@ def put_section(document: str, text: str) -> str:
     """The document with the section in place of the one before, or at its end."""
     block = f"{BEGIN}\n\n{text}\n{END}\n"
     if BEGIN not in document:
-        return document.rstrip("\n") + f"\n\n{block}"
+        return f"{document.rstrip()}\n\n{block}".lstrip()
     head, _, rest = document.partition(BEGIN)
     return head + block + rest.partition(END)[2].removeprefix("\n")
 

@@ -151,6 +151,7 @@ def test_the_section_that_the_gpu_benchmark_writes() -> None:
     assert "- 64 images: aim, at least the plain loop, missed: 0.980 of it" in text
     assert "on a CPU" not in text
     assert script["section"](result | {"device": "cpu"}).splitlines()[2] == script["TRIAL"]
+    assert script["put_section"]("", text).startswith(script["BEGIN"]), "a page that is not there yet"
     once = script["put_section"]("# Benchmarks\n", text)
     again = script["put_section"](once + "\n## More\n", text.replace("4200", "4100"))
     assert again.startswith("# Benchmarks\n")
