@@ -110,14 +110,18 @@ def grow_once(trainer: Trainer, by: float) -> None:
     trainer.step.forward_backward.forward = larger  # type: ignore[method-assign]
 
 
-def test_a_sum_out_of_its_range_is_measured_and_redone_with_the_same_bits() -> None:
-    trainers = [make_trainer(ahead, SGD) for ahead in (False, True)]
-    for trainer in trainers:
+def redo_alike(one: Trainer, other: Trainer) -> None:
+    """Both measure and redo the fifth step, whose sums leave their range, and go on with the same bits."""
+    for trainer in (one, other):
         grow_once(trainer, by=2.0**12)
-    plain, ahead = (list(map(told, all_steps(trainer))) for trainer in trainers)
+    plain, ahead = (list(map(told, all_steps(trainer))) for trainer in (one, other))
     assert plain == ahead
     assert [step["redone"] for step in plain][:5] == [0, 0, 0, 0, 1]
-    assert left(trainers[0]) == left(trainers[1])
+    assert left(one) == left(other)
+
+
+def test_a_sum_out_of_its_range_is_measured_and_redone_with_the_same_bits() -> None:
+    redo_alike(*(make_trainer(ahead, SGD) for ahead in (False, True)))
 
 
 def test_a_skipped_step_halves_the_loss_scale_of_those_after_it() -> None:

@@ -8,12 +8,13 @@ that takes s times as long. Every ratio of times is kept, so that a share of the
 from dataclasses import dataclass
 
 from ..plan.cluster import Cluster, Communication
+from .lab import MTU
 
 SHARE = 0.15
 """of the lab's measured rate that a scaled link may ask for, so that its CPU stays a carrier and no part of the play"""
 _MEMORY = 4e9
 """bytes of all ranks' messages together"""
-_LARGEST, _SMALLEST = 60_000, 4_096
+_SMALLEST_PACKET = 4_096
 _PACKETS = 4_000
 """a second, of all hosts together, each of which takes the lab's wire some 40 us of a core"""
 
@@ -86,4 +87,4 @@ def packet_bytes(hosts: int, rate: float) -> int:
     >>> packet_bytes(16, 4e6), packet_bytes(16, 1e9), packet_bytes(2, 1e6)
     (16000, 60000, 4096)
     """
-    return int(min(_LARGEST, max(_SMALLEST, hosts * rate / _PACKETS)))
+    return int(min(MTU, max(_SMALLEST_PACKET, hosts * rate / _PACKETS)))
