@@ -23,6 +23,7 @@ lint: .venv/installed-dev ## check style and types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports
 
 format: .venv/installed-dev ## mend style
 	.venv/bin/ruff check --fix .

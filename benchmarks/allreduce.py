@@ -14,7 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
-from torusgd.comm.bench import bench_allreduce
+from torusgd.comm.tuning.bench import bench_allreduce
 from torusgd.rehearse.lab import MTU, USUAL_WINDOWS, Host, Lab
 
 SETUPS = {

@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from torusgd.comm.liveness import NoLiveness
-from torusgd.launch.rank_process import meet, serve_store
+from torusgd.ranks.rank import meet, serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.build import build, open_data
+from torusgd.run.job import Job
 from torusgd.runtime import resolve_auto
-from torusgd.train.build import build, open_data
-from torusgd.train.job import Job
-from torusgd.train.journal import synchronous
+from torusgd.step.journal import synchronous
 
 SHARES = (0.0, 0.1, 0.5, 1.0)
 RANKS = 2

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")])
 
-from tests.train.processes import Process, last_step, until
+from tests.run.processes import Process, last_step, until
 
 from torusgd.data.sources import open_sources
 from torusgd.launch.local import TOKEN

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from tests.train.processes import last_step
+from tests.run.processes import last_step
 
 RECIPE = (
     "data={source: synthetic, train_images: 65536, eval_images: 16, image_size: 28, channels: 1, classes: 10, "

@@ -29,11 +29,11 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from torusgd.comm.liveness import LateRank
-from torusgd.launch import heartbeat
-from torusgd.launch.failures import Failure, FailureChannel, FailureKind
-from torusgd.launch.heartbeat import Heartbeat
-from torusgd.launch.rank_process import serve_store
-from torusgd.launch.roll_call import BEAT_SECONDS, STORE_KEY, Beat, Follower, Limits, Watch
+from torusgd.ranks import heartbeat
+from torusgd.ranks.failures import Failure, FailureChannel, FailureKind
+from torusgd.ranks.heartbeat import Heartbeat
+from torusgd.ranks.rank import serve_store
+from torusgd.ranks.roll_call import BEAT_SECONDS, STORE_KEY, Beat, Follower, Limits, Watch
 
 WAIT = timedelta(seconds=300)
 

@@ -19,14 +19,14 @@ import torch
 
 from torusgd.comm.groups import Group
 from torusgd.comm.liveness import NoLiveness
-from torusgd.launch.rank_process import meet, serve_store
+from torusgd.ranks.rank import meet, serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.build import build, open_data
+from torusgd.run.job import Job
 from torusgd.runtime import resolve_auto
-from torusgd.train.build import build, open_data
-from torusgd.train.drift import steps_between
-from torusgd.train.job import Job
-from torusgd.train.journal import synchronous
+from torusgd.step.drift import steps_between
+from torusgd.step.journal import synchronous
 
 RANKS = 2
 FINGERPRINTS = 20

@@ -14,12 +14,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from torusgd.comm.buckets import Slot, plan_buckets
 from torusgd.comm.groups import Group
 from torusgd.gradients.integer_sum import IntegerGradientSum
+from torusgd.gradients.layout import Slot, plan_buckets
 from torusgd.models import model_of
 from torusgd.recipe.load import load_recipe
-from torusgd.train.drift import DriftWatch
+from torusgd.step.drift import DriftWatch
 
 CPU = torch.device("cpu")
 ROUNDS = 5

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 
-from tests.train.faults import BLIND, FAULT
-from tests.train.processes import (
+from tests.run.faults import BLIND, FAULT
+from tests.run.processes import (
     RECIPE,
     Process,
     is_alive,
@@ -67,14 +67,14 @@ class Case:
     def recipe(self) -> Path:
         path = self.folder / "recipe.yaml"
         options = json.dumps({"checkpoint_every": "4st", **self.runtime})
-        text = RECIPE.replace("tests.train.slow:Slow", "tests.train.faults:Struck")
+        text = RECIPE.replace("tests.run.slow:Slow", "tests.run.faults:Struck")
         path.write_text(re.sub(r"runtime: .*", f"runtime: {options}", text))
         return path
 
     def start(self, *flags: str, pause: float = 0.004) -> Process:
         words = torusgd_words(self.out, self.recipe, "--workers", str(self.workers), *pauses(pause), *flags)
         if BLIND in self.environment:  # before the launcher does anything
-            words[1:3] = ["-c", "import tests.train.faults; from torusgd.__main__ import main; main()"]
+            words[1:3] = ["-c", "import tests.run.faults; from torusgd.__main__ import main; main()"]
         return Process(self.folder, *words, environment=self.environment)
 
     def ranks_by_hand(self, *flags: str, odd: tuple[str, ...] = ()) -> list[Process]:
@@ -95,7 +95,7 @@ class Case:
         ]
 
     def strike_inside(self, kind: str) -> Path:
-        """Has a fault of tests/train/faults.py come at this case's step on the victim; the file that says when."""
+        """Has a fault of tests/run/faults.py come at this case's step on the victim; the file that says when."""
         mark = self.folder / "mark"
         told = {"kind": kind, "rank": self.victim, "step": self.step, "mark": str(mark)}
         self.environment[FAULT] = json.dumps(told)
@@ -292,7 +292,7 @@ def fill_the_disk(case: Case) -> Row:
 
 
 def inside(case: Case, kind: str, expected: str | None, *flags: str, workers: int | None = None) -> Row:
-    """A fault of tests/train/faults.py."""
+    """A fault of tests/run/faults.py."""
     case.workers = workers or case.workers
     case.victim %= case.workers
     mark = case.strike_inside(kind)

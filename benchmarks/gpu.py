@@ -43,11 +43,11 @@ from torusgd.models import model_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
+from torusgd.run.build import build, open_data
+from torusgd.run.conditions import conditions
+from torusgd.run.job import Job
 from torusgd.runtime import ask_for_repeatable_products, resolve_auto
-from torusgd.train.build import build, open_data
-from torusgd.train.conditions import conditions
-from torusgd.train.job import Job
-from torusgd.train.journal import synchronous
+from torusgd.step.journal import synchronous
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 560.0

@@ -19,11 +19,11 @@ import torch
 
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.fingerprint import Fingerprint
+from torusgd.run.job import Job
+from torusgd.run.node_memory import BESIDE_SHARE, LEAST_SECONDS, STEP_SHARE, node_memory
+from torusgd.run.progress import RunState
 from torusgd.runtime import prepare_process
-from torusgd.train.fingerprint import Fingerprint
-from torusgd.train.job import Job
-from torusgd.train.node_memory import BESIDE_SHARE, LEAST_SECONDS, STEP_SHARE, node_memory
-from torusgd.train.state import RunState
 
 TENSORS = 160
 

@@ -28,10 +28,10 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from tests.rehearse.test_join_in_lab import COMMAND
-from tests.train.processes import last_step, summary, torusgd, until, wait_for_step
+from tests.run.processes import last_step, summary, torusgd, until, wait_for_step
 
 from changes import GO_ON, LONGEST
-from torusgd.launch.handshake import make_token
+from torusgd.ranks.handshake import make_token
 from torusgd.rehearse.lab import Host, Lab
 
 PEERS = {

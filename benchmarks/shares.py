@@ -26,16 +26,16 @@ from torch import Tensor
 
 from torusgd.comm.groups import Group
 from torusgd.comm.liveness import Liveness
-from torusgd.launch.processes import Supervisor
-from torusgd.launch.roll_call import Limits
+from torusgd.ranks.roll_call import Limits
+from torusgd.ranks.supervisor import Supervisor
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
-from torusgd.train.job import Job
-from torusgd.train.membership import with_counts
-from torusgd.train.run import Run
-from torusgd.train.run_dir import RunDir
+from torusgd.step.membership import with_counts
 
 RANKS, WORKERS = 3, 12
 SLOW = ({2: 2.0}, {0: 3.0})

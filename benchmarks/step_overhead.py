@@ -25,10 +25,10 @@ from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
+from torusgd.run.build import build, open_data
+from torusgd.run.job import Job
 from torusgd.runtime import resolve_auto
-from torusgd.train.build import build, open_data
-from torusgd.train.job import Job
-from torusgd.train.journal import synchronous
+from torusgd.step.journal import synchronous
 
 CASES = {
     "resnet50": dict(model="resnet50", size=224, channels=3, classes=1000, images=16, precision="auto"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.comm.gloo_world import start_forkserver
-from tests.train.processes import RECIPE, results, run_alone
+from tests.run.processes import RECIPE, results, run_alone
 from torusgd import cli, storage
 from torusgd.runtime import ask_for_repeatable_products
 from torusgd.signals import STOP_SIGNALS
@@ -78,7 +78,7 @@ def triton_device() -> Iterator[torch.device]:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a short recipe, to which something may happen while it runs (`tests.train.processes`)."""
+    """The file of a short recipe, to which something may happen while it runs (`tests.run.processes`)."""
     path = tmp_path_factory.mktemp("recipe") / "faults.yaml"
     path.write_text(RECIPE)
     return path

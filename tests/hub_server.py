@@ -6,7 +6,7 @@ import re
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from .faulty_server import FaultyHandler, FaultyServer
+from tests.faulty_server import FaultyHandler, FaultyServer
 
 COMMITS = ("1" * 40, "2" * 40)
 

@@ -11,6 +11,11 @@ import torch
 
 pytest.importorskip("huggingface_hub")
 
+from tests.data.pictures import folder_data
+from tests.data.tables import table, write_parquet
+from tests.data.tars import picture, write_shards
+from tests.hub_server import COMMITS, Hub
+from tests.run.runs import sets, train
 from torusgd import hub as hub_module
 from torusgd.data import open_sources
 from torusgd.data.info import describe
@@ -19,14 +24,8 @@ from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.hub import commit_of, hub_name, pinned
 from torusgd.recipe.load import load_recipe
-from torusgd.train.initial_weights import check_initial, read_initial
+from torusgd.run.initial_weights import check_initial, read_initial
 from torusgd.weights import save_weights
-
-from .data.pictures import folder_data
-from .data.tables import table, write_parquet
-from .data.tars import picture, write_shards
-from .hub_server import COMMITS, Hub
-from .train.runs import sets, train
 
 FLOWERS = "datasets/garden/flowers"
 

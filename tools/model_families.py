@@ -22,10 +22,10 @@ from torusgd.comm.groups import Group, alone
 from torusgd.errors import UserError, in_one_line
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
-from torusgd.train.job import Job
-from torusgd.train.run import Run
-from torusgd.train.run_dir import RunDir
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 RANKS = 3

@@ -17,7 +17,7 @@ _HOMES = {
     "ddp_hook": "gradients.ddp_hook",
     "exact_all_reduce": "comm.fixed_point",
     "load_recipe": "recipe.load",
-    "polish": "train.polish",
+    "polish": "step.polish",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - the names are looked up below
 

@@ -102,3 +102,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
         return f"; did you mean {near[0]}?"
     more = f" and {len(words) - _MOST_LISTED} more" if len(words) > _MOST_LISTED else ""
     return f"; there are {', '.join(words[:_MOST_LISTED]) or 'none'}{more}"
+
+
+def warn(text: str) -> None:
+    """Prints a line on the error stream."""
+    print(f"torusgd: {text}", file=sys.stderr, flush=True)

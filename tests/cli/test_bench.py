@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train.runs import command
+from tests.run.runs import command
 
 from torusgd.cli.bench import parse_size, show_size
 from torusgd.cli.scaling import compare
-from torusgd.comm.profile import Link, Profile
+from torusgd.comm.tuning.profile import Link, Profile
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.data.tars import write_shards
 
 from torusgd.errors import UserError
 from torusgd.weights import load_weights
-
-from ..data.tars import write_shards
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -86,7 +85,7 @@ def test_a_file_that_holds_no_weights_is_told_without_an_unpicklers_words(tmp_pa
 def test_a_wrong_profile_is_told_before_ranks_are_started(
     run_cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("torusgd.launch.processes.Supervisor.__init__", None)
+    monkeypatch.setattr("torusgd.ranks.supervisor.Supervisor.__init__", None)
     profile = tmp_path / "profile.json"
     for content, why in ((None, "No such file or directory"), ("{}", "")):
         if content is not None:

@@ -16,7 +16,7 @@ import yaml
 
 from torusgd.cli.options import RuntimeFlags, takes_groups
 from torusgd.comm.algorithms import OTHER_PROGRAMS, SCHEDULED
-from torusgd.comm.profile import Link, Profile
+from torusgd.comm.tuning.profile import Link, Profile
 from torusgd.errors import UserError
 from torusgd.recipe.load import recipe_source
 from torusgd.recipe.runtime_options import RuntimeOptions

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.run.runs import command
 
 from torusgd import cli
 from torusgd.cli.output import console, write_file, write_json
 from torusgd.errors import UserError
-
-from ..train.runs import command
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train.runs import events, run_here
+from tests.run.runs import events, run_here
 
 from torusgd.cli.plan_tables import duration
-from torusgd.comm.profile import Link, Profile
+from torusgd.comm.tuning.profile import Link, Profile
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torusgd.launch.rank_process import serve_store
+from torusgd.ranks.rank import serve_store
 
 TIMEOUT = timedelta(seconds=240)
 """of the default group: shorter than a test may take, so that a lost rank is told by the ranks themselves"""
@@ -24,7 +24,7 @@ def start_forkserver() -> None:
     print goes nowhere.
     """
     multiprocessing.set_forkserver_preload(
-        ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook", "torusgd.launch.forkserver_preload"]
+        ["torch._dynamo", "pytest", "hypothesis", "torusgd.gradients.ddp_hook", "torusgd.ranks.forkserver_preload"]
     )
     output, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)

@@ -12,7 +12,7 @@ from torusgd.comm.allreduce import create, native
 from torusgd.comm.base import AllReduce
 from torusgd.comm.connection import connect
 from torusgd.comm.groups import group_of
-from torusgd.comm.tune import measure
+from torusgd.comm.tuning.tune import measure
 from torusgd.errors import UserError
 
 

@@ -5,12 +5,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comm.gloo_world import run_ranks
 from torch.distributed import PrefixStore
 
 from torusgd.comm import groups
 from torusgd.comm.base import CommTimeout, ConnectionLost
-
-from .gloo_world import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.comm.gloo_world import run_ranks
 
 from torusgd.comm.allreduce import create
 from torusgd.comm.base import CommTimeout
 from torusgd.comm.groups import group_of
 from torusgd.comm.liveness import LateRank, NoLiveness
 from torusgd.comm.monitor import Monitor, hidden_share
-
-from .gloo_world import run_ranks
 
 
 def test_messages_that_travel_together_count_once():

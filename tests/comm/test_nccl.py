@@ -8,13 +8,13 @@ import torch.distributed as dist
 from tests.comm.fake_cuda import fake_cuda
 from tests.comm.gloo_world import run_ranks
 
-from torusgd.comm import tune
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
 from torusgd.comm.groups import group_of
 from torusgd.comm.launch_order import launch_order
 from torusgd.comm.nccl import NcclEngine, grid_axes, run_in_batches, torus_by_collectives
-from torusgd.comm.profile import Link, Profile
+from torusgd.comm.tuning import tune
+from torusgd.comm.tuning.profile import Link, Profile
 
 
 def sum_of_ranks(length: int, ranks: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from .gcs_server import BUCKET, gcs_server
-from .s3_server import s3_server
+from tests.data.gcs_server import BUCKET, gcs_server
+from tests.data.s3_server import s3_server
 
 KINDS = ("s3", "gs")
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from ..faulty_server import FaultyHandler, FaultyServer
+from tests.faulty_server import FaultyHandler, FaultyServer
 
 BUCKET = "images"
 

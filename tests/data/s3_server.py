@@ -4,8 +4,8 @@ import http.client
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..faulty_server import FaultyHandler, FaultyServer
-from .gcs_server import BUCKET
+from tests.data.gcs_server import BUCKET
+from tests.faulty_server import FaultyHandler, FaultyServer
 
 
 class FaultyProxy(FaultyServer):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .tars import picture
+from tests.data.tars import picture
 
 NAMES = ("cat", "dog")
 

@@ -6,7 +6,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .pictures import encoded, photo
+from tests.data.pictures import encoded, photo
 
 Members = Iterable[tuple[str, bytes]]
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import sets, train
+from tests.data.buckets import KINDS, bucket
+from tests.data.tars import picture, write_shards
+from tests.run.runs import sets, train
 from torusgd import storage
 from torusgd.data.shards import open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.storage import Store
-
-from .buckets import KINDS, bucket
-from .tars import picture, write_shards
 
 pytestmark = pytest.mark.slow
 

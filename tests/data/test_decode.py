@@ -7,11 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.pictures import encoded, photo, psnr
 from torusgd.data.decode import MAX_PIXELS, Undecodable, decode, decode_region, fit, picture_size
 from torusgd.data.types import Region
 from torusgd.data.view import render, scaled
-
-from .pictures import encoded, photo, psnr
 
 
 def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:

@@ -3,11 +3,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.pictures import encoded, photo, write_folder
+from tests.data.test_files import arrays, write_arrays, write_idx
 from torusgd.data.info import describe, undecodable
 from torusgd.errors import UserError
-
-from .pictures import encoded, photo, write_folder
-from .test_files import arrays, write_arrays, write_idx
 
 
 def test_a_folder(tmp_path: Path) -> None:

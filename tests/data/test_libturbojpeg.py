@@ -20,13 +20,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.data.pictures import encoded, photo
 from torusgd.data import libturbojpeg
 from torusgd.data.decode import Undecodable, decode, decode_region, picture_size
 from torusgd.data.libturbojpeg import LibTurboJpeg
 from torusgd.data.types import Pixels, Region
 from torusgd.data.view import render
-
-from .pictures import encoded, photo
 
 REAL = libturbojpeg.load(simplejpeg)
 needs_library = pytest.mark.skipif(REAL is None, reason="no libturbojpeg.so.0 of libjpeg-turbo 3")

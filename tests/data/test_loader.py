@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.own import Stripes
+from tests.data.pictures import folder_data, write_folder
+from tests.data.test_pipeline import own_data
 from torusgd.data import Batch, Loader, Pipeline, Share, StreamOrder, open_sources
 from torusgd.data import pipeline as module
-
-from .own import Stripes
-from .pictures import folder_data, write_folder
-from .test_pipeline import own_data
 
 
 def shares(count: int, size: int = 4) -> Iterator[Share]:

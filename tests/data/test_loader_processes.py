@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.pictures import folder_data, write_folder
 from torusgd.data import Batch, Pipeline, StreamOrder, open_sources
 from torusgd.data.listing import make_here
 from torusgd.data.loader import Loader, Share
@@ -20,8 +21,6 @@ from torusgd.data.upload import parts as in_message
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.data_schema import Augment, Data
 from torusgd.recipe.section import ImageSizes
-
-from .pictures import folder_data, write_folder
 
 FIRST = np.arange(6), np.zeros(6, dtype=np.int64)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.data.pictures import encoded, folder_data, photo, psnr, write_folder
 from torusgd.data.decode import decode, is_common_jpeg
 from torusgd.data.nvjpeg import NvJpeg, decode_on_gpu
 from torusgd.data.pipeline import Pipeline
@@ -19,10 +20,8 @@ from torusgd.data.types import GpuSource, Int64, Source
 from torusgd.errors import UserError
 from torusgd.recipe.data_schema import Augment, Data
 from torusgd.recipe.load import load_recipe
-from torusgd.train import conditions as conditions_module
-from torusgd.train.conditions import conditions
-
-from .pictures import encoded, folder_data, photo, psnr, write_folder
+from torusgd.run import conditions as conditions_module
+from torusgd.run.conditions import conditions
 
 GPU = torch.device("cuda", 0)
 

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.pictures import encoded, photo, psnr, write_folder
+from tests.data.tars import picture, tar_bytes, write_tar
+from tests.data.test_files import arrays, write_arrays
 from torusgd.data import pack as module
 from torusgd.data import tar_index
 from torusgd.data.decode import decode, picture_size
@@ -21,10 +24,6 @@ from torusgd.data.shards import open_shards
 from torusgd.data.tar_index import FILE
 from torusgd.errors import RunError, UserError
 from torusgd.locks import held
-
-from .pictures import encoded, photo, psnr, write_folder
-from .tars import picture, tar_bytes, write_tar
-from .test_files import arrays, write_arrays
 
 
 def shards_of(source: Path, out: Path, size: int | None = None, per_shard: int = 5) -> tuple[dict[str, int], list[str]]:

@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.data.own import Stripes
+from tests.data.pictures import folder_data, psnr, write_folder
 from torusgd.data import ArraySource, Pipeline, Source, open_sources
 from torusgd.data import pipeline as module
 from torusgd.data.augment import draw_changes, random_region
 from torusgd.data.view import render, scaled
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.data_schema import Augment, Data
-
-from .own import Stripes
-from .pictures import folder_data, psnr, write_folder
 
 EPOCH_0 = np.zeros(30, dtype=np.int64)
 

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("fsspec")
 
+from tests.data.pictures import folder_data
+from tests.data.tars import picture, samples, write_shards, write_tar
 from torusgd.data import Pipeline, open_sources
 from torusgd.data.identity import data_sha256
 from torusgd.data.info import describe
@@ -17,9 +19,6 @@ from torusgd.data.shards import RemoteShards, open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.storage import Store, url_of
-
-from .pictures import folder_data
-from .tars import picture, samples, write_shards, write_tar
 
 URL = Path("memory://bucket/a set")
 

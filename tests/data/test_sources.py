@@ -5,13 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.own import Stripes
+from tests.data.pictures import folder_data, write_folder
 from torusgd.data import ArraySource, RegionSource, Source, open_sources
 from torusgd.data.frames import SEQUENCE, walk
 from torusgd.errors import UserError
 from torusgd.recipe.data_schema import Data
-
-from .own import Stripes
-from .pictures import folder_data, write_folder
 
 
 def grey(source: str, **changes: Any) -> Data:

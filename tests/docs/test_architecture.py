@@ -1,4 +1,4 @@
-"""The documents name files that exist, and docs/architecture.md names every file of the package."""
+"""The documents name files that exist."""
 
 import re
 from pathlib import Path
@@ -18,9 +18,3 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
     named = set(re.findall(r"(?<![\w/.-])(?:[\w-]+/)+[\w-]+\.(?:py|md)\b", document.read_text()))
     places = (ROOT, SOURCE, document.parent)
     assert not [name for name in sorted(named) if not any((place / name).is_file() for place in places)]
-
-
-def test_the_architecture_names_every_file() -> None:
-    words = set(re.findall(r"\w+", (ROOT / "docs" / "architecture.md").read_text()))
-    files = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if not path.stem.startswith("__")]
-    assert not [str(path) for path in sorted(files) if path.stem not in words]

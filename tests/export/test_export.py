@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tests.train.runs import run_here, sets, train
+from tests.run.runs import run_here, sets, train
 
 from torusgd.errors import RunError
 from torusgd.export import formats
 from torusgd.export.formats import example_images
 from torusgd.export.model_card import card
 from torusgd.report.read_run import read_run
-from torusgd.train.load_trained import open_model
+from torusgd.run.load_trained import open_model
 
 
 @pytest.fixture(scope="module")

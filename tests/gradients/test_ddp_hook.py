@@ -12,7 +12,7 @@ from tests.comm.gloo_world import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torusgd.comm.profile import Link, Profile, Timing
+from torusgd.comm.tuning.profile import Link, Profile, Timing
 from torusgd.errors import UserError
 from torusgd.gradients.ddp_hook import ddp_hook
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from torusgd.comm.buckets import plan_buckets
 from torusgd.comm.exact_sum import MOST_ADDENDS, gradient_integers
 from torusgd.gradients.integer_sum import IntegerGradientSum
+from torusgd.gradients.layout import plan_buckets
 
 NUMEL, STEPS, DISTINCT = 512, 50, 64
 ERRORS = {2048: 1e-5, 8191: 1e-5, 8192: 1e-5, 65536: 1e-5, MOST_ADDENDS: 1e-4}

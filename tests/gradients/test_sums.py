@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.allreduce import create
-from torusgd.comm.buckets import Slot, lay_out_slots, plan_buckets
 from torusgd.gradients.float_sum import FloatGradientSum
 from torusgd.gradients.integer_sum import HEADROOM, LIMITS, IntegerGradientSum, power_of_two_scale
+from torusgd.gradients.layout import Slot, lay_out_slots, plan_buckets
 from torusgd.gradients.reducer import Channel, Reducer, parameter_slots
 from torusgd.models import MODELS
 

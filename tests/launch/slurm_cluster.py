@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ..train.processes import children, open_files
+from tests.run.processes import children, open_files
 
 CONFIGURATION = """
 ClusterName=test

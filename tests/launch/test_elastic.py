@@ -13,27 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
-
-from torusgd.comm import groups
-from torusgd.comm.groups import Group
-from torusgd.comm.liveness import Liveness
-from torusgd.launch import generations
-from torusgd.launch.processes import Supervisor
-from torusgd.launch.roll_call import Limits
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.recipe.schedule import Schedule
-from torusgd.signals import StopFlag
-from torusgd.train.events import Telemetry
-from torusgd.train.fingerprint import Fingerprint
-from torusgd.train.saving import LastSaved
-from torusgd.train.state import RunState
-from torusgd.train.survival import Kept, agree, fitting
-from torusgd.train.trackers import Trackers
-
-from ..data.pictures import write_folder
-from ..train.processes import (
+from tests.data.pictures import write_folder
+from tests.run.processes import (
     STEPS,
     Process,
     assert_told_once,
@@ -46,7 +27,25 @@ from ..train.processes import (
     until,
     wait_for_step,
 )
-from ..train.runs import command
+from tests.run.runs import command
+from torch._C._distributed_c10d import HashStore
+
+from torusgd.comm import groups
+from torusgd.comm.groups import Group
+from torusgd.comm.liveness import Liveness
+from torusgd.observe.events import Telemetry
+from torusgd.observe.trackers import Trackers
+from torusgd.ranks import generations
+from torusgd.ranks.roll_call import Limits
+from torusgd.ranks.supervisor import Supervisor
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schedule import Schedule
+from torusgd.run.fingerprint import Fingerprint
+from torusgd.run.progress import RunState
+from torusgd.run.saving import LastSaved
+from torusgd.run.survival import Kept, agree, fitting
+from torusgd.signals import StopFlag
 
 
 def kill(*pids: int) -> None:
@@ -112,7 +111,7 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out, held = tmp_path / "out", tmp_path / "held"
     held.touch()
-    words = ["--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.05", "--track", "tensorboard"]
+    words = ["--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.05", "--track", "tensorboard"]
     process = torusgd(tmp_path, out, recipe, "--workers", "1", *words, TORUSGD_HELD=str(held))
 
     def wait_for(**expected: Any) -> None:
@@ -174,7 +173,7 @@ def test_a_rank_joins_a_run_on_a_folder_of_pictures(tmp_path: Path, recipe: Path
     """What it must know of the files it finds without the others, who are at work."""
     pictures = write_folder(tmp_path / "pictures", train=12)
     own = tmp_path / "own.yaml"
-    source, options = "source: tests.train.slow:Slow", "augment: {crop: shift, shift: 1, flip: 0.5}"
+    source, options = "source: tests.run.slow:Slow", "augment: {crop: shift, shift: 1, flip: 0.5}"
     text = recipe.read_text()
     assert source in text
     assert options in text
@@ -200,7 +199,7 @@ def test_10_seeded_changes(tmp_path: Path, recipe: Path, undisturbed: dict[str, 
     """Losses, joins, leaves, and losses while ranks join, at random moments."""
     draw, out, held = random.Random(seed), tmp_path / "out", tmp_path / "held"
     held.touch()
-    source = ["--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.5"]
+    source = ["--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.5"]
     process = torusgd(tmp_path, out, recipe, "--workers", "2", *source, TORUSGD_HELD=str(held))
     until((out / "events.jsonl").exists, "it has begun", process)
     for _ in range(10):

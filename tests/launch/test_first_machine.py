@@ -15,10 +15,10 @@ import torch
 from torusgd.comm.groups import Group
 from torusgd.comm.liveness import Liveness
 from torusgd.errors import UserError
-from torusgd.launch.failures import FailureKind
-from torusgd.launch.heartbeat import Heartbeat
-from torusgd.launch.processes import RankFailed, Supervisor
-from torusgd.launch.roll_call import Limits
+from torusgd.ranks.failures import FailureKind
+from torusgd.ranks.heartbeat import Heartbeat
+from torusgd.ranks.roll_call import Limits
+from torusgd.ranks.supervisor import RankFailed, Supervisor
 from torusgd.signals import StopFlag
 
 ELSEWHERE = 1

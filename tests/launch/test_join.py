@@ -19,21 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from torusgd.errors import RunError, UserError
-from torusgd.launch import local, node_agent, processes
-from torusgd.launch.handshake import Channel, read_token
-from torusgd.launch.local import TOKEN, Entrance, launch
-from torusgd.launch.node_agent import join_run
-from torusgd.launch.rank_process import start_rank
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.runtime import resolve_auto
-from torusgd.signals import STOP_SIGNALS
-from torusgd.train.job import Job
-from torusgd.train.result import RunResult
-
-from ..train.processes import (
+from tests.run.processes import (
     LOOPBACK,
     Process,
     is_alive,
@@ -45,7 +31,21 @@ from ..train.processes import (
     torusgd,
     until,
 )
-from ..train.runs import command
+from tests.run.runs import command
+
+from torusgd.errors import RunError, UserError
+from torusgd.launch import local, node_agent
+from torusgd.launch.local import TOKEN, Entrance, launch
+from torusgd.launch.node_agent import join_run
+from torusgd.ranks import supervisor as processes
+from torusgd.ranks.handshake import Channel, read_token
+from torusgd.ranks.rank import start_rank
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.job import Job
+from torusgd.run.result import RunResult
+from torusgd.runtime import resolve_auto
+from torusgd.signals import STOP_SIGNALS
 
 HERE = socket.gethostname()
 
@@ -137,7 +137,7 @@ def job(tmp_path: Path, recipe: Path) -> Job:
     """A run that takes its time as long as its gate is closed."""
     gate = tmp_path / "gate"
     gate.touch()
-    own = ["data.source=tests.train.slow:Gated", f"data.options={{gate: '{gate}', pause: 0.15}}"]
+    own = ["data.source=tests.run.slow:Gated", f"data.options={{gate: '{gate}', pause: 0.15}}"]
     loaded = resolve_auto(load_recipe(str(recipe), own).recipe, "cpu")
     return Job(loaded, RuntimeOptions(workers=1, checkpoint_minutes=10), "cpu", tmp_path / "out")
 

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from torusgd.launch.failures import Failure, FailureKind
-from torusgd.launch.local import Restarts
-
-from ..train.processes import (
+from tests.run.processes import (
     LOOPBACK,
     RECIPE,
     STEPS,
@@ -33,6 +29,9 @@ from ..train.processes import (
     until,
     wait_for_step,
 )
+
+from torusgd.launch.local import Restarts
+from torusgd.ranks.failures import Failure, FailureKind
 
 RESTARTS = ["--update", "sharded"]
 """a lost rank takes its shards along, so that all ranks start again; `test_elastic` has those that go on"""
@@ -222,7 +221,7 @@ def test_kill_9_while_a_checkpoint_is_written_and_in_an_evaluation_on_3_ranks_th
 
 def test_a_defect_on_one_rank_is_told_once_and_not_tried_again(tmp_path: Path, recipe: Path) -> None:
     out = tmp_path / "out"
-    flags = ["--set", "model={name: 'tests.train.slow:Broken'}"]
+    flags = ["--set", "model={name: 'tests.run.slow:Broken'}"]
     process = torusgd(tmp_path, out, recipe, "--workers", "2", *flags)
     assert process.end() == 1, process.output
     assert process.err.count("Traceback") == 1

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.launch.slurm_cluster import ask, can_run, lose_node, slurm_cluster, wait_until
+from tests.run.processes import Process, results, summary, until
+from tests.run.runs import TINY, sets, train
 
 from torusgd.launch.local import TOKEN
-
-from ..train.processes import Process, results, summary, until
-from ..train.runs import TINY, sets, train
-from .slurm_cluster import ask, can_run, lose_node, slurm_cluster, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +25,7 @@ PICTURES = "image_size: 8, channels: 1, mean: [0.5], std: [0.25]"
 
 def settings(pause: float) -> list[str]:
     """800 steps of 12 images on two ranks, each image after so many seconds: with 0.02 more than one job has."""
-    source = f"data={{source: 'tests.train.slow:Slow', options: {{pause: {pause}}}, {PICTURES}}}"
+    source = f"data={{source: 'tests.run.slow:Slow', options: {{pause: {pause}}}, {PICTURES}}}"
     stages = "stages=[{until: 800st, images_per_worker: 3}]"
     return sets(*TINY, source, stages, "evaluate.every=null")
 
@@ -51,7 +50,7 @@ def test_a_machine_joins_by_srun_is_lost_with_its_node_and_another_one_joins(
         flags = ["--nodes=1", "--ntasks=1", "--cpus-per-task=1", f"--nodelist={node}", "torusgd"]
         return Process(tmp_path / "told", "srun", *flags, *words, environment=slurm)
 
-    gated = sets("data.source=tests.train.slow:Gated", f"data.options={{gate: '{gate}', pause: 0.15}}")
+    gated = sets("data.source=tests.run.slow:Gated", f"data.options={{gate: '{gate}', pause: 0.15}}")
     root = srun("n1", "train", recipe, "--out", out, "--workers", "1", "--listen", "127.0.0.1:0", *gated)
     where = until(lambda: re.search(r"torusgd join (\S+)", root.err), "it listens", root, timeout=180)[1]
     join = ["join", where, "--token-file", out / TOKEN, "--workers", "1"]

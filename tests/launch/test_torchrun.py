@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from torusgd.cli.train import check_flags_of_joined
-from torusgd.comm import groups
-from torusgd.errors import UserError
-from torusgd.launch import torchrun as torchrun_ranks
-from torusgd.launch.roll_call import Limits
-
-from ..train.processes import (
+from tests.run.processes import (
     STEPS,
     Process,
     assert_told_once,
@@ -31,6 +24,12 @@ from ..train.processes import (
     until,
     wait_for_step,
 )
+
+from torusgd.cli.train import check_flags_of_joined
+from torusgd.comm import groups
+from torusgd.errors import UserError
+from torusgd.launch import torchrun as torchrun_ranks
+from torusgd.ranks.roll_call import Limits
 
 
 def torchrun(folder: Path, out: Path, recipe: Path, *options: str, flags: list[str]) -> Process:
@@ -156,7 +155,7 @@ def test_a_rank_that_is_lost_while_they_meet_ends_the_others_in_time(tmp_path: P
             "torusgd: workers = 2: the recipe has 1 virtual workers to share; use at most",
             marks=pytest.mark.slow,
         ),
-        (["--set", "model={name: 'tests.train.slow:Broken'}"], 1, "torusgd: rank 1: KeyError: "),
+        (["--set", "model={name: 'tests.run.slow:Broken'}"], 1, "torusgd: rank 1: KeyError: "),
     ],
     ids=["too many ranks", "a defect on rank 1"],
 )

@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
-
-from torusgd.errors import RunError
-from torusgd.launch.torchrun import agree_on_prefix
-
-from ..train.processes import (
+from tests.run.processes import (
     STEPS,
     Process,
     assert_told_once,
@@ -28,6 +23,10 @@ from ..train.processes import (
     until,
     wait_for_step,
 )
+from torch._C._distributed_c10d import HashStore
+
+from torusgd.errors import RunError
+from torusgd.launch.torchrun import agree_on_prefix
 
 
 class Agent:
@@ -35,7 +34,7 @@ class Agent:
 
     def __init__(self, folder: Path, out: Path, recipe: Path, *options: str, **environment: str) -> None:
         words = torusgd_words(
-            out, recipe, "--fresh", "--set", "data.source=tests.train.slow:Held", "--set", "data.options.pause=0.1"
+            out, recipe, "--fresh", "--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.1"
         )
         held = out.with_name("held")
         held.touch()

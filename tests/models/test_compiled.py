@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.run.runs import TINY, run_here
 from torch import nn
 
 from torusgd.errors import UserError
@@ -12,8 +13,6 @@ from torusgd.models import compiled
 from torusgd.models.compiled import blocks, compile_blocks
 from torusgd.models.resnet import resnet50
 from torusgd.recipe.load import load_recipe
-
-from ..train.runs import TINY, run_here
 
 CPU = torch.device("cpu")
 

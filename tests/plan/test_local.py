@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from torusgd.comm.buckets import best_buckets
-from torusgd.comm.profile import Crowd, Link, Profile, Timing
+from torusgd.comm.tuning.profile import Crowd, Link, Profile, Timing
 from torusgd.errors import UserError
+from torusgd.gradients.layout import best_buckets
 from torusgd.plan import forecast, load_software, program_for, workload_of
 from torusgd.plan.cluster import Communication, Software
 from torusgd.plan.forecast import with_communication

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torusgd.comm.algorithms import OTHER_PROGRAMS
-from torusgd.comm.cost import rank_candidates
+from torusgd.comm.tuning.cost import rank_candidates
 from torusgd.plan.cluster import Cluster, Communication, Device, Link
 from torusgd.plan.network import algorithm_of, grid_of, group_phases, phases, topology_of
 

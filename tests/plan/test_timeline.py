@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.comm.buckets import lay_out_slots, plan_buckets
-from torusgd.comm.profile import InStep, Profile
-from torusgd.comm.profile import Link as MeasuredLink
+from torusgd.comm.tuning.profile import InStep, Profile
+from torusgd.comm.tuning.profile import Link as MeasuredLink
+from torusgd.gradients.layout import lay_out_slots, plan_buckets
 from torusgd.gradients.reducer import parameter_slots
 from torusgd.models import MODELS
 from torusgd.models.plain import vgg_a

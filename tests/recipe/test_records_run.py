@@ -3,17 +3,17 @@
 from pathlib import Path
 
 import pytest
-from tests.train.runs import events
+from tests.run.runs import events
 
 from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe, recipe_names
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
-from torusgd.train.job import Job
-from torusgd.train.run import Run
-from torusgd.train.run_dir import RunDir
 
 RECORDS = [name for name in recipe_names() if name.startswith(("sony", "fujitsu", "you", "intel"))]
 SMALL = (

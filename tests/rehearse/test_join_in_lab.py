@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.processes import RECIPE, results, run_alone, summary
-from torusgd.launch.handshake import make_token
+from tests.rehearse.marks import needs_lab
+from tests.run.processes import RECIPE, results, run_alone, summary
+from torusgd.ranks.handshake import make_token
 from torusgd.rehearse.lab import Host, Lab
-
-from .marks import needs_lab
 
 pytestmark = needs_lab
 ROOT = Path(__file__).parents[2]

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.rehearse.marks import needs_lab
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.errors import RunError
 from torusgd.rehearse.lab import Host, Lab
-
-from .marks import needs_lab
 
 pytestmark = needs_lab
 HERE = Path(__file__).parent

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rehearse.marks import needs_lab
 from torusgd.rehearse.lab import Host, Lab
-
-from .marks import needs_lab
 
 pytestmark = needs_lab
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "hybrid.py"

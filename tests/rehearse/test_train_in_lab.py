@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.processes import RECIPE, last_step, results, run_alone, summary
+from tests.rehearse.marks import needs_lab
+from tests.run.processes import RECIPE, last_step, results, run_alone, summary
 from torusgd.rehearse.lab import Host, Lab
-
-from .marks import needs_lab
 
 pytestmark = needs_lab
 ROOT = Path(__file__).parents[2]
@@ -36,7 +35,7 @@ def train(recipe: Path, out: Path, *flags: str) -> list[str]:
     [
         pytest.param(["--set", "data.options={pause: 0.05, rank: 2}"], [NEAR] * 3, "data", marks=pytest.mark.slow),
         pytest.param(
-            ["--set", "model={name: 'tests.train.slow:Late', options: {pause: 0.2, rank: 2}}"],
+            ["--set", "model={name: 'tests.run.slow:Late', options: {pause: 0.2, rank: 2}}"],
             [NEAR] * 3,
             "compute",
             marks=pytest.mark.slow,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.train.runs import run_here
+from tests.run.runs import run_here
 
 from torusgd.errors import UserError
 from torusgd.report.mistakes import Mistakes, WorstClass, WrongImage, picture_of, png

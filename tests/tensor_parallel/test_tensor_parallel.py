@@ -9,23 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.run.runs import run_here
 from torch import nn
 
 from torusgd.comm import groups
 from torusgd.comm.groups import Group, group_of
 from torusgd.errors import UserError
-from torusgd.launch.rank_process import serve_store
+from torusgd.ranks.rank import serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
-from torusgd.tensor_parallel.layout import choose_parallel
+from torusgd.tensor_parallel.column_layout import choose_parallel
 from torusgd.tensor_parallel.tail import column_tail
-from torusgd.train.job import Job
-from torusgd.train.run import Run
-from torusgd.train.run_dir import RunDir
 from torusgd.weights import load_weights
-
-from ..train.runs import run_here
 
 STEPS = 4
 BASE = (
@@ -53,7 +52,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "model={name: cd-dnn, options: {inputs: 64, hidden: 2, width: 12}}",
         "rate={lr: 300.0, decay: {shape: constant}}",
     ),
-    "torn images": (SGD, "data.source=tests.train.sources:Torn", "data.classes=4", "data.max_replaced=1.0"),
+    "torn images": (SGD, "data.source=tests.run.sources:Torn", "data.classes=4", "data.max_replaced=1.0"),
 }
 # ranks -> (case, model-parallel ranks, other options)
 FEW: dict[int, list[tuple[str, int | str, dict[str, Any]]]] = {
@@ -143,7 +142,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     stores = {size: serve_store() for size in RUNS}
     ports = {size: store.port for size, store in stores.items()}
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torusgd.train.run"])
+    context.set_forkserver_preload(["pytest", "torusgd.run.run"])
     processes = [
         context.Process(target=rank_main, args=(rank, ports, out, request.param == "all")) for rank in range(max(RUNS))
     ]

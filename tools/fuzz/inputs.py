@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import torusgd
-from torusgd.comm.profile import Profile
+from torusgd.comm.tuning.profile import Profile
 from torusgd.data.tar_index import make_index, write_index
 from torusgd.errors import UserError
 from torusgd.models import build_model
+from torusgd.observe.compare_plan import PlanComparison
 from torusgd.plan.cluster import load_cluster, load_software
 from torusgd.plan.published import predict_row, read_rows
 from torusgd.recipe.data_schema import Data
@@ -26,12 +27,11 @@ from torusgd.recipe.load import load_recipe, recipe_source
 from torusgd.recipe.schema import Model
 from torusgd.report.page import run_page
 from torusgd.report.read_run import read_run
-from torusgd.train.checkpoint import FILES, MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
-from torusgd.train.compare_plan import PlanComparison
-from torusgd.train.fingerprint import Fingerprint
-from torusgd.train.load_trained import open_trained
-from torusgd.train.run_dir import dump_recipe
-from torusgd.train.state import RunState, resumed
+from torusgd.run.fingerprint import Fingerprint
+from torusgd.run.load_trained import open_trained
+from torusgd.run.progress import RunState, resumed
+from torusgd.rundir.checkpoint import FILES, MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
+from torusgd.rundir.run_dir import dump_recipe
 
 from .mutations import WORDS, damaged, drawn, plain_values, with_size
 from .tally import Tally, fed

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torusgd import cli
-from torusgd.comm.profile import Profile, choose
+from torusgd.comm.tuning.profile import Profile, choose
 from torusgd.data.decode import decode, decode_region
 from torusgd.data.sources import open_sources
 from torusgd.data.tar_index import make_index, write_index

@@ -1,8 +1,6 @@
 """The command line: one file a command, which reads its options, calls the library, and prints.
 
 Modules here import torch, pydantic and what needs them only once a command runs, so that --help takes no seconds.
-May import: errors, signals, importing, weights, storage, hub, recipe, runtime, precision, data, models, comm, simulate,
-train, launch, plan, rehearse, report, export.
 """
 
 import atexit
@@ -16,7 +14,7 @@ import typer
 
 from ..errors import RunError, UserError, end, tell_exit
 from ..importing import remove_empty_cache
-from ..launch.slurm import adopt_step
+from ..ranks.slurm import adopt_step
 from ..storage import check_scheme
 from . import bench, control, data, eval, export, join, plan, recipes, rehearse, replay, report, simulate, train, tune
 

@@ -10,12 +10,12 @@ from ..launch.torchrun import join
 from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
+from ..run.load_trained import open_trained
+from ..rundir.run_view import local_run
 from ..runtime import prepare_process, resolve_auto, resolve_device
-from ..train.confusion import Confusion
-from ..train.evaluate import Evaluation, evaluate
-from ..train.load_trained import open_trained
-from ..train.polish import polish_by_recipe
-from ..train.run_view import local_run
+from ..step.confusion import Confusion
+from ..step.evaluate import Evaluation, evaluate
+from ..step.polish import polish_by_recipe
 from .options import TrainedWeights
 
 TIMEOUT = 1800.0

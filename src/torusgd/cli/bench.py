@@ -15,8 +15,8 @@ from .output import check_writable, console, write_json
 from .scaling import scaling
 
 if TYPE_CHECKING:
-    from ..comm.bench import Record
     from ..comm.groups import Group
+    from ..comm.tuning.bench import Record
 
 app = typer.Typer(help="Measure what a run is made of, on these ranks.", no_args_is_help=True)
 app.command()(scaling)
@@ -43,8 +43,8 @@ def allreduce(
     json_file: JsonFile = None,
 ) -> None:
     """Time all-reduce algorithms in turn, by the slowest rank."""
-    from ..comm.bench import SIZES, Record
-    from ..comm.profile import Profile as Measured
+    from ..comm.tuning.bench import SIZES, Record
+    from ..comm.tuning.profile import Profile as Measured
     from ..runtime import ranks_are_given
     from .ranks import on_ranks
 
@@ -70,7 +70,7 @@ def _on_rank(
     streams: int,
     world: "Group",
 ) -> list[dict[str, Any]]:
-    from ..comm.bench import bench_allreduce
+    from ..comm.tuning.bench import bench_allreduce
 
     records = bench_allreduce(
         sizes, names, grid=grid, profile=profile, repetitions=repetitions, streams=streams, group=world

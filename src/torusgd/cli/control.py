@@ -21,8 +21,8 @@ def status(
     as_json: Annotated[bool, Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """Show how a run is: its step, rate, ranks and their shares, slow ranks, time left."""
-    from ..train.run_view import RunView
-    from ..train.status import gone
+    from ..rundir.run_view import RunView
+    from ..rundir.status import gone
 
     view = RunView(run)
     found = view.read()
@@ -47,8 +47,8 @@ def stop(
     seconds: Annotated[float, Option("--seconds", min=0, help="Wait for its end so long; 0: don't wait.")] = 120.0,
 ) -> None:
     """Ask a run for a checkpoint and its end; the same `torusgd train` goes on with it."""
-    from ..train.run_view import RunView
-    from ..train.status import STOP, gone
+    from ..rundir.run_view import RunView
+    from ..rundir.status import STOP, gone
 
     view = RunView(run)
     view.running("stop")
@@ -69,8 +69,8 @@ def scale(
     workers: Annotated[int, Option("--workers", min=1, metavar="N", help="Ranks to go on with.")],
 ) -> None:
     """Ask a run on one machine to go on with another number of ranks, to the same weights."""
-    from ..train.run_view import RunView
-    from ..train.status import WORKERS
+    from ..rundir.run_view import RunView
+    from ..rundir.status import WORKERS
 
     view = RunView(run)
     found = view.running("scale")

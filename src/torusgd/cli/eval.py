@@ -14,7 +14,7 @@ from .options import OUTPUT, JsonFile, TrainedWeights, takes_groups
 from .output import check_out, check_writable, console, write_json
 
 if TYPE_CHECKING:
-    from ..train.evaluate import Evaluation
+    from ..step.evaluate import Evaluation
 
 
 FEW_CLASSES = 20

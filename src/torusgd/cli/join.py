@@ -30,11 +30,11 @@ def join(
     command ends, and this command ends with the run. The token is the file .join-token in the run's folder, or its
     --token-file.
     """
-    from ..launch.forkserver import start_forkserver
+    from ..ranks.forkserver import start_forkserver
 
     start_forkserver()  # before torch is imported here
-    from ..launch.handshake import parse_address, read_token
     from ..launch.node_agent import join_run
+    from ..ranks.handshake import parse_address, read_token
 
     where, token = parse_address(address, "torusgd join"), read_token(token_file)
     raise typer.Exit(join_run(where, token, data, workers))

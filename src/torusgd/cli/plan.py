@@ -148,7 +148,7 @@ class Planned:
         Raises:
             UserError: The input is wrong, or says no cluster or number of devices.
         """
-        from ..comm.profile import Profile
+        from ..comm.tuning.profile import Profile
         from ..plan.cluster import load_cluster, load_software
         from ..plan.forecast import workload_of
         from ..plan.local import local_cluster

@@ -10,9 +10,9 @@ import torch
 
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
-from ..launch.processes import RankFailed, Supervisor
-from ..launch.roll_call import Limits
 from ..launch.torchrun import run_joined
+from ..ranks.roll_call import Limits
+from ..ranks.supervisor import RankFailed, Supervisor
 from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
 from ..runtime import ranks_are_given, resolve_device

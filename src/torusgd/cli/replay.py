@@ -35,7 +35,7 @@ def replay(
     ] = False,
 ) -> None:
     """Train a run again from its recipe and journal, and compare the weights."""
-    from ..launch.forkserver import start_forkserver
+    from ..ranks.forkserver import start_forkserver
 
     if "RANK" not in os.environ:
         start_forkserver()
@@ -44,11 +44,11 @@ def replay(
     from ..launch.torchrun import join_and_train
     from ..recipe.load import read_run_recipe
     from ..recipe.runtime_options import RuntimeOptions
+    from ..run.job import Job
+    from ..rundir.run_dir import RunDir
+    from ..rundir.run_view import local_run
     from ..runtime import ranks_are_given, resolve_device
-    from ..train.job import Job
-    from ..train.journal import read_journal
-    from ..train.run_dir import RunDir
-    from ..train.run_view import local_run
+    from ..step.journal import read_journal
 
     check_out(out, run)
     run = local_run(run)

@@ -25,7 +25,7 @@ def report(
     """Write a page about runs: what was trained, how well, where the time went; --data implies --mistakes."""
     from ..report.page import check_jinja, run_page
     from ..report.read_run import read_run
-    from ..train.run_view import local_run
+    from ..rundir.run_view import local_run
 
     check_jinja()
     check_writable("--out", out)

@@ -13,7 +13,7 @@ from .options import OUTPUT, DataPath, JsonFile, Overrides, RecipeName, RuntimeF
 from .output import check_writable, console, write_json
 
 if TYPE_CHECKING:
-    from ..comm.profile import Profile
+    from ..comm.tuning.profile import Profile
     from ..recipe.runtime_options import RuntimeOptions
     from ..recipe.schema import Recipe
 
@@ -52,11 +52,11 @@ def scaling(
     json_file: JsonFile = None,
 ) -> None:
     """Train for some steps on 1, 2, 4 ... and --workers ranks of this machine; print time and plan of each."""
-    from ..comm.profile import Profile
+    from ..comm.tuning.profile import Profile
     from ..launch.local import launch
     from ..recipe.load import load_recipe
+    from ..run.job import Job
     from ..runtime import ranks_are_given, resolve_auto, resolve_device, resolve_workers
-    from ..train.job import Job
 
     check_writable("--json", json_file)
     if ranks_are_given():
@@ -111,11 +111,11 @@ def compare(
         profile: The network as measured.
         data: The recipe's data.
     """
+    from ..observe.compare_plan import PlanComparison
     from ..plan.cluster import load_software
     from ..plan.forecast import forecast, workload_of
     from ..plan.local import local_cluster, measured_software
     from ..plan.program import program_for, resolve_model_parallel
-    from ..train.compare_plan import PlanComparison
 
     workload, software = workload_of(recipe, path=data), load_software("torusgd")
     cluster = local_cluster(profile)
@@ -173,7 +173,7 @@ def _options_for(
 
 
 def _measure_network(ranks: int, device: str, seconds: float) -> "Profile":
-    from ..comm.profile import Profile
+    from ..comm.tuning.profile import Profile
     from .ranks import on_ranks
     from .tune import tune_on_rank
 

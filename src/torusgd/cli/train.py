@@ -159,24 +159,24 @@ def train(
     ] = False,
 ) -> None:
     """Train a classifier from a recipe; the same command again resumes."""
-    from ..launch.forkserver import start_forkserver
+    from ..ranks.forkserver import start_forkserver
 
     if "RANK" not in os.environ:  # not a rank of torchrun: `launch` needs it; asked here, before torch is imported
         start_forkserver()
+    from ..errors import warn
     from ..hub import pinned
-    from ..launch import slurm
-    from ..launch.handshake import parse_address
     from ..launch.local import Entrance, launch
     from ..launch.torchrun import join_and_train
+    from ..observe.compare_plan import PlanComparison
+    from ..observe.trace import TracedSteps
+    from ..ranks import slurm
+    from ..ranks.handshake import parse_address
     from ..recipe.load import load_recipe
+    from ..run.initial_weights import check_initial
+    from ..run.job import Job
+    from ..rundir.mirror import Mirror
+    from ..rundir.run_dir import RunDir
     from ..runtime import expected_ranks, ranks_are_given, resolve_auto, resolve_device
-    from ..train.compare_plan import PlanComparison
-    from ..train.events import warn
-    from ..train.initial_weights import check_initial
-    from ..train.job import Job
-    from ..train.mirror import Mirror
-    from ..train.run_dir import RunDir
-    from ..train.trace import TracedSteps
 
     if time_limit is not None:
         stop_after(60.0 * time_limit)

@@ -11,7 +11,7 @@ from .output import check_writable, console, write_file
 
 if TYPE_CHECKING:
     from ..comm.groups import Group
-    from ..comm.profile import Profile
+    from ..comm.tuning.profile import Profile
 
 
 def tune(
@@ -22,7 +22,7 @@ def tune(
     seconds: Annotated[float, Option("--seconds", min=1.0, help="About how long to measure.")] = 40.0,
 ) -> None:
     """Measure this cluster's network once, for --allreduce auto and for plans."""
-    from ..comm.profile import Profile
+    from ..comm.tuning.profile import Profile
     from .ranks import on_ranks
 
     check_writable("--out", out)
@@ -37,7 +37,7 @@ def tune(
 
 def tune_on_rank(seconds: float, streams: int, world: "Group") -> str:
     """A profile as JSON; what `on_ranks` runs on each."""
-    from ..comm.tune import tune as measure
+    from ..comm.tuning.tune import tune as measure
     from ..runtime import keep_freed_memory
 
     keep_freed_memory()  # as a run does, whose computation is timed

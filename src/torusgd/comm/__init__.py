@@ -1,7 +1,6 @@
 """All-reduce over ranks: sums free of order, schedules of messages as data, engines that run them, and their cost.
 
 Knows no recipe, model or optimizer: `from torusgd.comm import create, exact_all_reduce` works in any script.
-May import: errors, untrusted.
 """
 
 from importlib import import_module

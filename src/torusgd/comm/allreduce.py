@@ -15,8 +15,8 @@ from .algorithms import GRIDS, Algorithm, parse_algorithm, usual_chunks
 from .base import Done, Work, check_tensor
 from .connection import Connection, connect, hosts_of
 from .groups import Group, group_of
-from .profile import Profile, choose, explain, ranks_a_host
-from .tune import measure
+from .tuning.profile import Profile, choose, explain, ranks_a_host
+from .tuning.tune import measure
 
 _PROBE_SECONDS = 40.0
 _SIZES = [round(2 ** (eighth / 8)) for eighth in range(24, 8 * 40)]

@@ -1,7 +1,6 @@
 """Images and their order: sources, decoding, keyed augmentation, and the pipeline that makes batches in the background.
 
 A batch is a function of the recipe and of the samples' positions in the stream, never of a rank.
-May import: errors, rng, signals, importing, untrusted, locks, weights, storage, hub, kernels, recipe.
 """
 
 from .loader import Loader, Share

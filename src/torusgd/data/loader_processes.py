@@ -87,7 +87,7 @@ class LoaderProcesses:
             raise UserError("runtime.loader_processes: needs Linux; leave it out, and threads make the batches")
         self._pipeline = pipeline
         # The server that they are forked from is one like the launcher's: it leaves nothing in the temporary folder.
-        multiprocessing.set_forkserver_preload(["torusgd.launch.forkserver_preload"])
+        multiprocessing.set_forkserver_preload(["torusgd.ranks.forkserver_preload"])
         with held_back():
             self._all = [_Process(opener) for _ in range(count)]
         self._idle: SimpleQueue[_Process] = SimpleQueue()

@@ -128,7 +128,7 @@ def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
     out.copy_(table.view(-1).index_select(0, places.view(-1)).view(pixels.shape))
 
 
-register("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()", look_up, "torusgd.data.triton_upload")
+register("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()", look_up, "torusgd.cuda.triton_upload")
 
 
 def arriving(images: Tensor, device: torch.device) -> Tensor:

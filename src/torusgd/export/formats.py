@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import RunError, UserError, first_line
 from ..recipe.section import sides
-from ..train.load_trained import TrainedModel
+from ..run.load_trained import TrainedModel
 from ..weights import replacing, weights_sha256
 
 TOLERANCE = 1e-4

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..recipe.section import sides
 from ..report.read_run import RunRecord
 from ..report.tables import batches, count, duration, percent
-from ..train.load_trained import TrainedModel
+from ..run.load_trained import TrainedModel
 from ..weights import replacing, write_text
 
 _NAMED = r"timm|hf:[\w./@-]+"

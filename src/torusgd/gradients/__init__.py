@@ -1,5 +1,4 @@
 """From autograd to the mean gradient: sums that don't depend on order, the reducer, its DistributedDataParallel hook.
 
 The sharded update for people's own loops is here too.
-May import: errors, rng, kernels, optim, comm.
 """

@@ -9,9 +9,9 @@ import json
 
 import torch
 
-from ..comm.buckets import Bucket, ParameterLayout, best_buckets, finish, group
 from ..comm.groups import Group
-from ..comm.profile import Profile
+from ..comm.tuning.profile import Profile
+from .layout import Bucket, ParameterLayout, best_buckets, finish, group
 from .reducer import Reducer
 
 STEPS = (1, 2, 3)

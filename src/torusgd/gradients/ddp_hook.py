@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.allreduce import create
 from ..comm.base import Work
-from ..comm.buckets import Bucket
 from ..comm.fixed_point import exact_all_reduce
 from ..comm.groups import Group, group_of
 from ..errors import UserError
 from .float_sum import FloatGradientSum
 from .integer_sum import GradientSum, IntegerGradientSum
+from .layout import Bucket
 
 Wire = Literal["float16", "bfloat16", "exact"]
 _WIRES = ("float16", "bfloat16", "exact")

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from ..comm.buckets import Bucket, Span
 from .integer_sum import SumStatus, power_of_two_scale, runs_of
+from .layout import Bucket, Span
 
 FLOAT16_MAX = 65504.0
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.buckets import Bucket, Span
 from ..comm.exact_sum import gradient_integers
 from .integer_hash import IntegerHash
+from .layout import Bucket, Span
 
 HEADROOM = 8.0
 """growth of a gradient's maximum, from one step to the next, that the scale leaves room for"""

@@ -27,13 +27,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.base import AllReduce, Work
-from ..comm.buckets import BucketRule, ParameterLayout, Slot, Span, lay_out_slots
 from ..comm.device_clock import DeviceClock
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import RunError
 from .float_sum import FloatGradientSum
 from .integer_hash import IntegerHash
 from .integer_sum import GradientSum, IntegerGradientSum, SumReport, runs_of
+from .layout import BucketRule, ParameterLayout, Slot, Span, lay_out_slots
 
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_ATTEMPTS = 3

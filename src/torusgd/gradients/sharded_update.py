@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..comm.allreduce import create
-from ..comm.buckets import USUAL_MIB
 from ..comm.groups import group_of
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import UserError
 from ..optim import BLOCK, AdamW, Lamb, Lars, Sgd
 from .block_norms import BlockNorms
+from .layout import USUAL_MIB
 from .reducer import Channel, Reducer, parameter_slots
 from .update import over_tensors
 from .weight_gather import WeightGather

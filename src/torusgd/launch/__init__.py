@@ -1,5 +1,1 @@
-"""Starting ranks, here or under torchrun, and what becomes of them: stop, failure, restart, a rank that hangs.
-
-One process watches the ranks; the user sees one line.
-May import: errors, signals, importing, untrusted, recipe, runtime, comm, train.
-"""
+"""Training on ranks: on this machine, on machines that join it, or on ranks that torchrun has started."""

@@ -1,7 +1,7 @@
 """A run on ranks of this machine: when some are lost, the others go on, or all start again from the last checkpoint.
 
 Ranks that are left when one dies, freezes or hangs go on in their processes, where each of them holds the whole state
-(`train/survival.py`). Otherwise, or when none is left, or a disk can't be read, all start again. A user's mistake, a
+(`run/survival.py`). Otherwise, or when none is left, or a disk can't be read, all start again. A user's mistake, a
 defect, or a run that can't go on ends them all with one line.
 """
 
@@ -19,27 +19,26 @@ from rich.console import Console
 
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
-from ..comm.profile import Profile
-from ..errors import RunError, UserError
+from ..comm.tuning.profile import Profile
+from ..errors import RunError, UserError, warn
+from ..ranks.failures import Failure, FailureKind
+from ..ranks.handshake import make_token
+from ..ranks.heartbeat import Heartbeat
+from ..ranks.listener import Listener
+from ..ranks.roll_call import Limits
+from ..ranks.supervisor import RankFailed, Supervisor
+from ..run.fingerprint import Fingerprint
+from ..run.host_share import KeptArrays
+from ..run.job import Job
+from ..run.result import RunResult, finished
+from ..run.run import Run
+from ..run.state_feed import StateFeeds, StateFollower
+from ..run.survival import Kept, fewest_ranks, nothing_yet, obstacle, prepared
+from ..rundir.checkpoint import list_checkpoints
+from ..rundir.run_dir import RunDir
+from ..rundir.status import Asked, was_asked_to_stop
 from ..runtime import resolve_workers
 from ..signals import StopFlag, Stopped, asking_to_stop
-from ..train.checkpoint import list_checkpoints
-from ..train.events import warn
-from ..train.fingerprint import Fingerprint
-from ..train.host_share import KeptArrays
-from ..train.job import Job
-from ..train.result import RunResult, finished
-from ..train.run import Run
-from ..train.run_dir import RunDir
-from ..train.state_feed import StateFeeds, StateFollower
-from ..train.status import Asked, was_asked_to_stop
-from ..train.survival import Kept, fewest_ranks, nothing_yet, obstacle, prepared
-from .failures import Failure, FailureKind
-from .handshake import make_token
-from .heartbeat import Heartbeat
-from .listener import Listener
-from .processes import RankFailed, Supervisor
-from .roll_call import Limits
 
 MAX_RESTARTS = 10
 """without a new checkpoint, each after a longer pause; a new checkpoint makes it as many again"""

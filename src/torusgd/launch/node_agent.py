@@ -19,12 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunError, UserError
-from ..signals import held_back
-from ..train.build import find_images
-from ..train.events import warn
-from ..train.job import Job
-from .handshake import (
+from ..errors import RunError, UserError, warn
+from ..ranks.handshake import (
     MOST_RANKS,
     NODE,
     STORE,
@@ -38,10 +34,13 @@ from .handshake import (
     printable,
     prove_to_listener,
 )
-from .listener import interface_of
+from ..ranks.listener import interface_of
+from ..ranks.rank import LOOPBACK, RankSpec, start_rank
+from ..ranks.roll_call import BEAT_SECONDS
+from ..run.build import find_images
+from ..run.job import Job
+from ..signals import held_back
 from .local import TrainRank, limits_of
-from .rank_process import LOOPBACK, RankSpec, start_rank
-from .roll_call import BEAT_SECONDS
 
 CONNECT_SECONDS = 10.0
 

@@ -29,21 +29,20 @@ from torch.distributed.rendezvous import rendezvous
 from ..comm.base import CommError
 from ..comm.groups import Group
 from ..comm.liveness import LateRank, Liveness
-from ..errors import RunError, UserError, tell_exit
+from ..errors import RunError, UserError, tell_exit, warn
+from ..ranks.failures import Failure, FailureChannel, FailureKind, cause_of
+from ..ranks.generations import GROUP_SECONDS
+from ..ranks.heartbeat import Heartbeat
+from ..ranks.rank import RankFunction, meet
+from ..ranks.roll_call import SILENT_SECONDS, Limits, Watch
+from ..run.job import Job
+from ..run.node_memory import torchrun_agent
+from ..run.result import RunResult, finished
+from ..run.run import train
+from ..rundir.run_dir import RunDir
 from ..runtime import check_world_size, ranks_are_given
 from ..signals import StopFlag, die_with_agent, end_on_stop
-from ..train.events import warn
-from ..train.job import Job
-from ..train.node_memory import torchrun_agent
-from ..train.result import RunResult, finished
-from ..train.run import train
-from ..train.run_dir import RunDir
-from .failures import Failure, FailureChannel, FailureKind, cause_of
-from .generations import GROUP_SECONDS
-from .heartbeat import Heartbeat
 from .local import last_checkpoint, limits_of
-from .rank_process import RankFunction, meet
-from .roll_call import SILENT_SECONDS, Limits, Watch
 
 STORE_SECONDS = 5.0
 """after which the store counts as out of reach"""

@@ -1,7 +1,6 @@
 """The networks: the records' own, small ones that train anywhere, torchvision's, timm's, and a user's by import path.
 
 Initial weights are a function of the recipe's seed alone.
-May import: errors, rng, importing, recipe.
 """
 
 from .registry import MODELS, build_model, head_of, is_built_in, model_of

@@ -1,7 +1,6 @@
 """Optimizers for large batches: SGD, LARS, AdamW, LAMB; their updates can be cut into shards without a change of bits.
 
 Norms by blocks, and an optimizer over slices, are what a sharded update stands on.
-May import: errors, kernels, recipe.
 """
 
 from .adam import AdamW, Lamb

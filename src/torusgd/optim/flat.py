@@ -212,5 +212,5 @@ register(
     "bool[] scaled, float[] rates, float[] decays, float[] trusts, float momentum, str rule, float eps, float peak, "
     "bool? foreach, Tensor? values=None) -> ()",
     update,
-    "torusgd.optim.triton_update",
+    "torusgd.cuda.triton_update",
 )

@@ -100,4 +100,4 @@ def layer_norms(tensors: Sequence[Tensor]) -> Tensor:
     return norms_from_blocks(all_block_norms(tensors))
 
 
-register("block_norms(Tensor[] tensors) -> Tensor", joined_block_norms, "torusgd.optim.triton_update")
+register("block_norms(Tensor[] tensors) -> Tensor", joined_block_norms, "torusgd.cuda.triton_update")

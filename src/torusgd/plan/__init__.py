@@ -1,7 +1,6 @@
 """The planner: how long a recipe takes on a described cluster, where the time goes, and what to change.
 
 Clusters and programs as data, the cost of a model, of a message and of a step, the search, and published results.
-May import: errors, untrusted, recipe, data, models, comm, tensor_parallel, synchrony.
 
 >>> from torusgd.plan import forecast, load_cluster, load_software, program_for, workload_of
 >>> from torusgd.recipe.load import load_recipe

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from ..comm.algorithms import OTHER_PROGRAMS, parse_algorithm
-from ..comm.profile import Profile
+from ..comm.tuning.profile import Profile
 from ..errors import UserError, suggest
 from ..recipe.load import parse_yaml, validate
 from ..recipe.runtime_options import BucketSizes

@@ -4,8 +4,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..comm.profile import Link as MeasuredLink
-from ..comm.profile import Profile, ranks_a_host
+from ..comm.tuning.profile import Link as MeasuredLink
+from ..comm.tuning.profile import Profile, ranks_a_host
 from ..errors import UserError
 from ..untrusted import parse_json, read_text
 from .cluster import Cluster, Device, Link, Software

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from ..comm.algorithms import FLAT, GRIDS, Algorithm, parse_algorithm, squarest
-from ..comm.cost import (
+from ..comm.tuning.cost import (
     AlphaBeta,
     Axis,
     Cost,
@@ -23,7 +23,7 @@ from ..comm.cost import (
     reduce_scatter,
     seconds,
 )
-from ..comm.profile import Profile, expect, waited
+from ..comm.tuning.profile import Profile, expect, waited
 from .cluster import Cluster, Communication
 
 Kind = Literal["sum", "scatter", "gather"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from ..comm.cost import candidates
+from ..comm.tuning.cost import candidates
 from .cluster import Buckets, Cluster, Software
 from .forecast import Forecast, Workload, forecast, with_communication
 

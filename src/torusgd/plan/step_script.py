@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ..comm.buckets import BucketRule, best_buckets, lay_out, lay_out_wide_last, plan_buckets
-from ..comm.profile import Profile
+from ..comm.tuning.profile import Profile
+from ..gradients.layout import BucketRule, best_buckets, lay_out, lay_out_wide_last, plan_buckets
 from .cluster import Buckets, Cluster, Software
 from .model_cost import Array, Gradient, Layer, ModelCost
 from .network import Kind

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from itertools import count
 from statistics import NormalDist
 
-from ..comm.profile import hidden as hidden_seconds
+from ..comm.tuning.profile import hidden as hidden_seconds
 from ..tensor_parallel.volume import hybrid_volume
 from .cluster import Cluster, Communication, Software
 from .model_cost import Layer, ModelCost

@@ -1,7 +1,6 @@
 """Rehearsals: a planned step with real messages over a network of hosts on one machine, and timed waits for compute.
 
 The network lab (namespaces, set latency and bandwidth) is here too.
-May import: errors, comm, plan.
 """
 
 from .rehearsal import Rehearsal, rehearse

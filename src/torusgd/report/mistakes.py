@@ -17,8 +17,8 @@ from ..data.upload import place
 from ..precision import Precision
 from ..recipe.schema import Recipe
 from ..runtime import loader_threads
-from ..train.confusion import Confusion
-from ..train.evaluate import read_ahead
+from ..step.confusion import Confusion
+from ..step.evaluate import read_ahead
 
 MOST_IMAGES = 24
 """on the sheet"""

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from ..errors import UserError
 from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
-from ..train.status import STATUS, gone, read_status
+from ..rundir.status import STATUS, gone, read_status
 from ..untrusted import check_regular, parse_json, read_text
 
 MOST_EVENT = 1 << 20

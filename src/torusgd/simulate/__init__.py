@@ -1,7 +1,6 @@
 """Training in virtual time: P virtual workers in one process, with real gradients and keyed delays.
 
 For every form of relaxed synchrony; stale and sampled barriers, gossip and elastic averaging have no other.
-May import: errors, rng, weights, recipe, data, models, optim, synchrony.
 """
 
 from .simulation import Point, Setting, Simulation, simulate

@@ -1,5 +1,4 @@
 """Column-parallel linear layers: ranks in groups hold column blocks of a network's tail, with the bits of one rank.
 
 Their layout, forward and backward pass, loss, norms and reducer are here.
-May import: errors, rng, recipe, runtime, precision, data, models, optim, comm, gradients.
 """

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from ..precision import Precision
 from ..rng import DROPOUT, seed_torch
+from .column_layout import OWN, ActivationBlock, ActivationBlocks, Layout, sum_in_tree
 from .cross_entropy import NUMBERS, Joined, block_gradient, block_numbers, join
 from .exchange import Exchange, ParallelGroups, Transfer, join_columns, sum_partials
-from .layout import OWN, ActivationBlock, ActivationBlocks, Layout, sum_in_tree
 from .tail import ColumnLayer, ColumnTail
 
 Sink = Callable[[int, int, Tensor, Tensor | None], None]

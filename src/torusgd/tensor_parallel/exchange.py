@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm.base import Work
 from ..comm.groups import Group
-from .layout import ActivationBlock, ActivationBlocks, Layout, sum_in_tree
+from .column_layout import ActivationBlock, ActivationBlocks, Layout, sum_in_tree
 
 
 class ParallelGroups:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ..comm.base import Work
-from ..comm.buckets import Slot
 from ..comm.groups import Group
+from ..gradients.layout import Slot
+from .column_layout import Layout
 from .exchange import ParallelGroups
-from .layout import Layout
 from .tail import ColumnTail
 
 

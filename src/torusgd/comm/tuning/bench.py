@@ -1,0 +1,135 @@
+"""Times all-reduces on the ranks at hand, one algorithm after another in turn, by the slowest rank."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ...errors import RunError, UserError
+from ..algorithms import GRIDS, NAMES, parse_algorithm
+from ..allreduce import native, over
+from ..base import Work
+from ..connection import Connection, connect, shuffled
+from ..groups import Group, group_of
+
+SIZES = tuple(1 << power for power in range(12, 25, 2))
+"""bytes that are timed by default: 4 KiB to 16 MiB"""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One algorithm at one size."""
+
+    algorithm: str
+    bytes: int
+    ranks: int
+    grid: tuple[int, int] | None
+    """vertical, horizontal; None for algorithms without"""
+    runs: str
+    """what ran, with its methods and chunks: for `auto`, its choice"""
+    median_s: float
+    min_s: float
+    max_s: float
+    n: int
+    """repetitions, the first of each algorithm and size not counted"""
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes a second and rank that an algorithm without waste would move: 2 (P - 1) / P of the bytes."""
+        return 2 * (self.ranks - 1) / self.ranks * self.bytes / self.median_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**asdict(self), "grid": None if self.grid is None else list(self.grid)}
+
+
+def bench_allreduce(
+    sizes: Sequence[int] = SIZES,
+    algorithms: Sequence[str] = NAMES,
+    *,
+    grid: tuple[int, int] | None = None,
+    profile: Path | None = None,
+    repetitions: int = 7,
+    streams: int = 1,
+    group: Group | ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> list[Record]:
+    """Times float32 all-reduces; every rank of `group` (None: all) calls it and gets the same records.
+
+    At each size all algorithms are run in turn, in another order each time, `repetitions` times after one that warms
+    up. A time is from a barrier to the end on the slowest rank. `native` runs in the group that was given, as plain
+    `torch.distributed.all_reduce` does. Each result is checked. Algorithms of ours take so many `streams`, as in
+    `create`.
+
+    Raises:
+        UserError: where an algorithm, the grid or a size doesn't fit.
+        RunError: where a sum was wrong.
+    """
+    caller = group_of(group, device)
+    if caller.size == 1:
+        raise UserError("bench allreduce: one rank has nothing to sum; start it on several, such as with --workers 4")
+    if any(size < 4 or size % 4 for size in sizes):
+        raise UserError(f"sizes {', '.join(map(str, sizes))}: give multiples of 4 bytes")
+    for name in algorithms:
+        if name not in ("auto", "native"):
+            parse_algorithm(name, caller.size, grid if name.partition(":")[0] in GRIDS else None)
+    connection = connect(caller, streams=streams)
+    try:
+        return _bench(connection, sizes, algorithms, grid, profile, repetitions, caller)
+    finally:
+        connection.close()
+
+
+def _bench(
+    connection: Connection,
+    sizes: Sequence[int],
+    algorithms: Sequence[str],
+    grid: tuple[int, int] | None,
+    profile: Path | None,
+    repetitions: int,
+    caller: Group,
+) -> list[Record]:
+    named = {
+        name: over(connection, name, grid if name.partition(":")[0] in GRIDS else None, profile)
+        for name in algorithms
+        if name != "native"
+    }
+    starts = [(name, named[name].start if name in named else native(caller).start) for name in algorithms]
+    records = []
+    for size in sizes:
+        rows = []
+        for turn in range(repetitions + 1):
+            row = [0.0] * len(starts)
+            for place in shuffled(range(len(starts)), turn):
+                name, start = starts[place]
+                tensor = torch.ones(size // 4, device=connection.engine.device)
+                row[place] = connection.stopwatch(partial(_sum, start, tensor))
+                if not bool((tensor == connection.size).all()):
+                    raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.rank}")
+            rows.append(row)
+        flat = connection.slowest([value for row in rows[1:] for value in row])
+        for i, (name, _) in enumerate(starts):
+            times, chosen = flat[i :: len(starts)], named[name].algorithm_for(size) if name in named else None
+            records.append(
+                Record(
+                    algorithm=name,
+                    bytes=size,
+                    ranks=connection.size,
+                    grid=chosen.grid if chosen is not None and chosen.algorithm in GRIDS else None,
+                    runs="native" if chosen is None else str(chosen),
+                    median_s=statistics.median(times),
+                    min_s=min(times),
+                    max_s=max(times),
+                    n=repetitions,
+                )
+            )
+    return records
+
+
+def _sum(start: Callable[[torch.Tensor], Work], tensor: torch.Tensor) -> None:
+    start(tensor).wait()

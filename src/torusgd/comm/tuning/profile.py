@@ -1,0 +1,255 @@
+"""A measured network, and what follows from it: which algorithm runs at which size, and how large buckets should be."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...errors import UserError
+from ...untrusted import read_text
+from ..algorithms import GRIDS, Algorithm, parse_algorithm, usual_chunks
+from .cost import AlphaBeta, Topology, rank_candidates, seconds
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_MARGIN = 0.97
+"""an algorithm replaces the backend's own where it takes at most this share of its time"""
+_FAR_MARGIN = 0.9
+"""the same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
+say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more)"""
+
+_LEVEL = 1.04
+"""rivals within this factor of the quickest are level, and the formulas decide between them"""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Link(_Part):
+    """One kind of link: seconds a round and a byte, each with its standard error."""
+
+    latency: Seconds
+    latency_error: Seconds
+    per_byte: Seconds
+    per_byte_error: Seconds
+
+    def __str__(self) -> str:
+        rate = 8e-9 / self.per_byte if self.per_byte else float("inf")
+        return f"{self.latency * 1e3:.2f} ms and {rate:.2f} Gb/s"
+
+
+class Timing(_Part):
+    """One algorithm at one size: median seconds of an all-reduce."""
+
+    size: Annotated[int, Field(ge=1)]
+    """bytes"""
+    algorithm: str
+    grid: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None
+    chunks: Annotated[int, Field(ge=1)]
+    median: Seconds
+
+    def as_algorithm(self, ranks: int) -> Algorithm | None:
+        """The plan to run; None for the backend's own all_reduce."""
+        return None if self.algorithm == "native" else parse_algorithm(self.algorithm, ranks, self.grid, self.chunks)
+
+
+class Crowd(_Part):
+    """So many ranks compute at once: each takes `slowdown` times as long as alone."""
+
+    ranks: Annotated[int, Field(ge=2)]
+    slowdown: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
+class InStep(_Part):
+    """What an all-reduce of `size` bytes adds to the computation of a step."""
+
+    size: Annotated[int, Field(ge=1)]
+    hidden: Seconds
+    """seconds by which it slows the computation, if it travels meanwhile"""
+    waited: Seconds
+    """seconds if it leaves when the computation ends"""
+
+
+class Profile(_Part):
+    """What `tune` measured: `hosts` holds the host of each rank, `inside` and `between` the links within and across."""
+
+    version: Literal[1] = 1
+    backend: str
+    hosts: Annotated[tuple[int, ...], Field(min_length=1)]
+    streams: Annotated[int, Field(ge=1)] = 1
+    """TCP connections between each two ranks"""
+    message: Seconds
+    """seconds of work that each message costs a rank, beyond its round"""
+    inside: Link | None
+    between: Link | None
+    timings: tuple[Timing, ...]
+    """the algorithms tried, native among them at every size"""
+    crowding: tuple[Crowd, ...] = ()
+    """by growing numbers of ranks; empty: not measured"""
+    in_steps: tuple[InStep, ...] = ()
+    """by growing sizes; empty: not measured"""
+
+    @property
+    def topology(self) -> Topology:
+        """The network as the price of an all-reduce takes it.
+
+        Where hosts hold different numbers of ranks, or ranks are not numbered host by host, every message is priced as
+        if it left its host, whose link all of the fullest host's ranks share.
+        """
+        links = [AlphaBeta(link.latency, link.per_byte) for link in (self.inside, self.between) if link is not None]
+        inside, between = (links[0], links[-1]) if links else (AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 0.0))
+        each = ranks_a_host(self.hosts)
+        if each == 1:
+            fullest = max(self.hosts.count(host) for host in set(self.hosts))
+            between = between._replace(beta=fullest * between.beta)
+        start = (between if len(set(self.hosts)) > 1 else inside).alpha
+        return Topology(each, inside, between, self.message, start)
+
+    def dump(self) -> str:
+        """JSON text, as `load` reads it."""
+        return self.model_dump_json(indent=1) + "\n"
+
+    @classmethod
+    def load(cls, path: Path) -> "Profile":
+        """Reads a file of what `dump` gave; UserError says what is wrong with it."""
+        try:
+            return cls.parse(read_text(path))
+        except OSError as error:
+            raise UserError(f"profile {path}: {error.strerror}; make one with torusgd tune --out {path}") from None
+        except ValueError as error:
+            raise UserError(f"profile {path}: {error}") from None
+
+    @classmethod
+    def parse(cls, text: str) -> "Profile":
+        """From JSON text."""
+        try:
+            profile = cls.model_validate_json(text)
+            rivals = {timing.size for timing in profile.timings if timing.as_algorithm(len(profile.hosts)) is not None}
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "no profile"
+            raise UserError(f"{place}: {first['msg']}; make it anew with torusgd tune") from None
+        if rivals != {timing.size for timing in profile.timings if timing.algorithm == "native"}:
+            raise UserError("timings: each size needs native and another; make it anew with torusgd tune")
+        return profile
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What runs at one size; `plan` is None for the backend's own all_reduce."""
+
+    plan: Algorithm | None
+    why: str
+
+    @property
+    def algorithm(self) -> str:
+        """Its name."""
+        return "native" if self.plan is None else self.plan.algorithm
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """Vertical times horizontal, where the algorithm has one."""
+        return None if self.plan is None or self.plan.algorithm not in GRIDS else self.plan.grid
+
+
+def choose(profile: Profile, size: int, ranks: int) -> Selection:
+    """The algorithm for `size` bytes on `ranks` ranks.
+
+    On the profile's own ranks: the fastest of those timed at the nearest size. On any other number: the candidate with
+    the least price, with as many ranks a host as the profile has, and never native, which has no price.
+    """
+    if ranks == 1:
+        return Selection(None, "one rank has nothing to sum")
+    if ranks == len(profile.hosts) and profile.timings:
+        best, seconds_best, seconds_native = expect(profile, size)
+        return Selection(best, f"measured: {seconds_best * 1e3:.1f} ms against {seconds_native * 1e3:.1f} ms native")
+    best_plan, predicted = rank_candidates(size, ranks, profile.topology)[0]
+    return Selection(best_plan, f"predicted {predicted * 1e3:.1f} ms; the profile is of {len(profile.hosts)} ranks")
+
+
+def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]:
+    """What to run for `size` bytes on the profile's own ranks, its expected seconds, and native's.
+
+    Each timing at the nearest size is carried over to this one by the difference of the formula. Native gets what no
+    algorithm can do without, the transfer of 2 (P - 1) / P of the bytes: where we know least, it is preferred.
+    """
+    ranks, topology = len(profile.hosts), profile.topology
+    sizes = {timing.size for timing in profile.timings}
+    nearest = min(sizes, key=lambda known: max(known / max(size, 1), size / known))
+    per_byte = min(link.per_byte for link in (profile.inside, profile.between) if link is not None)
+    native = 0.0
+    rivals: list[tuple[Algorithm, float]] = []
+    for timing in profile.timings:
+        if timing.size == nearest and (timed := timing.as_algorithm(ranks)) is not None:
+            change = seconds(timed, size, topology) - seconds(timed, nearest, topology)
+            if size > 2 * nearest and profile.backend == "gloo":  # chunks overlap nothing over NCCL
+                timed = replace(timed, chunks=max(timed.chunks, usual_chunks(size)))
+            rivals.append((timed, max(0.0, timing.median + change)))
+        elif timing.size == nearest:
+            native = max(0.0, timing.median + 2 * (ranks - 1) / ranks * per_byte * (size - nearest))
+    quickest = min(expected for _, expected in rivals)
+    level = [rival for rival in rivals if rival[1] <= _LEVEL * quickest]
+    chosen, least = min(level, key=lambda rival: seconds(rival[0], size, topology))
+    margin = _MARGIN if size <= 2 * max(sizes) else _FAR_MARGIN
+    return (chosen, least, native) if least <= margin * native else (None, native, native)
+
+
+def hidden(profile: Profile, size: float) -> float:
+    """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 where it is not measured.
+
+    Interpolated linearly between measured sizes; scaled with the all-reduce's own time beyond the largest.
+    """
+    if not profile.in_steps:
+        return 0.0
+    last = profile.in_steps[-1]
+    if size > last.size and profile.timings:
+        return last.hidden * expect(profile, round(size))[1] / expect(profile, last.size)[1]
+    return float(np.interp(size, [p.size for p in profile.in_steps], [p.hidden for p in profile.in_steps]))
+
+
+def waited(profile: Profile, size: float) -> float:
+    """Seconds of an all-reduce of `size` bytes after a computation; where that is not measured, of one alone.
+
+    Interpolated linearly between measured sizes; beyond the largest it grows by as much as the all-reduce's own time.
+    """
+    if not profile.in_steps:
+        return expect(profile, round(size))[1]
+    last = profile.in_steps[-1]
+    if size > last.size and profile.timings:
+        return last.waited + max(0.0, expect(profile, round(size))[1] - expect(profile, last.size)[1])
+    return float(np.interp(size, [p.size for p in profile.in_steps], [p.waited for p in profile.in_steps]))
+
+
+def ranks_a_host(hosts: Sequence[int]) -> int:
+    """How many neighbouring ranks share a host, if all hosts have as many; else 1."""
+    each = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
+    regular = len(hosts) % each == 0 and all(
+        host == hosts[i - i % each] and (i < each or i % each or host != hosts[i - 1]) for i, host in enumerate(hosts)
+    )
+    return each if regular else 1
+
+
+def explain(profile: Profile, source: str) -> str:
+    """One line: the network, and what runs at which size."""
+    ranks = len(profile.hosts)
+    links = [
+        f"{link} {where} hosts" for link, where in ((profile.between, "between"), (profile.inside, "inside")) if link
+    ]
+    spans: list[tuple[str, int]] = []
+    for size in [1 << power for power in range(12, 27)]:
+        chosen = choose(profile, size, ranks).plan
+        name = "native" if chosen is None else str(chosen)
+        if spans and spans[-1][0] == name:
+            spans.pop()
+        spans.append((name, size))
+    parts = [f"{name} to {_bytes(size)}" for name, size in spans[:-1]] + [f"{name} above" for name, _ in spans[-1:]]
+    hosts = len(set(profile.hosts))
+    across = f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)}"
+    return f"allreduce auto: {across}; {'; '.join(links)}; {', '.join(parts) or 'native'} ({source})"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"

@@ -1,0 +1,284 @@
+"""Measures a network with the ranks at hand: links as alpha-beta terms, and the algorithms against each other.
+
+Every rank takes part: times are the slowest rank's, agreed by a MAX all-reduce. What is computed from them is rank
+0's, so that all ranks end with the same profile to the last bit, whatever processors they have.
+"""
+
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup
+
+from ...errors import UserError
+from ..algorithms import Algorithm, usual_chunks
+from ..connection import Connection, connect, hosts_of, shuffled
+from ..groups import Group, group_of
+from ..rounds import Message, Round
+from .contention import crowding, in_step
+from .cost import rank_candidates
+from .profile import Link, Profile, Timing, expect
+
+_SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
+_SHORT_SIZES = tuple(1 << power for power in (18, 22, 20, 16, 14))
+"""what matters most first: buckets have up to 4 MiB, and the first size foretells what they take"""
+_LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
+_CHUNKED = 1 << 20
+_SIZES_SHARE, _IN_STEPS_SHARE = 0.6, 0.15
+"""of the seconds, for all sizes alone and for each among computation; crowding takes what it takes, a few seconds"""
+_IN_STEPS = (1 << 14, 1 << 18)
+"""bytes of messages that are timed among computation"""
+_ROUNDS = 8
+"""dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
+_BEHIND = 1.25
+"""times the quickest's best: who takes longer drops out of the timings of a size"""
+_MOST_TURNS = 9
+_FAN = 8
+_FAN_ROUNDS = 4
+
+
+def tune(
+    seconds: float = 40.0,
+    group: Group | ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    streams: int = 1,
+) -> Profile:
+    """Measures the network between the ranks of `group` (None: all), each of which calls it and gets the profile.
+
+    With several `streams` (see `create`) it is for runs that have as many.
+    """
+    ranks = group_of(group, device)
+    if ranks.size == 1:
+        raise UserError("tune: one rank has no network to measure; start it on several ranks, such as with torchrun")
+    connection = connect(ranks, streams=streams)
+    try:
+        return measure(connection, seconds)
+    finally:
+        connection.close()
+
+
+def measure(connection: Connection, seconds: float, short: bool = False) -> Profile:
+    """A profile in about `seconds`: a size that would take longer than what is left of them is not tried.
+
+    `short` is the probe before a run without a profile: fewer sizes, rivals and repetitions.
+    """
+    begin = time.perf_counter()
+    hosts = hosts_of(connection.group)
+    repetitions, rivals = (3, 5) if short else (4, 7)
+    inside, between, message = _links(connection, hosts, repetitions)
+    profile = Profile(
+        backend="nccl" if connection.group.has_nccl else "gloo",
+        hosts=hosts,
+        streams=connection.streams,
+        message=message,
+        inside=inside,
+        between=between,
+        timings=(),
+    )
+    profile = _of_rank_0(connection, profile)
+    timings: list[Timing] = []
+    known = set[Algorithm | None]()
+    sizes, until = (_SHORT_SIZES, seconds) if short else (_SIZES, _SIZES_SHARE * seconds)
+    took: dict[int, float] = {}
+    for size in sizes:
+        before = time.perf_counter()
+        ahead = _foreseen(profile, size, 1 + rivals + 2 * repetitions, took)
+        if took and connection.slowest([before - begin + ahead])[0] > until:
+            continue
+        timings += _rivals(connection, profile, size, rivals, repetitions, (until - before + begin) / 2, known)
+        took[size] = time.perf_counter() - before
+    timings.sort(key=lambda timing: timing.size)
+    profile = profile.model_copy(update={"timings": tuple(timings)})
+    among, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_SHARE * seconds)
+    points = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in among)
+    profile = profile.model_copy(update={"in_steps": points})
+    if not short:
+        turns = max(3, min(9, round(seconds)))
+        profile = profile.model_copy(update={"crowding": crowding(connection, turns)})
+    return _of_rank_0(connection, profile)
+
+
+def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float]) -> float:
+    """About the seconds that so many runs at a size take, by what other sizes took, on this rank."""
+    if not took:
+        return 0.0
+    smaller = [known for known in took if known < size]
+    larger = [known for known in took if known > size]
+    if smaller and larger:
+        return math.sqrt(took[max(smaller)] * took[min(larger)])
+    if larger:
+        return took[min(larger)]
+    # What the largest took, and the further bytes, which every run moves about twice.
+    per_byte = max(link.per_byte for link in (profile.inside, profile.between) if link is not None)
+    return took[max(took)] + runs * 2 * per_byte * (size - max(took))
+
+
+def _of_rank_0(connection: Connection, profile: Profile) -> Profile:
+    """Rank 0's profile, on every rank."""
+    return Profile.model_validate_json(connection.group.broadcast_text(profile.model_dump_json()))
+
+
+def _rivals(
+    connection: Connection,
+    profile: Profile,
+    size: int,
+    rivals: int,
+    repetitions: int,
+    seconds: float,
+    known: set[Algorithm | None],
+) -> list[Timing]:
+    """Times native and the most promising plans in turn: all of them once, and then those that are not far behind.
+
+    The formulas know nothing of what ranks or packets share, so that many plans are let in, and most leave early.
+
+    Args:
+        connection: Between the ranks.
+        profile: With its links.
+        size: Bytes.
+        rivals: So many plans are let in.
+        repetitions: Who stays is timed so often at least.
+        seconds: And large messages, whose times vary most, up to `_MOST_TURNS` times until this rank's time is up.
+        known: What has run before, at other sizes: the first run of each, which connects, doesn't count.
+    """
+    until, effective = time.perf_counter() + seconds, connection.engine.effective
+    # What chunks gain (links that are never idle) is not in the formulas.
+    ranked = (plan for plan, _ in rank_candidates(size, connection.size, profile.topology))
+    plans = _different(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)
+    left: list[Algorithm | None] = [None, *plans[:rivals]]
+    times = defaultdict[Algorithm | None, list[float]](list)
+    for plan in left:
+        if (whole := plan and replace(plan, chunks=1)) not in known:
+            known.add(whole)
+            _time_sum(connection, size, plan)
+    for turn in range(1, 1 + (_MOST_TURNS if size >= _CHUNKED else repetitions)):
+        left = shuffled(left, turn)
+        *took, over = connection.slowest(
+            [*(_time_sum(connection, size, plan) for plan in left), time.perf_counter() - until]
+        )
+        for plan, each in zip(left, took, strict=True):
+            times[plan].append(each)
+        best = {plan: min(times[plan]) for plan in left}
+        left = [plan for plan in left if best[plan] <= _BEHIND * min(best.values())]
+        quickest = min(best, key=best.__getitem__)
+        if turn == 1 and quickest is not None and size >= _CHUNKED:
+            others = _different(effective(replace(quickest, chunks=chunks)) for chunks in (1, 2, 4))
+            left += [plan for plan in others if plan not in times]
+        if turn >= repetitions and over > 0:
+            break
+    return [
+        Timing(
+            size=size,
+            algorithm="native" if plan is None else plan.name,
+            grid=None if plan is None else plan.grid,
+            chunks=1 if plan is None else plan.chunks,
+            median=statistics.median(taken),
+        )
+        for plan, taken in times.items()
+    ]
+
+
+def _different(plans: Iterable[Algorithm]) -> list[Algorithm]:
+    """Each once: several may come to the same with an engine (`Engine.effective`)."""
+    return list(dict.fromkeys(plans))
+
+
+def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) -> float:
+    """Seconds on this rank of an all-reduce of `size` bytes; None: the backend's own."""
+    tensor = connection.zeros(size)
+    return connection.stopwatch(lambda: connection.engine.run(tensor, algorithm).wait())
+
+
+def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> tuple[Link | None, Link | None, float]:
+    """The link within hosts, the link between them (one rank of each host at work), and the cost of a message."""
+    rank, size = connection.rank, connection.size
+    host = [r for r in range(size) if hosts[r] == hosts[rank]]
+    leaders = [r for r in range(size) if hosts.index(hosts[r]) == r]
+    inside = _link(connection, host, repetitions) if len(leaders) < size else None
+    between = _link(connection, leaders, repetitions) if len(leaders) > 1 else None
+    fan = min(_FAN, size - 1)
+    few, many = (connection.slowest([_fan(connection, n, repetitions)])[0] for n in (1, fan))
+    return inside, between, max(0.0, many - few) / _FAN_ROUNDS / max(1, fan - 1)
+
+
+def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
+    """Times chains of rounds around the members; ranks outside look on."""
+    points = []
+    for size in _LINK_BYTES:
+        for _ in range(repetitions):
+            one, chain = (
+                connection.stopwatch(partial(_shift, connection, members, size, turns)) for turns in (1, 1 + _ROUNDS)
+            )
+            points.append((size, one, chain))
+    flat = connection.slowest([value for _, one, chain in points for value in (one, chain)])
+    each = [(chain - one) / _ROUNDS for one, chain in zip(flat[::2], flat[1::2], strict=True)]
+    return fit([size for size, _, _ in points], each)
+
+
+def _shift(connection: Connection, members: list[int], size: int, turns: int) -> None:
+    """Every member sends `size` bytes to the next and waits for the one before, `turns` times; one alone looks on."""
+    tensor = connection.zeros(2 * size * turns)
+    rounds = [Round()] * turns
+    if connection.rank in members and len(members) > 1:
+        place, half = members.index(connection.rank), tensor.numel() // 2
+        after, before = members[(place + 1) % len(members)], members[place - 1]
+        step = half // turns
+        rounds = [
+            Round(
+                (Message(after, i * step, (i + 1) * step),),
+                copies=(Message(before, half + i * step, half + (i + 1) * step),),
+            )
+            for i in range(turns)
+        ]
+    connection.engine.run_rounds(tensor, [rounds]).wait()
+
+
+def _fan(connection: Connection, peers: int, repetitions: int) -> float:
+    """Median seconds of a chain of rounds with a small message to each of several ranks."""
+    rank, size = connection.rank, connection.size
+    rounds = [
+        Round(
+            tuple(Message((rank + i) % size, 0, 1) for i in range(1, peers + 1)),
+            copies=tuple(Message((rank - i) % size, i + turn * size, i + 1 + turn * size) for i in range(1, peers + 1)),
+        )
+        for turn in range(_FAN_ROUNDS)
+    ]
+    tensor = connection.zeros(4 * size * _FAN_ROUNDS)
+    return statistics.median(
+        connection.stopwatch(lambda: connection.engine.run_rounds(tensor, [rounds]).wait())
+        for _ in range(repetitions + 1)
+    )
+
+
+def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
+    """Least squares of time = latency + per_byte * size, with standard errors.
+
+    Errors are weighed against the median at their size. A negative term becomes zero and the other is fitted alone.
+    """
+    x, y = np.asarray(sizes, float), np.asarray(times, float)
+    scale = np.array([max(float(np.median(y[x == size])), 1e-9) for size in x])
+    columns, y = np.stack([1 / scale, x / scale], axis=1), y / scale
+    terms, errors = _solve(columns, y)
+    for kept, other in ((0, 1), (1, 0)):
+        if terms[other] < 0:
+            alone, error = _solve(columns[:, [kept]], y)
+            terms[kept], terms[other], errors[kept] = alone[0], 0.0, error[0]
+    return Link(
+        latency=max(0.0, float(terms[0])),
+        latency_error=float(errors[0]),
+        per_byte=max(0.0, float(terms[1])),
+        per_byte_error=float(errors[1]),
+    )
+
+
+def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Coefficients and their standard errors."""
+    terms = np.linalg.lstsq(columns, values, rcond=None)[0]
+    freedom = max(1, len(columns) - columns.shape[1])
+    variance = float(((columns @ terms - values) ** 2).sum()) / freedom
+    return terms, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)) * variance)

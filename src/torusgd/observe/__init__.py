@@ -1,0 +1,1 @@
+"""What a run reports of itself: events, trackers, traces, the comparison with a plan."""

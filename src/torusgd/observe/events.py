@@ -1,0 +1,285 @@
+"""What a run reports: a progress line, `events.jsonl`, and trackers where they are asked for. Rank 0 only."""
+
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from ..errors import RunError
+from ..recipe.schedule import Schedule, Step
+from ..recipe.schema import Recipe
+from ..rundir.status import StatusFile
+from ..step.evaluate import Evaluation
+from ..step.membership import Membership
+from ..step.stats import StepStats
+from ..weights import json_text
+from .trackers import Trackers
+
+PLAIN_SECONDS = 5.0
+"""between progress lines where the output is no terminal"""
+WIDE = 150
+"""columns of a terminal in which the progress line fits; in others it is cut in two"""
+_TOLD = 0.005
+"""share of the images from which on the line says how many are left out"""
+_BLOCK = 1 << 12
+
+
+class Telemetry:
+    """Writes events and shows progress.
+
+    Args:
+        folder: The run's folder.
+        schedule: Of the run.
+        steps: Of them the run takes so many.
+        first_step: Steps done before; later events of an earlier attempt are dropped.
+        evaluated: The last step that was evaluated; later evaluations are dropped.
+        about: What `status.json` tells from the first to the last step.
+        trackers: Also take every event, opened if there are any; they stay open.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        schedule: Schedule,
+        steps: int,
+        first_step: int,
+        evaluated: int,
+        about: Mapping[str, Any],
+        trackers: Trackers,
+    ) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+        self._schedule, self._steps = schedule, steps
+        self._stop = schedule[steps - 1].start + schedule[steps - 1].batch
+        """images after the last step"""
+        self._path = folder / "events.jsonl"
+        _drop_later_events(self._path, first_step, evaluated)
+        self._trackers = trackers
+        trackers.catch_up(self._path)
+        self._file = self._path.open("ab", buffering=0)  # one write a line: what was written survives a killed process
+        self.status = StatusFile(folder, about)
+        """to be told of what is no step"""
+        self.status.tell(now=True, phase="start", step=first_step, steps=steps)
+        self._progress: Progress | None = None
+        self._last_line = time.perf_counter()
+        self._speed = self._left_out = 0.0
+        self._slowest = ""
+        if self.console.is_terminal:
+            self._progress = Progress(
+                BarColumn(bar_width=16), TextColumn("{task.description}", markup=False), console=self.console
+            )
+            self._task = self._progress.add_task("starting", total=steps, completed=first_step)
+            self._progress.start()
+
+    def step(self, stats: StepStats, seconds: float, membership: Membership) -> None:
+        """One step.
+
+        Args:
+            stats: What it did.
+            seconds: The training time so far.
+            membership: Who takes the next one.
+        """
+        step = stats.step
+        event = stats.as_event(self._schedule.train_images, seconds)
+        self._write(event)
+        if stats.overflowed:
+            self.say(
+                f"step {step.index + 1}: {stats.overflowed[0]}: gradient grew past the integer range; the scale "
+                "was measured again and the step redone"
+            )
+        if stats.skipped:
+            self.say(f"step {step.index + 1}: {stats.skipped[0]}: gradient not finite; step skipped, loss scale halved")
+        if stats.balance is not None and stats.balance.move is not None:
+            self.say(f"step {step.index + 1}: {stats.balance.move}")
+        self._show(stats)
+        if stats.balance is not None:
+            self.status.tell(slow_ranks=stats.balance.slow)
+        self.status.tell(
+            phase="train",
+            step=step.index + 1,
+            epoch=event["epoch"],
+            loss=event["loss"],
+            seconds=event["seconds"],
+            images_per_second=round(self._entering, 1),
+            seconds_left=round(self._left(step)),
+            shares=dict(zip(membership.ranks, membership.counts, strict=True)),
+        )
+
+    def evaluation(self, step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> None:
+        """An evaluation after `step` steps."""
+        self._write(evaluation_event(step, evaluation, seconds, polished))
+        epoch = self._schedule_epoch(step)
+        self.say(f"{'polished ' if polished else ''}epoch {epoch:.4g}  step {step}  top-1 {evaluation.top1:.2%}  "
+                 f"top-5 {evaluation.top5:.2%}  loss {evaluation.loss:.4f}  {seconds:.1f} s")  # fmt: skip
+
+    def complete(self, event: Mapping[str, Any]) -> None:
+        """Writes the last event of a run whose rank 0 was lost, unless that rank has written it itself."""
+        with self._path.open("rb") as file:
+            last = _line_before(file, file.seek(0, os.SEEK_END))
+        if not last or _name_of(json.loads(last)) != _name_of(event):
+            self._write(event)
+
+    def initial(self, fit: Mapping[str, Any], line: str) -> None:
+        """What the network took of initial weights: for the event the names of all tensors, and a line."""
+        self._write({"event": "initial", "step": 0, **fit})
+        self.say(line)
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the progress line."""
+        self.console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Ends the progress line and closes the files."""
+        if self._progress is not None:
+            self._progress.stop()
+        self._trackers.flush()
+        self._file.close()
+
+    def _show(self, stats: StepStats) -> None:
+        if stats.slowest is not None:
+            late = stats.slowest
+            self._slowest = f"  slowest rank {late.rank} (+{1e3 * late.behind:.0f} ms, {late.cause})"
+        now = stats.step.batch / stats.times.seconds
+        self._left_out += 0.1 * (stats.images_left_out / stats.step.batch - self._left_out)
+        self._speed = 0.9 * self._speed + 0.1 * now if self._speed else now
+        if self._progress is not None:
+            gap = "  " if self.console.width >= WIDE else "\n"
+            self._progress.update(self._task, completed=stats.step.index + 1, description=self._line(stats, gap))
+        elif time.perf_counter() - self._last_line >= PLAIN_SECONDS:
+            self._last_line = time.perf_counter()
+            print(self._line(stats), flush=True)
+
+    def _line(self, stats: StepStats, gap: str = "  ") -> str:
+        step, schedule = stats.step, self._schedule
+        data, sync = stats.times.data_seconds / stats.times.seconds, stats.times.sync_seconds / stats.times.seconds
+        share = stats.hidden_share
+        hidden = "" if share is None else f", {share:.0%} hidden"
+        left_out = f"  left out {self._left_out:.0%}" if self._left_out >= _TOLD else ""
+        return (
+            f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
+            f"/{self._stop / schedule.train_images:.4g}  step {step.index + 1}/{self._steps}  "
+            f"loss {stats.loss:.4f}  lr {step.lr:.4g}{gap}{self._entering:,.0f} images/s  "
+            f"data {data:.0%}  sync {sync:.0%}{hidden}{left_out}  {clock(self._left(step))} left{self._slowest}"
+        )
+
+    @property
+    def _entering(self) -> float:
+        """Images a second whose gradients enter updates."""
+        return self._speed * (1 - self._left_out)
+
+    def _left(self, step: Step) -> float:
+        """Seconds."""
+        return (self._stop - step.start - step.batch) / self._speed
+
+    def _schedule_epoch(self, step: int) -> float:
+        last = self._schedule[step - 1]
+        return (last.start + last.batch) / self._schedule.train_images
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        line = json_text(event).encode() + b"\n"
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RunError(
+                f"{self._path}: can't be written: {error.strerror}; the last checkpoint is good: free space and give "
+                "the same command again"
+            ) from None
+        self._trackers.feed(event)
+
+
+def evaluation_event(step: int, evaluation: Evaluation, seconds: float, polished: bool = False) -> dict[str, Any]:
+    """The line of events.jsonl for an evaluation after `step` steps; `seconds` is the training time so far."""
+    return {
+        "event": "polished" if polished else "evaluation", "step": step, "seconds": round(seconds, 6),
+        "top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss, "images": evaluation.images,
+        "excluded": evaluation.excluded,
+    }  # fmt: skip
+
+
+def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
+    """The batch plan: one row a stage."""
+    target = f", target top-1 {recipe.target_top1:.2%}" if recipe.target_top1 is not None else ""
+    title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
+    caption = (
+        f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, {recipe.precision}, "
+        f"reduction {recipe.reduction}, seed {recipe.seed}{target}"
+    )
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    has_plain = any(not span.stage.augment for span in schedule.spans)
+    columns = ["stage", "steps", "epochs", "images", "batch", "rate", "last", "momentum"]
+    for column in [*columns, *(["augment"] if has_plain else [])]:
+        table.add_column(column, justify="right", overflow="fold")
+    for number, span in enumerate(schedule.spans, 1):
+        first, last = schedule[span.first_step], schedule[span.stop_step - 1]
+        row = [
+            str(number),
+            f"{span.first_step}-{span.stop_step - 1}",
+            f"{first.epoch:.3g}-{span.stop / schedule.train_images:.3g}",
+            str(span.stage.images_per_worker),
+            f"{span.batch:,}",
+            f"{span.lr:.4g}",
+            f"{last.lr:.2g}",
+            f"{span.momentum:.4g}",
+        ]
+        table.add_row(*row, *(["yes" if span.stage.augment else "no"] if has_plain else []))
+    return table
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _drop_later_events(path: Path, first_step: int, evaluated: int) -> None:
+    """Drops the events of steps that a resumed run takes again, and a last line that was cut off in writing.
+
+    The polish of `first_step` goes as well, since it is done again, and so does its evaluation, if it is done again.
+    Events stand in the order of their steps, so the file is read from its end, and only as far as there is something to
+    drop.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end and not _stays(line := _line_before(file, end), first_step, evaluated):
+            end -= len(line)
+        file.truncate(end)
+
+
+def _line_before(file: BinaryIO, end: int) -> bytes:
+    """The line that ends at `end`, with its line feed if it has one."""
+    begin, found = end, b""
+    while begin and b"\n" not in found[:-1]:
+        begin = max(0, begin - _BLOCK)
+        file.seek(begin)
+        found = file.read(end - begin)
+    return found[found.rfind(b"\n", 0, len(found) - 1) + 1 :]
+
+
+def _stays(line: bytes, first_step: int, evaluated: int) -> bool:
+    try:
+        event = json.loads(line)
+        others = {"evaluation": min(first_step, evaluated), "polished": first_step - 1}
+        return line.endswith(b"\n") and event["step"] <= others.get(event.get("event"), first_step)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _name_of(event: Mapping[str, Any]) -> tuple[int, str]:
+    return event["step"], event.get("event", "step")

@@ -1,0 +1,338 @@
+"""Experiment trackers, all fed from one stream: the lines of events.jsonl. TensorBoard, Weights & Biases, MLflow.
+
+A run that is resumed goes back to its last checkpoint and takes the steps after it again, and a killed process may not
+have sent its last ones. So a tracker is never trusted to be where the run is. When it is opened, events.jsonl, which
+the run has cut to its checkpoint, is read from the start, and every event that the tracker does not have yet is sent;
+from then on the run's events follow, again without those that it has. What it has, a server tells (MLflow, W&B). Files
+(TensorBoard, W&B offline) are written anew.
+
+When ranks are lost or join, the process that is rank 0 keeps its trackers open: to begin anew would cost seconds, while
+all ranks wait, and a look through all events. Only if that very process is lost does another one open them.
+
+A tracker that fails later is left aside with one line: nothing is lost, since the next resume finds what it lacks.
+"""
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import UserError, first_line
+from ..rundir.run_dir import TRACKING_ID
+from ..untrusted import parse_json
+from ..weights import write_text
+
+PROJECT = "torusgd"
+"""of W&B and the experiment of MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set"""
+_TRAIN = ("loss", "lr", "momentum", "batch", "epoch")
+_EVALUATED = ("top1", "top5", "loss")
+
+
+class Tracker(Protocol):
+    """Where figures go; see the module."""
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether figures of this kind (train, eval, polished) and step have been sent before."""
+        ...
+
+    def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        """Takes figures, by their name without the kind."""
+        ...
+
+    def flush(self) -> None:
+        """Sends what is still under way, as far as this process holds it; more may follow."""
+        ...
+
+    def close(self) -> None:
+        """Sends what is still under way, and ends."""
+        ...
+
+
+class Trackers:
+    """The trackers of a run; the process that is rank 0 opens them, and keeps them when the ranks change.
+
+    Args:
+        names: Those that are asked for.
+        warn: Takes a line where one fails.
+    """
+
+    def __init__(self, names: Sequence[str] = (), warn: Callable[[str], object] = lambda line: None) -> None:
+        self._names, self._warn = tuple(dict.fromkeys(names)), warn
+        self._open: dict[str, Tracker] | None = None
+        self._fed: dict[str, int] = {}
+        """the last step of each kind that this process has handed over"""
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Opens all of them, unless that was done before.
+
+        Args:
+            folder: The run's.
+            config: The recipe and more, as plain JSON.
+
+        Raises:
+            UserError: One is not installed, or its server doesn't answer.
+        """
+        if self._open is None:
+            self._open = {name: _opened(name, folder, config) for name in self._names}
+
+    def catch_up(self, events: Path) -> None:
+        """Sends what is missing of a run's events so far."""
+        if self._open and events.exists():
+            with events.open() as file:
+                for line in file:
+                    with suppress(ValueError, KeyError, TypeError, AttributeError):  # somebody has changed the file
+                        self.feed(parse_json(line))
+
+    def feed(self, event: Mapping[str, Any]) -> None:
+        """Sends an event to every tracker that does not have it."""
+        found = figures_of(event) if self._open else None
+        if found is None:
+            return
+        (kind, figures), step = found, event["step"]
+        if step <= self._fed.get(kind, -1):  # taken again, since ranks were lost, or read from the file again
+            return
+        self._fed[kind] = step
+
+        def log(tracker: Tracker) -> None:
+            if not tracker.has(kind, step):
+                tracker.log(kind, step, figures)
+
+        self._each(log)
+
+    def flush(self) -> None:
+        """Sends what is under way; this process may end before it feeds them again."""
+        self._each(lambda tracker: tracker.flush())
+
+    def close(self) -> None:
+        """Sends what is under way, and ends all of them."""
+        self._each(lambda tracker: tracker.close())
+        self._open = None
+
+    def _each(self, call: Callable[[Tracker], object]) -> None:
+        for name, tracker in list((self._open or {}).items()):
+            try:
+                call(tracker)
+            except Exception as error:  # of any library: a run does not end because its tracker does
+                self._leave_aside(name, error)
+
+    def _leave_aside(self, name: str, error: Exception) -> None:
+        assert self._open is not None
+        del self._open[name]
+        self._warn(
+            f"--track {name}: left aside, since it failed: {first_line(error)}; events.jsonl holds everything, and "
+            "the next resume sends what is missing"
+        )
+
+
+def figures_of(event: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:
+    """Kind and figures of a line of events.jsonl; None where it has none.
+
+    >>> figures_of({"event": "evaluation", "step": 3, "top1": 0.5, "top5": 1.0, "loss": None})
+    ('eval', {'top1': 0.5, 'top5': 1.0})
+    """
+    name = event.get("event")
+    if name is None:
+        seconds = event["step_seconds"]
+        figures = {key: event[key] for key in _TRAIN}
+        figures |= {"images_per_second": event["batch"] / seconds if seconds else None}
+        figures |= {f"{part}_wait_share": event[f"{part}_seconds"] / max(seconds, 1e-9) for part in ("data", "sync")}
+        figures |= {"hidden_share": event.get("hidden_share")}
+        kind = "train"
+    elif name in ("evaluation", "polished"):
+        figures = {key: event[key] for key in _EVALUATED}
+        kind = "eval" if name == "evaluation" else name
+    else:
+        return None
+    return kind, {key: float(value) for key, value in figures.items() if value is not None}
+
+
+class TensorBoard:
+    """Files under `folder/tensorboard`, written anew whenever the run is resumed."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise _missing("tensorboard") from None
+        for path in (folder / "tensorboard").glob("events.out.tfevents.*"):
+            path.unlink()
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def has(self, kind: str, step: int) -> bool:
+        """See `Tracker`."""
+        return False
+
+    def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        for name, value in figures.items():
+            self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def flush(self) -> None:
+        """See `Tracker`."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of W&B, by WANDB_MODE=offline in a folder of its own under `folder/wandb`, which `wandb sync` uploads.
+
+    Each kind has its step beside its figures, and not W&B's own step: that one refuses what comes a second time for
+    the same step, as an evaluation does.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise _missing("wandb") from None
+        # Offline W&B can't resume: each process would leave another folder, and to upload all would double steps.
+        for path in (folder / "wandb").glob("offline-run-*"):
+            shutil.rmtree(path)
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                id=_run_id(folder),
+                name=folder.resolve().name,
+                dir=str(folder),
+                config=dict(config),
+                resume="allow",
+                settings=wandb.Settings(silent=True, console="off", disable_git=True),
+            )
+        except Exception as error:
+            raise UserError(
+                f"--track wandb: {first_line(error).rstrip('.')}; give: wandb login, or set WANDB_MODE=offline"
+            ) from None
+        for kind in ("train", "eval", "polished"):
+            self._run.define_metric(f"{kind}/step", hidden=True)
+            self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+        self._sent = {kind: int(self._run.summary.get(f"{kind}/step") or 0) for kind in ("train", "eval", "polished")}
+
+    def has(self, kind: str, step: int) -> bool:
+        """See `Tracker`."""
+        return step <= self._sent[kind]
+
+    def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._run.log({f"{kind}/step": step, **{f"{kind}/{name}": value for name, value in figures.items()}})
+
+    def flush(self) -> None:
+        """See `Tracker`; a process of W&B's own has everything already."""
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run on the server, or in the store, that MLFLOW_TRACKING_URI names."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        try:
+            from mlflow.entities import Metric
+            from mlflow.tracking import MlflowClient
+        except ImportError:
+            raise _missing("mlflow") from None
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            raise UserError(
+                "--track mlflow: say where the server is, such as MLFLOW_TRACKING_URI=http://localhost:5000"
+            )
+        self._metric, name = Metric, os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        try:
+            self._client = MlflowClient()
+            with _few_attempts():
+                experiment = self._client.get_experiment_by_name(name)
+            number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
+            self._id = self._find_or_create(number, folder, config)
+            self._client.update_run(self._id, status="RUNNING")
+            self._sent = {kind: self._last(f"{kind}/{key}") for kind, key in _MARKS.items()}
+        except Exception as error:
+            raise UserError(
+                f"--track mlflow: {first_line(error)}; MLFLOW_TRACKING_URI is {os.environ['MLFLOW_TRACKING_URI']}"
+            ) from None
+
+    def has(self, kind: str, step: int) -> bool:
+        """See `Tracker`."""
+        return step <= self._sent[kind]
+
+    def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        now = int(1e3 * time.time())
+        metrics = [self._metric(f"{kind}/{name}", value, now, step) for name, value in figures.items()]
+        # A thread of MLflow's own sends them in their order, so that no step waits for a server.
+        self._client.log_batch(self._id, metrics=metrics, synchronous=False)
+
+    def flush(self) -> None:
+        """See `Tracker`."""
+        import mlflow
+
+        mlflow.flush_async_logging()
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self.flush()
+        self._client.set_terminated(self._id)
+
+    def _find_or_create(self, experiment: str, folder: Path, config: Mapping[str, Any]) -> str:
+        own = _run_id(folder)
+        found = self._client.search_runs([experiment], f"tags.torusgd_run = '{own}'", max_results=1)
+        if found:
+            return found[0].info.run_id
+        run = self._client.create_run(experiment, tags={"torusgd_run": own}, run_name=folder.resolve().name)
+        for key, value in _flat(config):
+            self._client.log_param(run.info.run_id, key, value[:500])
+        return run.info.run_id
+
+    def _last(self, name: str) -> int:
+        return max((metric.step for metric in self._client.get_metric_history(self._id, name)), default=0)
+
+
+@contextmanager
+def _few_attempts() -> Iterator[None]:
+    """Asks a server of MLflow three times, in some 10 s, unless the environment says otherwise.
+
+    MLflow's own eight, in four minutes, are meant for a busy server; a wrong address should be told at once.
+    """
+    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    is_ours = name not in os.environ
+    os.environ.setdefault(name, "2")
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[name]
+
+
+_MARKS = {"train": "lr", "eval": "top1", "polished": "top1"}
+"""of each kind a figure that every event has"""
+
+
+def _opened(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
+    if name == "tensorboard":
+        return TensorBoard(folder)
+    return WeightsAndBiases(folder, config) if name == "wandb" else MLflow(folder, config)
+
+
+def _run_id(folder: Path) -> str:
+    """The run's name with servers; drawn when it is first asked for."""
+    path = folder / TRACKING_ID
+    if not path.exists():
+        write_text(path, secrets.token_hex(8) + "\n")
+    return path.read_text().strip()
+
+
+def _flat(tree: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
+    found = []
+    for key, value in tree.items():
+        found += _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else [(f"{path}{key}", str(value))]
+    return found
+
+
+def _missing(name: str) -> UserError:
+    return UserError(f"--track {name}: not installed; give: pip install 'torusgd[{name}]'")

@@ -1,0 +1,31 @@
+"""The process that ranks are forked from: it imports torch once for all of them, and for each restart."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import tempfile
+
+from ..errors import UserError
+from ..signals import held_back
+
+
+def start_forkserver() -> None:
+    """Starts it, unless it runs; before this process imports torch itself, so that both do it at the same time.
+
+    It holds no state and starts no thread. Stop signals are held back in it, and in each rank until it takes them,
+    so that a Ctrl-C, which reaches all processes of a terminal, ends none of them half-way.
+
+    Raises:
+        UserError: The temporary folder holds no socket: its name is too long, or it can't be written.
+    """
+    multiprocessing.set_forkserver_preload(["torusgd.ranks.forkserver_preload"])
+    with held_back():
+        multiprocessing.resource_tracker.ensure_running()  # ends the holding back of two of them
+    try:
+        with held_back():
+            multiprocessing.forkserver.ensure_running()
+    except OSError as error:
+        raise UserError(
+            f"{tempfile.gettempdir()}: ranks are started by way of a socket there ({error}); set TMPDIR to a folder "
+            "with a short name that can be written"
+        ) from None

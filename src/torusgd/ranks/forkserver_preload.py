@@ -1,0 +1,30 @@
+"""What the process that ranks are forked from imports: all that ranks need, so that none of them takes the time."""
+
+import atexit
+import gc
+import multiprocessing.forkserver
+import os
+from contextlib import suppress
+
+from ..importing import remove_empty_cache
+
+_PROCESS = os.getpid()
+
+
+@atexit.register
+def _leave_nothing() -> None:
+    """Removes what lies in the temporary folder, also where the launcher was killed: this process sees its end.
+
+    That is the socket on which the launcher asks for ranks, and torch's own folder.
+    """
+    if os.getpid() != _PROCESS:  # a rank, forked from here
+        return
+    remove_empty_cache()
+    address = multiprocessing.forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    if address:
+        with suppress(OSError):
+            os.unlink(address)
+            os.rmdir(os.path.dirname(address))
+
+
+gc.freeze()  # modules are no garbage: ranks share their pages, and the exit need not look through them (1 s)

@@ -1,0 +1,311 @@
+"""Machines that join a run, as its launcher sees them: one listener, which exists only where the user asks for it.
+
+A machine's agent (`node_agent`) makes one connection for messages and one for each connection of its ranks to the
+common store, all to this port; each authenticates first (`handshake`). The messages, all JSON: the agent says how many
+ranks it brings (`workers`), is told the job, says that it is `ready` and later how each of its ranks ended (`exit`);
+the launcher tells it which ranks to `start`, which to `kill`, and that it is over (`end`). Both beat by empty messages.
+
+To the supervisor a rank over there is a process like those here (`RemoteRank`).
+"""
+
+import fcntl
+import socket
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from multiprocessing.connection import wait
+from signal import SIGKILL
+from typing import Any
+
+from ..errors import UserError
+from ..signals import how_it_ended
+from .handshake import (
+    MOST_RANKS,
+    NODE,
+    Channel,
+    ChannelClosed,
+    Refused,
+    accepted,
+    as_text,
+    hang_up,
+    pass_on,
+    printable,
+    prove_to_client,
+)
+from .rank import LOOPBACK
+from .roll_call import BEAT_SECONDS
+
+MOST_STRANGERS = 16
+"""connections at a time that have not authenticated yet"""
+CLOSE_SECONDS = 2.0
+"""for the agents to hang up once all is over"""
+TELL_SECONDS = 10.0
+"""from one line about strangers to the next"""
+_SIOCGIFCONF, _IFREQ = 0x8912, 40
+"""the call that lists addresses, and the bytes of each row"""
+_MOST_ADDRESSES = 1 << 10
+
+
+class RemoteRank:
+    """The process of a rank on another machine, with what the supervisor needs of a process.
+
+    Args:
+        node: Where it runs.
+        number: Of this start among all starts there, since a rank's number may come again.
+    """
+
+    def __init__(self, node: "JoinedNode", number: int) -> None:
+        self.node, self._number = node, number
+        self.exitcode: int | None = None
+        """minus the signal's number where a signal ended it; None while it runs"""
+        self.why = ""
+        """how it ended, for people"""
+        self._read, self._write = socket.socketpair()
+        self.sentinel = self._read.fileno()
+        """readable once it has ended"""
+
+    def kill(self) -> None:
+        """Ends it; what becomes of it over there is no longer waited for."""
+        self.node.kill(self._number)
+        self.ended(-SIGKILL)
+
+    def join(self) -> None:
+        """Forgets it; called once it has ended."""
+        self._read.close()
+        self._write.close()
+
+    def ended(self, code: int, why: str = "") -> None:
+        """Its agent reports its end, or is gone itself."""
+        self.note(code, why)
+        self.wake()
+
+    def note(self, code: int, why: str = "") -> None:
+        """Keeps how it ended; the first time counts."""
+        if self.exitcode is None:
+            self.exitcode, self.why = code, f"on {self.node.host} {why or how_it_ended(code)}"
+
+    def wake(self) -> None:
+        """Wakes whoever waits for its end."""
+        with suppress(OSError):
+            self._write.send(b"x")
+
+
+@dataclass
+class JoinedNode:
+    """A machine that brings ranks."""
+
+    host: str
+    workers: int
+    channel: Channel
+    is_ready: bool = False
+    """it has opened its data, and can start ranks"""
+    gone: str = ""
+    """why it is no longer there; empty: it is"""
+    attempt: int = -1
+    """in which its ranks were started last"""
+    ranks: dict[int, RemoteRank] = field(default_factory=dict)
+    """by the number of their start"""
+    _starts: int = 0
+
+    def start(self, ranks: list[int], size: int, attempt: int) -> list[RemoteRank]:
+        """Starts ranks there, in the attempt that began with `size` ranks."""
+        self.attempt, started = attempt, []
+        for rank in ranks:
+            self._starts += 1
+            self.ranks[self._starts] = RemoteRank(self, self._starts)
+            started.append(self.ranks[self._starts])
+            self._send(start=self._starts, rank=rank, size=size, attempt=attempt)
+        if self.gone:
+            self.lose(self.gone)
+        return started
+
+    def kill(self, number: int) -> None:
+        """Ends one of its ranks."""
+        self.ranks.pop(number, None)
+        self._send(kill=number)
+
+    def end(self, code: int, line: str) -> None:
+        """Tells its agent to end, with an exit code and a line for people."""
+        self._send(end=line, code=code)
+        self.gone = self.gone or line
+
+    def lose(self, why: str) -> None:
+        """All its ranks count as lost."""
+        self.gone = why
+        ranks = [*self.ranks.values()]
+        for rank in ranks:
+            rank.note(-SIGKILL, f"was lost with its machine: {why}")
+        for rank in ranks:  # now that all have ended: whoever wakes finds them all, and the others go on once
+            rank.wake()
+        self.ranks.clear()
+
+    def _send(self, **message: Any) -> None:
+        with suppress(ChannelClosed):  # whoever listens to the machine finds that out
+            self.channel.send(**message)
+
+
+class Listener:
+    """Accepts machines that know the token.
+
+    Args:
+        address: One of this machine's, and a port; 0: any that is free.
+        token: See `handshake`.
+        store_port: Of the ranks' common store, on loopback.
+        job: What the machines are told to train, plain JSON.
+        silent: Seconds without a message after which a machine counts as lost.
+        tell: Gets a line for people.
+
+    Raises:
+        UserError: The address is none of this machine, or the port is taken.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: bytes,
+        store_port: int,
+        job: Mapping[str, Any],
+        silent: float,
+        tell: Callable[[str], object],
+    ) -> None:
+        self.interface = interface_of(address[0])
+        """through which ranks reach each other"""
+        self._token, self._store_port, self._job, self._silent, self._tell = token, store_port, job, silent, tell
+        self._nodes: list[JoinedNode] = []
+        self._pending = threading.Semaphore(MOST_STRANGERS)
+        self._told, self._untold = -TELL_SECONDS, 0
+        self._socket = socket.socket()
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+        except OSError as error:
+            raise UserError(f"--listen {as_text(address)}: {error.strerror}; choose another port") from None
+        self._socket.listen()
+        self.address: tuple[str, int] = self._socket.getsockname()
+        threading.Thread(target=self._accept, daemon=True, name="torusgd-listener").start()
+
+    def waiting(self, attempt: int) -> JoinedNode | None:
+        """A machine whose ranks have not been started in this attempt yet; None: there is none."""
+        return next((node for node in self._nodes if node.is_ready and not node.gone and node.attempt != attempt), None)
+
+    def close(self, code: int, line: str) -> None:
+        """Ends all agents, with an exit code and a line, and listens no more."""
+        hang_up(self._socket)
+        for node in [*self._nodes]:
+            node.end(code, line)
+        until = time.monotonic() + CLOSE_SECONDS
+        while self._nodes and time.monotonic() < until:  # else the kernel may drop what they have not read yet
+            time.sleep(0.01)
+
+    def _accept(self) -> None:
+        for connection, host in accepted(self._socket):
+            if self._pending.acquire(blocking=False):
+                threading.Thread(
+                    target=self._receive, args=(connection, host), daemon=True, name="torusgd-joined"
+                ).start()
+            else:
+                connection.close()
+
+    def _receive(self, connection: socket.socket, host: str) -> None:
+        """One connection, from its handshake to its end or to the threads that pass it on."""
+        try:
+            purpose = prove_to_client(connection, self._token)
+        except Refused as error:
+            hang_up(connection)
+            self._tell_of_stranger(f"refused {host}, which wanted to join: {error}")
+            return
+        finally:
+            self._pending.release()
+        if purpose == NODE:
+            self._serve(Channel(connection, self._silent), host)
+            return
+        try:
+            pass_on(connection, socket.create_connection((LOOPBACK, self._store_port)))
+        except OSError:  # the run is over
+            hang_up(connection)
+
+    def _serve(self, channel: Channel, address: str) -> None:
+        """The messages of one machine until it is gone."""
+        node: JoinedNode | None = None
+        beaten = time.monotonic()
+        try:
+            while True:
+                readable = wait([channel.fileno()], BEAT_SECONDS / 2)
+                for message in channel.receive() if readable else ():
+                    if node is None:
+                        node = self._greet(channel, address, message)
+                    elif "ready" in message:
+                        node.is_ready = True
+                    elif "exit" in message and (rank := node.ranks.pop(message["exit"], None)) is not None:
+                        rank.ended(int(message["code"]))
+                        if not node.ranks and message["code"] == 0:
+                            node.end(0, "its ranks have done their part")
+                        elif not node.ranks and message["code"] < 0:  # after other ends all may start again
+                            node.end(1, "its ranks were lost; the same command joins again")
+                channel.check_silence()
+                # Before it has spoken, nothing may follow the handshake's last line: both would arrive together.
+                if node is not None and time.monotonic() - beaten > BEAT_SECONDS:
+                    beaten = time.monotonic()
+                    channel.send()
+        except (ChannelClosed, KeyError, TypeError, ValueError, OverflowError) as error:  # int of JSON's Infinity
+            why = str(error) if isinstance(error, ChannelClosed) else "it sends no messages of torusgd"
+        channel.close()
+        if node is not None:
+            node.lose(node.gone or why)
+            self._nodes.remove(node)
+
+    def _greet(self, channel: Channel, address: str, hello: Mapping[str, Any]) -> JoinedNode:
+        """A machine says who it is and is told the job; ChannelClosed where it is not wanted."""
+        host, workers, its = str(hello["host"])[:64], int(hello["workers"]), str(hello["version"])[:32]
+        if its != (mine := version("torusgd")):
+            line = f"the run is trained by torusgd {mine}, this machine has {its}; install the same"
+            channel.send(end=line, code=2)
+            raise ChannelClosed(line)
+        if not 1 <= workers <= MOST_RANKS:
+            raise ValueError
+        node = JoinedNode(printable(host) or address, workers, channel)
+        self._nodes.append(node)
+        channel.send(job=self._job, silent=self._silent)
+        return node
+
+    def _tell_of_stranger(self, line: str) -> None:
+        """At most a line each `TELL_SECONDS`, so that nobody can fill a log."""
+        if time.monotonic() - self._told < TELL_SECONDS:
+            self._untold += 1
+            return
+        self._tell(line + (f"; and {self._untold} others before" if self._untold else ""))
+        self._told, self._untold = time.monotonic(), 0
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has an IPv4 address; UserError where none has.
+
+    >>> interface_of("127.0.0.1")
+    'lo'
+    """
+    for name, found in interface_addresses():
+        if found == address:
+            return name
+    if address.startswith("127."):
+        return "lo"  # which answers to all of them
+    raise UserError(
+        f"{address}: no network interface of this machine has it; give one of this machine's IPv4 addresses, through "
+        "which the others reach it"
+    )
+
+
+def interface_addresses() -> list[tuple[str, str]]:
+    """All IPv4 addresses of this machine, each with its interface, which may have several (netdevice(7))."""
+    room = array("B", bytes(_MOST_ADDRESSES * _IFREQ))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        told = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), room.buffer_info()[0]))
+    filled = room.tobytes()[: struct.unpack("iP", told)[0]]
+    rows = [filled[begin : begin + _IFREQ] for begin in range(0, len(filled), _IFREQ)]
+    # An address that was added with a label of its own stands under that: eth0:1.
+    names = [row[:16].split(b"\0")[0].decode(errors="replace").partition(":")[0] for row in rows]
+    return [(name, socket.inet_ntoa(row[20:24])) for name, row in zip(names, rows, strict=True)]

@@ -1,0 +1,88 @@
+"""How the ranks of a run exchange gradients, by its runtime options: all-reduces, shards, layers that ranks share."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
+from ..comm.base import AllReduce, Work
+from ..comm.exact_sum import gradient_integers
+from ..comm.groups import Group
+from ..comm.monitor import Monitor
+from ..comm.reduce_scatter import ShardCollectives
+from ..gradients.reducer import Channel
+from ..recipe.runtime_options import RuntimeOptions
+from ..recipe.schema import Recipe
+from ..tensor_parallel.column_layout import check_parallel, choose_parallel
+from ..tensor_parallel.parallel_tail import ParallelTail
+from ..tensor_parallel.tail import column_tail
+
+AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
+
+
+def all_reduce_of(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:
+    """The all-reduce that the options name, over a group; every rank calls it."""
+    profile = Path(options.profile) if options.profile else None
+    return create(
+        options.allreduce,
+        grid=grid,
+        profile=profile,
+        group=group,
+        device=group.device,
+        streams=options.streams,
+    )
+
+
+def shared_tail(
+    model: nn.Module, recipe: Recipe, options: RuntimeOptions, world: Group, watch: Callable[[Work], Work]
+) -> ParallelTail | None:
+    """The network's tail in column blocks; None where the recipe computes its linear layers whole."""
+    blocks, asked = recipe.column_blocks, options.model_parallel
+    if asked != "auto":
+        check_parallel(asked, world.size, blocks, recipe.virtual_workers)
+    if blocks == 1:
+        return None
+    tail = column_tail(model, blocks)
+    batch = recipe.virtual_workers * recipe.stages[0].images_per_worker
+    parallel = choose_parallel(asked, tail.layers, blocks, recipe.virtual_workers, batch, world.size)
+    return ParallelTail(model, tail, parallel, world, watch)
+
+
+def channels_of(
+    options: RuntimeOptions, allreduce: AnyAllReduce, watched: AllReduce, monitor: Monitor, tail: ParallelTail | None
+) -> tuple[Mapping[int, Channel], Callable[[], None]]:
+    """By the number of ranks that share a layer, how those that hold the same columns sum them; and how to end it."""
+    sums: dict[int, AnyAllReduce] = {1: allreduce}
+    for parallel in sorted(set(tail.parallel if tail is not None else ()) - {1}):
+        assert tail is not None
+        sums[parallel] = all_reduce_of(options, tail.groups.data_parallel(parallel))
+    shards = {
+        parallel: ShardCollectives(each, monitor.watch) if options.update == "sharded" else None
+        for parallel, each in sums.items()
+    }
+    channels = {
+        parallel: Channel(watched if parallel == 1 else monitor.over(each), shards[parallel])
+        for parallel, each in sums.items()
+    }
+
+    def close() -> None:
+        for parallel, each in sums.items():
+            if parallel > 1:
+                each.close()
+        if tail is not None:
+            tail.close()
+
+    return channels, close
+
+
+def explanations(
+    recipe: Recipe, options: RuntimeOptions, allreduce: AnyAllReduce, tail: ParallelTail | None, world: Group
+) -> list[str]:
+    """Lines that say how gradients travel; none where there is nothing to choose."""
+    lines = [allreduce.explanation] if world.size > 1 and options.allreduce != "native" else []
+    lines += [tail.explanation] if tail is not None else []
+    if recipe.reduction == "exact" and gradient_integers(recipe.virtual_workers) == torch.int64:
+        lines.append(f"gradients of {recipe.virtual_workers} virtual workers are summed as int64: 8 bytes an element")
+    return lines

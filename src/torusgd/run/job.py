@@ -1,0 +1,107 @@
+"""A job: a recipe, the means to compute it, and where its data, weights and results lie."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, PositiveInt
+
+from ..observe.compare_plan import PlanComparison
+from ..observe.trace import TracedSteps
+from ..recipe.load import validate
+from ..recipe.runtime_options import RuntimeOptions
+from ..recipe.schema import Recipe
+from ..step.journal import Journaled
+from ..weights import weights_sha256
+from .initial_weights import read_initial
+
+
+class _Told(BaseModel):
+    """What `Job.as_dict` gives."""
+
+    recipe: Recipe
+    runtime: RuntimeOptions
+    device: Literal["cpu", "cuda"]
+    out: str
+    max_steps: PositiveInt | None
+    delays: str
+    trace: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, where, and how."""
+
+    recipe: Recipe
+    """no `auto` in it"""
+    options: RuntimeOptions
+    device: str
+    out: Path
+    data: Path | None = None
+    init: str | None = None
+    """weights to start from, see `initial_weights.read_initial`"""
+    max_steps: int | None = None
+    plan: PlanComparison | None = None
+    """to stand beside what is measured"""
+    replay: Journaled | None = None
+    """the journal whose updates are taken again; None: the recipe and the clocks decide them"""
+    delays: str = ""
+    """a model of delays that the ranks sleep; empty: none"""
+    lists: tuple[str, ...] | None = None
+    """what the launcher has found of the images, for its ranks (`host_share.KeptArrays`); None: nobody's launcher is
+    ours, and the ranks find it together"""
+    trace: TracedSteps | None = None
+    """the steps of which a trace is written"""
+    bucket: str | None = None
+    """the URL to which what stands in `out` is copied; None: nowhere"""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a machine that joins the run must know of it, as plain JSON; `from_dict` reads it.
+
+        Weights to start from and where results go are not in it: ranks that join get weights, and write nothing.
+        """
+        return {
+            "recipe": self.recipe.as_dict(),
+            "runtime": self.options.model_dump(mode="json", exclude_unset=True),
+            "device": self.device,
+            "out": str(self.out),
+            "max_steps": self.max_steps,
+            "delays": self.delays,
+            "trace": None if self.trace is None else [self.trace.first, self.trace.last],
+        }
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any], data: Path | None) -> "Job":
+        """From what `as_dict` gave, with the data set of this machine; UserError where it is something else."""
+        told = validate(_Told, tree, "the run's job")
+        trace = None if told.trace is None else TracedSteps(*told.trace)
+        job = cls(told.recipe, told.runtime, told.device, Path(told.out), data, max_steps=told.max_steps)
+        return replace(job, delays=told.delays, trace=trace)
+
+    def asked(self) -> dict[str, Any]:
+        """What the user asked for beside the recipe, as plain JSON: with it the same command can be given again."""
+        options = self.options.model_dump(mode="json", exclude_unset=True)
+        data = None if self.data is None else str(self.data)
+        return {"data": data, "init": self.init, "max_steps": self.max_steps, "runtime": options}
+
+
+def is_live(job: Job) -> bool:
+    """Whether clocks decide what its steps leave out."""
+    form = job.recipe.synchrony
+    return form.leaves_out and form.delays is None and job.replay is None
+
+
+def images_at(job: Job) -> str:
+    """Where the training images are, for people."""
+    return str(job.data or job.recipe.data.source)
+
+
+def init_sha256(job: Job) -> str:
+    """The hash of the weights that a job starts from; empty where they are drawn from the seed."""
+    return weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else ""
+
+
+def replayed_sha256(job: Job) -> str:
+    """The head of the journal that a job replays; empty where it replays none."""
+    return job.replay.head.sha256 if job.replay is not None else ""

@@ -1,0 +1,187 @@
+"""The newest state of a run in the memory of its nodes, for ranks that torchrun starts again.
+
+torchrun ends all its workers when one fails, and when a node joins or leaves, and starts them again. Memory that
+belongs to a process is lost with it. So the first rank of each node keeps a copy of the state in a folder of the
+node's shared memory (`/dev/shm`), which lies on no disk. When ranks begin, they take the newest copy that any node
+holds, or else the newest checkpoint, if that is newer.
+
+A copy has the form of a checkpoint: hashed, renamed when it is whole, safetensors and JSON. All nodes keep it after
+the same steps, rank 0's clock says which. So where two nodes hold a copy of one step, their hashes must be equal; if
+they aren't, nobody can tell which one is wrong, and the checkpoint is taken.
+
+The folder belongs to torchrun's agent on the node, which outlives its workers. It is removed at the end of the run.
+After an agent that was killed it stays until the next run under torchrun on this node removes it. Containers that share
+the node's memory number their processes apart, so each leaves the others' folders alone.
+"""
+
+import os
+import re
+import shutil
+import socket
+import stat
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+import torch
+
+from ..comm.groups import Group
+from ..errors import RunError, UserError, warn
+from ..rundir.checkpoint import Checkpoint, CheckpointWriter, list_checkpoints, read_checkpoint
+from ..step.model_state import StepState
+from ..weights import weights_sha256
+from .job import Job
+from .progress import RunState, as_checkpoint, tensors_of
+from .survival import obstacle
+
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SECONDS = 1.0
+"""from one copy to the next"""
+STEP_SHARE, BESIDE_SHARE = 0.01, 0.1
+"""of the time at most that copying holds up the steps, and that hashing and writing take a core beside them"""
+_NAME = re.compile(r"torusgd-[0-9]+-([0-9]+)-([0-9]+)-([0-9]+)")
+
+
+class NodeMemory:
+    """This rank's view of the copies on its node.
+
+    Args:
+        folder: Where they stand; made by the rank that keeps them.
+        keeps: Whether this rank does; one of a node.
+    """
+
+    def __init__(self, folder: Path, keeps: bool) -> None:
+        self._folder, self._keeps = folder, keeps
+        self.writer = CheckpointWriter(folder, keep=1, metadata={}) if keeps else None
+        """of the copies; None: this rank keeps none"""
+        self._began = -inf
+        self._copying = 0.0
+
+    def is_due(self) -> bool:
+        """Whether to keep a copy now: seldom enough that the shares above hold, and not while one is being written."""
+        if self.writer is None or self.writer.is_writing:
+            return False
+        pause = max(LEAST_SECONDS, self._copying / STEP_SHARE, self.writer.seconds / BESIDE_SHARE)
+        return time.monotonic() - self._began >= pause
+
+    def keep(self, state: RunState, step_state: StepState) -> None:
+        """Copies the state between two steps and has it written beside the next ones; nothing on most ranks."""
+        if self.writer is None:
+            return
+        self._began = time.monotonic()
+        tensors = step_state.state_dict(state.step, keep=True)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        try:
+            if shutil.disk_usage(self._folder).free < 2 * size:
+                raise RunError(f"{SHARED_MEMORY} has no room for {2 * size / 1e6:.0f} MB")
+            self.writer.save(as_checkpoint(state, tensors))
+        except (OSError, RunError) as error:
+            warn(f"the state is not kept in this node's memory any more: {error}")
+            self.forget()
+            return
+        self._copying = time.monotonic() - self._began
+
+    def read(self) -> Checkpoint | None:
+        """The newest whole copy on this node, on the rank that keeps them; a damaged one is told in a line."""
+        with suppress(OSError):
+            for path in list_checkpoints(self._folder) if self._keeps else ():
+                try:
+                    return read_checkpoint(path)
+                except UserError as error:
+                    warn(f"{error}; it is not used")
+        return None
+
+    def forget(self) -> None:
+        """Removes this node's copies, and keeps none any more."""
+        if self.writer is not None:
+            self.writer.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self.writer = None
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The copy from which all ranks go on."""
+
+    source: int
+    """the place of a rank that holds it"""
+    host: str
+    """of that rank"""
+
+
+def node_memory(job: Job) -> NodeMemory | None:
+    """The memory of this rank's node; None where nobody starts ranks again, or copies of a state are not enough."""
+    agent = torchrun_agent()
+    if not agent or not job.options.node_memory or obstacle(job):
+        return None
+    if job.recipe.synchrony.keeps_journal:  # its journal is on the disk alone, and may end before a copy
+        return None
+    folder = SHARED_MEMORY / f"torusgd-{os.getuid()}-{agent}"
+    keeps = os.environ.get("LOCAL_RANK") == "0"
+    if keeps:
+        _sweep()
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise PermissionError(0, "it is not this user's alone")
+        except OSError as error:
+            warn(f"{folder}: {error.strerror}: the state is not kept in this node's memory")
+            keeps = False
+    return NodeMemory(folder, keeps)
+
+
+def torchrun_agent() -> str:
+    """The agent that has started this rank: NAMESPACE-PROCESS-BEGIN, which no other on its machine has; empty: none."""
+    agent = os.getppid()
+    began = start_of(agent)
+    return "" if "TORCHELASTIC_RUN_ID" not in os.environ or began is None else f"{_namespace()}-{agent}-{began}"
+
+
+def newest(mine: Checkpoint | None, on_disk: int, world: Group) -> Newest | None:
+    """Which copy all ranks go on from; every rank calls it. None: from the checkpoint, or from the start.
+
+    Args:
+        mine: The copy that this rank can give.
+        on_disk: The step of the newest checkpoint, as rank 0 has found it.
+        world: All ranks.
+    """
+    digest = int(weights_sha256(tensors_of(mine))[:15], 16) if mine is not None else 0
+    row = torch.tensor([mine.step if mine is not None else -1, digest, on_disk], device=world.small_device)
+    rows = [each.tolist() for each in world.all_gather(row)]
+    step = max(each[0] for each in rows)
+    if step < max(0, rows[0][2]):
+        return None
+    holders = [place for place, each in enumerate(rows) if each[0] == step]
+    host = world.broadcast_text(socket.gethostname(), holders[0])
+    if len({rows[place][1] for place in holders}) > 1:
+        if world.rank == 0:
+            warn(f"the nodes' copies of step {step} are not alike; they are not used")
+        return None
+    return Newest(holders[0], host)
+
+
+def _sweep() -> None:
+    """Removes what agents of this user that have ended left behind."""
+    for path in SHARED_MEMORY.glob(f"torusgd-{os.getuid()}-*"):
+        found = _NAME.fullmatch(path.name)
+        if found is not None and found[1] == _namespace() and start_of(int(found[2])) != int(found[3]):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _namespace() -> str:
+    """The number of the namespace in which this process and its agent have their process ids; 0: not known."""
+    try:
+        return re.sub("[^0-9]", "", os.readlink("/proc/self/ns/pid")) or "0"
+    except OSError:
+        return "0"
+
+
+def start_of(pid: int) -> int | None:
+    """When a process began, in the kernel's ticks, by which it is told from a later one of its number; None: none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None

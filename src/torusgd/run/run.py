@@ -1,0 +1,399 @@
+"""A run on one rank: steps, evaluations and checkpoints, from the last good checkpoint to the summary."""
+
+import signal
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..comm.base import CommError, ConnectionLost
+from ..comm.groups import Group
+from ..comm.liveness import Liveness, NoLiveness
+from ..errors import RunError, UserError
+from ..observe.events import Telemetry, evaluation_event
+from ..recipe.duration import Duration
+from ..recipe.schedule import Schedule, Step
+from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter
+from ..rundir.mirror import Mirror
+from ..rundir.run_dir import RunDir
+from ..rundir.status import Asked
+from ..runtime import ranks_are_given
+from ..signals import StopFlag
+from ..step.closing import as_seconds, closing_of
+from ..step.evaluate import Evaluation, evaluate
+from ..step.journal import Journal, journal_of
+from ..step.polish import polish_by_recipe
+from ..step.stats import StepStats
+from ..weights import weights_sha256
+from .build import Trainer, build
+from .job import Job
+from .node_memory import node_memory
+from .progress import RunState
+from .restore import greet, restore
+from .result import RunResult, weights_metadata, write_result
+from .saving import Saver, saved_on_disk
+from .state_feed import StateFeeds
+from .survival import Agreed, Kept, agree, fitting, nothing_yet, obstacle, wait_for_ranks
+
+
+def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
+    """Trains on this rank: what every rank does, whoever has started it; see `Run`.
+
+    Raises:
+        UserError: The job can't be run as given.
+        RunError: Training can't go on.
+        CommError: Another rank is lost.
+    """
+    return Run(job, world, stop, restarts, liveness).run()
+
+
+class Run:
+    """One rank's part in a run.
+
+    Args:
+        job: What to run.
+        world: All ranks.
+        stop: Asked once a step.
+        restarts: Times that the launcher has started the ranks again.
+        liveness: Learns of this rank's progress; waits ask it for late ranks. None: nobody is ever late.
+        kept: What this rank keeps of the same run with other ranks; None: it begins.
+        feeds: Send the state to ranks that join; None: none do.
+
+    Raises:
+        UserError: The job can't be run as given.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        world: Group,
+        stop: StopFlag,
+        restarts: int,
+        liveness: Liveness | None = None,
+        kept: Kept | None = None,
+        feeds: StateFeeds | None = None,
+    ) -> None:
+        self.liveness = liveness or NoLiveness()
+        if kept is None:
+            kept = nothing_yet(job, world, self.liveness, world.ranks)
+        self.kept, self._to_say, self._feeds = kept, "", feeds or StateFeeds()
+        self.memory, self._source = node_memory(job), ""
+        if kept.began != world.ranks:
+            options, self._to_say = fitting(job.options, world.size)
+            job = replace(job, options=options)
+        self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
+        self.run_dir = RunDir(job.out)
+        self._metadata = weights_metadata(job.recipe, kept.data.training.source.classes)
+        self._asked = Asked(job.out)
+        self.trainer: Trainer = build(
+            job, kept.data, world, self.liveness, self._is_asked_to_stop, kept.generation + 1,
+            kept.fingerprint, kept.network,
+        )  # fmt: skip
+        self.trainer.step.check_replaced = self._check_replaced
+        self.membership = self.trainer.membership
+        self.schedule: Schedule = self.trainer.step.schedule
+        if job.plan is not None:
+            job.plan.check(job.recipe.name, {span.batch for span in self.schedule.spans}, len(kept.began))
+        self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
+        self.state = RunState(self.trainer.fingerprint)
+        self.journal: Journal | None = None
+        self.telemetry: Telemetry | None = None
+        self._last_evaluation: Evaluation | None = None
+        self._last_event: Callable[[], dict[str, Any]] | None = None
+        self._saver: Saver | None = None
+        self._counted = 0.0
+        self._is_ready = False
+        self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
+        self._saves = self._boundaries(job.options.checkpoint_every)
+
+    def run(self) -> RunResult:
+        """Trains from the last good checkpoint, from what the ranks have kept, or from the start, to the end.
+
+        Raises:
+            RunError: Training can't go on; a checkpoint of the last good step stands where the disk allows it.
+            CommError: Other ranks are lost; those that are left may go on with what they `keep`.
+        """
+        is_lost = False
+        try:
+            agreed = self._take_kept()
+            if agreed is None:
+                self.state, self._source = restore(
+                    self.job, self.trainer, self.run_dir.checkpoints, self.liveness, self.memory
+                )
+                if self.state.step > self.steps:
+                    raise UserError(
+                        f"--max-steps {self.steps}: the run in {self.job.out} has done {self.state.step} steps "
+                        "already; give at least as many, or --fresh"
+                    )
+                self._counted = time.perf_counter()
+            self._is_ready = True
+            keep = self.job.options.keep_checkpoints
+            mirror = Mirror(self.job.bucket) if self.job.bucket is not None and self._is_first else None
+            copy = partial(mirror.put_checkpoint, keep=keep) if mirror is not None else lambda path: None
+            writer = CheckpointWriter(self.run_dir.checkpoints, keep, self._metadata, copy)
+            try:
+                state, path = self.state, self.run_dir.journal if self._is_first else None
+                self.journal = journal_of(self.job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
+                if self._is_first:
+                    self._open_telemetry(is_kept=agreed is not None)
+                is_done = self._train(writer, *self._saved(agreed))
+                result = RunResult(self._finish()) if is_done else RunResult(signal=self.stop.signal or signal.SIGTERM)
+                self.trainer.close()  # not where a rank is lost: threads and groups still wait for it
+                if self.memory is not None:
+                    self.memory.forget()
+                return result
+            finally:
+                writer.close()
+                if self.journal is not None:
+                    self.journal.close()
+                if self.telemetry is not None:
+                    self.telemetry.close()
+        except CommError:
+            is_lost = True
+            raise
+        finally:
+            self._feeds.close()
+            if not is_lost:
+                self.kept.close()
+
+    def keep(self) -> Kept:
+        """What this rank keeps for those that are left, once its groups are aborted and `run` has raised CommError."""
+        self.trainer.close()
+        trainer, generation = self.trainer, self.trainer.membership.generation
+        kept = replace(self.kept, fingerprint=trainer.fingerprint, generation=generation, network=trainer.network)
+        if not self._is_ready:
+            return kept
+        tensors = trainer.step.state.state_dict(self.state.step, keep=True)
+        kept = replace(kept, state=self.state, counted=self._counted, tensors=tensors, last_event=self._last_event)
+        return kept if self._saver is None else replace(kept, saved=self._saver.last())
+
+    def _train(self, writer: CheckpointWriter, saved: int, is_due: bool) -> bool:
+        """Steps, evaluations and checkpoints; False when asked to stop (a checkpoint is then written).
+
+        Args:
+            writer: Of checkpoints.
+            saved: The step of the last one.
+            is_due: One of the state as it is must be written at once.
+        """
+        state, trainer = self.state, self.trainer
+        last = self.kept.saved.at if self.kept.saved is not None else None
+        times = CheckpointTimes(self._saves, 60.0 * self.job.options.checkpoint_minutes, writer, last)
+        looks = sorted(self._evaluations | self._saves | {self.steps})
+        trainer.step.next_look = lambda steps: looks[min(bisect_left(looks, steps), len(looks) - 1)]
+        trainer.step.checkpoint_due = lambda steps: self._is_first and times.is_due(steps)
+        trainer.step.keep_due = lambda: self._is_first and self.memory is not None and self.memory.is_due()
+        saver = self._saver = Saver(state, trainer.step, writer, times, self.liveness, self._is_first, saved)
+        closing = closing_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
+        is_stopping = is_changing = False
+        while True:
+            trainer.between_steps(state.step)
+            if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
+                with saver.before_errors():
+                    is_stopping = not self._evaluate_and_report()
+            self._count_seconds()
+            if is_stopping or is_due or state.step == self.steps:
+                saver.save()
+            if is_stopping or state.step == self.steps:
+                saver.wait()
+                self._tell_phase("stopped" if is_stopping else "finish")
+                return not is_stopping
+            if is_changing:
+                self._feeds.end()
+                raise ConnectionLost("ranks join or leave")
+            if self.liveness.lacks_ranks():
+                saver.save()
+                saver.wait()
+                self._tell_phase("wait for ranks")
+                is_stopping = not wait_for_ranks(self.world, self.liveness, state.step, self._is_asked_to_stop)
+                continue
+            with saver.before_errors():
+                stats = (trainer.ahead or trainer.step).run(self.membership, closing.next(state.step))
+            if stats is None:
+                is_stopping = True
+                continue
+            self._note(stats, closing.observe(as_seconds(stats.finished), stats.times.seconds))
+            is_stopping, is_due, is_changing = stats.stop, stats.save, stats.change
+
+    def _note(self, stats: StepStats, news: str) -> None:
+        """A step was taken: what the run knows, tells and keeps of it."""
+        state = self.state
+        state.count(stats)
+        if stats.balance is not None and stats.balance.move is not None:
+            self.membership = stats.balance.move.membership
+        if self.journal is not None:
+            self.journal.add(stats.entry)
+            state.journal = self.journal.head
+        self._count_seconds()
+        self._last_event = partial(stats.as_event, self.schedule.train_images, state.seconds)
+        rebuilt = self.trainer.bucket_rebuild.after_step()
+        if self.telemetry is not None:
+            self.telemetry.step(stats, state.seconds, self.membership)
+            for text in filter(None, (rebuilt, news)):
+                self.telemetry.say(text)
+        self._feeds.after_step(self.trainer.step.state, state, not stats.skipped, self._last_event)
+        if stats.keep and self.memory is not None:
+            self.memory.keep(state, self.trainer.step.state)
+
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self.state.seconds += now - self._counted
+        self._counted = now
+
+    def _evaluate_and_report(self) -> bool:
+        """Evaluates the weights of this step; False when a rank was asked to stop meanwhile."""
+        state, target = self.state, self.job.recipe.target_top1
+        started = time.perf_counter()
+        self._tell_phase("evaluate")
+        evaluation = self._evaluate(self._is_asked_to_stop)
+        if evaluation is None:
+            return False
+        seconds = state.seconds + time.perf_counter() - started
+        state.evaluated = state.step
+        self._last_event = partial(evaluation_event, state.step, evaluation, seconds)
+        self._last_evaluation = evaluation if state.step == self.steps else None
+        if target is not None and state.seconds_to_target is None and evaluation.top1 >= target:
+            state.seconds_to_target = seconds
+        if self.telemetry is not None:
+            self.telemetry.evaluation(state.step, evaluation, seconds)
+        return True
+
+    def _evaluate(self, stop: Callable[[], bool]) -> Evaluation | None:
+        with self.trainer.step.state.result_in_model(self.state.step):
+            return self._classify(stop)
+
+    def _classify(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Evaluates what the model holds."""
+        step, settings = self.trainer.step, self.job.recipe.evaluate
+        return evaluate(
+            step.model, self.trainer.data.held_out, settings, self.world, step.allreduce, step.precision, stop,
+            partial(self.liveness.progress, "evaluate", self.state.step),
+        )  # fmt: skip
+
+    def _finish(self) -> dict[str, Any]:
+        """Polishes, evaluates a last time, and leaves the weights and the summary."""
+        # A stop that comes now is too late: what is left is short, and the last checkpoint already stands.
+        evaluation = self._last_evaluation or self._evaluate(lambda: False)
+        assert evaluation is not None
+        top1 = {"top1_before_polish": evaluation.top1}
+        if self.trainer.step.average is not None:
+            self.trainer.step.state.write_to_model(self.state.step)
+            without = self._classify()
+            assert without is not None
+            top1["top1_without_average"] = without.top1
+            if self.telemetry is not None:
+                self.telemetry.say(f"without the average of the weights top-1 is {without.top1:.2%}")
+        with self.trainer.step.state.result_in_model(self.state.step):
+            if self.job.recipe.polish is not None:
+                evaluation = self._polish()
+            return self._leave_result(evaluation, top1)
+
+    def _polish(self) -> Evaluation:
+        """Polishes what the model holds, and evaluates it."""
+        state, step = self.state, self.trainer.step
+        polish_by_recipe(
+            step.model, self.trainer.data.training, self.job.recipe, self.world, step.allreduce, step.precision,
+            partial(self.liveness.progress, "polish", state.step),
+        )  # fmt: skip
+        evaluation = self._classify()
+        assert evaluation is not None
+        if self.telemetry is not None:
+            self.telemetry.evaluation(state.step, evaluation, state.seconds, polished=True)
+        return evaluation
+
+    def _leave_result(self, evaluation: Evaluation, top1: Mapping[str, float]) -> dict[str, Any]:
+        """Writes what the model holds, and the summary, in which `top1` stands beside the evaluation."""
+        state = self.state
+        self.liveness.outside("the disk that takes the result", str(self.run_dir.path))
+        tensors = self.trainer.step.model.state_dict()
+        summary = {
+            "recipe": self.job.recipe.name,
+            **evaluation.as_summary(),
+            **top1,
+            "world_size": self.world.size,
+            "restarts": self.restarts,
+            "shares": {str(rank): count for rank, count in zip(self.world.ranks, self.membership.counts, strict=True)},
+            "lost_ranks": sorted(self.liveness.lost),
+            **state.as_summary(),
+            "weights_sha256": weights_sha256(tensors),
+        }
+        if self.job.plan is not None and self._is_first:
+            summary["predicted"] = self.job.plan.beside(self.run_dir.events)
+        if self._is_first:
+            write_result(self.run_dir, tensors, summary, self._metadata)
+        return summary
+
+    def _take_kept(self) -> Agreed | None:
+        """Goes on from the newest state that ranks have kept; None where none has begun."""
+        agreed = agree(self.kept, self.world)
+        if agreed is None:
+            return None
+        step = self.trainer.step
+        if self.world.rank in agreed.holders:
+            step.state.load_state_dict(iter(self.kept.tensors.items()))
+        else:  # the network is about to get other weights, and may get some of them only
+            self.kept = replace(self.kept, state=None)
+        # Before any rank takes the weights of another: then those who hold wrong ones could no longer be told.
+        step.check_weights(agreed.state.step, agreed.holders)
+        step.state.load_state_dict(agreed.tensors)
+        self.state, self._counted = agreed.state, self.kept.counted or time.perf_counter()
+        self._last_event = None if agreed.last_event is None else partial(dict, agreed.last_event)
+        self._to_say = "\n".join(filter(None, (self._to_say, agreed.others(self.world))))
+        return agreed
+
+    def _tell_phase(self, phase: str) -> None:
+        if self.telemetry is not None:
+            self.telemetry.status.tell(now=True, phase=phase)
+
+    def _open_telemetry(self, is_kept: bool) -> None:
+        """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
+        state, path, recipe = self.state, self.run_dir.path, self.job.recipe
+        fixed = "another launcher has started them" if ranks_are_given() else obstacle(self.job)
+        about = {"recipe": recipe.name, "virtual_workers": recipe.virtual_workers, "fixed_ranks": fixed}
+        about |= self.job.asked()
+        self.liveness.outside("the servers of --track", ", ".join(self.job.options.track))
+        trackers = self.kept.trackers
+        trackers.open(path, {**about, "recipe": recipe.as_dict()})
+        self.telemetry = Telemetry(path, self.schedule, self.steps, state.step, state.evaluated, about, trackers)
+        if not is_kept:
+            greet(self.telemetry, self.job, self.trainer, state, self._source)
+            return
+        if self._last_event is not None:
+            self.telemetry.complete(self._last_event())
+        if self._to_say:
+            self.telemetry.say(self._to_say)
+        with suppress(OSError):
+            self.run_dir.sweep()
+
+    def _saved(self, agreed: Agreed | None) -> tuple[int, bool]:
+        """The step of the newest checkpoint, and whether another one must be written at once: the same on all ranks."""
+        if agreed is not None and agreed.saved is not None:
+            return agreed.saved.step, False
+        if agreed is None and self.memory is None:
+            return self.state.step, False  # from which the run begins, or it begins with nothing
+        # Rank 0 may have been lost before it had written its last.
+        saved = saved_on_disk(self.run_dir.checkpoints, self.world, self.state.step)
+        return saved, saved < self.state.step
+
+    def _check_replaced(self, step: Step, count: int) -> None:
+        replaced, limit = self.state.totals.replaced + count, self.job.recipe.data.max_replaced
+        # Against at least one epoch, so that one bad image among the first few is no reason to stop.
+        seen = max(step.start + step.batch, len(self.trainer.data.training.source))
+        if replaced > limit * seen:
+            raise RunError(
+                f"step {step.index}: {replaced} training images could not be decoded, more than the "
+                f"share of {limit} that data.max_replaced allows; mend the images, or raise it"
+            )
+
+    @property
+    def _is_first(self) -> bool:
+        """Rank 0 alone prints and writes."""
+        return self.world.rank == 0
+
+    def _is_asked_to_stop(self) -> bool:
+        return self.stop() or (self._is_first and self._asked.to_stop())
+
+    def _boundaries(self, every: Duration | None, first: Duration | None = None) -> set[int]:
+        return {step for step in self.schedule.boundaries(every, first) if step < self.steps} | {self.steps}

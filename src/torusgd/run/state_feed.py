@@ -1,0 +1,183 @@
+"""The state of a run for ranks that join: sent to each by a rank at work, beside the steps that it goes on taking.
+
+    1. Between two steps the rank at work copies its state. A thread sends the copy over a connection of its own.
+    2. After each further step it copies that step's mean gradient, and the thread sends it. The rank that joins makes
+       the same update by it as all others, with the same bits: it follows the run, and computes and sums nothing.
+    3. Once it is hardly behind it says that it is ready. The ranks change after a later step. The thread sends what is
+       left, and so all of them hold the same state when they meet.
+
+A mean gradient is half of what the step's own all-reduce has sent, or less, so a network that is quick enough for the
+steps is quick enough for this. If it is not, or a rank is lost meanwhile, the thread gives up. The ranks that meet send
+the whole state to those that don't hold it (`survival.agree`), and so nothing but the length of the pause depends on
+this file. All of it is ours; Elan and torchft, too, have a peer send the state, which holds up its steps.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
+
+from ..comm.base import CommError, ConnectionLost
+from ..comm.groups import Group, alone
+from ..comm.liveness import Liveness
+from ..step.model_state import StepState
+from ..weights import Tensors
+from .build import build
+from .job import Job
+from .progress import RunState, share_tensors
+from .survival import Kept, fitting
+
+HARDLY_BEHIND = 2
+"""steps"""
+LEAST_WAITING = 64 << 20
+"""bytes that may wait to be sent to a rank, or four times the state if that is more; then it is too slow"""
+
+Event = Mapping[str, Any]
+"""the line of events.jsonl for what was done last"""
+
+
+Meet = Callable[[int, Callable[[], bool]], Group]
+
+
+def nobody(rank: int, is_given_up: Callable[[], bool]) -> Group:
+    """Of a run that no rank can join."""
+    raise ConnectionLost(f"rank {rank} can't join")
+
+
+class StateFeeds:
+    """What a rank at work sends to ranks that join; made anew whenever the ranks change.
+
+    Args:
+        asking: Gives the ranks that want the state from this one.
+        meet: Forms the group of this rank, at place 0, and one that asks, unless the second argument says that it is
+            given up; called in a thread.
+    """
+
+    def __init__(self, asking: Callable[[], Iterable[int]] = tuple, meet: Meet = nobody) -> None:
+        self._asking, self._meet = asking, meet
+        self._feeds: dict[int, _Feed] = {}
+
+    def after_step(self, tensors: StepState, state: RunState, is_updated: bool, event: Callable[[], Event]) -> None:
+        """Sends on what a step has done, and the whole state to ranks that ask for the first time."""
+        for feed in self._feeds.values():
+            feed.send(tensors.change(is_updated), state, event())
+        for rank in self._asking():
+            if rank not in self._feeds:
+                whole = {name: t.detach().clone() for name, t in tensors.state_dict(state.step, keep=True).items()}
+                self._feeds[rank] = _Feed(rank, self._meet)
+                self._feeds[rank].send(whole, state, event(), is_whole=True)
+
+    def end(self) -> None:
+        """The ranks change as planned, after this step: threads send what is left, and end."""
+        for feed in self._feeds.values():
+            feed.end()
+        self._feeds = {}
+
+    def close(self) -> None:
+        """Gives up what is still under way."""
+        for feed in self._feeds.values():
+            feed.close()
+
+
+class _Feed:
+    """A thread that sends to one rank."""
+
+    def __init__(self, rank: int, meet: Meet) -> None:
+        self._rank, self._meet = rank, meet
+        self._messages: Queue[tuple[dict[str, Any], Tensors] | None] = Queue()
+        self._group: Group | None = None
+        self._is_over = False
+        self._most = LEAST_WAITING
+        Thread(target=self._run, daemon=True, name="torusgd-state-feed").start()
+
+    def send(self, tensors: Tensors, state: RunState, event: Event, is_whole: bool = False) -> None:
+        """Takes tensors that nobody changes any more."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if is_whole:
+            self._most = max(self._most, 4 * size)
+        elif self._messages.qsize() * size > self._most:
+            self.close()
+        if not self._is_over:
+            self._messages.put(({"state": state.as_dict(), "event": event, "is_whole": is_whole}, tensors))
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self._messages.put(None)
+
+    def close(self) -> None:
+        """Sends nothing any more; the rank at the other end learns of it."""
+        self._is_over = True
+        with suppress(Empty):
+            while True:
+                self._messages.get_nowait()
+        self._messages.put(None)
+        if self._group is not None:
+            self._group.abort()
+
+    def _run(self) -> None:
+        with suppress(CommError):  # the rank is lost, or the feed is closed
+            group = self._group = self._meet(self._rank, lambda: self._is_over)
+            while (message := self._messages.get()) is not None:
+                told, tensors = message
+                group.broadcast_text(json.dumps({**told, "behind": self._messages.qsize()}))
+                for _ in share_tensors(tensors, group):
+                    pass
+            if not self._is_over:
+                group.broadcast_text("")
+                group.barrier()  # else the connection could close before the other end has read all
+        self._is_over = True
+
+
+class StateFollower:
+    """A rank that joins, which follows the ranks at work until it takes part.
+
+    Args:
+        job: Of the run.
+        kept: What this rank has by now (`survival.prepared`).
+        liveness: Learns of this rank's progress.
+    """
+
+    def __init__(self, job: Job, kept: Kept, liveness: Liveness) -> None:
+        alone_options = fitting(job.options, 1)[0].model_copy(update={"audit": 0.0})
+        job, world = replace(job, options=alone_options, trace=None), alone(job.device)
+        self._kept, self._state = kept, kept.state
+        self._event: Event = {}
+        self._trainer = build(
+            job, kept.data, world, liveness, lambda: False, fingerprint=kept.fingerprint, network=kept.network
+        )
+
+    def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
+        """Takes what a `StateFeeds` sends, until it ends or is lost.
+
+        Args:
+            source: The group of the sending rank, at place 0, and this one.
+            caught_up: Called when this rank is hardly behind the others, any number of times.
+        """
+        step = self._trainer.step
+        try:
+            while text := source.broadcast_text(""):
+                told = json.loads(text)
+                tensors, state = share_tensors({}, source), RunState.from_dict(told["state"])
+                if told["is_whole"]:
+                    self._state = None  # until all of it has come
+                    step.state.load_state_dict(tensors)
+                else:
+                    step.state.follow(step.schedule[state.step - 1], dict(tensors), step.set_rates)
+                self._state, self._event = state, told["event"]
+                if told["behind"] <= HARDLY_BEHIND:
+                    caught_up()
+            source.barrier()
+        except CommError:
+            source.abort()
+
+    def keep(self) -> Kept:
+        """What this rank has when it takes part."""
+        self._trainer.close()
+        state, event = self._state, self._event
+        if state is None:
+            return self._kept
+        tensors = self._trainer.step.state.state_dict(state.step, keep=True)
+        return replace(self._kept, state=state, tensors=tensors, last_event=lambda: dict(event))

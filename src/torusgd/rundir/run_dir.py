@@ -1,0 +1,288 @@
+"""The run's folder: what it holds, who may write to it, and whether the run in it is done."""
+
+import errno
+import json
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import RunError, UserError, warn
+from ..locks import HOLDER, LOCK, held
+from ..recipe.load import read_run_recipe
+from ..recipe.schema import Recipe
+from ..untrusted import parse_json, read_text
+from ..weights import write_text
+from .checkpoint import DAMAGED, STATE, list_checkpoints
+from .status import HEAD, STATUS, forget_what_was_asked
+
+TRACE = "trace.json"
+TRACKING_ID = "tracking-id.txt"
+"""by which name servers know the run, however often it is resumed"""
+FILES = ("events.jsonl", STATUS, "summary.json", "model.safetensors", "journal.txt", TRACKING_ID, TRACE)
+STEP = "step-" + 8 * "[0-9]"
+PARTS = {
+    "checkpoints": (STEP, f"{STEP}{DAMAGED}*", f".{STEP}.partial"),
+    "tensorboard": ("events.out.tfevents.*",),
+    "wandb": ("latest-run", "offline-run-*", "run-*", "debug*.log"),
+}
+"""sub-folders, and what a run writes into them"""
+OWN = ("recipe.yaml", *FILES, *PARTS)
+_AGENTS = ".agents"
+_LOCAL_LOCKS = {"nfs": {"nolock", "local_lock=all", "local_lock=flock"}, "lustre": {"localflock"}}
+"""by file system, options of its mount that keep locks on one host"""
+
+
+class RunDir:
+    """Paths of a run.
+
+    Args:
+        path: The folder; made by `lock`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.summary = path / "summary.json"
+        self.model = path / "model.safetensors"
+        self.events = path / "events.jsonl"
+        self.journal = path / "journal.txt"
+        self.checkpoints = path / "checkpoints"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Makes the folder and keeps other runs out of it; a run that is refused before its first step leaves no trace.
+
+        Raises:
+            UserError: Another run, which is named, holds it for 10 s; or it can't be written.
+            RunError: The disk is full or broken.
+        """
+        with self._telling():
+            is_new, traces = not self.path.exists(), [] if (self.path / LOCK).exists() else [LOCK]
+            self.path.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            with self._telling():
+                stack.enter_context(held(self.path, f"--out {self.path}"))
+            if why := local_locks(self.path.resolve(), _mounts()):
+                warn(f"--out {self.path}: {why}: start no second run on this folder from another host")
+            traces += [name for name in (self.recipe.name, _AGENTS) if not (self.path / name).exists()]
+            try:
+                yield
+            except UserError:
+                if not self._has_begun():
+                    self._remove(traces, is_new)
+                raise
+
+    def claim(self, recipe: Recipe, fresh: bool, agents: Collection[int] = ()) -> None:
+        """Makes the folder this recipe's (under `lock`); with `fresh` an earlier run in it is deleted.
+
+        Only what a run wrote is ever deleted, and only when `recipe.yaml` shows that a run wrote it.
+
+        Args:
+            recipe: Of the run.
+            fresh: See above.
+            agents: Those of torchrun, by numbers of their own, that have started the ranks. They start them again with
+                the same words when one fails or the nodes change. So what ranks of one of them wrote is not deleted.
+
+        Raises:
+            UserError: It belongs to another recipe's run that has begun, or holds files that no run wrote.
+            RunError: The disk is full or broken.
+        """
+        with self._telling():
+            known = self._agents()
+            fresh = fresh and known.isdisjoint(agents)
+            if not self._is_run():
+                self._refuse_strangers(fresh)
+            elif fresh:
+                self._delete_run()
+            else:
+                self._make_room(recipe)
+            self.sweep()
+            forget_what_was_asked(self.path)
+            if not self.recipe.exists():
+                write_text(self.recipe, dump_recipe(recipe))
+            if agents:
+                write_text(self.path / _AGENTS, json.dumps(sorted({*agents} if fresh else known.union(agents))))
+
+    def finished(self, steps: int) -> dict[str, Any] | None:
+        """The summary, if the run in this folder has done `steps` steps; that of a shorter run is removed."""
+        summary = self.told()
+        if summary is None:
+            return None
+        done = summary.get("steps")
+        if isinstance(done, int) and done >= steps:
+            return summary
+        with self._telling():
+            self.summary.unlink()
+            self.model.unlink(missing_ok=True)
+        return None
+
+    def told(self) -> dict[str, Any] | None:
+        """The summary; None where there is none, or none that can be read."""
+        try:
+            summary = parse_json(read_text(self.summary))
+        except (OSError, ValueError):
+            return None
+        return summary if isinstance(summary, dict) else None
+
+    def data_revision(self) -> str:
+        """The commit of the hub's data set that the run here reads; empty where it reads none, or has just begun.
+
+        Raises:
+            UserError: The folder can't be one.
+            RunError: The disk is broken.
+        """
+        for file in (self.summary, *self._states()):
+            with suppress(OSError, ValueError, AttributeError):
+                tree = parse_json(read_text(file))
+                return str(tree.get("fingerprint", tree).get("data_revision", ""))
+        return ""
+
+    def journal_reached(self) -> dict[str, Any] | None:
+        """How far the journal had come at the newest checkpoint, of a `JournalHead`; None: nobody knows."""
+        for file in self._states():
+            with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+                head = parse_json(read_text(file))["journal"]
+                return {key: head[key] for key in ("size", "sha256")}
+        return None
+
+    def _states(self) -> list[Path]:
+        """Of the checkpoints, the newest first."""
+        with self._telling():
+            return [checkpoint / STATE for checkpoint in list_checkpoints(self.checkpoints)]
+
+    def _agents(self) -> set[int]:
+        """See `claim`; empty where none have started ranks here."""
+        try:
+            return set(parse_json(read_text(self.path / _AGENTS)))
+        except (OSError, ValueError, TypeError):
+            return set()
+
+    def _is_run(self) -> bool:
+        try:
+            with self.recipe.open(errors="replace") as file:
+                return file.readline().startswith(HEAD)
+        except FileNotFoundError:
+            return False
+
+    def _refuse_strangers(self, fresh: bool) -> None:
+        names = {path.name for path in self.path.iterdir() if not path.name.startswith(".")}
+        ambiguous = sorted(names.intersection(OWN))
+        if ambiguous:
+            raise UserError(
+                f"--out {self.path}: holds {ambiguous[0]!r}, which no run of torusgd left there; choose another folder"
+            )
+        if names and not fresh:
+            raise UserError(
+                f"--out {self.path}: holds {min(names)!r} but no run; choose an empty folder, or give --fresh to "
+                "write beside what is there"
+            )
+
+    def _make_room(self, recipe: Recipe) -> None:
+        """Refuses the folder of another recipe's run, unless that one ended before its first step, as by a mistake."""
+        other = read_run_recipe(self.recipe)
+        if other.sha256() != recipe.sha256():
+            if not self._has_begun():
+                self._delete_run()
+                return
+            key = _first_difference(other.as_dict(), recipe.as_dict())
+            raise UserError(
+                f"--out {self.path}: holds a run of another recipe ({other.name}; {key} differs); choose another "
+                "folder, or give --fresh to delete that run"
+            )
+
+    def _has_begun(self) -> bool:
+        """Whether a run here has come to its first step."""
+        return any(path.exists() for path in (self.events, self.summary, self.model, self.checkpoints))
+
+    def _remove(self, traces: Iterable[str], is_new: bool) -> None:
+        """Removes files under `lock`, and the folder if it `is_new` and holds nothing else."""
+        with suppress(OSError):
+            for name in (HOLDER, *traces):
+                (self.path / name).unlink(missing_ok=True)
+            if is_new:
+                self.path.rmdir()
+
+    def _delete_run(self) -> None:
+        for part, patterns in PARTS.items():
+            for path in [found for pattern in patterns for found in (self.path / part).glob(pattern)]:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            folder = self.path / part
+            if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+                folder.rmdir()
+        for name in FILES:
+            (self.path / name).unlink(missing_ok=True)
+        self.recipe.unlink()  # the last: with it goes the sign that the others are a run's
+
+    def sweep(self) -> None:
+        """Removes what a killed process was writing under another name."""
+        for name in OWN:
+            for path in self.path.glob(f".{name}.*"):
+                path.unlink()
+        for path in self.checkpoints.glob(f".{STEP}.partial"):
+            shutil.rmtree(path)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise RunError(f"--out {self.path}: can't be written: {reason}; free space on that disk") from None
+            raise UserError(f"--out {self.path}: can't be written: {reason}; choose another folder") from None
+
+
+def local_locks(path: Path, mounts: Iterable[str]) -> str:
+    """Why a lock under `path` does not bind other hosts; empty where it does.
+
+    Linux passes locks of NFS and Lustre to their server, unless the file system was mounted so that they stay local.
+    Where a file system knows no locks at all, `filelock` makes a lock of the file's existence, which binds all hosts.
+
+    Args:
+        path: Absolute.
+        mounts: Lines of /proc/mounts.
+
+    >>> local_locks(Path("/data/run"), ["server:/x /data nfs4 rw,local_lock=none 0 0", "y / ext4 rw 0 0"])
+    ''
+    >>> local_locks(Path("/data/run"), ["ost /data lustre rw,localflock 0 0", "y / ext4 rw 0 0"])
+    '/data (lustre) is mounted with localflock, so locks bind this host only'
+    """
+    fields = [line.split() for line in mounts]
+    above = [each for each in fields if len(each) > 3 and path.is_relative_to(each[1])]
+    if not above:
+        return ""
+    _, point, kind, options = max(above, key=lambda each: len(each[1]))[:4]
+    found = _LOCAL_LOCKS.get(kind.rstrip("4"), set()).intersection(options.split(","))
+    return f"{point} ({kind}) is mounted with {min(found)}, so locks bind this host only" if found else ""
+
+
+def _mounts() -> list[str]:
+    try:
+        return Path("/proc/mounts").read_text().splitlines()
+    except OSError:  # another system than Linux
+        return []
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The complete recipe as YAML, defaults included."""
+    head = f"{HEAD} recipe_sha256: {recipe.sha256()}\n"
+    return head + yaml.safe_dump(recipe.as_dict(), sort_keys=False, default_flow_style=None, width=110)
+
+
+def _first_difference(one: Any, other: Any, path: str = "") -> str:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one:
+            if one[key] != other.get(key):
+                return _first_difference(one[key], other.get(key), f"{path}.{key}" if path else key)
+        for key in other:
+            if key not in one:
+                return f"{path}.{key}" if path else key
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            if a != b:
+                return _first_difference(a, b, f"{path}.{index}")
+    return path

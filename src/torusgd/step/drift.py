@@ -1,0 +1,185 @@
+"""Drift: ranks that should hold the same weights and do not, found within a few steps and named.
+
+All ranks compute the same update from the same sums, so what they hold in common has the same bits. A flipped bit of a
+memory, or a processor that computes wrongly, ends that in silence: from then on one rank's gradients are of other
+weights. So every few steps each rank makes a 64-bit fingerprint of what it holds, which travels in the step's first
+message, and before each checkpoint they are compared once more, so that none is written from weights that differ.
+
+A fingerprint is a sum modulo 2**64 over the 64-bit words of all tensors, each times an odd random factor of its place
+(`gradients.integer_hash.keyed_sum`). No order of the additions changes it, and a single flipped bit always does.
+
+What it can't see: in a sharded update the gather overwrites a rank's copy of the others' shards after every step, so a
+flip there is found in steps that are compared only, and one in a rank's own shard reaches all ranks alike.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..comm.base import AllReduce, CommError
+from ..comm.groups import Group
+from ..errors import CorruptionError
+from ..gradients.integer_hash import keyed_sum
+from ..gradients.layout import Slot
+from ..rng import DRIFT, keyed_hash
+
+_MOST_NAMED = 8
+_IMAGES = 15_000
+"""after so many a comparison costs a thousandth of them, an update counting as _OF_UPDATE of them"""
+_OF_UPDATE = 100
+
+
+class DriftWatch:
+    """Compares what the ranks hold in common. Every rank makes one, and calls it at the same time.
+
+    Args:
+        slots: All, as the reducer has them: what this rank holds is compared with the ranks that hold the same.
+        others: More tensors (float32) that all ranks hold alike, such as running statistics.
+        world: All ranks.
+        every: Steps from one comparison to the next; 0: never.
+
+    >>> from torusgd.comm.groups import group_of
+    >>> DriftWatch([], [], group_of(), every=20).message(step=20)
+    tensor([], dtype=torch.int64)
+    """
+
+    def __init__(self, slots: Sequence[Slot], others: Sequence[Tensor], world: Group, every: int) -> None:
+        self._world = world
+        self._every = every if world.size > 1 else 0
+        # Of M ranks that share a layer's column blocks, each holds the same as every M-th rank after it.
+        self._held: dict[int, list[Tensor]] = {1: [tensor for tensor in others if tensor.numel()]}
+        for slot in slots:
+            held = self._held.setdefault(slot.parallel, [])
+            held += [slot.tensor] if slot.held and slot.tensor.numel() else []
+        longest = max((t.numel() for held in self._held.values() for t in held), default=1)
+        # On a CPU as many as stay in the cache.
+        self._run = min(longest, 1 << 16 if world.device.type == "cpu" else 1 << 21)
+        many = max(sum(-(-t.numel() // self._run) for t in held) for held in self._held.values())
+        self._keys = _odd(-(-self._run // 2), 0).to(world.device)
+        self._run_keys = _odd(many, 1).to(world.device)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the ranks compare in this step."""
+        return self._every > 0 and step % self._every == 0
+
+    def message(self, step: int) -> Tensor:
+        """int64: this rank's fingerprints in its place among all, to be summed; empty where none are due."""
+        return self._places() if self.is_due(step) else torch.zeros(0, dtype=torch.int64)
+
+    def check(self, message: Tensor, step: int, places: Collection[int] | None = None) -> None:
+        """Compares all ranks' fingerprints: `message` of each of them, summed. Every rank calls it.
+
+        Args:
+            message: See above.
+            step: For people.
+            places: Of the ranks that should hold the same; None: all. Others only without column blocks.
+
+        Raises:
+            CorruptionError: On every rank, naming those that differ from the majority, or without one all.
+        """
+        if not message.numel():
+            return
+        columns = message.view(self._world.size, -1).T.tolist()
+        suspects, is_clear = set[int](), True
+        compared = set(range(self._world.size) if places is None else places)
+        for parallel, found in zip(self._held, columns, strict=True):
+            for first in range(parallel):
+                group = compared.intersection(range(first, self._world.size, parallel))
+                odd, by_majority = differing({place: found[place] for place in sorted(group)})
+                suspects |= odd
+                is_clear &= by_majority
+        if suspects:
+            raise CorruptionError(self._told(sorted(suspects), is_clear, step))
+
+    def compare(self, steps: int, allreduce: AllReduce, places: Collection[int] | None = None) -> None:
+        """Compares at once, before what so many steps left is saved; every rank calls it.
+
+        Args:
+            steps: Done.
+            allreduce: Over all ranks.
+            places: As for `check`.
+
+        Raises:
+            CorruptionError: As `check`.
+        """
+        if self._every:
+            message = self._places()
+            allreduce.start(message).wait()
+            self.check(message.cpu(), steps, places)
+
+    def _places(self) -> Tensor:
+        places = torch.zeros(self._world.size, len(self._held), dtype=torch.int64, device=self._world.device)
+        places[self._world.rank] = torch.stack([self._fingerprint(held) for held in self._held.values()])
+        return places.reshape(-1)
+
+    def _fingerprint(self, tensors: Sequence[Tensor]) -> Tensor:
+        """int64 []."""
+        sums = []
+        for tensor in tensors:
+            for run in tensor.detach().reshape(-1).split(self._run):
+                sums.append(keyed_sum(run, self._keys))
+        if not sums:
+            return torch.zeros((), dtype=torch.int64, device=self._world.device)
+        return (torch.stack(sums) * self._run_keys[: len(sums)]).sum()
+
+    def _told(self, suspects: Sequence[int], is_clear: bool, step: int) -> str:
+        named = [named_with_host(self._world, place) for place in suspects[:_MOST_NAMED]]
+        more = f" and {len(suspects) - _MOST_NAMED} more" if len(suspects) > _MOST_NAMED else ""
+        who = ", ".join(named) + more
+        what = "other weights than most ranks: its memory or processor has failed" if is_clear else (
+            "different weights, and no majority tells which are right: a memory or processor has failed"
+        )  # fmt: skip
+        verb = "hold" if len(suspects) > 1 else "holds"
+        return (
+            f"step {step}: {who} {verb} {what}; nothing of it was saved: leave that machine out and give the same "
+            "command again, which goes on from the last checkpoint"
+        )
+
+
+def named_with_host(world: Group, place: int) -> str:
+    """A rank to blame, for people; every rank calls it. Without its host where ranks are lost at that very moment.
+
+    A corruption that is found must be told all the same: else the ranks that are left would go on with it.
+    """
+    name = f"rank {world.ranks[place]}"
+    try:
+        return f"{name} on {world.broadcast_text(socket.gethostname(), place)}"
+    except CommError:
+        return name
+
+
+def steps_between(images: int) -> int:
+    """Steps from one comparison to the next that cost less than a thousandth of a step's time, by measurement.
+
+    A comparison reads each weight once. A step does at least ten times as much with it when it rounds, sums and
+    updates, and each image multiplies by it three times or more. So neither the network's size nor the machine's speed
+    matters, and no clock is asked: all ranks find the same (ours; docs/benchmarks.md has what it costs).
+
+    Args:
+        images: That a rank computes in a step.
+
+    >>> [steps_between(images) for images in (1, 32, 1000, 20_000)]
+    [149, 114, 14, 1]
+    """
+    return -(-_IMAGES // (_OF_UPDATE + images))
+
+
+def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:
+    """Who differs from the majority, and whether there is one; without one, all that could be wrong.
+
+    >>> differing({0: 7, 1: 7, 2: 8}), differing({0: 7, 1: 8})
+    (({2}, True), ({0, 1}, False))
+    """
+    ((usual, count),) = Counter(fingerprints.values()).most_common(1)
+    if 2 * count > len(fingerprints):
+        return {place for place, value in fingerprints.items() if value != usual}, True
+    return set(fingerprints), False
+
+
+def _odd(count: int, use: int) -> Tensor:
+    """int64 [count]: odd random factors, the same on every rank."""
+    return torch.from_numpy((keyed_hash(DRIFT, use, np.arange(count)) | np.uint64(1)).view(np.int64))

@@ -1,0 +1,207 @@
+"""An idle rank takes over virtual workers that a late one has not begun, in the middle of a step.
+
+A step is as long as its slowest rank, and a rank that pauses makes all others wait. Any rank can compute any virtual
+worker with the same bits, so those that have nothing left to do take some of its work (work stealing). Who computes
+which is settled by claims (`comm.claims`): each virtual worker is computed exactly once.
+
+Gradients leave during a rank's last backward pass, so a rank must know which one is its last. It decides after the
+forward pass of its last own virtual worker: if no other rank is late, it will take over nothing in this step, and its
+messages leave as they always do. Otherwise they wait until nothing is left that is worth taking over. So a step in
+which no rank is late costs a few questions to the store, and what happens after the decision can't be helped.
+
+A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
+compute one more. Shares are sized by speed, so a virtual worker of a rank with n of them counts as m / n of those of a
+rank with m.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from torch import Tensor
+
+from ..comm.groups import Group
+from ..errors import UserError
+from ..recipe.runtime_options import RuntimeOptions
+from ..recipe.schema import Recipe
+from ..recipe.shares import why_even
+from .claims import Claims
+from .membership import Membership
+
+_LATE = 2
+"""virtual workers that a late rank has not begun: one for the rest of the pass of the rank that asks, one to take"""
+_FIELDS = 4
+_UNIT = 1e-6  # seconds; what a rank tells travels as integers
+
+
+class OwnShare:
+    """The virtual workers of a rank's share, one after the other.
+
+    Args:
+        workers: To be computed by this rank.
+    """
+
+    is_helping = False
+    """whether this rank waits, or has waited, for work of others"""
+
+    def __init__(self, workers: Sequence[int]) -> None:
+        self._workers, self.own = workers, 0
+
+    def next(self) -> int | None:
+        """The next virtual worker; None: there is none left. `own` counts those of this rank's share so far."""
+        if self.own == len(self._workers):
+            return None
+        self.own += 1
+        return self._workers[self.own - 1]
+
+    def is_last(self) -> bool:
+        """Whether the one that `next` gave is the last; asked after its forward pass."""
+        return self.own == len(self._workers)
+
+    def leave(self) -> None:
+        """This rank computes nothing more, and nor shall another in its place."""
+
+    def told(self) -> list[int]:
+        """What travels in the step's control vector, to be summed over ranks: nothing."""
+        return []
+
+
+class StealingShare:
+    """The virtual workers of a rank's share that nobody has taken over, then those of late ranks.
+
+    Args:
+        membership: Who has which share.
+        claims: Of this rank, for the step's passes.
+    """
+
+    def __init__(self, membership: Membership, claims: Claims) -> None:
+        self._membership, self._claims = membership, claims
+        claims.begin(membership.counts)
+        self.own = 0
+        self.is_helping = False
+        self._from = [0] * len(membership.ranks)
+        self._began = self._last = time.perf_counter()
+        self._shortest = inf
+
+    def next(self) -> int | None:
+        """See `OwnShare.next`."""
+        now = time.perf_counter()
+        if self.own and not self.is_helping:
+            self._shortest = min(self._shortest, now - self._last)
+        self._last = now
+        place = self._claims.claim_own()
+        if place is not None:
+            self.own += 1
+            return self._membership.mine[place]
+        self.is_helping = True
+        while (late := self._late(1)) is not None:
+            taken = self._claims.claim_of(late)
+            if taken is not None:
+                self._from[late] += 1
+                return self._membership.shares[late][taken]
+        return None
+
+    def is_last(self) -> bool:
+        """See `OwnShare.is_last`; it may turn out later that the one before was, since others have taken the last."""
+        return not self._claims.may_have_own and self._late(1 if self.is_helping else _LATE) is None
+
+    def leave(self) -> None:
+        """See `OwnShare.leave`."""
+        self._claims.claim_rest()
+
+    def told(self) -> list[int]:
+        """See `OwnShare.told`, and `TakenOver.read`: after the forward pass of this rank's last virtual worker."""
+        ready = time.perf_counter() - self._began
+        rows = [[taken, 0, 0, 0] for taken in self._from]
+        own = (sum(self._from), round(ready / _UNIT), round(min(self._shortest, ready) / _UNIT))
+        rows[self._membership.me][1:] = own
+        return [each for row in rows for each in row]
+
+    def _late(self, least: int) -> int | None:
+        """The place of the rank that is furthest behind, by at least so many of this rank's virtual workers."""
+        counts, mine = self._membership.counts, len(self._membership.mine)
+        behind = {place: left * mine / counts[place] for place, left in self._claims.looks().items()}
+        place = max(behind, key=lambda each: behind[each])
+        return place if behind[place] >= least else None
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """What was taken over in a step; the same on every rank."""
+
+    late: dict[int, int]
+    """by rank, how many of its virtual workers others have computed"""
+    helpers: dict[int, int]
+    """by rank, how many of others it has computed"""
+    saved: float
+    """seconds that the step would have taken longer: an estimate, as if a late rank had needed for each of them as long
+    as for the quickest of its own"""
+
+    @classmethod
+    def read(cls, told: Tensor, ranks: Sequence[int]) -> "TakenOver | None":
+        """From what all ranks told, summed; None where nothing was taken over.
+
+        Args:
+            told: int64 [4 N]: of each place the virtual workers that it has lost and those that it has taken, the
+                microseconds until its last forward pass had ended, and those of its quickest own virtual worker.
+            ranks: In the order of their places.
+
+        >>> from torch import tensor
+        >>> told = tensor([0, 1, 4_500_000, 500_000, 1, 0, 4_500_000, 500_000])
+        >>> TakenOver.read(told, [0, 1])
+        TakenOver(late={1: 1}, helpers={0: 1}, saved=0.5)
+        """
+        if not told.numel() or not (rows := told.view(-1, _FIELDS))[:, 0].any():
+            return None
+        lost, taken, ready, each = rows.unbind(1)
+        saved = (ready + lost * each).max() - ready.max()
+        counts = [dict(zip(ranks, column.tolist(), strict=True)) for column in (lost, taken)]
+        late, helpers = ({rank: count for rank, count in found.items() if count} for found in counts)
+        return cls(late, helpers, float(saved) * _UNIT)
+
+    def as_event(self) -> dict[str, Any]:
+        """Its keys in the event of a step."""
+        return {"late": self.late, "helpers": self.helpers, "saved_seconds": round(self.saved, 3)}
+
+
+class WorkStealing:
+    """Gives the ranks of a run their work, step by step; every rank makes one at the same time.
+
+    Args:
+        world: All ranks, two at least.
+    """
+
+    def __init__(self, world: Group) -> None:
+        self.claims = Claims(world)
+        """of this rank"""
+
+    def share(self, membership: Membership) -> StealingShare:
+        """This rank's work in the passes of a step; all ranks call it for the same passes."""
+        return StealingShare(membership, self.claims)
+
+
+def work_stealing(options: RuntimeOptions, recipe: Recipe, world: Group) -> WorkStealing | None:
+    """What a run asks for; None: each rank computes its own share.
+
+    Raises:
+        UserError: It can't be had with what else the run asks for.
+    """
+    if not options.work_stealing:
+        return None
+    why = why_even(recipe)
+    if options.update == "sharded":
+        why = "with update = sharded new weights arrive while the passes of a fixed share run"
+    if options.audit:
+        why = f"audit = {options.audit:g} must know beforehand who computes what"
+    if world.device.type == "cuda":
+        why = "a GPU is given its passes in advance; use --device cpu"
+    if why:
+        raise UserError(f"work_stealing = true: {why}; leave one of them out")
+    return WorkStealing(world) if world.size > 1 else None
+
+
+def count_late(late: Mapping[str, int], more: Mapping[int, int]) -> dict[str, int]:
+    """Adds a step's late ranks to those of a run."""
+    return {**late, **{str(rank): late.get(str(rank), 0) + count for rank, count in more.items()}}

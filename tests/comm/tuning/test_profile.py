@@ -1,0 +1,167 @@
+"""Profiles: fitted, saved, checked when read, and what is chosen by them."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torusgd.comm.tuning.cost import rank_candidates
+from torusgd.comm.tuning.profile import (
+    InStep,
+    Link,
+    Profile,
+    Timing,
+    choose,
+    expect,
+    explain,
+    hidden,
+    ranks_a_host,
+    waited,
+)
+from torusgd.comm.tuning.tune import fit
+from torusgd.errors import UserError
+
+
+def link(latency: float, per_byte: float) -> Link:
+    return Link(latency=latency, latency_error=0.0, per_byte=per_byte, per_byte_error=0.0)
+
+
+def profile(latency: float = 5e-3, per_byte: float = 8e-9, native: float = 0.3) -> Profile:
+    rows = [(4096, "native", None, native), (4096, "doubling", None, 0.03), (4096, "torus:direct", (4, 4), 0.04)]
+    rows += [(1 << 20, "native", None, native), (1 << 20, "doubling", None, 0.1)]
+    rows += [(1 << 20, "torus:direct", (4, 4), 0.05)]
+    return Profile(
+        backend="gloo",
+        hosts=tuple(range(16)),
+        message=1e-4,
+        inside=None,
+        between=link(latency, per_byte),
+        timings=tuple(Timing(size=s, algorithm=a, grid=g, chunks=1, median=m) for s, a, g, m in rows),
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(1e-6, 1e-1), st.floats(1e-11, 1e-6), st.integers(0, 1000))
+def test_the_fit_finds_latency_and_bandwidth_within_its_own_error(latency, per_byte, seed):
+    sizes = [1 << 10, 1 << 15, 1 << 18, 1 << 20] * 6
+    noise = 1 + 0.05 * np.random.default_rng(seed).standard_normal(len(sizes))
+    found = fit(sizes, [(latency + per_byte * size) * n for size, n in zip(sizes, noise, strict=True)])
+    assert abs(found.latency - latency) <= 5 * found.latency_error + 1e-12
+    assert abs(found.per_byte - per_byte) <= 5 * found.per_byte_error + 1e-18
+    assert found.latency_error > 0
+
+
+def test_the_fit_never_goes_below_zero():
+    assert fit([1000, 2000, 4000], [3e-3, 2e-3, 1e-3]).per_byte == 0
+    assert fit([1000, 2000, 4000], [1e-6, 4e-6, 16e-6]).latency == 0
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    (tmp_path / "p.json").write_text(profile().dump())
+    assert Profile.load(tmp_path / "p.json") == profile()
+
+
+def test_what_a_message_adds_is_even_between_the_points_and_grows_with_the_message_beyond() -> None:
+    points = (InStep(size=4096, hidden=0.001, waited=0.01), InStep(size=12288, hidden=0.003, waited=0.02))
+    measured = profile().model_copy(update={"in_steps": points})
+    assert (hidden(profile(), 4096), waited(profile(), 4096)) == (0, expect(profile(), 4096)[1])
+    assert [hidden(measured, size) for size in (1, 4096, 8192, 12288)] == pytest.approx([0.001, 0.001, 0.002, 0.003])
+    assert [waited(measured, size) for size in (1, 8192, 12288)] == pytest.approx([0.01, 0.015, 0.02])
+    long, last = (expect(measured, size)[1] for size in (1 << 22, 12288))
+    assert hidden(measured, 1 << 22) == pytest.approx(0.003 * long / last)
+    assert waited(measured, 1 << 22) == pytest.approx(0.02 + long - last)
+
+
+def change(**values: object) -> str:
+    return json.dumps({**json.loads(profile().model_dump_json()), **values})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("nonsense", "JSON"),
+        (change(version=2), "version"),
+        (change(hosts=[]), "hosts"),
+        (change(message=-1), "message"),
+        (change(extra=1), "extra"),
+        (change(between={"latency": "fast"}), "between.latency"),
+        (change(timings=[{"size": 1, "algorithm": "tree", "grid": None, "chunks": 1, "median": 1}]), "tree"),
+        (change(timings=[{"size": 1, "algorithm": "torus", "grid": [3, 3], "chunks": 1, "median": 1}]), "3x3"),
+        (change(timings=[{"size": 1, "algorithm": "ring", "grid": None, "chunks": 1, "median": 1}]), "native"),
+    ],
+)
+def test_a_wrong_profile_is_told_in_one_line(tmp_path, text, told):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(UserError, match=told) as caught:
+        Profile.load(tmp_path / "p.json")
+    assert "p.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_profile_is_told(tmp_path):
+    with pytest.raises(UserError, match="torusgd tune --out"):
+        Profile.load(tmp_path / "none.json")
+
+
+def test_what_was_fastest_runs():
+    assert choose(profile(), 4096, 16).algorithm == "doubling"
+    chosen = choose(profile(), 1 << 20, 16)
+    assert (chosen.algorithm, chosen.grid) == ("torus", (4, 4))
+    assert "50.0 ms against 300.0 ms native" in chosen.why
+    assert choose(profile(), 1, 1).algorithm == "native"
+
+
+def test_native_runs_where_nothing_is_faster():
+    assert choose(profile(native=0.03), 4096, 16).algorithm == "native"
+
+
+def test_beyond_the_timed_sizes_the_formulas_carry_on():
+    """Doubling moves four times what a torus does: however fast at 4 KiB, it must not be taken for 64 MiB."""
+    small = profile().model_copy(update={"timings": profile().timings[:3]})
+    assert choose(small, 4096, 16).algorithm == "doubling"
+    assert choose(small, 1 << 26, 16).algorithm != "doubling"
+
+
+def test_far_beyond_the_timed_sizes_native_stays_unless_much_is_won():
+    def timed(ours: float) -> Profile:
+        rows = [("native", None, 0.872), ("torus:direct", (4, 4), ours)]
+        timings = [Timing(size=1 << 22, algorithm=a, grid=g, chunks=1, median=m) for a, g, m in rows]
+        return profile(per_byte=8e-8).model_copy(update={"timings": tuple(timings)})
+
+    assert choose(timed(0.745), 1 << 22, 16).algorithm == "torus"
+    assert choose(timed(0.745), 1 << 24, 16).algorithm == "native"
+    assert choose(timed(0.3), 1 << 24, 16).algorithm == "torus"
+
+
+def test_another_number_of_ranks_goes_by_the_formulas():
+    assert choose(profile(latency=5e-3), 64, 8).algorithm == "direct"
+    assert "16 ranks" in choose(profile(), 64, 8).why
+    best, predicted = rank_candidates(1 << 24, 16, profile().topology)[0]
+    assert best.algorithm != "doubling"
+    assert predicted > 2 * 15 / 16 * (1 << 24) * 8e-9
+
+
+def test_the_choice_is_explained_in_one_line():
+    text = explain(profile(), "from p.json")
+    assert text.startswith("allreduce auto: 16 ranks on 16 hosts; 5.00 ms and 1.00 Gb/s between hosts; doubling to")
+    assert "KiB, torus:direct 4x4 to" in text
+    assert text.endswith("above (from p.json)")
+
+
+def test_hosts_of_different_sizes_share_the_link_of_the_fullest():
+    uneven = profile().model_copy(update={"hosts": (0, 0, 0, 1), "inside": link(1e-5, 1e-10)})
+    topology = uneven.topology
+    assert topology.per_host == 1
+    assert topology.between.beta == pytest.approx(3 * 8e-9)
+    near = uneven.model_copy(update={"hosts": (0, 0), "between": None}).topology
+    assert near.between == near.inside == (1e-5, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "each"),
+    [((0,), 1), ((0, 0), 2), ((0, 0, 1, 1), 2), ((0, 1, 2), 1), ((0, 0, 1), 1), ((0, 1, 0, 1), 1), ((0, 0, 1, 0), 1)],
+)
+def test_ranks_a_host(hosts, each):
+    assert ranks_a_host(hosts) == each

@@ -1,0 +1,71 @@
+"""Compiles every Triton kernel that a step launches, for a GPU that need not be there: `python FILE CAPABILITY`.
+
+Prints for each kernel its name, and what of its assembly rounds: its fused multiply-adds of float32, and whether a
+division or a root is approximate. Not under Triton's interpreter.
+"""
+
+import re
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+from torusgd.cuda import triton_kernels, triton_shadow, triton_update, triton_upload, triton_verdict
+from torusgd.optim.lars import VARIANTS
+
+
+def compile_instead(capability: int) -> None:
+    """From now on a launch compiles its kernel for these arguments, and launches nothing."""
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        options = {key: keywords.pop(key) for key in ("enable_fp_fusion",) if key in keywords}
+        types = {name: mangle_type(value) for name, value in zip(kernel.arg_names, arguments, strict=False)}
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, constexprs=keywords)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assembly = made.asm["ptx"]
+        is_near = re.search(r"\b(div|sqrt|rcp)\.(full|approx)", assembly) is not None
+        print(kernel.__name__, len(re.findall(r"\bfma\.rn\.f32", assembly)), "approximate" if is_near else "exact")
+
+    JITFunction.run = run
+
+
+def launch_all() -> None:
+    """Each kernel in each of its forms."""
+    tensor, one = torch.zeros(4, 3, 2, 2), torch.ones(1)
+    sizes, scales, message = torch.tensor([48]), torch.ones(1), torch.zeros(52, dtype=torch.int32)
+    found = torch.zeros(2, dtype=torch.int32)
+    for wide in (torch.int32, torch.int64):
+        triton_kernels.add_gradients([tensor], sizes, scales, message.to(wide), found)
+        triton_kernels.add_bounds(found, scales, message.to(wide), 48, 8.0, 2.0**27)
+        triton_verdict.mean([message.to(wide)[:48]], sizes, scales, 1.0, [tensor])
+        double = torch.zeros(3, dtype=torch.float64)
+        control = torch.zeros(4 * 3 + 2, dtype=torch.int64)
+        triton_verdict.verdict(
+            [message.to(wide)[48:]], control, control[:2], 3, 8.0, 2**31 - 1, 2**33, one, double, scales, scales,
+            torch.zeros(2), torch.zeros(2), double,
+        )  # fmt: skip
+    for is_first in (True, False):
+        triton_verdict.add_statistics(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2), one, is_first)
+    triton_shadow.copy_weights([tensor, tensor], [tensor.bfloat16(), tensor.half()])
+    for images in (torch.zeros(4, 3, 2, 2), torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)):
+        triton_upload.look_up(images.byte(), torch.zeros(3, 256), images)
+    triton_update.block_norms([tensor])
+    for rule in ("sgd", "nesterov", *VARIANTS):
+        triton_update.update(
+            torch.zeros(48), torch.zeros(48), [tensor], one, [0], [0], [True], [0.1], [1e-4], [0.01], 0.9, rule, 0.0,
+            1.0, None,
+        )  # fmt: skip
+    triton_update.update(
+        torch.zeros(48), torch.zeros(48), [tensor], one, [0], [0], [False], [0.1], [0.0], [0.0], 0.0, "sgd", 0.0, 1.0,
+        None,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    compile_instead(int(sys.argv[1]))
+    launch_all()

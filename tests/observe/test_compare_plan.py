@@ -1,0 +1,63 @@
+"""A plan beside the run that it predicted."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.run.runs import run_here
+
+from torusgd.cli.train import show_result
+from torusgd.errors import UserError
+from torusgd.observe.compare_plan import PlanComparison
+
+
+def plan(path: Path, **changes: object) -> Path:
+    stages = [{"batch": 96, "seconds": 0.1}, {"batch": 192, "seconds": 0.2}]
+    path.write_text(json.dumps({"recipe": "digits", "devices": 1, "stages": stages, **changes}))
+    return path
+
+
+def test_steps_are_weighed_by_their_batch(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    steps = [(96, 9.0), (96, 0.11), (96, 0.09), (96, 0.5), (192, 0.4)]
+    lines = [{"step": n, "batch": batch, "step_seconds": seconds} for n, (batch, seconds) in enumerate(steps, 1)]
+    events.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"event": "evaluation", "step": 5}]))
+    beside = PlanComparison.load(plan(tmp_path / "plan.json")).beside(events)
+    predicted, measured, images = 3 * 0.1 + 0.2, 3 * 0.11 + 0.4, 3 * 96 + 192
+    assert beside["step_seconds"] == pytest.approx(predicted / 4)
+    assert beside["measured_step_seconds"] == pytest.approx(measured / 4)
+    assert beside["step_seconds_error"] == pytest.approx(predicted / measured - 1)
+    assert beside["images_per_second"] == pytest.approx(images / predicted)
+    assert beside["images_per_second_error"] == pytest.approx(measured / predicted - 1)
+
+
+def test_a_plan_of_something_else_is_refused(tmp_path: Path) -> None:
+    planned = PlanComparison.load(plan(tmp_path / "plan.json"))
+    planned.check("digits", [96, 192], 1)
+    wrong = [("fashion", [96], 1, "not of fashion"), ("digits", [100], 1, "of 100"), ("digits", [96], 2, "2 ranks")]
+    for recipe, batches, ranks, words in wrong:
+        with pytest.raises(UserError, match=words):
+            planned.check(recipe, batches, ranks)
+    for text in ("{}", "no", "[1]"):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(UserError, match="is no plan"):
+            PlanComparison.load(tmp_path / "other.json")
+    with pytest.raises(UserError, match="torusgd plan"):
+        PlanComparison.load(tmp_path / "none.json")
+
+
+def test_the_summary_holds_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    stages = [{"batch": 12, "seconds": 0.1}, {"batch": 20, "seconds": 0.1}]
+    summary, _ = run_here(out, plan=PlanComparison.load(plan(tmp_path / "plan.json", stages=stages)))
+    assert json.loads((out / "summary.json").read_text()) == summary
+    beside = summary["predicted"]
+    assert beside["step_seconds"] == pytest.approx(0.1)
+    assert beside["step_seconds_error"] == pytest.approx(0.1 / beside["measured_step_seconds"] - 1)
+    show_result(summary, out)
+    assert "the plan said 100.0 ms" in capsys.readouterr().out
+    told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    steps = [event for event in told if "event" not in event]
+    assert len(steps) == 4
+    for step in steps:
+        assert 0 < step["update_seconds"] < step["step_seconds"] - step["data_seconds"]

@@ -1,0 +1,265 @@
+"""Trackers get every step and evaluation once, however often a run is stopped and resumed."""
+
+import json
+import os
+import socketserver
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.run.runs import TINY, run_here
+
+from torusgd.comm.groups import group_of
+from torusgd.errors import UserError
+from torusgd.observe import trackers
+from torusgd.observe.trackers import Trackers, figures_of
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import TRACKING_ID, RunDir
+from torusgd.runtime import resolve_auto
+from torusgd.signals import StopFlag
+
+Sent = Counter[tuple[str, int]]
+
+
+class Memory:
+    """A tracker that keeps what it was sent, as a server does, beyond the process that sent it."""
+
+    def __init__(self, sent: Sent, fails: bool = False) -> None:
+        self.sent, self.fails = sent, fails
+
+    def has(self, kind: str, step: int) -> bool:
+        return (kind, step) in self.sent
+
+    def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        if self.fails:
+            raise ConnectionError("gone\nand more")
+        assert all(isinstance(value, float) for value in figures.values())
+        self.sent[kind, step] += 1
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def opened(names: list[str], folder: Path, warn: Callable[[str], object] = pytest.fail) -> Trackers:
+    found = Trackers(names, warn)
+    found.open(folder, {})
+    return found
+
+
+def train(out: Path, name: str, max_steps: int | None = None, fresh: bool = False) -> None:
+    """In this process, with a tracker."""
+    recipe = resolve_auto(load_recipe("digits", list(TINY)).recipe, "cpu")
+    out.mkdir(parents=True, exist_ok=True)
+    RunDir(out).claim(recipe, fresh)
+    options = RuntimeOptions.model_validate({"track": (name,), "checkpoint_every": "2st"})
+    Run(Job(recipe, options, "cpu", out, max_steps=max_steps), group_of(), StopFlag(), restarts=0).run()
+
+
+WHOLE = {("train", 1), ("train", 2), ("train", 3), ("train", 4), ("eval", 2), ("eval", 4), ("polished", 4)}
+
+
+def events_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run_here(folder)
+    return folder / "events.jsonl"
+
+
+def test_what_a_tracker_lacks_is_sent_and_nothing_twice(
+    events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = Sent()
+    monkeypatch.setattr(trackers, "_opened", lambda name, folder, config: Memory(sent))
+    lines = events.read_text().splitlines()
+    path = tmp_path / "events.jsonl"
+    for kept, taken in ((0, 2), (1, 6), (2, len(lines))):  # a run goes back, takes steps again, and some new ones
+        path.write_text("".join(line + "\n" for line in lines[:kept]) + "damaged\n[]\n")
+        if kept == 1:
+            del sent["train", 1]  # it was under way when the process was killed
+        found = opened(["wandb", "wandb"], tmp_path)
+        found.catch_up(path)
+        for line in lines[kept:taken]:
+            found.feed(json.loads(line))
+        found.close()
+    assert set(sent) == WHOLE
+    assert set(sent.values()) == {1}
+
+
+def test_trackers_stay_open_while_ranks_change(events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, begun = Sent(), list[str]()
+
+    class Forgetful(Memory):
+        """As files are: it does not know what it has."""
+
+        def has(self, kind: str, step: int) -> bool:
+            return False
+
+    monkeypatch.setattr(trackers, "_opened", lambda name, folder, config: begun.append(name) or Forgetful(sent))
+    lines = events.read_text().splitlines()
+    path = tmp_path / "events.jsonl"
+    found = Trackers(["tensorboard"], pytest.fail)
+    for kept, taken in ((0, 3), (2, 5), (5, len(lines))):  # the second time a step back, and then on
+        path.write_text("".join(line + "\n" for line in lines[:kept]))
+        found.open(tmp_path, {})
+        found.catch_up(path)
+        for line in lines[kept:taken]:
+            found.feed(json.loads(line))
+        found.flush()
+    found.close()
+    assert begun == ["tensorboard"]
+    assert set(sent) == WHOLE
+    assert set(sent.values()) == {1}
+
+
+def test_a_tracker_that_fails_is_left_aside_with_one_line(
+    events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, told = Sent(), list[str]()
+    monkeypatch.setattr(trackers, "_opened", lambda name, folder, config: Memory(sent, fails=name == "wandb"))
+    found = opened(["wandb", "mlflow"], tmp_path, told.append)
+    found.catch_up(events)
+    found.close()
+    assert set(sent) == WHOLE
+    assert len(told) == 1
+    assert "\n" not in told[0]
+    assert "--track wandb: left aside, since it failed: gone" in told[0]
+
+
+def test_figures_of_a_diverged_step_are_left_out() -> None:
+    event = {"step": 1, "loss": None, "lr": 0.1, "momentum": 0.9, "batch": 8, "epoch": 0.1, "step_seconds": 0.0,
+             "data_seconds": 0.0, "sync_seconds": 0.0}  # fmt: skip
+    found = figures_of(event)
+    assert found is not None
+    assert "loss" not in found[1]
+    assert figures_of({"event": "initial", "step": 0}) is None
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("torch.utils.tensorboard", "wandb", "mlflow", "mlflow.entities"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(UserError, match=rf"pip install 'torusgd\[{name}\]'"):
+        opened([name], tmp_path)
+
+
+def resumed_twice(out: Path, name: str) -> None:
+    train(out, name, max_steps=2)
+    train(out, name, max_steps=3)
+    train(out, name)
+
+
+def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    resumed_twice(tmp_path / "run", "tensorboard")
+    board = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    losses = board.Scalars("train/loss")
+    assert [each.step for each in losses] == [1, 2, 3, 4]
+    steps = [event for event in events_of(tmp_path / "run") if "event" not in event]
+    assert [each.value for each in losses] == pytest.approx([step["loss"] for step in steps], rel=1e-6)
+    assert [each.step for each in board.Scalars("eval/top1")] == [2, 3, 4]
+    assert [each.step for each in board.Scalars("polished/top1")] == [4]
+
+
+def records_of(data: bytes) -> Iterator[bytes]:
+    """Of a .wandb file, which is a log as LevelDB writes it: blocks of 32 KiB of records or fragments of them."""
+    whole, at = b"", 7
+    while at + 7 <= len(data):
+        left = (1 << 15) - at % (1 << 15)
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if left < 7 or kind == 0:
+            at += left
+            continue
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a full record, or the last fragment of one
+            yield whole
+            whole = b""
+
+
+@pytest.mark.slow
+def test_wandb_offline_leaves_one_folder_with_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    resumed_twice(tmp_path / "run", "wandb")
+    (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert path.stem == f"run-{(tmp_path / 'run' / TRACKING_ID).read_text().strip()}"
+    sent = Sent()
+    for data in records_of(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        for kind in ("train", "eval", "polished"):
+            if f"{kind}/step" in items:
+                sent[kind, json.loads(items[f"{kind}/step"])] += 1
+    assert set(sent) == WHOLE | {("eval", 3)}
+    assert set(sent.values()) == {1}
+    torch.manual_seed(0)
+    train(tmp_path / "run", "wandb", fresh=True)
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 1
+
+
+@pytest.mark.slow
+def test_mlflow_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    resumed_twice(tmp_path / "run", "mlflow")
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name(trackers.PROJECT)
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["recipe.name"] == "digits"
+    assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "train/loss")) == [1, 2, 3, 4]
+    assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "eval/top1")) == [2, 3, 4]
+
+
+@pytest.mark.slow
+def test_mlflow_wants_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=http"):
+        opened(["mlflow"], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_server_of_mlflow_that_is_not_there_is_told_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")  # no pauses: the attempts are counted
+    attempts = []
+
+    class Silent(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            attempts.append(self.client_address)  # and hangs up
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        with pytest.raises(UserError, match=f"--track mlflow: .*; MLFLOW_TRACKING_URI is {address}"):
+            opened(["mlflow"], tmp_path)
+        server.shutdown()
+    assert len(attempts) == 3
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ, "a server that is busy later is asked as MLflow does"

@@ -1,0 +1,161 @@
+"""Each rank takes a GPU of its own, whoever has started it, and ranks that share one find out."""
+
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import NoReturn
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.comm.gloo_world import run_ranks
+from torch.distributed import HashStore
+
+from torusgd.comm import groups
+from torusgd.errors import UserError
+from torusgd.launch import torchrun
+from torusgd.ranks.gpus import (
+    LOCAL_RANK,
+    WATCHDOG,
+    check_own_gpus,
+    compare_gpus,
+    device_of,
+    local_rank,
+    own_gpu,
+    tell_gpu,
+)
+from torusgd.ranks.heartbeat import Limits
+from torusgd.ranks.rank import meet
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.runtime import resolve_workers
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*LOCAL_RANK, *WATCHDOG):
+        monkeypatch.setenv(name, "")  # so that it is put back, be it set by what is tested
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=f"GPU-{d.index}"))
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", LOCAL_RANK)
+def test_every_launchers_variable_is_known(name: str, four_gpus: pytest.MonkeyPatch) -> None:
+    assert own_gpu(ranks_per_gpu=1).index == 0
+    four_gpus.setenv(name, "3")
+    assert own_gpu(ranks_per_gpu=1) == torch.device("cuda", 3)
+    assert own_gpu(ranks_per_gpu=2) == torch.device("cuda", 1)
+
+
+def test_torchruns_variable_goes_first() -> None:
+    assert local_rank({"SLURM_LOCALID": "0", "LOCAL_RANK": "2"}) == 2
+    with pytest.raises(UserError, match="SLURM_LOCALID = x: must be"):
+        local_rank({"SLURM_LOCALID": "x"})
+
+
+def test_a_rank_that_is_shown_one_gpu_takes_it(four_gpus: pytest.MonkeyPatch) -> None:
+    four_gpus.setenv("SLURM_LOCALID", "3")
+    four_gpus.setattr(torch.cuda, "device_count", lambda: 1)
+    assert own_gpu(ranks_per_gpu=1).index == 0
+
+
+def test_more_ranks_than_gpus_are_refused(four_gpus: pytest.MonkeyPatch) -> None:
+    four_gpus.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "4")
+    with pytest.raises(UserError, match="rank 4 of this machine: it has 4 GPUs; start at most 4 ranks here"):
+        own_gpu(ranks_per_gpu=1)
+
+
+def test_ranks_on_one_gpu_are_named() -> None:
+    check_own_gpus(["a", "b", "", ""], ranks_per_gpu=1)
+    check_own_gpus(["a", "b", "a", "b"], ranks_per_gpu=2)
+    with pytest.raises(UserError, match=r"ranks 1, 3 have the same GPU \(b\): .*--set runtime.ranks_per_gpu=2"):
+        check_own_gpus(["a", "b", "c", "b"], ranks_per_gpu=1)
+
+
+def rank_0_comes(store: HashStore) -> None:
+    """What rank 0 has left in the store, with GPU 0."""
+    store.set("gpu/0", "GPU-0")
+    store.add("ranks of GPU-0", 1)
+    store.add("here", 1)
+
+
+@pytest.mark.parametrize(("ranks_per_gpu", "nccl"), [(1, True), (2, False)])
+def test_ranks_meet_with_their_gpus_over_nccl_or_where_they_share_them_over_gloo(
+    ranks_per_gpu: int, nccl: bool, four_gpus: pytest.MonkeyPatch
+) -> None:
+    four_gpus.setenv("LOCAL_RANK", "1")
+    asked: dict[str, object] = {}
+    four_gpus.setattr(groups, "build", lambda *_, **options: asked.update(options))
+    store = HashStore()
+    rank_0_comes(store)
+    meet(store, 1, 2, "cuda", seconds=5, ranks_per_gpu=ranks_per_gpu)
+    assert asked["device"] == torch.device("cuda", 1 // ranks_per_gpu)
+    assert asked["nccl"] == nccl
+    assert [os.environ[name] for name in WATCHDOG] == ["0", "0"]
+
+
+def test_two_ranks_without_a_number_are_refused_when_they_meet(four_gpus: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    rank_0_comes(store)
+    with pytest.raises(UserError, match=r"ranks 0, 1 have the same GPU \(GPU-0\)"):
+        meet(store, 1, 2, "cuda", seconds=5)
+
+
+def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe("digits", ["virtual_workers=64"]).recipe
+    assert resolve_workers(RuntimeOptions(), "cuda", recipe) == 4
+    assert resolve_workers(RuntimeOptions(ranks_per_gpu=2), "cuda", recipe) == 8
+    assert resolve_workers(RuntimeOptions(ranks_per_gpu=2, workers=7), "cuda", recipe) == 7
+    message = r"workers = 5: this machine has 4 GPUs; use at most 4, or --set runtime\.ranks_per_gpu=2"
+    with pytest.raises(UserError, match=message):
+        resolve_workers(RuntimeOptions(workers=5), "cuda", recipe)
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+def join_on_the_same_gpu() -> tuple[int, list[str]]:
+    """The exit code of a rank to which a launcher has said no number, and what it prints."""
+    said: list[str] = []
+
+    def end(code: int) -> NoReturn:
+        raise Ended(code)
+
+    os.environ.pop("LOCAL_RANK", None)
+    fakes = {
+        "device_count": lambda: 4,
+        "set_device": lambda device: None,
+        "get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),
+    }
+    with patch.multiple(torch.cuda, **fakes), patch.object(torchrun, "_print", said.append), patch("os._exit", end):
+        try:
+            torchrun.run_joined(lambda *_: None, "cuda", Limits(beat=30, start=30))
+        except Ended as ended:
+            return ended.args[0], said
+    raise AssertionError("the ranks have met")
+
+
+@pytest.mark.slow
+def test_of_ranks_that_somebody_elses_launcher_put_on_one_gpu_one_says_so() -> None:
+    ends = run_ranks(2, join_on_the_same_gpu)
+    assert [code for code, _ in ends] == [2, 2]
+    (line,) = [line for _, said in ends for line in said]
+    assert line.startswith("ranks 0, 1 have the same GPU (GPU-0): let the launcher set LOCAL_RANK")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks_per_gpu", [1, 2])
+def test_two_ranks_on_the_gpu_that_is_here(ranks_per_gpu: int) -> None:
+    store, device = HashStore(), device_of("cuda", ranks_per_gpu)
+    for rank in range(2):
+        tell_gpu(store, rank, device, ranks_per_gpu)
+    if ranks_per_gpu == 2:
+        compare_gpus(store, 2, device, ranks_per_gpu)
+    else:
+        with pytest.raises(UserError, match="ranks 0, 1 have the same GPU"):
+            compare_gpus(store, 2, device, ranks_per_gpu)

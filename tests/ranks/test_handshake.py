@@ -1,0 +1,155 @@
+"""The handshake of machines that join: who doesn't know the token learns nothing, and what is sent has bounds."""
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torusgd.errors import UserError
+from torusgd.ranks import handshake
+from torusgd.ranks.handshake import (
+    NODE,
+    STORE,
+    Channel,
+    ChannelClosed,
+    Refused,
+    hang_up,
+    make_token,
+    parse_address,
+    prove_to_client,
+    prove_to_listener,
+    read_token,
+)
+
+KEY = b"k" * 64
+
+
+class Pair:
+    """Both sides of a handshake: the listening one in a thread."""
+
+    def __init__(self) -> None:
+        self.here, self.there = socket.socketpair()
+        self.outcome: Any = None
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        try:
+            self.outcome = prove_to_client(self.there, KEY)
+        except Refused as error:
+            self.outcome = error
+            hang_up(self.there)
+
+    def end(self) -> Any:
+        self._thread.join(240)
+        return self.outcome
+
+
+def test_both_sides_prove_that_they_know_the_token() -> None:
+    for purpose in (NODE, STORE):
+        pair = Pair()
+        prove_to_listener(pair.here, KEY, purpose)
+        assert pair.end() == purpose
+    pair = Pair()
+    with pytest.raises(Refused, match="hangs up"):
+        prove_to_listener(pair.here, b"x" * 64, NODE)
+    assert str(pair.end()) == "a wrong token"
+
+
+def test_a_listener_that_does_not_know_the_token_gets_nothing_of_a_machine() -> None:
+    here, there = socket.socketpair()
+    there.sendall(json.dumps({"torusgd": 1, "nonce": "0" * 64}).encode() + b"\n")
+    there.sendall(json.dumps({"proof": "0" * 64}).encode() + b"\n")
+    with pytest.raises(Refused):
+        prove_to_listener(here, KEY, NODE)
+
+
+def test_what_was_overheard_serves_no_second_time() -> None:
+    pair = Pair()
+    heard = list[bytes]()
+    here, mine = socket.socketpair()
+    client = threading.Thread(target=prove_to_listener, args=(here, KEY, NODE), daemon=True)
+    client.start()
+    mine.sendall(pair.here.recv(4096))
+    heard.append(mine.recv(4096))
+    pair.here.sendall(heard[0])
+    mine.sendall(pair.here.recv(4096))
+    client.join(240)
+    assert pair.end() == NODE
+    again = Pair()
+    again.here.recv(4096)
+    again.here.sendall(heard[0])
+    assert again.here.recv(4096) == b""
+    assert str(again.end()) == "a wrong token"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\n",
+        b"[]\n",
+        b'{"proof": 1}\n',
+        b'{"purpose": [], "nonce": "", "proof": ""}\n',
+        b"x" * 5000,
+        b"[" * 1000 + b"\n",
+    ],
+)
+def test_garbage_in_place_of_a_proof_is_refused(said: bytes) -> None:
+    pair = Pair()
+    pair.here.sendall(said)
+    assert isinstance(pair.end(), Refused)
+
+
+def test_who_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.2)
+    assert isinstance(Pair().end(), Refused)
+
+
+def test_a_channel_ends_with_silence_with_what_is_no_message_and_with_its_connection() -> None:
+    here, there = socket.socketpair()
+    channel = Channel(here, silent=0.0)
+    there.sendall(b'{"a": 1}\n{"b":')
+    assert list(channel.receive()) == [{"a": 1}]
+    there.sendall(b" 2}\n")
+    assert list(channel.receive()) == [{"b": 2}]
+    time.sleep(0.01)
+    with pytest.raises(ChannelClosed, match="nothing was heard"):
+        channel.check_silence()
+    there.sendall(b"[]\n")
+    with pytest.raises(ChannelClosed, match="no messages of torusgd"):
+        list(channel.receive())
+    there.close()
+    with pytest.raises(ChannelClosed, match="closed"):
+        list(channel.receive())
+
+
+def test_a_token_is_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    drawn = make_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert make_token(path) == read_token(path) == drawn
+    path.chmod(0o640)
+    with pytest.raises(UserError, match="others may read it"):
+        read_token(path)
+    path.chmod(0o600)
+    path.write_text("short")
+    with pytest.raises(UserError, match="is no token"):
+        read_token(path)
+    with pytest.raises(UserError, match="can't be read"):
+        read_token(tmp_path / "none")
+
+
+@pytest.mark.parametrize("text", ["7000", "host:", ":7000", "host:port", "host:70000"])
+def test_an_address_has_a_host_and_a_port(text: str) -> None:
+    with pytest.raises(UserError, match="write an address and a port"):
+        parse_address(text, "--listen")
+
+
+@pytest.mark.parametrize("host", ["a..b", "127..1", "x" * 64])
+def test_what_can_be_no_name_of_a_host_is_a_mistake(host: str) -> None:
+    with pytest.raises(UserError, match="is no name of a host"):
+        parse_address(f"{host}:7000", "--listen")

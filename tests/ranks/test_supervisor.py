@@ -1,0 +1,189 @@
+"""Ranks of our own: results, failures by kind, ranks that die, freeze, hang or are slow, and new attempts."""
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.run.processes import LOOPBACK, listening
+from tests.run.runs import TINY
+
+from torusgd.comm.groups import Group
+from torusgd.comm.liveness import Liveness
+from torusgd.errors import UserError
+from torusgd.ranks.failures import Failure, FailureKind
+from torusgd.ranks.rank import RankFunction
+from torusgd.ranks.roll_call import Limits
+from torusgd.ranks.supervisor import RankFailed, Supervisor
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.build import build, open_data
+from torusgd.run.job import Job
+from torusgd.runtime import resolve_auto
+from torusgd.signals import StopFlag
+from torusgd.step.journal import synchronous
+
+SIZE = 2
+BEAT = 3.0
+STUCK = 4.0
+
+
+class Attempts:
+    """Attempts of one supervisor, each with another function."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor, self.number = supervisor, 0
+
+    def results(self, action: Callable[..., Any]) -> list[Any]:
+        self.number += 1
+        return self.supervisor.run(on_rank_1(action), self.number)
+
+    def failure(self, action: Callable[..., Any]) -> Failure:
+        with pytest.raises(RankFailed) as caught:
+            self.results(action)
+        return caught.value.failure
+
+
+@pytest.fixture(scope="module")
+def attempts() -> Iterator[Attempts]:
+    with Supervisor(SIZE, "cpu", Limits(beat=BEAT, start=60, stuck=STUCK)) as supervisor:
+        yield Attempts(supervisor)
+
+
+def on_rank_1(action: Callable[..., Any]) -> RankFunction:
+    return partial(_act, action)
+
+
+def _act(action: Callable[..., Any], world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> Any:
+    """Two units of work on each rank, then the action on rank 1, for which rank 0 waits."""
+    for unit in range(2):
+        liveness.progress("train", 3, unit)
+    result = action(liveness) if world.rank == 1 else None
+    total = torch.ones(1)
+    world.all_reduce(total)
+    return [os.environ["RANK"], os.environ["WORLD_SIZE"], world.rank, total.item(), restarts, stop(), result]
+
+
+def be_well(liveness: Liveness) -> str:
+    return "well"
+
+
+def raise_user_error(liveness: Liveness) -> None:
+    raise UserError("data.image_size = 0: give 1 or more")
+
+
+def raise_key_error(liveness: Liveness) -> None:
+    raise KeyError("a defect")
+
+
+def raise_os_error(liveness: Liveness) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def lose_the_output(liveness: Liveness) -> None:
+    raise BrokenPipeError
+
+
+def die(liveness: Liveness) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(liveness: Liveness) -> None:
+    os._exit(0)
+
+
+def freeze(liveness: Liveness) -> None:
+    time.sleep(2.5)  # so that a beat tells where it is
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_for_ever(liveness: Liveness) -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def work_for_long(liveness: Liveness) -> None:
+    for unit in range(60):  # three times as long as without a beat, twice as long as without progress
+        time.sleep(3 * BEAT / 60)
+        liveness.progress("train", 3, unit)
+
+
+def test_every_rank_runs_the_function_and_a_new_attempt_meets_anew(attempts: Attempts) -> None:
+    for _ in range(2):
+        results = attempts.results(be_well)
+        number = attempts.number
+        assert results == [
+            ["0", "2", 0, 2.0, number, False, None],
+            ["1", "2", 1, 2.0, number, False, "well"],
+        ]
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "code", "text"),
+    [
+        (raise_user_error, FailureKind.USER_ERROR, 2, "data.image_size = 0: give 1 or more"),
+        (raise_key_error, FailureKind.DEFECT, 1, "rank 1: KeyError: 'a defect' (traceback above)"),
+        (raise_os_error, FailureKind.RUN_ERROR, 1, "rank 1: [Errno 28] No space left on device"),
+        (
+            lose_the_output,
+            FailureKind.OUTPUT_CLOSED,
+            1,
+            "nobody reads the output any more; the last checkpoint is good",
+        ),
+        (die, FailureKind.RANK_LOST, 1, "rank 1 was ended by SIGKILL"),
+        (leave, FailureKind.RUN_ERROR, 1, "rank 1 ended with exit code 0 and no result"),
+    ],
+)
+def test_a_failure_has_the_kind_of_its_cause(
+    attempts: Attempts, action: Callable[..., Any], kind: FailureKind, code: int, text: str
+) -> None:
+    failure = attempts.failure(action)
+    assert (failure.kind, failure.kind.exit_code, failure.rank, failure.text) == (kind, code, 1, text)
+    assert ("Traceback" in failure.trace) == (kind is FailureKind.DEFECT)
+
+
+def test_a_frozen_rank_is_named(attempts: Attempts) -> None:
+    failure = attempts.failure(freeze)
+    assert failure.kind is FailureKind.RANK_LOST
+    assert failure.text.startswith("rank 1 on ")
+    assert failure.text.endswith(" in train of step 3: no heartbeat for 3 s, frozen or lost")
+
+
+def test_a_hung_rank_is_named_with_its_phase_and_stack(attempts: Attempts) -> None:
+    failure = attempts.failure(sleep_for_ever)
+    assert failure.kind is FailureKind.RANK_LOST
+    assert "rank 1 on " in failure.text
+    assert " in train of step 3: no progress for " in failure.text
+    assert "sleep_for_ever (test_processes.py:" in failure.text
+
+
+def train_with_every_group(world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[str]:
+    """Where this rank listens when its run has groups of all kinds: rows and columns, column blocks, shards, links."""
+    sections = ("column_blocks=2", "model={name: digits-net}")
+    recipe = resolve_auto(load_recipe("digits", [*TINY, *sections]).recipe, "cpu")
+    options = RuntimeOptions(allreduce="torus", grid="2x2", update="sharded", model_parallel=2)
+    job = Job(recipe, options, "cpu", Path("nowhere"))
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness, stop)
+    trainer.step.run(trainer.membership, synchronous(0, recipe.virtual_workers))
+    found = listening([os.getpid()])
+    trainer.close()
+    return found
+
+
+def test_nothing_of_a_run_with_groups_of_all_kinds_listens_beyond_loopback() -> None:
+    with Supervisor(4, "cpu", Limits(start=60)) as supervisor:
+        own = listening([os.getpid()])  # the launcher's store
+        ranks = supervisor.run(train_with_every_group)
+    assert own
+    assert all(ranks), "each rank listens for others"
+    assert {*own, *itertools.chain(*ranks)} <= LOOPBACK
+
+
+def test_a_slow_rank_that_makes_progress_is_waited_for(attempts: Attempts) -> None:
+    assert [result[3] for result in attempts.results(work_for_long)] == [2.0, 2.0]

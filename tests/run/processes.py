@@ -1,0 +1,262 @@
+"""Runs of the command line as processes that tests can watch, signal and kill."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.run.runs import command
+from torusgd.comm.groups import group_of
+from torusgd.recipe.duration import Duration
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import RunDir
+from torusgd.runtime import resolve_auto
+from torusgd.signals import StopFlag
+
+T = TypeVar("T")
+
+STEPS = 30
+RECIPE = f"""
+name: faults
+data:
+  source: tests.run.slow:Slow
+  image_size: 8
+  channels: 1
+  mean: [0.5]
+  std: [0.25]
+  augment: {{crop: shift, shift: 1, flip: 0.5}}
+model: {{name: digits-net, options: {{dropout: 0.1}}}}
+virtual_workers: 4
+stages:
+  - {{until: 12st, images_per_worker: 3}}
+  - {{until: {STEPS}st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}}
+rate: {{lr: 0.5, warmup: {{length: 4st}}}}
+optimizer: {{name: lars, momentum: 0.9, weight_decay: 1.0e-4, trust: 0.01}}
+label_smoothing: 0.1
+evaluate: {{every: 10st, images_per_chunk: 5}}
+polish: {{}}
+runtime: {{checkpoint_every: 4st}}
+"""
+"""Short, yet with all that makes a state: dropout, batch norm, LARS, two stages, a batch that spans epochs."""
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+"""127.0.0.1, the same as IPv6 writes it, and ::1, as /proc/net shows them"""
+RESULTS = ("weights_sha256", "loss", "top1", "steps", "samples")
+
+
+class Process:
+    """A command in a process group of its own, its output in files.
+
+    Args:
+        folder: Where its output goes.
+        arguments: The whole command line.
+        environment: Added to this process's.
+    """
+
+    def __init__(self, folder: Path, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = len(list(folder.glob("*.out")))
+        self._paths = folder / f"{number}.out", folder / f"{number}.err"
+        with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
+            self.popen = subprocess.Popen(
+                [*map(str, arguments)],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def end(self, timeout: float = 240) -> int:
+        """Waits for the end; the exit code. A process that doesn't end is killed, and the test fails."""
+        try:
+            return self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"no end within {timeout} s\n{self.output}") from None
+
+    def kill(self) -> None:
+        """kill -9 of the whole group."""
+        os.killpg(self.pid, signal.SIGKILL)
+        self.popen.wait()
+
+    @property
+    def out(self) -> str:
+        return self._paths[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self._paths[1].read_text()
+
+    @property
+    def output(self) -> str:
+        return f"{self.out}\n{self.err}"
+
+    def descendants(self) -> list[int]:
+        """Process ids of all that this process started, and what they started."""
+        found = [self.pid]
+        for pid in found:
+            found += children(pid)
+        return found[1:]
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks under our own launcher: the children of the fork server."""
+        servers = [pid for pid in children(self.pid) if "forkserver" in command_of(pid)]
+        return [rank for server in servers for rank in children(server)]
+
+    def rank(self, out: Path, number: int) -> int:
+        """The process id of rank 0, which alone writes events.jsonl, or of another rank."""
+        path = str(out / "events.jsonl")
+        return until(
+            lambda: next((pid for pid in self.ranks() if (path in open_files(pid)) == (number == 0)), 0),
+            f"rank {number} is up", self,
+        )  # fmt: skip
+
+
+def torusgd(folder: Path, out: Path, recipe: Path, *arguments: str | Path, **environment: str) -> Process:
+    """`torusgd train` of a recipe."""
+    return Process(folder, *torusgd_words(out, recipe, *arguments), environment=environment)
+
+
+def torusgd_words(out: Path, recipe: Path, *arguments: str | Path) -> list[str]:
+    """The command line of `torusgd train`."""
+    return command("train", recipe, "--out", out, *arguments)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_alone(
+    out: Path, recipe: Path, *overrides: str, fresh: bool = False, options: RuntimeOptions | None = None, **job: Any
+) -> dict[str, Any]:
+    """Trains in this process, on one rank and without a launcher; the summary. `job`: fields of `Job`."""
+    loaded = resolve_auto(load_recipe(str(recipe), overrides).recipe, "cpu")
+    folder = RunDir(out)
+    with folder.lock():
+        folder.claim(loaded, fresh)
+        run = Run(
+            Job(loaded, options or RuntimeOptions(checkpoint_every=Duration(4, "st")), "cpu", out, **job),
+            group_of(),
+            StopFlag(),
+            restarts=0,
+        )
+        return run.run().summary
+
+
+def pauses(train: float, held_out: float = 0.0) -> list[str]:
+    """Flags that make the source take its time, in seconds an image; they change no weight."""
+    return ["--set", f"data.options.pause={train}", "--set", f"data.options.eval_pause={held_out}"]
+
+
+def until(
+    check: Callable[[], T], what: str, process: Process | None = None, timeout: float = 240, pause: float = 0.01
+) -> T:
+    """Waits until `check` gives something true."""
+    end = time.monotonic() + timeout
+    while not (found := check()):
+        told = process.output if process else ""
+        assert process is None or process.popen.poll() is None, f"ended before {what}\n{told}"
+        assert time.monotonic() < end, f"not within {timeout} s: {what}\n{told}"
+        time.sleep(pause)
+    return found
+
+
+def last_step(out: Path) -> int:
+    """The last step that events.jsonl tells of."""
+    try:
+        lines = (out / "events.jsonl").read_bytes().splitlines()
+    except OSError:
+        return 0
+    found = re.match(rb'\{"step": (\d+)', lines[-1]) if lines else None
+    return int(found[1]) if found else 0
+
+
+def wait_for_step(out: Path, step: int, process: Process) -> None:
+    """Waits until events.jsonl tells of a step."""
+    until(lambda: last_step(out) >= step, f"step {step}", process)
+
+
+def summary(out: Path) -> dict[str, Any]:
+    """The summary of a finished run."""
+    return json.loads((out / "summary.json").read_text())
+
+
+def results(told: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal whatever happened on the way."""
+    return {key: told[key] for key in RESULTS}
+
+
+def assert_told_once(out: Path, steps: int) -> None:
+    """events.jsonl: each line JSON, the steps 1..N without gaps or repetitions."""
+    told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in told if "event" not in event] == list(range(1, steps + 1))
+    others = [(event["event"], event["step"]) for event in told if "event" in event]
+    assert len(set(others)) == len(others)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    """The process ids whose parent is `pid`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def listening(pids: Iterable[int]) -> list[str]:
+    """The addresses (hex, as in /proc/net/tcp) at which these processes listen for TCP connections."""
+    inodes = {path.removeprefix("socket:[").removesuffix("]") for pid in pids for path in open_files(pid)}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+def open_files(pid: int) -> list[str]:
+    """Paths that a process holds open."""
+    found = []
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            found.append(os.readlink(link))
+    except OSError:
+        pass
+    return found

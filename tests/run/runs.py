@@ -1,0 +1,79 @@
+"""Small runs for tests: in this process, or on several ranks through the command line."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from torusgd.comm.groups import group_of
+from torusgd.observe.events import plan_table
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import RunDir
+from torusgd.runtime import resolve_auto
+from torusgd.signals import StopFlag
+
+# The digits recipe, made tiny: two stages, twelve virtual workers, keyed images, dropout, batch norm, LARS.
+TINY = (
+    "data={source: synthetic, train_images: 96, eval_images: 24, image_size: 8, channels: 1, classes: 4, "
+    "mean: [0.5], std: [0.25], augment: {crop: shift, shift: 1, flip: 0.5}}",
+    "virtual_workers=4",
+    "stages=[{until: 2st, images_per_worker: 3}, {until: 4st, images_per_worker: 5, lr: sqrt, momentum: noise-scale}]",
+    "rate={lr: 1.0, warmup: {length: 1st, start: 0.5}}",
+    "evaluate={every: 2st, images_per_chunk: 10}",
+    "polish={images_per_batch: 8}",
+)
+
+
+def run_here(out: Path, *overrides: str, tiny: bool = True, **job: Any) -> tuple[dict[str, Any], str]:
+    """Trains in this process on one rank; the summary and the printed plan. `job`: more of its fields."""
+    recipe = resolve_auto(load_recipe("digits", [*(TINY if tiny else ()), *overrides]).recipe, "cpu")
+    folder = RunDir(out)
+    out.mkdir(parents=True, exist_ok=True)
+    folder.claim(recipe, fresh=False)
+    threads = torch.get_num_threads()
+    try:
+        run = Run(Job(recipe, RuntimeOptions(), "cpu", out, **job), group_of(), StopFlag(), restarts=0)
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(plan_table(recipe, run.schedule, 1))
+        return run.run().summary, console.export_text()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The command line of `torusgd` in this interpreter."""
+    return [sys.executable, "-m", "torusgd", *map(str, arguments)]
+
+
+def train(out: Path, *arguments: str | Path, recipe: str = "digits", timeout: float = 240) -> dict[str, Any]:
+    """Runs `torusgd train` to its end; the summary."""
+    done = subprocess.run(
+        command("train", recipe, "--out", out, *arguments), capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((out / "summary.json").read_text())
+
+
+def sets(*overrides: str) -> list[str]:
+    """`--set` flags."""
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def events(out: Path) -> list[dict[str, Any]]:
+    """The lines of events.jsonl."""
+    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+
+
+def flip_a_byte(path: Path) -> None:
+    """Damages a file, whose length stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

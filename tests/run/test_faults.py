@@ -1,0 +1,206 @@
+"""What the world does to a run: disks fill up, data vanish, folders belong to others. One line, and nothing is lost."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.run.processes import (
+    RECIPE,
+    Process,
+    assert_told_once,
+    last_step,
+    pauses,
+    results,
+    run_alone,
+    summary,
+    torusgd,
+    torusgd_words,
+    until,
+    wait_for_step,
+)
+from tests.run.slow import Slow
+from torusgd.errors import RunError
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MiB; only root can make one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("can't mount a small disk here")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def one_line(process: Process) -> str:
+    """The only thing that a run said on its error stream, but for the loader's word of each new attempt."""
+    (line,) = [line for line in process.err.splitlines() if not line.startswith("reading again in ")]
+    return line
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_and_space_lets_it_go_on(tmp_path: Path, recipe: Path, small_disk: Path) -> None:
+    out = small_disk / "out"
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.005))
+    wait_for_step(out, 6, process)
+    until((out / "checkpoints" / "step-00000004").is_dir, "the checkpoint of step 4", process)
+    with (small_disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+        while ballast.write(b"x" * 4096):
+            pass
+    assert process.end() == 1, process.output
+    assert "can't " in one_line(process)
+    assert "No space left on device; " in one_line(process)
+    assert "give the same command again" in one_line(process)
+    done = last_step(out)
+    assert done < 30
+    assert not (out / "summary.json").exists()
+
+    again = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.005))  # not even a start is possible
+    assert again.end() == 1, again.output
+    assert "No space left on device" in one_line(again)
+
+    (small_disk / "ballast").unlink()
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", *pauses(0.005))
+    assert process.end() == 0, process.output
+    assert results(summary(out)) == results(run_alone(tmp_path / "undisturbed", recipe))
+    assert summary(out)["resumed_from"] >= 4
+    assert_told_once(out, 30)
+
+
+def test_a_read_only_folder_is_one_line(recipe: Path, small_disk: Path, run_cli: Callable[..., Any]) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for out in (small_disk, small_disk / "out"):
+        code, _, err = run_cli("train", recipe, "--out", out, "--workers", "1")
+        assert code == 2
+        assert err == f"torusgd: --out {out}: can't be written: Read-only file system; choose another folder\n"
+
+
+@pytest.mark.slow
+def test_vanished_data_end_the_run_and_their_return_lets_it_go_on(tmp_path: Path) -> None:
+    cv2 = pytest.importorskip("cv2")
+    pytest.importorskip("simplejpeg")
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 24), ("val", 6)):
+        for name in "abcd":
+            (data / split / name).mkdir(parents=True)
+            for number in range(count):
+                image = draw.integers(0, 256, (8, 8), dtype=np.uint8)
+                cv2.imwrite(str(data / split / name / f"{number}.png"), image)
+    recipe, out = tmp_path / "folder.yaml", tmp_path / "out"
+    recipe.write_text(RECIPE.replace("tests.run.slow:Slow", "folder").replace("until: 30st", "until: 80st"))
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", data)
+    wait_for_step(out, 5, process)
+    data.rename(elsewhere)
+    assert process.end() == 1, process.output
+    assert " of 2 ranks can't read " in one_line(process)
+    assert f"No such file or directory: '{data}/" in one_line(process)
+    again = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", data)
+    assert again.end() == 2
+    assert one_line(again) == f"torusgd: --data {data}: there is no such file or folder"
+    elsewhere.rename(data)
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", data)
+    assert process.end() == 0, process.output
+    assert summary(out)["resumed_from"] >= 4
+    assert results(summary(out)) == results(run_alone(tmp_path / "undisturbed", recipe, data=data))
+    assert_told_once(out, 80)
+
+
+def test_held_out_images_that_cannot_be_read(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Slow.read
+
+    def broken(self: Slow, index: int) -> np.ndarray:
+        if len(self) == 24 and index == 13:
+            raise OSError(5, "Input/output error", "/data/13.png")
+        return read(self, index)
+
+    monkeypatch.setattr(Slow, "read", broken)
+    with pytest.raises(RunError, match=r"evaluation: 1 of 1 ranks can't read held-out images: .*'/data/13.png'"):
+        run_alone(tmp_path / "out", recipe)
+    monkeypatch.undo()
+    told = run_alone(tmp_path / "out", recipe)
+    assert told["resumed_from"] == 10  # the step whose evaluation failed
+    assert results(told) == results(run_alone(tmp_path / "undisturbed", recipe))
+
+
+def test_other_data_of_the_same_recipe_are_refused_by_the_ranks(tmp_path: Path) -> None:
+    def arrays(path: Path, count: int) -> Path:
+        images = np.random.default_rng(0).integers(0, 256, (count, 8, 8), dtype=np.uint8)
+        labels = np.arange(count) % 4
+        np.savez(path, train_images=images, train_labels=labels, eval_images=images[:24], eval_labels=labels[:24])
+        return path
+
+    recipe, out = tmp_path / "arrays.yaml", tmp_path / "out"
+    recipe.write_text(RECIPE.replace("tests.run.slow:Slow", "arrays"))
+    run_alone(out, recipe, data=arrays(tmp_path / "a.npz", 96), max_steps=4)
+    process = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", arrays(tmp_path / "b.npz", 100))
+    assert process.end() == 2, process.output
+    assert one_line(process) == (
+        "torusgd: the checkpoint of step 4 was trained with another data set (train_images 96, now 100); choose "
+        "another --out, or give --fresh"
+    )
+
+
+def test_a_finished_run_shows_its_result_again(tmp_path: Path, recipe: Path, run_cli: Callable[..., Any]) -> None:
+    out = tmp_path / "out"
+    told = run_alone(out, recipe)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if not path.name.startswith(".")}
+    code, text, err = run_cli("train", recipe, "--out", out, "--workers", "2")
+    assert (code, err) == (0, "")
+    assert f"weights_sha256 {told['weights_sha256']}" in text
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if not path.name.startswith(".")} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--set", "rate.lr=0.6"], "holds a run of another recipe (faults; rate.lr differs)"),
+        (["--workers", "5"], "workers = 5: the recipe has 4 virtual workers to share"),
+        (["--init", "nowhere.pth"], "--init nowhere.pth: no such file"),
+        (["--data", "nowhere"], "--data nowhere: there is no such file or folder"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_before_any_rank_is_started(
+    tmp_path: Path, recipe: Path, run_cli: Callable[..., Any], words: list[str], line: str
+) -> None:
+    out = tmp_path / "out"
+    run_alone(out, recipe, max_steps=1)
+    code, text, err = run_cli("train", recipe, "--out", out, *words)
+    assert code == 2
+    assert text == ""
+    assert line in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_output_that_nobody_reads_ends_the_run_with_one_line(tmp_path: Path, recipe: Path) -> None:
+    words = torusgd_words(tmp_path / "out", recipe, "--workers", "2", *pauses(0.005))
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
+    os.close(writer)
+    assert done.returncode == 1
+    assert done.stderr == "torusgd: nobody reads the output any more; the last checkpoint is good\n"
+
+
+@pytest.mark.slow
+def test_fresh_begins_anew(tmp_path: Path, recipe: Path) -> None:
+    out = tmp_path / "out"
+    run_alone(out, recipe, "rate.lr=0.7", max_steps=6)
+    (out / "notes.txt").write_text("mine")
+    process = torusgd(tmp_path, out, recipe, "--workers", "1", "--fresh", "--max-steps", "3")
+    assert process.end() == 0, process.output
+    told = summary(out)
+    assert (told["resumed_from"], told["steps"]) == (0, 3)
+    assert results(told) == results(run_alone(tmp_path / "undisturbed", recipe, max_steps=3))
+    assert (out / "notes.txt").read_text() == "mine"
+    shutil.rmtree(out)

@@ -1,0 +1,105 @@
+"""What is in a data set is found by one rank of a machine, and mapped by the others."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.comm.gloo_world import run_ranks
+from tests.data.pictures import write_folder
+from torusgd.comm.groups import group_of
+from torusgd.comm.liveness import NoLiveness
+from torusgd.data.folder import Folder, open_folder
+from torusgd.data.identity import data_sha256
+from torusgd.data.listing import Arrays, Progress
+from torusgd.errors import UserError
+from torusgd.run import host_share
+from torusgd.run.host_share import HostShare, KeptArrays, MappedArrays
+
+
+def shared(hosts: tuple[int, ...], keys: str = "aaa", keeps: bool = False) -> HostShare:
+    """Of these ranks, which lie on these hosts and want what these letters stand for."""
+    host_share.hosts_of = lambda world: hosts  # type: ignore[attr-defined]
+    world = group_of()
+    return HostShare(world, NoLiveness(), "the list of images", "here", keys[world.rank], keeps)
+
+
+def seen(source: Folder, other: Folder) -> tuple[Any, ...]:
+    """All that is known of a folder."""
+    files = [source.file(n) for n in range(len(source))]
+    return list(source.names), files, source.labels.tolist(), source.classes, data_sha256(source, other)
+
+
+def opened(folder: str) -> dict[str, Any]:
+    made: list[str] = []
+
+    def make(progress: Progress) -> Arrays:
+        made.append("made")
+        progress(1)
+        return {"numbers": np.arange(10), "none": np.empty((0, 3), np.uint8)}
+
+    def refuse(progress: Progress) -> Arrays:
+        raise UserError(f"rank {group_of().rank} refuses")
+
+    def fail_once(progress: Progress) -> Arrays:
+        made.append("tried")
+        if len(made) == 1 and group_of().rank == 0:
+            raise OSError("a disk fails for a moment")
+        return {"numbers": np.arange(10)}
+
+    found: dict[str, Any] = {}
+    before = len(os.listdir("/proc/self/fd"))
+    for name, hosts, keys in (("one", (0, 0, 0), "aaa"), ("two", (0, 1, 1), "aaa"), ("other", (0, 0, 0), "abb")):
+        arrays = shared(hosts, keys)(make)
+        assert arrays["numbers"].tolist() == [*range(10)]
+        assert arrays["none"].shape == (0, 3)
+        found[name] = len(made), isinstance(arrays["numbers"], np.memmap)
+        del arrays
+        made.clear()
+    assert len(os.listdir("/proc/self/fd")) == before, "no file is left open"
+    kept = shared((0, 1, 1), keeps=True)
+    assert kept(make)["numbers"].tolist() == MappedArrays(kept.paths)(refuse)["numbers"].tolist()
+    made.clear()
+    with pytest.raises(UserError, match=f"rank {group_of().rank} refuses"):
+        shared((0, 0, 0))(refuse)
+    shared((0, 0, 0))(fail_once)
+    found["failed"] = len(made)
+    found["folder"] = seen(*open_folder(Path(folder), 3, once=shared((0, 0, 0))))
+    return found
+
+
+def test_one_rank_of_a_host_makes_what_the_others_map(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    ranks = run_ranks(3, opened, str(folder))
+    assert [rank["one"] for rank in ranks] == [(1, True), (0, True), (0, True)]
+    assert [rank["two"] for rank in ranks] == [(1, False), (1, True), (0, True)]
+    assert [rank["other"] for rank in ranks] == [(1, False), (1, True), (0, True)]
+    assert [rank["failed"] for rank in ranks] == [2, 1, 1]
+    train, val = open_folder(folder, 3)
+    alone = seen(train, val)
+    assert [rank["folder"] for rank in ranks] == [alone] * 3
+    train.names = list(train.names)  # type: ignore[assignment]
+    assert seen(train, val) == alone, "a list of names has the hash of their bytes"
+
+
+def test_a_rank_maps_what_its_launcher_keeps_and_finds_it_itself_once_that_is_gone(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    kept = KeptArrays()
+    alone = seen(*open_folder(folder, 3, once=kept))
+    made: list[str] = []
+
+    def make(progress: Progress) -> Arrays:
+        made.append("made")
+        return {"numbers": np.arange(10)}
+
+    assert seen(*open_folder(folder, 3, once=MappedArrays(kept.paths))) == alone
+    mapped = MappedArrays(kept.paths)
+    assert not {"numbers"} & mapped(make).keys()
+    assert made == []
+    for path in kept.paths:
+        os.close(int(path.rpartition("/")[2]))
+    assert MappedArrays(kept.paths)(make)["numbers"].tolist() == [*range(10)]
+    assert MappedArrays([])(make).keys() == {"numbers"}
+    assert len(made) == 2

@@ -1,0 +1,161 @@
+"""The newest state in the memory of nodes: who goes on from which copy, and what becomes of bad ones."""
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from torusgd.comm import groups
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run import node_memory as module
+from torusgd.run.fingerprint import Fingerprint
+from torusgd.run.job import Job
+from torusgd.run.node_memory import Newest, NodeMemory, newest, node_memory
+from torusgd.run.progress import RunState
+from torusgd.rundir.checkpoint import Checkpoint, list_checkpoints
+
+
+def copy_of(step: int, value: float = 1.0) -> Checkpoint:
+    return Checkpoint({"w": torch.full((3,), value)}, {"bounds": torch.zeros(2)}, {"step": step})
+
+
+def chosen(*copies: Checkpoint | None, on_disk: int = 0) -> list[Newest | None]:
+    """What ranks, as threads, agree on."""
+    store, found = HashStore(), dict[int, Newest | None]()
+
+    def be(rank: int) -> None:
+        world = groups.build(store, range(len(copies)), rank, device=torch.device("cpu"), timeout=240)
+        found[rank] = newest(copies[rank], on_disk if rank == 0 else 0, world)
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(len(copies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(len(copies))]
+
+
+def test_all_go_on_from_the_newest_copy_unless_the_disk_has_a_newer_one(capsys: pytest.CaptureFixture[str]) -> None:
+    sources = [each and each.source for each in chosen(copy_of(4), None, copy_of(7), copy_of(7), on_disk=7)]
+    assert sources == [2, 2, 2, 2]
+    assert chosen(copy_of(7), None, on_disk=8) == [None, None]
+    assert chosen(None, None) == [None, None]
+    assert capsys.readouterr().err == ""
+    # Of two that differ nobody can tell which is wrong.
+    assert chosen(copy_of(7), copy_of(7, 2.0)) == [None, None]
+    assert "the nodes' copies of step 7 are not alike; they are not used" in capsys.readouterr().err
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the place of the node's shared memory; this process' parent is the agent."""
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    return tmp_path
+
+
+def job(*overrides: str, **options: Any) -> Job:
+    return Job(load_recipe("digits", overrides).recipe, RuntimeOptions(**options), "cpu", Path("nowhere"))
+
+
+def keep(memory: NodeMemory, step: int) -> None:
+    state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=step)
+    tensors = {"model/w": torch.full((3,), float(step)), "gradient_bounds": torch.zeros(2)}
+    memory.keep(state, cast(Any, SimpleNamespace(state_dict=lambda steps, keep: tensors)))
+    assert memory.writer is not None
+    memory.writer.wait()
+
+
+def test_a_copy_is_read_by_the_next_worker_of_the_agent_and_removed_at_the_end(shared: Path) -> None:
+    memory = node_memory(job())
+    assert memory is not None
+    assert memory.is_due()
+    keep(memory, 3)
+    assert not memory.is_due()  # a second at least from one to the next
+    keep(memory, 5)
+    (folder,) = shared.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(list_checkpoints(folder)) == 1
+
+    again = node_memory(job())
+    assert again is not None
+    found = again.read()
+    assert found is not None
+    assert (found.step, found.model["w"].tolist()) == (5, [5.0, 5.0, 5.0])
+    memory.forget()
+    again.forget()
+    assert not list(shared.iterdir())
+    assert not memory.is_due()
+
+
+def test_a_damaged_copy_is_told_and_not_used(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = node_memory(job())
+    assert memory is not None
+    keep(memory, 3)
+    (file,) = shared.glob("*/step-00000003/state.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    assert memory.read() is None
+    assert "state.safetensors is damaged (its SHA-256 is not the manifest's); it is not used" in capsys.readouterr().err
+
+
+def test_without_room_the_run_goes_on_without_copies(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = node_memory(job())
+    assert memory is not None
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    keep_nothing = SimpleNamespace(state_dict=lambda steps, keep: {"model/w": torch.zeros(1 << 20)})
+    memory.keep(RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=3), cast(Any, keep_nothing))
+    assert "has no room for 8 MB" in capsys.readouterr().err
+    assert not memory.is_due()
+    assert not list(shared.iterdir())
+
+
+def test_what_an_agent_that_has_ended_left_is_swept_and_what_lives_stays(shared: Path) -> None:
+    own, here = module.start_of(os.getpid()), module._namespace()
+    dead, living, elsewhere = (
+        shared / f"torusgd-{os.getuid()}-{namespace}-{os.getpid()}-{began}"
+        for namespace, began in ((here, own - 1), (here, own), (f"{here}1", own - 1))
+    )
+    other = shared / "torusgd-notes"
+    for folder in (dead, living, elsewhere, other):
+        folder.mkdir()
+    assert node_memory(job()) is not None
+    assert not dead.exists()
+    assert living.exists()
+    assert elsewhere.exists(), "of a container whose processes can't be seen from here"
+    assert other.exists()
+
+
+def test_a_folder_that_others_can_write_is_not_used(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shared / f"torusgd-{os.getuid()}-{module.torchrun_agent()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    memory = node_memory(job())
+    assert memory is not None
+    assert not memory.is_due()
+    assert memory.read() is None
+    assert "it is not this user's alone: the state is not kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [([], {"node_memory": False}), ([], {"update": "sharded"}), (["synchrony={form: cutoff, count: 3}"], {})],
+)
+def test_runs_of_which_no_node_holds_all_keep_no_copies(
+    shared: Path, overrides: list[str], options: dict[str, Any]
+) -> None:
+    assert node_memory(job(*overrides, **options)) is None
+
+
+def test_only_torchruns_agent_starts_workers_again(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert node_memory(job()) is None

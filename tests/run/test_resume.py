@@ -1,0 +1,238 @@
+"""A run that was broken off goes on from its newest good checkpoint, or is refused with the reason."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.run.processes import STEPS, assert_told_once, results, run_alone
+from tests.run.runs import flip_a_byte
+from torusgd.errors import RunError, UserError
+from torusgd.recipe.duration import Duration
+from torusgd.recipe.load import read_run_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.job import Job
+from torusgd.run.result import finished
+from torusgd.rundir.checkpoint import FILES, MANIFEST, list_checkpoints, newest_checkpoint
+from torusgd.weights import load_weights
+
+
+@pytest.fixture(scope="module")
+def half_way(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 15 of its 30 steps, with checkpoints of steps 12 and 15."""
+    out = tmp_path_factory.mktemp("half") / "out"
+    told = run_alone(out, recipe, max_steps=15)
+    assert told["steps"] == 15
+    return out
+
+
+@pytest.mark.parametrize(("damaged", "resumed_from"), [((), 15), ((15,), 12)])
+def test_more_steps_go_on_from_the_newest_good_checkpoint_to_the_same_weights(
+    tmp_path: Path, recipe: Path, half_way: Path, undisturbed: dict[str, Any], damaged: tuple[int, ...],
+    resumed_from: int, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    for step in damaged:
+        flip_a_byte(out / "checkpoints" / f"step-{step:08d}" / FILES[0])
+    told = run_alone(out, recipe)
+    assert results(told) == undisturbed
+    assert told["resumed_from"] == resumed_from
+    assert_told_once(out, STEPS)
+    assert [path.name for path in list_checkpoints(out / "checkpoints")] == ["step-00000030", "step-00000028"]
+    heard = capsys.readouterr().err
+    assert heard.count("model.safetensors is damaged (its SHA-256 is not the manifest's)") == len(damaged)
+
+
+def test_a_run_without_a_good_checkpoint_begins_anew_only_when_told_to(
+    tmp_path: Path, recipe: Path, half_way: Path, undisturbed: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    for path in list_checkpoints(out / "checkpoints"):
+        flip_a_byte(path / FILES[0])
+    with pytest.raises(RunError, match=r"no good checkpoint is left"):
+        run_alone(out, recipe)
+    told = run_alone(out, recipe, fresh=True)
+    assert (results(told), told["resumed_from"]) == (undisturbed, 0)
+    assert not list((out / "checkpoints").glob("*.damaged"))
+
+
+def test_checkpoints_come_by_the_clock_too(tmp_path: Path, recipe: Path) -> None:
+    options = RuntimeOptions(checkpoint_every=Duration(20, "st"), checkpoint_minutes=1e-9, keep_checkpoints=9)
+    run_alone(tmp_path, recipe, options=options, max_steps=5)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path / "checkpoints")] == ["5", "4", "3", "2", "1"]
+
+
+def test_fewer_steps_than_done_are_refused(tmp_path: Path, recipe: Path, half_way: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    with pytest.raises(UserError, match=r"--max-steps 10: the run in .* has done 15 steps already"):
+        run_alone(out, recipe, max_steps=10)
+
+
+def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path, recipe: Path, half_way: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    with pytest.raises(UserError, match=r"other initial weights \(--init\)"):
+        run_alone(out, recipe, init=str(half_way / "model.safetensors"))
+    progress = out / "checkpoints" / "step-00000015" / FILES[2]
+    tree = json.loads(progress.read_text())
+    tree["fingerprint"]["train_images"] = 97
+    progress.write_text(json.dumps(tree))
+    manifest = progress.with_name(MANIFEST)
+    sums = json.loads(manifest.read_text()) | {FILES[2]: hashlib.sha256(progress.read_bytes()).hexdigest()}
+    manifest.write_text(json.dumps(sums))
+    with pytest.raises(UserError, match=r"another data set \(train_images 97, now 96\)"):
+        run_alone(out, recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("optimizer/momentum_buffer/fc.weight", None),
+        ("gradient_bounds", torch.zeros(3, dtype=torch.float64)),
+        ("loss_scale", None),
+    ],
+)
+def test_a_state_that_lacks_a_tensor_is_refused(
+    tmp_path: Path, recipe: Path, half_way: Path, name: str, change: torch.Tensor | None
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    path = out / "checkpoints" / "step-00000015" / FILES[1]
+    tensors = {key: tensor for key, tensor in load_weights(path)[0].items() if key != name}
+    save_file(tensors if change is None else {**tensors, name: change}, path)
+    manifest = path.with_name(MANIFEST)
+    sums = json.loads(manifest.read_text()) | {FILES[1]: hashlib.sha256(path.read_bytes()).hexdigest()}
+    manifest.write_text(json.dumps(sums))
+    with pytest.raises(UserError, match=f"checkpoint of step 15: .*'{name}'"):
+        run_alone(out, recipe)
+
+
+def changed_progress(out: Path, changes: dict[str, Any]) -> None:
+    """The newest checkpoint says something else of its run, and its manifest that all is well."""
+    folder = out / "checkpoints" / "step-00000015"
+    (folder / FILES[2]).write_text(json.dumps(json.loads((folder / FILES[2]).read_text()) | changes))
+    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
+    (folder / MANIFEST).write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"step": "15"}, "step: Input should be a valid integer"),
+        ({"evaluated": -1}, "evaluated: Input should be greater than or equal to 0"),
+        ({"seconds": [1]}, "seconds: Input should be a valid number"),
+        ({"totals": {"samples": {}}}, "totals.samples: Input should be a valid integer"),
+        ({"fingerprint": None}, "fingerprint: "),
+        ({"other_conditions": [7]}, "other_conditions.0: "),
+    ],
+)
+def test_a_strangers_checkpoint_is_refused_in_one_line(
+    tmp_path: Path, recipe: Path, half_way: Path, changes: dict[str, Any], line: str
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    changed_progress(out, changes)
+    with pytest.raises(UserError, match=rf"the checkpoint of step 15 is damaged \({line}") as caught:
+        run_alone(out, recipe)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_strangers_checkpoint_folder_leads_nowhere(
+    tmp_path: Path, recipe: Path, half_way: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(half_way, out)
+    for number, name in enumerate((*FILES, MANIFEST)):  # newer ones: each has a file that never ends
+        folder = out / "checkpoints" / f"step-{20 + number:08d}"
+        shutil.copytree(out / "checkpoints" / "step-00000015", folder)
+        (folder / name).unlink()
+        if number % 2:
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to("/dev/zero")
+    (out / "checkpoints" / "step-00000099").symlink_to(out / "checkpoints")
+    told = run_alone(out, recipe)
+    assert (results(told), told["resumed_from"]) == (undisturbed, 15)
+    assert capsys.readouterr().err.count(" is no file); it is set aside as step-000000") == 4
+
+
+def test_init_from_either_kind_of_file(tmp_path: Path, recipe: Path, half_way: Path) -> None:
+    weights, _ = load_weights(half_way / "model.safetensors")
+    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in weights.items()}}, tmp_path / "w.pth")
+    first = run_alone(tmp_path / "a", recipe, init=str(half_way / "model.safetensors"), max_steps=3)
+    second = run_alone(tmp_path / "b", recipe, init=str(tmp_path / "w.pth"), max_steps=3)
+    plain = run_alone(tmp_path / "c", recipe, max_steps=3)
+    assert first["weights_sha256"] == second["weights_sha256"] != plain["weights_sha256"]
+
+
+def test_init_of_another_model_is_refused(tmp_path: Path, recipe: Path, half_way: Path) -> None:
+    weights, _ = load_weights(half_way / "model.safetensors")
+    wrong = {
+        "lacks": {name: tensor for name, tensor in weights.items() if name != "fc.bias"},
+        "holds": {**weights, "other": torch.zeros(1)},
+        "is of shape": {**weights, "fc.bias": torch.zeros(9)},
+    }
+    for number, (word, tensors) in enumerate(wrong.items()):
+        path = tmp_path / f"{number}.safetensors"
+        save_file(tensors, path)
+        with pytest.raises(UserError, match=word):
+            run_alone(tmp_path / "out", recipe, init=str(path))
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(Malicious.mark),)
+
+    mark = Path()
+
+
+def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, recipe: Path) -> None:
+    Malicious.mark = tmp_path / "executed"
+    torch.save({"fc.weight": Malicious()}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"w.pth: can't be read as weights .*give a .safetensors or a .pth of tensors"):
+        run_alone(tmp_path / "out", recipe, init=str(tmp_path / "w.pth"))
+    assert not Malicious.mark.exists()
+    torch.load(tmp_path / "w.pth", weights_only=False)
+    assert Malicious.mark.exists()  # it would have been
+
+
+@pytest.mark.parametrize("reduction", ["exact", "float32", "float16", "bfloat16"])
+def test_a_resumed_run_ends_as_the_undisturbed_one_with_every_reduction(
+    tmp_path: Path, recipe: Path, reduction: str
+) -> None:
+    flags = (f"reduction={reduction}", "polish=null")
+    whole = run_alone(tmp_path / "whole", recipe, *flags, max_steps=8)
+    run_alone(tmp_path / "cut", recipe, *flags, max_steps=4)
+    resumed = run_alone(tmp_path / "cut", recipe, *flags, max_steps=8)
+    assert resumed["resumed_from"] == 4
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_too_many_replaced_images_end_the_run_before_the_step_changes_anything(tmp_path: Path, recipe: Path) -> None:
+    torn = ("data.source=tests.run.sources:Torn", "data.classes=4", "data.max_replaced=0.001", "polish=null")
+    with pytest.raises(RunError, match="could not be decoded"):
+        run_alone(tmp_path, recipe, *torn)
+    newest = newest_checkpoint(tmp_path / "checkpoints", print)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    steps = [event["step"] for event in events if "event" not in event]
+    assert (newest.step if newest is not None else 0) == (steps[-1] if steps else 0)
+
+
+def test_a_finished_run_is_no_result_of_other_initial_weights(tmp_path: Path, recipe: Path, half_way: Path) -> None:
+    out = tmp_path / "out"
+    run_alone(out, recipe, max_steps=2)
+    job = Job(read_run_recipe(out / "recipe.yaml"), RuntimeOptions(), "cpu", out, max_steps=2)
+    assert finished(job)["steps"] == 2
+    with pytest.raises(UserError, match=r"other initial weights"):
+        finished(replace(job, init=str(half_way / "model.safetensors")))

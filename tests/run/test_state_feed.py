@@ -1,0 +1,171 @@
+"""A rank that joins is sent the state beside the steps: it gets the same bits, and the steps of the others go on."""
+
+import threading
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tests.run.runs import TINY
+from tests.step.test_step import make_trainer, take
+from torusgd.comm import groups
+from torusgd.comm.groups import Group
+from torusgd.comm.liveness import NoLiveness
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run import state_feed
+from torusgd.run.build import draw_network, open_data
+from torusgd.run.job import Job
+from torusgd.run.progress import RunState
+from torusgd.run.state_feed import StateFeeds, StateFollower
+from torusgd.run.survival import Kept
+
+STEPS = 16
+LONG = f"stages=[{{until: {STEPS}st, images_per_worker: 2}}]"
+JOINER = 5
+SECONDS = 240
+
+
+class Sender:
+    """A rank at work, in the thread of the test."""
+
+    def __init__(self, store: HashStore, *overrides: str) -> None:
+        self.trainer = make_trainer(LONG, *overrides)
+        self.state = RunState(self.trainer.fingerprint)
+        self.asking: tuple[int, ...] = ()
+        self._store = store
+        self.feeds = StateFeeds(lambda: self.asking, lambda rank, is_over: pair(store, 0))
+
+    def take_steps(self, count: int) -> None:
+        for _ in range(count):
+            stats = take(self.trainer, self.state.step)
+            self.state.count(stats)
+            event = partial(dict, step=self.state.step)
+            self.feeds.after_step(self.trainer.step.state, self.state, not stats.skipped, event)
+
+
+class Follower:
+    """A rank that joins, in a thread that begins to read once it is let go."""
+
+    def __init__(self, store: HashStore, *overrides: str) -> None:
+        recipe = load_recipe("digits", [*TINY, LONG, *overrides]).recipe
+        recipe = recipe.resolve(precision=recipe.precision.replace("auto", "float32"), memory_format="contiguous")
+        job = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere"))
+        data = open_data(job, torch.device("cpu"), NoLiveness())
+        network = draw_network(job, data, torch.device("cpu"))
+        with torch.no_grad():
+            for parameter in network.model.parameters():
+                parameter.fill_(float("nan"))  # nothing of its own may be left
+        kept = Kept(data, (0,), None, -1, None, 0.0, {}, None, network)
+        self._follower = StateFollower(job, kept, NoLiveness())
+        self._store = store
+        self.connected, self.go, self.caught_up = threading.Event(), threading.Event(), threading.Event()
+        self.group: Group | None = None
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        self.group = pair(self._store, 1)
+        self.connected.set()
+        self.go.wait(SECONDS)
+        self._follower.follow(self.group, self.caught_up.set)
+
+    def end(self) -> Kept:
+        """What it has when nothing more is sent."""
+        self.go.set()
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+        return self._follower.keep()
+
+
+def pair(store: HashStore, place: int) -> Group:
+    """The group of rank 0 and the one that joins."""
+    return groups.build(store, (0, JOINER), (0, JOINER)[place], device=torch.device("cpu"), timeout=SECONDS)
+
+
+def begin(*overrides: str) -> tuple[Sender, Follower]:
+    """Two steps done, the third sends the state."""
+    store = HashStore()
+    sender, follower = Sender(store, *overrides), Follower(store, *overrides)
+    sender.take_steps(2)
+    sender.asking = (JOINER,)
+    sender.take_steps(1)
+    assert follower.connected.wait(SECONDS)
+    return sender, follower
+
+
+def assert_same(kept: Kept, sender: Sender) -> None:
+    """The rank that joins holds what the other one does."""
+    assert kept.state is not None
+    assert kept.last_event is not None
+    assert asdict(kept.state) == asdict(sender.state)
+    assert kept.last_event() == {"step": sender.state.step}
+    tensors = sender.trainer.step.state.state_dict(sender.state.step, keep=True)
+    assert kept.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(kept.tensors[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3, nesterov: true}", "average={half_life: 2st}"),
+        ("clip_grad_norm=0.05",),  # LARS
+        ("optimizer={name: adamw, weight_decay: 0.1}", "rate.lr=0.001"),
+        ("optimizer={name: lamb, weight_decay: 0.1}", "rate.lr=0.001"),
+    ],
+    ids=["sgd and average", "lars and clip", "adamw", "lamb"],
+)
+def test_steps_go_on_while_the_state_is_under_way_and_it_has_the_same_bits(overrides: tuple[str, ...]) -> None:
+    sender, follower = begin(*overrides)
+    sender.take_steps(4)  # nothing was read at the other end by now
+    assert not follower.caught_up.is_set()
+    follower.go.set()
+    assert follower.caught_up.wait(SECONDS)
+    sender.take_steps(2)
+    sender.feeds.end()
+    assert_same(follower.end(), sender)
+
+
+def test_a_step_that_is_skipped_is_skipped_by_who_follows() -> None:
+    overrides = "precision=float16", "loss_scale={initial: 1048576.0}"
+    sender, follower = begin(*overrides)
+    skipped = sender.state.totals.skipped
+    assert skipped
+    sender.take_steps(STEPS - 4)
+    assert skipped < sender.state.totals.skipped < STEPS - 1, "some were, and some not"
+    sender.feeds.end()
+    assert_same(follower.end(), sender)
+
+
+def test_the_rank_that_joins_is_lost_and_the_run_does_not_notice() -> None:
+    sender, follower = begin()
+    assert follower.group is not None
+    follower.group.abort()
+    sender.take_steps(4)
+    sender.feeds.end()
+    assert follower.end().state is None
+
+
+def test_the_sending_rank_is_lost_and_the_other_keeps_a_whole_state() -> None:
+    sender, follower = begin()
+    follower.go.set()
+    assert follower.caught_up.wait(SECONDS)
+    sender.feeds.close()
+    sender.asking = ()
+    sender.take_steps(1)
+    kept = follower.end()
+    assert kept.state is not None
+    assert kept.state.step == 3
+
+
+def test_a_connection_that_is_slower_than_the_steps_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_feed, "LEAST_WAITING", 0)
+    sender, follower = begin()
+    sender.asking = ()
+    sender.take_steps(STEPS - 3)
+    assert sender.state.step == STEPS
+    assert follower.end().state is None

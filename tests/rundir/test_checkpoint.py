@@ -1,0 +1,259 @@
+"""Checkpoints: whole or not there, checked when read, the newest few kept; the newest good one is found."""
+
+import errno
+import json
+import math
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.run.runs import flip_a_byte
+
+from torusgd.errors import RunError
+from torusgd.rundir import checkpoint as checkpoints
+from torusgd.rundir.checkpoint import (
+    FILES,
+    MANIFEST,
+    Checkpoint,
+    CheckpointTimes,
+    CheckpointWriter,
+    list_checkpoints,
+    newest_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
+from torusgd.step.stats import StepTimes, StepTotals
+from torusgd.weights import json_text, load_weights, save_weights
+
+
+def cut_in_half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a flipped byte": flip_a_byte,
+    "a file cut short": cut_in_half,
+    "a file that is gone": Path.unlink,
+    "an empty file": lambda path: path.write_bytes(b""),
+    "another kind of file": lambda path: path.write_bytes(b"[1, 2]"),
+}
+
+
+def checkpoint(step: int, value: float = 1.0) -> Checkpoint:
+    weights = {"fc.weight": torch.full((4, 3), value), "bn.num_batches_tracked": torch.tensor(step)}
+    state = {"optimizer/momentum_buffer/fc.weight": torch.full((4, 3), -value)}
+    return Checkpoint(weights, state, {"step": step, "samples": 10 * step})
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, checkpoint(7, 0.1), {"classes": '["a"]'})
+    assert path.name == "step-00000007"
+    found = read_checkpoint(path)
+    assert (found.step, found.progress) == (7, {"step": 7, "samples": 70})
+    assert torch.equal(found.model["fc.weight"], torch.full((4, 3), 0.1))
+    assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], torch.full((4, 3), -0.1))
+    assert load_weights(path / FILES[0])[1] == {"classes": '["a"]'}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000007"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_the_one_before_stands_in_for_a_damaged_one(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+    for step in (4, 8):
+        write_checkpoint(tmp_path, checkpoint(step), {})
+    damage(tmp_path / "step-00000008" / name)
+    told: list[str] = []
+    found = newest_checkpoint(tmp_path, told.append)
+    assert found is not None
+    assert found.step == 4
+    assert len(told) == 1
+    assert str(tmp_path / "step-00000008") in told[0]
+    assert told[0].endswith("; it is set aside as step-00000008.damaged")
+    assert "\n" not in told[0]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000008.damaged"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    for step in (4, 8):
+        write_checkpoint(tmp_path, checkpoint(step), {})
+        flip_a_byte(tmp_path / f"step-{step:08d}" / FILES[1])
+    told: list[str] = []
+    for _ in range(2):  # the second time they have been set aside before
+        with pytest.raises(RunError, match=r"no good checkpoint is left, 2 damaged ones are set aside; .*--fresh"):
+            newest_checkpoint(tmp_path, told.append)
+    assert len(told) == 2
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004.damaged", "step-00000008.damaged"]
+    assert newest_checkpoint(tmp_path / "none", told.append) is None
+    write_checkpoint(tmp_path, checkpoint(8), {})  # a copy of it, put back, is damaged as well
+    flip_a_byte(tmp_path / "step-00000008" / FILES[1])
+    with pytest.raises(RunError):
+        newest_checkpoint(tmp_path, told.append)
+    assert (tmp_path / "step-00000008.damaged-2").is_dir()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+def test_a_disk_that_cannot_be_read_now_is_asked_again_and_then_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    for step in (4, 8):
+        write_checkpoint(tmp_path, checkpoint(step), {})
+    monkeypatch.setattr(checkpoints, "READ_PAUSES", (0.0, 0.0))
+    read, errors = Path.read_bytes, [OSError(number, os.strerror(number))] * 2
+
+    def failing(call: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        def ask(path: Path) -> Any:
+            if errors:
+                raise errors.pop()
+            return call(path)
+
+        return ask
+
+    monkeypatch.setattr(Path, "read_bytes", failing(read))
+    found = newest_checkpoint(tmp_path, pytest.fail)
+    assert found is not None
+    assert found.step == 8
+    monkeypatch.setattr(os, "scandir", failing(os.scandir))
+    for _ in ("the list of checkpoints", "a file"):
+        errors[:] = [OSError(number, os.strerror(number))] * 3
+        with pytest.raises(RunError, match=r"can't be read: .*; 3 attempts in 0 s; nothing was changed"):
+            newest_checkpoint(tmp_path, pytest.fail)
+        monkeypatch.undo()
+        monkeypatch.setattr(checkpoints, "READ_PAUSES", (0.0, 0.0))
+        monkeypatch.setattr(Path, "read_bytes", failing(read))
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000008"]
+
+
+def test_the_newest_are_kept_and_nothing_newer_is_deleted(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, 2, {})
+    for step in (4, 8, 12):
+        writer.save(checkpoint(step))
+    writer.wait()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000012", "step-00000008"]
+    writer.save(checkpoint(10))
+    writer.close()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000012", "step-00000010", "step-00000008"]
+
+
+class SlowDisk:
+    """Takes as long to write as the test lets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release, self.write = threading.Event(), checkpoints.write_checkpoint
+        monkeypatch.setattr(checkpoints, "write_checkpoint", self._write_late)
+
+    def _write_late(self, *arguments: Any) -> Path:
+        assert self.release.wait(240)
+        return self.write(*arguments)
+
+
+def test_a_slow_disk_puts_checkpoints_off_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, writer = SlowDisk(monkeypatch), CheckpointWriter(tmp_path, 2, {})
+    times = CheckpointTimes({4, 8}, 1e9, writer)
+    assert [step for step in range(1, 5) if times.is_due(step)] == [4]
+    writer.save(checkpoint(4))
+    times.taken()
+    assert not times.is_due(7)
+    assert times.is_due(8)  # a write of a moment is waited for
+    monkeypatch.setattr(checkpoints, "WRITE_PATIENCE", 0.0)
+    assert not times.is_due(9)
+    told: list[float] = []
+
+    def progress(seconds: float) -> None:
+        told.append(seconds)
+        disk.release.set()
+
+    writer.wait(progress)
+    assert told
+    assert times.is_due(10)  # that of step 8, late
+    times.taken()
+    assert not times.is_due(11)
+    assert CheckpointTimes((), 0.0, writer).is_due(11)  # by the time alone
+    writer.close()
+
+
+def test_a_snapshot_is_taken_at_once_and_written_aside(tmp_path: Path) -> None:
+    writer, given = CheckpointWriter(tmp_path, 2, {}), checkpoint(4)
+    writer.save(given)
+    for tensor in (*given.model.values(), *given.state.values()):
+        tensor.zero_()  # the next step
+    writer.close()
+    found = newest_checkpoint(tmp_path, pytest.fail)
+    assert found is not None
+    assert torch.equal(found.model["fc.weight"], torch.ones(4, 3))
+    assert torch.equal(found.state["optimizer/momentum_buffer/fc.weight"], -torch.ones(4, 3))
+
+
+def test_a_write_that_fails_leaves_nothing_and_is_told_at_the_next(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, 2, {})
+    writer.save(checkpoint(4))
+    writer.wait()
+    large = Checkpoint({"fc.weight": torch.zeros(100_000)}, {}, {"step": 8})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        writer.save(large)
+        with pytest.raises(RunError, match=r"File too large; the last good one is .*step-00000004; free space"):
+            writer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+    writer.save(large)
+    writer.close()
+    assert len(list_checkpoints(tmp_path)) == 2
+
+
+def test_a_tensor_with_two_names_is_written_under_both(tmp_path: Path) -> None:
+    shared = torch.nn.Linear(2, 2)
+    network = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
+    save_weights(tmp_path / "w.safetensors", network.state_dict(), {})
+    tensors, _ = load_weights(tmp_path / "w.safetensors")
+    assert tensors.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert all(torch.equal(tensors[f"{place}.weight"], shared.weight) for place in (0, 2))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_rights_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = write_checkpoint(tmp_path, Checkpoint({"w": torch.zeros(2)}, {}, {"step": 1}), {})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}
+
+
+def test_what_is_not_finite_is_null_in_every_json_file() -> None:
+    told = json_text({"loss": math.inf, "times": [math.nan, 0.5], "steps": (3, -math.inf)})
+    assert json.loads(told, parse_constant=pytest.fail) == {"loss": None, "times": [None, 0.5], "steps": [3, None]}
+    # With NCCL nobody can tell how long messages were under way; a run that is resumed doesn't know it either.
+    step = SimpleNamespace(start=0, batch=12)
+    times = StepTimes(1.0, 0.1, 0.2, on_way_seconds=math.nan, update_seconds=0.1)
+    stats = SimpleNamespace(
+        step=step,
+        times=times,
+        loss=1.0,
+        replaced=0,
+        redone=0,
+        skipped=[],
+        audited=0,
+        balance=None,
+        taken_over=None,
+        left_out=0,
+        images_left_out=0,
+        underflow=0.0,
+    )
+    totals = StepTotals()
+    totals.add(stats)
+    resumed = StepTotals(**json.loads(json_text(asdict(totals))))
+    resumed.add(stats)
+    assert resumed.as_summary()["hidden_share"] is None

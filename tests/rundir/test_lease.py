@@ -1,0 +1,175 @@
+"""The lock of a run in a bucket: fsspec's in memory here; slow tests have real servers, which decide by themselves."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fsspec")
+
+from tests.run.processes import until
+
+from torusgd.errors import RunError, UserError
+from torusgd.rundir import lease as module
+from torusgd.rundir.lease import Lease
+from torusgd.storage import Store
+
+URL = "memory://runs/locked"
+
+
+@pytest.fixture
+def machine(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a machine's view of the lock."""
+    monkeypatch.setattr(module, "RENEW", 0.02)
+    monkeypatch.setattr(module, "POLL", 0.05)
+    monkeypatch.setattr(module, "EXPIRES", 30.0)  # of a holder at work a sign is seen long before
+
+    def on(name: str) -> Lease:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return Lease(Store(URL), tmp_path / name)
+
+    return on
+
+
+def test_a_holder_at_work_keeps_others_out(machine: Any) -> None:
+    lines: list[str] = []
+    first, second = machine("a"), machine("b")
+    first.acquire(lines.append)
+    with first.renewed(print):
+        with pytest.raises(UserError, match=rf"--out {URL}: in use by process \d+ on .* since .*; wait"):
+            second.acquire(lines.append)
+        first.check()
+    assert len(lines) == 1
+    assert lines[0].endswith("waiting 30 s for a sign of life")
+    second.acquire(lines.append)
+    assert len(lines) == 1, "what was given back is taken at once"
+
+
+def test_a_holder_that_is_gone_is_outlived_and_then_kept_from_writing(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXPIRES", 0.2)
+    lines: list[str] = []
+    first, second, third = machine("a"), machine("b"), machine("c")
+    for each in (first, second, third):
+        each.acquire(lines.append)
+    assert len(lines) == 2
+    third.check()
+    for late in (first, second):
+        with pytest.raises(RunError, match="has taken over, since this machine gave no sign of life"):
+            late.check()
+    assert [name for name in Store(URL).sizes() if name.startswith(".lease")] == [".lease-00000003.json"]
+
+
+def test_a_start_on_the_same_machine_need_not_wait(machine: Any) -> None:
+    lines: list[str] = []
+    machine("a").acquire(lines.append)
+    machine("a").acquire(lines.append)  # whoever held it is gone, since the folder's own lock is free
+    assert not lines
+
+
+def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = machine("a"), machine("b")
+    found = second.newest()
+    first.acquire(lambda line: None)
+    monkeypatch.setattr(second, "newest", lambda: monkeypatch.undo() or found)
+    with first.renewed(print), pytest.raises(UserError, match="in use by"):
+        second.acquire(lambda line: None)
+
+
+def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, first, second = machine("slow"), machine("a"), machine("b")
+    found = slow.newest()
+    first.acquire(lambda line: None)
+    with first.renewed(print):
+        pass
+    second.acquire(lambda line: None)  # deletes the first's
+    monkeypatch.setattr(slow, "newest", lambda: monkeypatch.undo() or found)
+    with second.renewed(print), pytest.raises(UserError, match="in use by"):
+        slow.acquire(lambda line: None)
+    assert second.newest()[0] == 2
+
+
+def test_a_holder_of_another_version_is_waited_for_and_seen_at_work(machine: Any) -> None:
+    lines: list[str] = []
+    other, here = Store(URL), machine("a")
+    is_done = threading.Event()
+
+    def beat() -> None:
+        beats = 0
+        while not is_done.wait(0.02):
+            beats += 1
+            other.write(".lease-00000001.json", b'{"newer": %d}' % beats)
+
+    other.write(".lease-00000001.json", b'{"newer": 0}')
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    with pytest.raises(UserError, match="in use by a torusgd of another version"):
+        here.acquire(lines.append)
+    is_done.set()
+    thread.join()
+    assert len(lines) == 1
+
+
+def test_a_holder_that_was_held_up_writes_nothing_more(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EXPIRES", 0.2)
+    late, other, calls = machine("a"), machine("b"), list[str]()
+    late.acquire(lambda line: None)
+    other.acquire(lambda line: None)
+    with late.renewed(print, lambda: calls.append("written")):
+        until(lambda: "lease" not in [thread.name for thread in threading.enumerate()], "it gives up")
+    assert not calls
+    other.check()
+
+
+def test_an_answer_that_was_lost_is_no_refusal(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    pipe, calls = MemoryFileSystem.pipe_file, list[str]()
+
+    def loses(self: Any, path: str, value: bytes, **more: Any) -> None:
+        calls.append(path)
+        pipe(self, path, value, **more)
+        if len(calls) == 1:
+            raise RuntimeError("the connection was cut")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", loses)
+    monkeypatch.setattr("torusgd.storage.PAUSES", (0.0,))
+    assert Store(URL).create("x", b"mine")
+    assert not Store(URL).create("x", b"yours")
+    assert Store(URL).read("x") == b"mine"
+
+
+def test_what_lies_beside_is_called_and_may_fail(machine: Any) -> None:
+    first, calls = machine("a"), list[float]()
+
+    def beside() -> None:
+        calls.append(time.monotonic())
+        raise OSError("503 Slow Down")
+
+    first.acquire(lambda line: None)
+    with first.renewed(print, beside):
+        end = time.monotonic() + 240
+        while len(calls) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+    assert len(calls) >= 3
+    assert first.newest()[1].released
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GIVE_BACK", 0.1)
+    first, asks, answers, lines = machine("a"), threading.Event(), threading.Event(), list[str]()
+    first.acquire(lines.append)
+    with first.renewed(lines.append, lambda: (asks.set(), answers.wait(240))):
+        assert asks.wait(240)
+    thread = next(thread for thread in threading.enumerate() if thread.name == "lease")
+    assert lines == [f"{URL}: no answer for 0.1 s; the next run there waits 30 s for it"]
+    answers.set()
+    thread.join(240)
+    assert first.newest()[1].released

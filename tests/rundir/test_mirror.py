@@ -1,0 +1,237 @@
+"""A run whose folder is in a bucket: fsspec's in memory here; the slow test has a real S3 server that fails."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fsspec")
+
+import torch
+from tests.data.buckets import KINDS, bucket
+from tests.run.processes import Process, until
+from tests.run.runs import TINY, command, run_here, sets
+
+from torusgd.errors import RunError, UserError
+from torusgd.recipe.load import load_recipe
+from torusgd.rundir.checkpoint import Checkpoint, list_checkpoints, read_checkpoint, write_checkpoint
+from torusgd.rundir.lease import is_lease
+from torusgd.rundir.mirror import NAME, Mirror
+from torusgd.rundir.run_dir import RunDir
+from torusgd.storage import Store
+
+URL = "memory://runs/one"
+
+
+@pytest.fixture
+def machines(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a mirror on a machine of its own."""
+    lines: list[str] = []
+
+    def machine(name: str, fresh: bool = False) -> Mirror:
+        monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / name))
+        mirror = Mirror(URL, lines.append)
+        with mirror.held(fresh):
+            return mirror
+
+    machine.lines = lines  # type: ignore[attr-defined]
+    return machine
+
+
+def advance(mirror: Mirror, step: int, keep: int = 2) -> None:
+    RunDir(mirror.folder).claim(load_recipe("digits").recipe, fresh=False)
+    with (mirror.folder / "events.jsonl").open("a") as file:
+        file.write(f"{step}\n")
+    checkpoint = Checkpoint({"w": torch.full((3,), 1.0)}, {"momentum": torch.ones(3)}, {"step": step})
+    mirror.put_checkpoint(write_checkpoint(mirror.folder / "checkpoints", checkpoint, {}), keep)
+
+
+def newest(mirror: Mirror) -> int:
+    return read_checkpoint(list_checkpoints(mirror.folder / "checkpoints")[0]).step
+
+
+def test_another_machine_goes_on(machines: Any) -> None:
+    first = machines("a")
+    for step in (1, 2, 3):
+        advance(first, step)
+    steps = {name.split("/")[1] for name in Store(URL).sizes() if name.startswith("checkpoints")}
+    assert steps == {"step-00000002", "step-00000003"}
+    second = machines("b")
+    assert newest(second) == 3
+    assert (second.folder / "events.jsonl").read_text() == "1\n2\n3\n"
+    advance(second, 4)
+    assert newest(machines("a")) == 4
+    assert (first.folder / "events.jsonl").read_text() == "1\n2\n3\n4\n"
+    assert not (first.folder / "summary.json").exists()
+    (first.folder / "summary.json").write_text("{}")
+    first.put_result()
+    assert (machines("c").folder / "summary.json").read_text() == "{}"
+
+
+def test_a_machine_that_is_ahead_of_the_bucket_stays_so(machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = machines("a")
+    advance(first, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "put_checkpoint", lambda *each: None)
+        advance(first, 2)
+    assert newest(machines("a")) == 2
+    assert newest(machines("b")) == 1
+
+
+def test_what_is_not_whole_is_not_taken(machines: Any) -> None:
+    first = machines("a")
+    for step in (1, 2, 3):
+        advance(first, step, keep=3)
+    Store(URL).delete("checkpoints/step-00000003/manifest.json")  # it is being written, or deleted
+    Store(URL).write("checkpoints/step-00000002/model.safetensors", b"stale")
+    assert newest(machines("b")) == 1
+    assert "step-00000002" in machines.lines[0]
+    assert "is damaged" in machines.lines[0]
+    Store(URL).delete("checkpoints/step-00000001/state.json")
+    with pytest.raises(RunError, match="none of its 2 checkpoints is good; put a good copy there, or begin anew"):
+        machines("c")
+
+
+def test_a_run_that_was_begun_anew_elsewhere_is_another(machines: Any) -> None:
+    for step in (1, 2, 3):
+        advance(machines("a"), step)
+    Store(URL).write("notes.txt", b"mine")
+    second = machines("b", fresh=True)
+    left = {name for name in Store(URL).sizes() if not is_lease(name)}
+    assert left == {"notes.txt"}, "only what a run wrote is deleted"
+    advance(second, 1)
+    assert newest(machines("a")) == 1
+
+
+def test_places_that_hold_something_else_are_refused(machines: Any) -> None:
+    Store(URL).write("photo.jpg", b"x")
+    with pytest.raises(UserError, match=r"--out memory://runs/one: holds 'photo.jpg' but no run"):
+        machines("a")
+    machines("a", fresh=True)
+    Store(URL).write("recipe.yaml", b"name: of somebody\n")
+    with pytest.raises(UserError, match="but no run; choose another place"):
+        machines("a", fresh=True)
+    assert Store(URL).read("recipe.yaml") == b"name: of somebody\n"
+
+
+def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    mirror = machines("a")
+    advance(mirror, 1)
+    (mirror.folder / "summary.json").write_text("{}")
+
+    def fails(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("503 Slow Down")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", fails)
+    with pytest.raises(RunError, match="503 Slow Down"):
+        mirror.put_result()
+    with pytest.raises(OSError, match="503 Slow Down"):
+        advance(mirror, 2)
+    monkeypatch.setattr(MemoryFileSystem, "find", fails)
+    with pytest.raises(UserError, match=r"--out memory://runs/one: can't be used: .*503 Slow Down"):
+        machines("a")
+    assert (mirror.folder / NAME).exists()
+
+
+def slowly(pause: float) -> list[str]:
+    """What makes a run of 60 steps, whose images take `pause` seconds each; that changes no weight."""
+    source = f"data={{source: 'tests.run.slow:Slow', options: {{pause: {pause}}}, image_size: 8, channels: 1, "
+    source += "mean: [0.5], std: [0.25]}"
+    return [source, "stages=[{until: 60st, images_per_worker: 3}]", "evaluate.every=null"]
+
+
+def slow_run(out: str, pause: float, checkpoint_every: str) -> list[str]:
+    """The words of such a run on two ranks."""
+    changes = [*sets(*TINY, *slowly(pause)), "--workers", "2"]
+    return ["train", "digits", *changes, "--out", out, "--checkpoint-every", checkpoint_every]
+
+
+@pytest.fixture
+def on(tmp_path: Path) -> Any:
+    """Gives a command to another machine, which is one with another cache."""
+
+    def run(machine: str, *words: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "TORUSGD_CACHE": str(tmp_path / machine)}
+        return subprocess.run(
+            command(*words), capture_output=True, text=True, timeout=300, check=False, env=environment
+        )
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_from_a_bucket_on_another_machine(
+    kind: str, on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real server that fails now and then; another launcher is kept out; a machine and its disk are lost."""
+    expected = run_here(tmp_path / "folder", *slowly(0.0))[0]["weights_sha256"]
+    with bucket(kind, monkeypatch, http_500=4, cut=6, stale=9, slow=5) as (_, root):
+        out = f"{root}/a run"
+        run = slow_run(out, 0.1, "5st")
+        first = subprocess.Popen(command(*run), env={**os.environ, "TORUSGD_CACHE": str(tmp_path / "machine 1")})
+        end = time.monotonic() + 240
+        while not any(name.endswith("manifest.json") for name in Store(out).sizes()):
+            assert time.monotonic() < end
+            time.sleep(0.5)
+        second = on("machine 2", *run)
+        assert second.returncode == 2, second.stderr
+        assert f"--out {out}: in use by process {first.pid} on " in second.stderr
+        assert ", step " in on("machine 2", "status", out).stdout
+        first.send_signal(signal.SIGKILL)
+        first.wait(240)
+        shutil.rmtree(tmp_path / "machine 1")
+        done = on("machine 2", *run)
+        assert done.returncode == 0, done.stderr
+        assert "waiting 60 s for a sign of life" in done.stderr
+        assert "resumed from the checkpoint of step" in done.stdout
+        summary = json.loads(Store(out).read("summary.json"))
+        assert summary["weights_sha256"] == expected
+        assert f"in {out}: model.safetensors" in done.stdout
+        there = Store(out).sizes()
+        assert {"model.safetensors", "events.jsonl", "recipe.yaml"} <= there.keys()
+        again = on("machine 3", *run)
+        assert again.returncode == 0, again.stderr
+        assert expected in again.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_at_work_on_a_real_server_is_seen_scaled_and_stopped_from_another_machine(
+    on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_here(tmp_path / "folder", *slowly(0.0))[0]["weights_sha256"]
+    with bucket("s3", monkeypatch) as (_, root):
+        out = f"{root}/a run"
+        run = slow_run(out, 0.4, "50st")
+        here = {"TORUSGD_CACHE": str(tmp_path / "machine 1")}
+        first = Process(tmp_path / "told", *command(*run), environment=here)
+
+        def status() -> str:
+            return str(on("machine 2", "status", out).stdout)
+
+        until(lambda: ", step " in status(), "a step", first, pause=3)
+        assert "2 ranks, virtual workers " in status()
+        scaled = on("machine 2", "scale", out, "--workers", "3")
+        assert (scaled.returncode, scaled.stderr) == (0, "")
+        until(lambda: "3 ranks, virtual workers " in status(), "a third rank", first, pause=3)
+        assert on("machine 2", "scale", out, "--workers", "9").returncode == 2
+        stopped = on("machine 2", "stop", out)
+        assert (stopped.returncode, stopped.stderr) == (0, "")
+        assert f"{out}: the run was stopped after step " in stopped.stdout
+        assert first.end() == 128 + signal.SIGTERM
+        assert "stopped by torusgd stop; the same command goes on" in first.err
+        assert ": the run was stopped after step " in status()
+        done = on("machine 3", *run, "--workers", "4")
+        assert done.returncode == 0, done.stderr
+        assert "resumed from the checkpoint of step" in done.stdout
+        assert expected in done.stdout

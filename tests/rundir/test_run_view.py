@@ -1,0 +1,109 @@
+"""Runs in a bucket, looked at and used from another machine; the bucket is fsspec's in memory."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fsspec")
+
+from tests.run.runs import run_here
+
+from torusgd.errors import UserError
+from torusgd.report.read_run import read_run
+from torusgd.rundir import lease
+from torusgd.rundir.mirror import Mirror
+from torusgd.rundir.run_dir import RunDir
+from torusgd.rundir.run_view import RunView, local_run
+from torusgd.rundir.status import STATUS, STOP, WORKERS
+from torusgd.storage import Store
+
+URL = "memory://runs/digits one"
+
+
+@pytest.fixture
+def elsewhere(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Moves to another machine, which is one with another cache."""
+    monkeypatch.setattr(lease, "RENEW", 0.05)
+
+    def move(name: str) -> None:
+        monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / name))
+
+    return move
+
+
+def begin(mirror: Mirror) -> Path:
+    """Two steps of a run that has not ended; the folder of their checkpoint, which the bucket has not."""
+    run_here(mirror.folder, max_steps=2)
+    for name in ("summary.json", "model.safetensors"):
+        (mirror.folder / name).unlink()
+    return mirror.folder / "checkpoints" / "step-00000002"
+
+
+def test_what_a_finished_run_left_is_used_by_its_url(elsewhere: Any, tmp_path: Path, run_cli: Any) -> None:
+    elsewhere("a")
+    mirror = Mirror(URL)
+    with mirror.held(fresh=False):
+        summary, _ = run_here(mirror.folder)
+        mirror.put_result()
+    elsewhere("b")
+    assert RunView(Path(URL)).read().told["weights_sha256"] == summary["weights_sha256"]
+    record = read_run(local_run(Path(URL)))
+    assert (record.name, record.state, len(record.steps)) == ("digits one", "finished", 4)
+    told = tmp_path / "told.json"
+    code, out, _ = run_cli("eval", URL, "--json", told)
+    assert code == 0
+    assert f"top-1 {summary['top1']:.2%}" in out
+    assert run_cli("eval", f"{URL}/model.safetensors")[0] == 0
+    code, out, _ = run_cli("status", URL)
+    assert (code, out.startswith("finished: 4 steps")) == (0, True)
+    assert run_cli("report", URL, "--out", tmp_path / "report.html")[0] == 0
+    for words in (("polish", URL), ("export", URL), ("replay", URL)):
+        code, _, error = run_cli(*words)
+        assert (code, error.count("\n")) == (2, 1)
+        assert f"{URL}: what is made of it is written to this machine; say where with --out" in error
+    code, _, error = run_cli("stop", URL)
+    assert (code, error) == (2, f"torusgd: {URL}: the run is finished; there is nothing to stop\n")
+    code, _, error = run_cli("eval", "memory://runs/none")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "memory://runs/none: holds no run; give the URL that was --out of torusgd train" in error
+
+
+def test_a_checkpoint_serves_until_the_run_is_done(elsewhere: Any) -> None:
+    elsewhere("a")
+    mirror = Mirror(URL)
+    with mirror.held(fresh=False):
+        mirror.put_checkpoint(begin(mirror), 2)
+    elsewhere("b")
+    assert (local_run(Path(URL)) / "checkpoints" / "step-00000002" / "model.safetensors").is_file()
+    assert (local_run(Path(f"{URL}/checkpoints/step-00000002")) / "model.safetensors").is_file()
+    assert RunView(Path(URL)).read().state == "gone"
+
+
+def test_a_run_at_work_elsewhere_is_seen_and_asked(elsewhere: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere("a")
+    mirror = Mirror(URL)
+    with mirror.held(fresh=False):
+        begin(mirror)
+        with RunDir(mirror.folder).lock():
+            assert RunView(Path(URL)).read().state == "running", "on the machine itself its folder's own lock tells"
+        elsewhere("b")
+        end = time.monotonic() + 240
+        while STATUS not in Store(URL).sizes():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        view = RunView(Path(URL))
+        assert view.running("stop").told["virtual_workers"] == 4
+        view.ask(STOP, "")
+        view.ask(WORKERS, "3")
+        while not ((mirror.folder / STOP).exists() and (mirror.folder / WORKERS).exists()):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert (mirror.folder / WORKERS).read_text() == "3"
+        assert {STOP, WORKERS}.isdisjoint(Store(URL).sizes())
+        assert not any(name.startswith("checkpoints/") for name in Store(URL).sizes()), "all that was before the first"
+    with Mirror(URL).held(fresh=False):
+        pass  # another machine takes over a run that has no checkpoint yet
+    with pytest.raises(UserError, match=r"digits one: the run is not running, .*; there is nothing to scale"):
+        view.running("scale")

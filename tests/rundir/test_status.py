@@ -1,0 +1,147 @@
+"""What a run's folder tells of it, and what can be asked of a run through it, by one line where nothing can."""
+
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.run.runs import TINY
+
+from torusgd.comm.groups import group_of
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir import status
+from torusgd.rundir.run_dir import RunDir
+from torusgd.rundir.status import STOP, WORKERS, Asked, ask, read_status
+from torusgd.runtime import resolve_auto
+from torusgd.signals import StopFlag
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+
+def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None) -> Any:
+    """Trains four steps in this process, `meanwhile` before each; the result."""
+    recipe = resolve_auto(load_recipe("digits", TINY).recipe, "cpu")
+    folder = RunDir(out)
+    with folder.lock():
+        folder.claim(recipe, fresh=False)
+        run = Run(Job(recipe, RuntimeOptions(), "cpu", out), group_of(), StopFlag(), restarts=0)
+        take = run.trainer.step.run
+
+        def watched(membership: Any, entry: Any) -> Any:
+            meanwhile(entry.step)
+            return take(membership, entry)
+
+        run.trainer.step.run = watched  # type: ignore[method-assign]
+        return run.run()
+
+
+def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
+) -> None:
+    monkeypatch.setattr(status, "SECONDS", 0.0)
+    seen: list[dict[str, Any]] = []
+
+    def look_and_stop(step: int) -> None:
+        seen.append(json.loads(run_cli("status", tmp_path, "--json")[1]))
+        if step == 2:
+            assert "step 2 of 4" in run_cli("status", tmp_path)[1]
+            assert run_cli("stop", tmp_path, "--seconds", "0")[0] == 0
+
+    result = go(tmp_path, look_and_stop)
+    assert result.code == 143
+    assert [each["state"] for each in seen] == ["running"] * 3
+    assert [each["step"] for each in seen] == [0, 1, 2]
+    last = seen[-1]
+    assert (last["host"], last["process"], last["shares"]) == (socket.gethostname(), os.getpid(), {"0": 4})
+    assert last["images_per_second"] > 0
+    code, told, _ = run_cli("status", tmp_path)
+    assert (code, "was stopped after step 2; the same `torusgd train` goes on" in told) == (0, True)
+    assert "there is nothing to stop" in run_cli("stop", tmp_path)[2]
+
+    assert go(tmp_path).summary["steps"] == 4
+    assert run_cli("status", tmp_path)[1].startswith("finished: 4 steps, top-1 ")
+    for command in (("stop",), ("scale", "--workers", "2")):
+        code, _, line = run_cli(command[0], tmp_path, *command[1:])
+        assert (code, line.count("\n")) == (2, 1)
+        assert "the run is finished; there is nothing to" in line
+
+
+def test_one_line_for_a_folder_without_a_run_and_for_a_run_whose_process_is_gone(
+    tmp_path: Path, run_cli: RunCli
+) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: mine\n")
+    for command in (("status",), ("stop",), ("scale", "--workers", "2")):
+        for folder in (tmp_path, tmp_path / "none"):
+            code, _, line = run_cli(command[0], folder, *command[1:])
+            assert (code, line.count("\n")) == (2, 1)
+            assert "holds no run" in line
+    (tmp_path / "recipe.yaml").write_text(status.HEAD + "\n")
+    (tmp_path / status.STATUS).write_text(json.dumps({"step": 7, "phase": "train", "host": socket.gethostname()}))
+    assert run_cli("status", tmp_path)[0] == 1
+    assert "is not running, its process is gone after step 7" in run_cli("status", tmp_path)[2]
+    assert "its process is gone after step 7" in run_cli("stop", tmp_path)[2]
+    (tmp_path / status.STATUS).write_text(json.dumps({"step": 7, "phase": "train", "host": "another"}))
+    assert read_status(tmp_path).state == "running"  # where locks don't bind it
+    os.utime(tmp_path / status.STATUS, (0, time.time() - 3600))
+    assert read_status(tmp_path).state == "gone"
+    (tmp_path / status.STATUS).write_text("[")
+    assert "its status can't be read" in run_cli("status", tmp_path)[2]
+
+
+def test_ranks_that_can_not_change_are_told(tmp_path: Path, run_cli: RunCli) -> None:
+    def ask(step: int) -> None:
+        code, _, line = run_cli("scale", tmp_path, "--workers", "5")
+        assert (code, "has 4 virtual workers to share" in line) == (2, True)
+        told = json.loads((tmp_path / status.STATUS).read_text())
+        (tmp_path / status.STATUS).write_text(json.dumps(told | {"fixed_ranks": "so it is"}))
+        code, _, line = run_cli("scale", tmp_path, "--workers", "2")
+        assert (code, "its ranks can't change: so it is" in line) == (2, True)
+
+    go(tmp_path, ask)
+
+
+def test_what_was_asked_is_found_once_and_only_since_the_run_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "SECONDS", 0.0)
+    asked = Asked(tmp_path)
+    assert (asked.to_stop(), asked.workers()) == (False, None)
+    ask(tmp_path / WORKERS, "3")
+    assert (asked.workers(), asked.workers()) == (3, None)
+    ask(tmp_path / STOP, "")
+    assert asked.to_stop()
+    for wrong in ("-1", "[", "true and more", '"3"'):
+        (tmp_path / ".workers").write_text(wrong)
+        assert asked.workers() is None
+    status.forget_what_was_asked(tmp_path)
+    assert not Asked(tmp_path).to_stop()
+
+
+def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_some(path: Path, text: str) -> None:
+        path.write_bytes(text[:5].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told = status.StatusFile(tmp_path, {})
+    told.tell(now=True, step=1)
+    monkeypatch.setattr(Path, "write_text", write_some)
+    told.tell(now=True, step=2)
+    assert [path.name for path in tmp_path.iterdir()] == [status.STATUS]
+    assert json.loads((tmp_path / status.STATUS).read_text())["step"] == 1
+
+
+def test_who_asks_does_not_wait_for_torch() -> None:
+    import subprocess
+    import sys
+
+    script = "import sys, torusgd.rundir.status; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,311 @@
+"""Machines that compute wrongly: a bit is flipped on one rank, and the audit finds and names it before the step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.comm.gloo_world import run_ranks
+from tests.run.runs import TINY
+from torch import Tensor
+
+from torusgd.comm.allreduce import create
+from torusgd.comm.base import ConnectionLost, Done
+from torusgd.comm.groups import Group, group_of
+from torusgd.comm.liveness import NoLiveness
+from torusgd.data.pipeline import Batch
+from torusgd.errors import CorruptionError, UserError
+from torusgd.gradients.integer_hash import IntegerHash
+from torusgd.gradients.integer_sum import IntegerGradientSum
+from torusgd.gradients.layout import plan_buckets
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.build import Trainer, build, open_data
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.checkpoint import list_checkpoints, read_checkpoint
+from torusgd.rundir.run_dir import RunDir
+from torusgd.signals import StopFlag
+from torusgd.step.audit import Audit, check_audit
+from torusgd.step.journal import synchronous
+from torusgd.step.membership import even_shares
+from torusgd.weights import weights_sha256
+
+CPU = torch.device("cpu")
+LONG = ("stages=[{until: 50st, images_per_worker: 3}]", "rate={lr: 0.1}")
+CULPRIT = 1
+TAKE_OUT = "; take the machine out and give the same command again: the last checkpoint is good"
+
+
+def job(options: RuntimeOptions, *overrides: str, out: Path = Path("nowhere")) -> Job:
+    recipe = load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
+    return Job(recipe, options, "cpu", out)
+
+
+def flipped(values: Tensor, index: int, bit: int) -> Tensor:
+    """A copy with one bit of one value the other way round."""
+    copy = values.clone().contiguous()
+    copy.view(-1).view(torch.int32)[index] ^= 1 << bit
+    return copy
+
+
+def in_gradient(trainer: Trainer) -> None:
+    reducer = trainer.step.reducer
+    add = reducer.add
+    slot = max(range(len(reducer.names)), key=lambda n: reducer.layout.held[n].tensor.numel())
+
+    def wrong(number: int, gradient: Tensor) -> None:
+        largest = int(gradient.abs().argmax())
+        add(number, flipped(gradient, largest, 20).view_as(gradient) if number == slot else gradient)
+
+    reducer.add = wrong
+
+
+def in_weights(trainer: Trainer) -> None:
+    weight = next(p for p in trainer.step.model.parameters() if p.dim() > 1)
+    weight.data.copy_(flipped(weight.data, int(weight.data.abs().argmax()), 22))
+
+
+def in_images(trainer: Trainer) -> None:
+    take = trainer.step.loader.take
+
+    def wrong(*arguments: Any) -> Batch:
+        batch = take(*arguments)
+        images = flipped(batch.images, int(batch.images.abs().argmax()), 22)
+        return Batch(images, batch.targets, batch.kept, batch.replaced)
+
+    trainer.step.loader.take = wrong
+
+
+FAULTS: dict[str, Callable[[Trainer], None]] = {"gradient": in_gradient, "weights": in_weights, "images": in_images}
+
+
+def steps_until_found(world: Group, given: Job, fault: str, first: int, steps: int) -> tuple[str, int, bool]:
+    """What the error says, the step it came in, and whether no weight had changed; the fault begins at step `first`."""
+    trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
+    for index in range(steps):
+        if index == first and world.rank == CULPRIT:
+            FAULTS[fault](trainer)
+        before = [p.detach().clone() for p in trainer.step.model.parameters()]
+        try:
+            trainer.step.run(trainer.membership, synchronous(index, given.recipe.virtual_workers))
+        except CorruptionError as error:
+            return str(error), index, all(map(torch.equal, before, trainer.step.model.parameters()))
+    return "", steps, True
+
+
+def faults_and_hashes() -> tuple[list[tuple[str, int, bool]], list[str]]:
+    """For each kind of fault what the audit of everything says; and the weights without and with an audit."""
+    world = group_of()
+    found = [steps_until_found(world, job(RuntimeOptions(audit=1.0)), fault, 1, 2) for fault in FAULTS]
+    hashes = []
+    for options in (
+        RuntimeOptions(),
+        RuntimeOptions(audit=1.0),
+        RuntimeOptions(audit=0.5, update="sharded", buckets=0.001),
+    ):
+        given = job(options)
+        trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
+        audited = 0
+        for index in range(4):
+            audited += trainer.step.run(trainer.membership, synchronous(index, 4)).audited
+        trainer.step.state.write_to_model(4)
+        hashes.append((audited, weights_sha256(trainer.step.model.state_dict())))
+    return found, hashes
+
+
+def test_a_flipped_bit_is_found_in_its_step_and_its_rank_named() -> None:
+    for found, hashes in run_ranks(3, faults_and_hashes):
+        for text, step, unchanged in found:
+            assert text.startswith("step 1: rank 1 on ")
+            assert " computes wrongly: it found other integers than rank " in text
+            assert text.endswith(TAKE_OUT)
+            assert (step, unchanged) == (1, True)
+        (none, plain), (all_four, audited), (some, sharded) = hashes
+        assert plain == audited == sharded, "an audit changes no bit"
+        assert (none, all_four) == (0, 16)
+        assert 0 < some < 16
+
+
+class Losing:
+    """Messages by which hashes differ; then ranks are gone."""
+
+    name = "losing"
+
+    def __init__(self, messages: int) -> None:
+        self.left = messages
+
+    def start(self, tensor: Tensor) -> Done:
+        if not self.left:
+            raise ConnectionLost("rank 2 is gone")
+        self.left -= 1
+        tensor.copy_(torch.tensor([1, 3, 0]) if len(tensor) == 3 else torch.tensor([1, 1, 1, 2, 1, 1]))
+        return Done()
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("messages", "line"),
+    [
+        (1, "step 0: two ranks found other integers .* before they could be named; take the machine out"),
+        (2, "step 0: rank 0 and rank [12] found other integers .* could say which"),
+    ],
+)
+def test_where_a_rank_is_lost_while_another_is_being_named_nobody_goes_on(messages: int, line: str) -> None:
+    membership = even_shares(range(3), me=0, virtual_workers=3)
+    audit = Audit(1.0, seed=0, world=Group(None, range(3), 0, CPU, None, 1.0), allreduce=Losing(messages))
+    audit.hash_of(0, 0, membership)
+    audit.start(0, membership, lambda worker: IntegerHash(CPU))
+    with pytest.raises(CorruptionError, match=line):
+        audit.compare(0, membership, lambda worker: IntegerHash(CPU))
+
+
+def run_with_a_fault(out: str) -> str:
+    """A whole run with a checkpoint every two steps, whose second rank computes wrongly from the fourth step on."""
+    world = group_of()
+    given = job(RuntimeOptions(audit=1.0, checkpoint_every="2st"), out=Path(out))
+    if world.rank == 0:
+        RunDir(given.out).claim(given.recipe, fresh=False)
+    world.barrier()
+    run = Run(given, world, StopFlag(), restarts=0)
+    step = run.trainer.step
+
+    def faulty(membership: Any, entry: Any) -> Any:
+        if entry.step == 3 and world.rank == CULPRIT:
+            in_gradient(run.trainer)
+        return type(step).run(step, membership, entry)
+
+    step.run = faulty
+    try:
+        run.run()
+    except CorruptionError as error:
+        return str(error)
+    return ""
+
+
+def test_two_ranks_are_both_named_and_no_checkpoint_is_made_of_their_weights(tmp_path: Path) -> None:
+    for text in run_ranks(2, run_with_a_fault, str(tmp_path)):
+        assert text.startswith("step 3: rank 0 on ") or text.startswith("step 3: rank 1 on ")
+        assert "one of them computes wrongly, and it takes a third rank to say which" in text
+        assert text.endswith(TAKE_OUT)
+    (kept,) = list_checkpoints(tmp_path / "checkpoints")
+    assert read_checkpoint(kept).step == 2
+
+
+def stopped_in_a_step() -> tuple[bool, int]:
+    """Whether a step that one rank was asked to stop in is abandoned, and what that rank computed a second time."""
+    world, given = group_of(), job(RuntimeOptions(audit=1.0))
+    asked = iter([False, True])  # the second rank has begun one of its two virtual workers
+    stop = (lambda: next(asked, True)) if world.rank == 1 else (lambda: False)
+    trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness(), stop)
+    passes: list[str] = []
+    liveness = trainer.step.liveness
+    liveness.progress = lambda phase, step, unit: passes.append(phase)  # type: ignore[method-assign]
+    trainer.step.reducer.sum.set_maxima(torch.ones(len(trainer.step.reducer.names)))
+    return trainer.step.run(trainer.membership, synchronous(0, 4)) is None, passes.count("audit")
+
+
+def steps_without_a_comparison() -> list[int]:
+    """What is compared of 40 steps of which every second ends before that, as one whose gradient is not finite does."""
+    world, membership = group_of(), even_shares(range(2), group_of().rank, 8)
+    audit, compared = Audit(0.3, 0, world, create("native", group=world)), []
+
+    def hashed(worker: int) -> IntegerHash:
+        found = IntegerHash(CPU)
+        found.add(0, 0, torch.tensor([worker]))
+        return found
+
+    for step in range(40):
+        for worker in membership.mine:
+            if (found := audit.hash_of(step, worker, membership)) is not None:
+                found.add(0, 0, torch.tensor([worker]))
+        audit.start(step, membership, hashed)
+        if step % 2:
+            compared.append(audit.compare(step, membership, hashed))
+    return compared
+
+
+def abandoned_and_skipped() -> tuple[tuple[bool, int], list[int]]:
+    return stopped_in_a_step(), steps_without_a_comparison()
+
+
+def test_a_step_that_is_abandoned_or_skipped_leaves_nothing_for_the_next() -> None:
+    (first, compared), (second, others) = run_ranks(2, abandoned_and_skipped)
+    assert (first, second) == ((True, 2), (True, 0))
+    assert compared == others
+    assert 0 in compared
+    assert len(set(compared)) > 1
+
+
+def trials(seeds: int) -> list[tuple[str, int, bool]]:
+    world = group_of()
+    faults = list(FAULTS)
+    options = RuntimeOptions(audit=0.1, drift_every=0)  # or the comparison of weights is often the first to find it
+    return [
+        steps_until_found(world, job(options, *LONG, f"seed={seed}"), faults[seed % 3], 0, 50) for seed in range(seeds)
+    ]
+
+
+@pytest.mark.slow
+def test_a_tenth_of_the_work_finds_a_lasting_fault_within_fifty_steps() -> None:
+    found = run_ranks(4, trials, 20, timeout=250)[0]
+    assert sum("rank 1 on " in text and "computes wrongly" in text for text, _, _ in found) >= 19
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "line"),
+    [
+        (RuntimeOptions(audit=0.5), (), "audit = 0.5: one rank has no other to check it"),
+        (RuntimeOptions(audit=1.0), ("reduction=float32",), "audit = 1: only integers can be compared"),
+        (RuntimeOptions(audit=1.0), ("column_blocks=2",), "audit = 1: layers in column blocks can't be audited"),
+        (RuntimeOptions(audit=1.0, mixed=True), (), "audit = 1: ranks under mixed conditions round differently"),
+    ],
+)
+def test_an_audit_that_can_not_work_is_refused(options: RuntimeOptions, overrides: tuple[str, ...], line: str) -> None:
+    given = job(options, *overrides)
+    with pytest.raises(UserError, match=line):
+        check_audit(given.options, given.recipe, 1 if "one rank" in line else 2)
+
+
+def test_any_one_integer_changes_the_hash_and_the_order_does_not() -> None:
+    draw = torch.Generator().manual_seed(0)
+    slots = [torch.randint(-(2**31), 2**31, (140_001,), generator=draw).to(torch.int32) for _ in range(2)]
+
+    def hash_of(*added: tuple[int, Tensor], device: torch.device = CPU) -> int:
+        found = IntegerHash(device)
+        for slot, integers in added:
+            for begin in range(0, len(integers), 1 << 17):  # as a sum gives them
+                found.add(slot, begin, integers[begin : begin + (1 << 17)])
+        return found.value()
+
+    first, second = enumerate(slots)
+    whole = hash_of(first, second)
+    assert whole == hash_of(second, first)
+    assert whole != hash_of((0, slots[1]), (1, slots[0]))
+    shifted = torch.cat([torch.zeros(1, dtype=torch.int32), slots[0]])[1:]
+    assert whole == hash_of((0, shifted), second), "wherever it lies"
+    for place in (0, 1, 65_535, 65_536, 131_072, 140_000):
+        changed = slots[0].clone()
+        changed[place] ^= 1
+        assert hash_of((0, changed), second) != whole
+        wide = slots[0].to(torch.int64)
+        wide[place] ^= 1
+        assert hash_of((0, wide), second) != hash_of((0, slots[0].to(torch.int64)), second)
+
+
+def test_a_gradient_that_is_only_hashed_has_the_hash_of_one_that_is_added() -> None:
+    gradients = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (3, 140_001, 7)]
+    buckets = plan_buckets([g.numel() for g in gradients], 1 << 20)
+    for addends in (4, 8192):
+        sums = IntegerGradientSum(buckets, addends, CPU)
+        sums.set_maxima(torch.tensor([float(g.abs().max()) for g in gradients]))
+        sums.clear()
+        first, second, alone = (IntegerHash(CPU) for _ in range(3))
+        for slot, gradient in enumerate(gradients):
+            sums.only_hash(slot, gradient, alone)
+            sums.add(0, slot, gradient, first)
+            sums.add(0, slot, gradient, second)
+        assert first.value() == second.value() == alone.value() != 0

@@ -1,0 +1,171 @@
+"""Shares that follow the ranks' speed: the best split, what moves and what stays, and weights that do not change."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.comm.gloo_world import run_ranks
+from tests.run.runs import TINY, events, run_here
+
+from torusgd.comm.groups import Group, group_of
+from torusgd.comm.liveness import NoLiveness
+from torusgd.errors import UserError
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.shares import best_counts
+from torusgd.rng import keyed_uniform
+from torusgd.run.build import build, open_data
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import RunDir
+from torusgd.runtime import resolve_auto
+from torusgd.signals import StopFlag
+from torusgd.step.balance import balance, follows_speed
+from torusgd.step.journal import synchronous
+from torusgd.step.membership import Membership, even_shares, with_counts
+from torusgd.weights import weights_sha256
+
+
+@pytest.mark.parametrize(
+    ("workers", "seconds", "counts"),
+    [
+        (12, [1, 1, 2], (5, 5, 2)),
+        (32, [1, 1, 1, 2], (10, 9, 9, 4)),
+        (64, [1] * 7 + [4], (9, 9, 9, 9, 9, 9, 8, 2)),
+        (3, [1, 50, 1], (1, 1, 1)),
+        (4, [1, 50, 1], (2, 1, 1)),
+        (8, [2, 2, 2], (3, 3, 2)),
+    ],
+)
+def test_each_next_virtual_worker_goes_to_the_rank_that_is_done_first(
+    workers: int, seconds: list[float], counts: tuple[int, ...]
+) -> None:
+    assert best_counts(workers, seconds) == counts
+
+
+def test_only_what_must_changes_its_rank() -> None:
+    membership = even_shares(range(4), me=1, virtual_workers=64)
+    for counts in ([20, 20, 20, 4], [1, 1, 1, 61], [16, 16, 16, 16]):
+        new = with_counts(membership, counts)
+        assert list(new.counts) == counts
+        assert sorted(each for share in new.shares for each in share) == list(range(64))
+        stayed = sum(len(set(a) & set(b)) for a, b in zip(membership.shares, new.shares, strict=True))
+        assert stayed == sum(map(min, zip(membership.counts, new.counts, strict=True)))
+        membership = new
+
+
+def test_work_moves_only_for_what_lasts_and_is_clear() -> None:
+    membership = even_shares(range(3), me=0, virtual_workers=12)
+    even, slow, little = [1.0, 1.0, 1.0], [1.0, 1.0, 2.0], [1.0, 1.0, 1.04]
+    for earlier, later in ((even, even), (even, slow), (slow, even), (little, little)):
+        assert balance(membership, earlier, later, steps=10).move is None
+    found = balance(membership, slow, slow, steps=10)
+    assert found.move is not None
+    assert (found.move.membership.counts, found.move.moved, found.slow) == ((5, 5, 2), 2, {2: 2.0})
+    assert found.saved == 0
+    after = balance(found.move.membership, slow, slow, steps=10)
+    assert (after.move, after.saved) == (None, 30.0)
+    back = balance(found.move.membership, even, even, steps=10).move
+    assert back is not None
+    assert back.membership.counts == (4, 4, 4)
+
+
+def test_noise_of_a_few_percent_moves_little_and_costs_nothing() -> None:
+    """200 comparisons of 8 equal ranks whose times scatter by 3 %: no true step is 5 % longer than the even one."""
+    membership, moves = even_shares(range(8), me=0, virtual_workers=256), 0
+    for turn in range(200):
+        earlier, later = 1 + 0.03 * torch.from_numpy(keyed_uniform(turn, np.arange(16)) - 0.5).view(2, 8) * 12**0.5
+        move = balance(membership, earlier.tolist(), later.tolist(), steps=10).move
+        if move is not None:
+            moves, membership = moves + 1, move.membership
+        assert max(membership.counts) <= 33
+    assert moves <= 4
+
+
+def test_where_sums_depend_on_who_computes_the_shares_are_even() -> None:
+    recipe = load_recipe("digits", ["reduction=float32"]).recipe
+    assert not follows_speed(RuntimeOptions(), recipe)
+    with pytest.raises(UserError, match="shares = speed: sums in float32 depend on who computes what"):
+        follows_speed(RuntimeOptions(shares="speed"), recipe)
+    exact = load_recipe("digits", []).recipe
+    assert follows_speed(RuntimeOptions(), exact)
+    assert not follows_speed(RuntimeOptions(shares="even"), exact)
+
+
+def shuffled(membership: Membership, step: int) -> Membership:
+    """Any split of the virtual workers, another one in each step; each rank has at least one."""
+    size, workers = len(membership.ranks), sum(membership.counts)
+    order = np.argsort(keyed_uniform(7, step, np.arange(workers))).tolist()
+    owners = [*range(size), *(int(size * u) for u in keyed_uniform(8, step, np.arange(workers - size)))]
+    shares = tuple(tuple(w for w, o in zip(order, owners, strict=True) if o == place) for place in range(size))
+    return replace(membership, shares=shares)
+
+
+def hash_of_shuffled_steps(world: Group, options: RuntimeOptions) -> str:
+    given = [*TINY, "virtual_workers=8", "optimizer={name: lars, momentum: 0.9, weight_decay: 1.0e-4, trust: 0.01}"]
+    recipe = load_recipe("digits", given).recipe.resolve(precision="float32", memory_format="contiguous")
+    job, liveness = Job(recipe, options, "cpu", Path("nowhere")), NoLiveness()
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
+    for index in range(len(trainer.step.schedule)):
+        trainer.step.run(shuffled(trainer.membership, index), synchronous(index, recipe.virtual_workers))
+    trainer.step.state.write_to_model(len(trainer.step.schedule))
+    found = weights_sha256(trainer.step.model.state_dict())
+    trainer.close()
+    return found
+
+
+def hashes_of_shuffled_steps() -> list[str]:
+    """On all 3 ranks, and on two of them beside one that is alone."""
+    world, plain, sharded = group_of(), RuntimeOptions(), RuntimeOptions(update="sharded")
+    parts = world.partition([[0, 1], [2]])
+    return [hash_of_shuffled_steps(*each) for each in ((parts, plain), (world, plain), (world, sharded))]
+
+
+def test_any_split_in_any_step_gives_the_same_weights() -> None:
+    (two, three, shards), again, (alone, *_) = run_ranks(3, hashes_of_shuffled_steps)
+    assert again == [two, three, shards]
+    assert {two, three, shards} == {alone}
+
+
+LONG = ("stages=[{until: 42st, images_per_worker: 2}]", "virtual_workers=6", "evaluate.every=42st")
+
+
+def train_at_other_speeds(out: str) -> dict[str, Any]:
+    """42 steps on 3 ranks; a virtual worker takes rank 2 twice as long, from step 23 on rank 0 three times."""
+    world = group_of()
+    recipe = resolve_auto(load_recipe("digits", [*TINY, *LONG]).recipe, "cpu")
+    if world.rank == 0:
+        RunDir(Path(out)).claim(recipe, fresh=False)
+    world.barrier()
+    run = Run(Job(recipe, RuntimeOptions(), "cpu", Path(out)), world, StopFlag(), restarts=0)
+    stragglers = run.trainer.step.stragglers
+    note = stragglers.note
+
+    def noted(step: int, reducer: Any, data_seconds: float, pace: Callable[[], float]) -> None:
+        """In place of this machine's times, which depend on what else it does."""
+        assert pace() > 0
+        seconds = ({2: 2.0} if step < 23 else {0: 3.0}).get(world.rank, 1.0)
+        note(step, reducer, data_seconds, lambda: seconds)
+
+    stragglers.note = noted  # type: ignore[method-assign]
+    return run.run().summary
+
+
+def test_a_run_moves_work_away_from_a_slow_rank_and_back_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    summary = run_ranks(3, train_at_other_speeds, str(tmp_path / "out"))[0]
+    told = {e["step"]: e["shares"] for e in events(tmp_path / "out") if "shares" in e}
+    # The message of the 31st step tells of other speeds in its later half only.
+    assert told == {
+        11: {"counts": {"0": 3, "1": 2, "2": 1}, "moved": 1, "gain": 0.25, "slow": {"2": 2.0}},
+        41: {"counts": {"0": 1, "1": 3, "2": 2}, "moved": 2, "gain": 0.6667, "slow": {"0": 3.0}},
+    }
+    assert summary["slow_ranks"] == {"0": 3.0, "2": 2.0}
+    assert (summary["moved_workers"], summary["shares"]) == (3, {"0": 1, "1": 3, "2": 2})
+    assert summary["saved_seconds"] == 10 * (4 - 3) + 20 * (6 - 9)
+    alone, _ = run_here(tmp_path / "alone", *LONG)
+    assert summary["weights_sha256"] == alone["weights_sha256"]

@@ -1,0 +1,105 @@
+"""Pieces of a step, claimed by their owners and by others: each is taken exactly once, and few questions are asked."""
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from torch.distributed import HashStore
+
+from torusgd.comm.base import ConnectionLost
+from torusgd.comm.groups import Group
+from torusgd.rng import keyed_uniform
+from torusgd.step.claims import Claims
+
+
+def members(size: int) -> list[Claims]:
+    """Claims of all members of a group, in this process."""
+    group = {"size": size, "store": HashStore(), "barrier": lambda: None, "broadcast_text": lambda text: "1"}
+    return [Claims(cast(Group, SimpleNamespace(rank=rank, **group))) for rank in range(size)]
+
+
+def take_all(claims: list[Claims], counts: list[int], seed: int) -> Counter[tuple[int, int]]:
+    """The pieces, as (row, place in it), that all members take in a round, in an order drawn from the seed."""
+    taken: Counter[tuple[int, int]] = Counter()
+    for each in claims:
+        each.begin(counts)
+    busy, turn = set(range(len(claims))), 0
+    while busy:
+        me = sorted(busy)[int(len(busy) * keyed_uniform(seed, turn, np.arange(1))[0])]
+        turn += 1
+        own = claims[me].claim_own()
+        if own is not None:
+            taken[me, own] += 1
+            continue
+        looks = claims[me].looks()
+        row = max(looks, key=lambda place: looks[place])
+        if not looks[row]:
+            busy.remove(me)
+        elif (place := claims[me].claim_of(row)) is not None:
+            taken[row, place] += 1
+    return taken
+
+
+@pytest.mark.parametrize("counts", [[8, 8, 8, 8], [1, 1, 1], [1, 40, 3], [5, 5, 2], [2, 64]])
+def test_each_piece_is_taken_once_in_whatever_order_members_claim(counts: list[int]) -> None:
+    claims = members(len(counts))
+    expected = {(row, place) for row, count in enumerate(counts) for place in range(count)}
+    for seed in range(20):
+        taken = take_all(claims, counts, seed)
+        assert set(taken) == expected
+        assert set(taken.values()) == {1}
+        counts = counts[1:] + counts[:1]
+        expected = {(row, place) for row, count in enumerate(counts) for place in range(count)}
+
+
+def test_who_is_late_loses_from_the_back_what_it_has_not_claimed() -> None:
+    late, idle, other = members(3)
+    for each in (late, idle, other):
+        each.begin([8, 1, 1])
+    assert [late.claim_own() for _ in range(3)] == [0, 1, 2]  # a quarter without a claim, and one claim
+    assert idle.looks() == {2: 0, 0: 5}
+    assert [idle.claim_of(0), other.claim_of(0), idle.claim_of(0)] == [7, 6, 5]
+    assert late.may_have_own
+    assert [late.claim_own(), late.claim_own(), late.claim_own()] == [3, 4, None]
+    assert not late.may_have_own
+    assert idle.claim_of(0) is None
+    assert idle.looks() == {2: 0, 0: 0}
+
+
+def test_a_member_that_leaves_takes_its_pieces_along() -> None:
+    leaving, idle = members(2)
+    for each in (leaving, idle):
+        each.begin([8, 2])
+    assert leaving.claim_own() == 0
+    leaving.claim_rest()
+    assert (leaving.claim_own(), idle.looks(), idle.claim_of(0)) == (None, {0: 0}, None)
+
+
+def test_a_round_of_many_pieces_takes_few_questions() -> None:
+    claims, asked = members(1)[0], Counter[int]()
+    ask = claims.ask
+    for pieces in (8, 64, 512):
+
+        def counted(question: Callable[[Any], Any], pieces: int = pieces) -> Any:
+            asked[pieces] += 1
+            return ask(question)
+
+        claims.ask = counted  # type: ignore[method-assign]
+        claims.begin([pieces])
+        assert [claims.claim_own() for _ in range(pieces + 1)] == [*range(pieces), None]
+    assert asked == {8: 7, 64: 15, 512: 23}
+
+
+def test_a_store_out_of_reach_is_a_lost_connection() -> None:
+    claims = members(2)[0]
+    claims.begin([1, 1])
+    claims._store = cast(Any, SimpleNamespace(multi_get=broken))
+    with pytest.raises(ConnectionLost, match=r"the store that all ranks share can't be reached \(gone\)"):
+        claims.looks()
+
+
+def broken(keys: list[str]) -> None:
+    raise RuntimeError("gone")

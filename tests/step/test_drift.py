@@ -1,0 +1,262 @@
+"""A rank whose weights are no longer those of the others is named within a few steps, and nothing of it is saved."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.comm.gloo_world import run_ranks
+from tests.run.runs import TINY
+
+from torusgd.comm.allreduce import create
+from torusgd.comm.base import ConnectionLost
+from torusgd.comm.groups import Group, alone, group_of
+from torusgd.comm.liveness import NoLiveness
+from torusgd.errors import CorruptionError
+from torusgd.gradients.layout import Slot
+from torusgd.recipe.duration import Duration
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.build import Trainer, build, open_data
+from torusgd.run.job import Job
+from torusgd.run.progress import RunState
+from torusgd.run.run import Run
+from torusgd.run.survival import Kept, nothing_yet
+from torusgd.rundir.run_dir import RunDir
+from torusgd.signals import StopFlag
+from torusgd.step.drift import DriftWatch, steps_between
+
+STEPS, FLIPPED_AFTER = 5, 3
+
+
+def flip(tensor: torch.Tensor, bit: int = 0) -> None:
+    """Flips one bit of one element, by default the lowest."""
+    bits = tensor.detach().view(-1).view(torch.int32)
+    bits[len(bits) // 2] ^= 1 << bit
+
+
+def momentum(trainer: Trainer) -> torch.Tensor:
+    optimizer, (first, *_) = trainer.step.update.optimizer, trainer.step.reducer.owned
+    return optimizer.state[first]["momentum_buffer"]
+
+
+FLIPS: dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]] = {
+    "a weight": ({"drift_every": 3}, lambda trainer: flip(next(trainer.step.model.parameters()))),
+    "running statistics": ({"drift_every": 3}, lambda trainer: flip(trainer.step.batch_norm.running)),
+    # Seen in the weights that it leads to, here before a checkpoint.
+    "momentum": ({"drift_every": 100}, lambda trainer: flip(momentum(trainer), bit=30)),
+    # The gather overwrites a copy of the others' shards, so this is found in the step itself or not at all.
+    "a copy of a shard": (
+        {"drift_every": 1, "update": "sharded"},
+        lambda trainer: flip(next(trainer.step.model.parameters())),
+    ),
+    "nothing": ({"drift_every": 1}, lambda trainer: None),
+}
+
+
+def train_and_flip(out: Path, flipped: str) -> str:
+    """A run on these ranks, of which the last one's state changes between two steps; how it ended."""
+    world = group_of()
+    options, change = FLIPS[flipped]
+    stages = f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"
+    recipe = load_recipe("digits", [*TINY, stages]).recipe.resolve(precision="float32", memory_format="contiguous")
+    if world.rank == 0:
+        out.mkdir()
+        RunDir(out).claim(recipe, fresh=False)
+    world.barrier()
+    runtime = RuntimeOptions(checkpoint_every=Duration(2, "st"), **options)
+    run = Run(Job(recipe, runtime, "cpu", out), world, StopFlag(), restarts=0)
+    take = run.trainer.step.run
+
+    def take_and_flip(membership: Any, entry: Any) -> Any:
+        stats = take(membership, entry)
+        if entry.step == FLIPPED_AFTER - 1 and world.rank == world.size - 1:
+            run.trainer.step.update.wait_weights()
+            change(run.trainer)
+        return stats
+
+    run.trainer.step.run = take_and_flip  # type: ignore[method-assign]
+    try:
+        run.run()
+    except CorruptionError as error:
+        run.trainer.close()
+        return str(error)
+    return "finished"
+
+
+def due_by_default() -> list[int]:
+    """The steps with a comparison of a run whose options say nothing of it."""
+    recipe = load_recipe("digits", TINY).recipe.resolve(precision="float32", memory_format="contiguous")
+    job, world = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), group_of()
+    trainer = build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
+    due = [step for step in range(500) if trainer.step.drift.is_due(step)]
+    trainer.close()
+    return due
+
+
+def train_all(out: str) -> tuple[dict[str, str], list[int]]:
+    return {flipped: train_and_flip(Path(out, flipped), flipped) for flipped in FLIPS}, due_by_default()
+
+
+def test_a_flipped_bit_is_found_and_its_rank_named_before_anything_is_saved(tmp_path: Path) -> None:
+    ranks = run_ranks(3, train_all, str(tmp_path))
+    assert ranks[0] == ranks[1] == ranks[2]
+    told, due = ranks[0]
+    every = steps_between(4)  # 12 images, 4 a rank
+    assert due == [0, every, 2 * every, 3 * every]
+    assert told.pop("nothing") == "finished"
+    for flipped, line in told.items():
+        found = 4 if flipped == "momentum" else FLIPPED_AFTER
+        assert line.startswith(f"step {found}: rank 2 on {socket.gethostname()} holds other weights"), flipped
+        assert "\n" not in line
+        steps = sorted(path.name for path in (tmp_path / flipped / "checkpoints").glob("step-*"))
+        assert steps == ["step-00000002"], flipped
+
+
+def copied(kept: Kept) -> Kept:
+    """What a rank keeps at this moment, whatever it does then."""
+    assert kept.state is not None
+    tensors = {name: tensor.clone() for name, tensor in kept.tensors.items()}
+    return replace(kept, state=RunState.from_dict(kept.state.as_dict()), tensors=tensors)
+
+
+def go_on(out: Path, case: str) -> str:
+    """Three ranks lose each other's connections after four steps and go on; how that ended, or the weights' hash.
+
+    `flipped`: a bit of rank 2's weights flips meanwhile. `ahead`: only rank 0 has received the fourth step's last
+    message, and a bit of its weights has flipped. `joined`: rank 2 is a new one.
+    """
+    world = group_of()
+    recipe = load_recipe("digits", [*TINY, f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"]).recipe
+    job = Job(recipe.resolve(precision="float32", memory_format="contiguous"), RuntimeOptions(), "cpu", out)
+    if world.rank == 0:
+        out.mkdir()
+        RunDir(out).claim(job.recipe, fresh=False)
+    world.barrier()
+    first = Run(job, world.duplicate(), StopFlag(), restarts=0)
+    take, before = first.trainer.step.run, list[Kept]()
+
+    def take_and_lose(membership: Any, entry: Any) -> Any:
+        if entry.step == 3:
+            first.trainer.step.state.write_to_model(3)
+            tensors = first.trainer.step.state.state_dict(3, keep=True)
+            before.append(copied(replace(first.kept, generation=0, state=first.state, tensors=tensors)))
+        if entry.step == 4 and case != "nothing":
+            raise ConnectionLost("rank 3 is gone")
+        return take(membership, entry)
+
+    first.trainer.step.run = take_and_lose  # type: ignore[method-assign]
+    try:
+        return first.run().summary["weights_sha256"]
+    except ConnectionLost:
+        kept = first.keep()
+    if case == "joined" and world.rank == 2:
+        kept = nothing_yet(job, world, NoLiveness(), range(3))
+    if case == "ahead" and world.rank > 0:
+        kept = replace(kept, state=before[0].state, tensors=before[0].tensors)
+    if (case, world.rank) in (("ahead", 0), ("flipped", 2)):
+        flip(next(tensor for name, tensor in kept.tensors.items() if name.startswith("model/")))
+    again = Run(job, world.duplicate(), StopFlag(), restarts=0, kept=kept)
+    try:
+        return again.run().summary["weights_sha256"]
+    except CorruptionError as error:
+        again.trainer.close()
+        return str(error)
+
+
+def go_on_in_all_cases(out: str) -> dict[str, str]:
+    return {case: go_on(Path(out, case), case) for case in ("nothing", "flipped", "ahead", "joined")}
+
+
+def test_ranks_that_go_on_compare_what_they_hold_before_any_takes_the_weights_of_another(tmp_path: Path) -> None:
+    told, second, third = run_ranks(3, go_on_in_all_cases, str(tmp_path))
+    assert told == second == third
+    assert told["flipped"].startswith(f"step 4: rank 2 on {socket.gethostname()} holds other weights than most ranks")
+    assert told["joined"] == told["ahead"] == told["nothing"]
+
+
+class Place(Group):
+    """A place among ranks that are not there, each on a host of its own."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(None, range(size), rank, torch.device("cpu"), None, 1.0)
+
+    def broadcast_text(self, text: str, source: int = 0) -> str:
+        return f"host{source}"
+
+
+def watches(size: int, parallel: int) -> list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]:
+    """Of each rank the watch, a tensor that all hold, and a column block; `parallel` ranks share the layer."""
+    found = []
+    for rank in range(size):
+        whole = torch.linspace(0, 1, 100_000)
+        blocks = [torch.full((5, 3), float(block)) for block in range(parallel)]
+        slots = [
+            Slot(f"block {n}", "fc", block, parallel, layer=0, held=n == rank % parallel)
+            for n, block in enumerate(blocks)
+        ]
+        slots.append(Slot("conv", "conv", whole))
+        found.append((DriftWatch(slots, [], Place(rank, size), every=10), whole, blocks[rank % parallel]))
+    return found
+
+
+def test_a_corruption_is_told_though_a_rank_is_lost_while_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Place, text: str, source: int = 0) -> str:
+        raise ConnectionLost("rank 0 is gone")
+
+    monkeypatch.setattr(Place, "broadcast_text", lost)
+    ranks = watches(3, parallel=1)
+    flip(ranks[2][1])
+    with pytest.raises(CorruptionError, match="step 10: rank 2 holds other weights than most ranks"):
+        ranks[1][0].check(message(ranks), 10)
+
+
+def test_only_the_ranks_that_should_hold_the_same_are_compared() -> None:
+    ranks = watches(4, parallel=1)
+    flip(ranks[3][1])
+    ranks[0][0].check(message(ranks), 10, places={0, 1, 2})
+    with pytest.raises(CorruptionError, match="rank 0 on host0, rank 3 on host3 hold different weights"):
+        ranks[0][0].check(message(ranks), 10, places={0, 3})
+
+
+def message(ranks: list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([watch.message(10) for watch, _, _ in ranks]).sum(dim=0)
+
+
+def test_column_blocks_are_compared_among_the_ranks_that_hold_them() -> None:
+    ranks = watches(6, parallel=2)
+    ranks[0][0].check(message(ranks), 10)
+    for rank, named in ((3, r"rank 3 on host3 holds other weights"), (4, r"rank 4 on host4 holds other weights")):
+        flip(ranks[rank][2])
+        with pytest.raises(CorruptionError, match=named):
+            ranks[1][0].check(message(ranks), 10)
+        flip(ranks[rank][2])
+    ranks = watches(4, parallel=2)
+    flip(ranks[1][2])
+    with pytest.raises(CorruptionError, match=r"rank 1 on host1, rank 3 on host3 hold .* and no majority"):
+        ranks[0][0].check(message(ranks), 10)
+
+
+def test_every_bit_of_every_place_counts_and_so_does_the_order_of_elements() -> None:
+    ranks = watches(3, parallel=1)
+    whole = ranks[2][1]
+    for element in (0, 32_767, 32_768, 99_999):
+        for bit in range(32):
+            before = whole.clone()
+            whole.view(torch.int32)[element] ^= torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
+            with pytest.raises(CorruptionError, match="rank 2 on host2 holds"):
+                ranks[0][0].check(message(ranks), 10)
+            whole.copy_(before)
+    whole[[7, 40_000]] = whole[[40_000, 7]]
+    with pytest.raises(CorruptionError, match="rank 2"):
+        ranks[0][0].check(message(ranks), 10)
+
+
+def test_a_rank_alone_and_a_watch_that_is_off_send_nothing() -> None:
+    slot = Slot("w", "w", torch.ones(3))
+    for watch in (DriftWatch([slot], [], alone(), every=1), DriftWatch([slot], [], Place(0, 3), every=0)):
+        assert watch.message(0).numel() == 0
+        watch.compare(4, create("native"))

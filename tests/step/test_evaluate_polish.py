@@ -1,0 +1,168 @@
+"""Evaluation counts every image once; polish gives the float64 statistics of the same batches."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.run.runs import TINY
+from torch import nn
+
+from torusgd.comm.allreduce import native
+from torusgd.comm.groups import group_of
+from torusgd.data.pipeline import Pipeline
+from torusgd.data.sources import open_sources
+from torusgd.models import build_model
+from torusgd.precision import Precision
+from torusgd.recipe.data_schema import Evaluate
+from torusgd.recipe.load import load_recipe
+from torusgd.step.evaluate import count_correct, evaluate
+from torusgd.step.polish import polish, refresh
+
+
+def test_counts_are_those_of_torch_on_distinct_logits() -> None:
+    logits = torch.randn(200, 30, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(200) % 30
+    top = logits.topk(5).indices == targets[:, None]
+    assert count_correct(logits, targets).tolist() == [int(top[:, 0].sum()), int(top.any(dim=1).sum())]
+
+
+def test_equal_logits_count_for_the_lower_class_and_nan_for_none() -> None:
+    logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [float("nan"), 2.0, 0.0], [0.0, float("inf"), 0.0]])
+    assert count_correct(logits, torch.tensor([0, 1, 1, 1])).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 24, 100])
+def test_every_image_is_counted_once(chunk: int) -> None:
+    recipe = load_recipe("digits", TINY).recipe.resolve(precision="float32", memory_format="contiguous")
+    _, held_out = open_sources(recipe.data, None, 0)
+    model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
+    device = torch.device("cpu")
+    settings, precision = Evaluate(images_per_chunk=chunk), Precision(recipe, device)
+    result = evaluate(model, Pipeline(held_out, recipe.data, 0), settings, group_of(), native(), precision)
+    assert result is not None
+    assert (result.images, result.excluded) == (24, 0)
+    batch = Pipeline(held_out, recipe.data, 0).validation_batch(torch.arange(24).numpy())
+    logits = model(batch.images)
+    assert result.top1 == float((logits.argmax(1) == batch.targets).float().mean())
+    assert result.loss == pytest.approx(nn.functional.cross_entropy(logits, batch.targets).item(), rel=1e-5)
+
+
+def test_a_stop_during_evaluation_gives_no_result() -> None:
+    recipe = load_recipe("digits", TINY).recipe.resolve(precision="float32", memory_format="contiguous")
+    _, held_out = open_sources(recipe.data, None, 0)
+    model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
+    device = torch.device("cpu")
+    pipeline = Pipeline(held_out, recipe.data, 0)
+    settings, precision = Evaluate(images_per_chunk=5), Precision(recipe, device)
+    assert evaluate(model, pipeline, settings, group_of(), native(), precision, lambda: True) is None
+
+
+def test_with_a_flip_logits_are_the_mean_over_image_and_mirror_image() -> None:
+    recipe = load_recipe("digits", TINY).recipe.resolve(precision="float32", memory_format="contiguous")
+    _, held_out = open_sources(recipe.data, None, 0)
+    model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
+    pipeline, precision = Pipeline(held_out, recipe.data, 0), Precision(recipe, torch.device("cpu"))
+    result = evaluate(model, pipeline, Evaluate(flip=True), group_of(), native(), precision)
+    batch = pipeline.validation_batch(torch.arange(24).numpy())
+    logits = (model(batch.images) + model(batch.images.flip(-1))) / 2
+    assert result is not None
+    assert result.loss == pytest.approx(nn.functional.cross_entropy(logits, batch.targets).item(), rel=1e-5)
+    assert result.top1 == float((logits.argmax(1) == batch.targets).float().mean())
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(5, 4, 3), nn.BatchNorm2d(4)
+    )
+
+
+def float64_statistics(model: nn.Module, batches: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The oracle: population mean and variance (E[var] + Var[mean]) of each layer's inputs, in float64."""
+    model = copy.deepcopy(model).double().eval()
+    seen: dict[nn.Module, list[torch.Tensor]] = {m: [] for m in model if isinstance(m, nn.BatchNorm2d)}
+    for layer in seen:
+        layer.train()
+        layer.register_forward_pre_hook(lambda module, inputs: seen[module].append(inputs[0]))
+    for batch in batches:
+        model(batch.double())
+    statistics = []
+    for inputs in seen.values():
+        flat = torch.cat([x.transpose(0, 1).flatten(1) for x in inputs], dim=1)
+        statistics.append((flat.mean(dim=1), flat.var(dim=1, correction=0)))
+    return statistics
+
+
+@given(st.lists(st.integers(2, 6), min_size=1, max_size=5), st.integers(0, 100))
+@settings(max_examples=20, deadline=None)
+def test_polish_is_the_float64_oracle_on_uneven_batches(sizes: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    batches = [torch.randn(n, 2, 7, 7, generator=generator) * 3 + 1 for n in sizes]
+    model = small_net()
+    expected = float64_statistics(model, batches)
+    modes = {m: m.training for m in model.modules()}
+    weights = [p.clone() for p in model.parameters()]
+    assert polish(model, batches) == sum(sizes)
+    for layer, (mean, variance) in zip([model[1], model[5]], expected, strict=True):
+        torch.testing.assert_close(layer.running_mean.double(), mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(layer.running_var.double(), variance, rtol=1e-5, atol=1e-6)
+        assert layer.momentum == 0.1
+        assert layer.num_batches_tracked == 0
+    assert modes == {m: m.training for m in model.modules()}
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_polish_does_not_depend_on_the_order_of_batches() -> None:
+    batches = [torch.randn(n, 2, 7, 7) for n in (4, 4, 3)]
+    one, other = small_net(), small_net()
+    polish(one, batches)
+    polish(other, batches[::-1])
+    assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
+
+
+def test_polish_leaves_the_model_whole_when_a_batch_fails() -> None:
+    model = small_net()
+    with pytest.raises(RuntimeError):
+        polish(model, [torch.randn(4, 2, 7, 7), torch.randn(4, 9, 7, 7)])
+    assert model[1].momentum == 0.1
+    assert model.training
+    assert not model[1]._forward_pre_hooks
+
+
+def test_polish_is_public(tmp_path: Path) -> None:
+    import torusgd
+
+    assert torusgd.polish is polish
+
+
+def test_extra_forward_passes_are_the_running_average_of_training() -> None:
+    batches = [torch.randn(6, 2, 9, 9, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    model, expected = small_net(), small_net()
+    images = refresh(model, [batches[:2], batches[2:]], workers=2, momentum=0.3, allreduce=native())
+    assert images == 24
+    for layer, seen in zip(model, expected, strict=True):
+        if not isinstance(layer, nn.BatchNorm2d):
+            continue
+        assert isinstance(seen, nn.BatchNorm2d)
+        assert layer.momentum == 0.1
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        for step in (batches[:2], batches[2:]):
+            own = []
+            for batch in step:
+                alone = copy.deepcopy(expected).train()
+                alone[3].eval()
+                for each in alone:
+                    if isinstance(each, nn.BatchNorm2d):
+                        each.momentum = 1.0
+                alone(batch)
+                own.append(alone[list(expected).index(seen)])
+            mean = torch.stack([each.running_mean for each in own]).mean(dim=0)
+            var = torch.stack([each.running_var for each in own]).mean(dim=0)
+            seen.running_mean = 0.7 * seen.running_mean + 0.3 * mean
+            seen.running_var = 0.7 * seen.running_var + 0.3 * var
+        torch.testing.assert_close(layer.running_mean, seen.running_mean)
+        torch.testing.assert_close(layer.running_var, seen.running_var)

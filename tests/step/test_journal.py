@@ -1,0 +1,149 @@
+"""The journal as a file: what it says, how it goes on, and that damage of any kind is refused in one line."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torusgd.errors import UserError
+from torusgd.step.journal import Journal, JournalHead, entry_of, read_journal, synchronous
+
+SHA = "ab" * 32
+TAKEN = [[0, 1, 2, 3, 4, 5], [0, 5], [1, 2, 3], [0], [0, 1, 2, 3, 4, 5]]
+
+
+def written(path: Path, taken: list[list[int]] = TAKEN, workers: int = 6) -> JournalHead:
+    journal = Journal(SHA, workers)
+    journal.open(path)
+    for step, each in enumerate(taken):
+        journal.add(entry_of(step, each))
+    journal.close()
+    return journal.head
+
+
+def test_a_journal_reads_as_it_was_written_in_a_few_bytes_an_update(tmp_path: Path) -> None:
+    head = written(tmp_path / "j")
+    read = read_journal(tmp_path / "j", SHA, 6, head.as_summary(len(TAKEN)))
+    assert [sorted(read.entry(step).workers) for step in range(len(TAKEN))] == TAKEN
+    assert set(read.entry(0).workers) == set(synchronous(0, 6).workers)
+    assert read.head == head
+    assert (tmp_path / "j").read_text().splitlines()[2].startswith("1 1-4 ")
+    assert head.size - (tmp_path / "j").read_text().index("\n") < 16 * len(TAKEN)
+
+
+@given(st.lists(st.sets(st.integers(0, 40), min_size=1), max_size=5))
+def test_any_choice_of_virtual_workers_survives(
+    tmp_path_factory: pytest.TempPathFactory, taken: list[set[int]]
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "j"
+    written(path, [sorted(each) for each in taken], workers=41)
+    read = read_journal(path, SHA, 41)
+    assert [read.entry(step).workers for step in range(len(taken))] == taken
+
+
+def changed_character(text: str) -> str:
+    return text.replace("1 1-4 ", "1 1-3 ")
+
+
+def without_a_line(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[:2] + lines[3:])
+
+
+def two_lines_swapped(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join([*lines[:2], lines[3], lines[2], *lines[4:]])
+
+
+def a_line_twice(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join([*lines[:3], lines[2], *lines[3:]])
+
+
+def other_ends_of_lines(text: str) -> str:
+    return text.replace("\n", "\r")
+
+
+def cut_in_a_line(text: str) -> str:
+    return text[:-5]
+
+
+def cut_between_lines(text: str) -> str:
+    return "".join(text.splitlines(keepends=True)[:-1])
+
+
+def all_left_out(text: str) -> str:
+    return text.replace("1 1-4 ", "1 0-5 ")
+
+
+def another_recipe(text: str) -> str:
+    return text.replace("ab", "cd", 1)
+
+
+def garbage(text: str) -> str:
+    return text[:90] + "\x00" * 20
+
+
+DAMAGE = (
+    changed_character, without_a_line, two_lines_swapped, a_line_twice, cut_in_a_line, cut_between_lines, all_left_out,
+    other_ends_of_lines, another_recipe, garbage,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damage_is_refused_in_one_line(damage: Callable[[str], str], tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    head = written(path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(UserError, match=str(path)) as error:
+        read_journal(path, SHA, 6, head.as_summary(len(TAKEN)))
+    assert "\n" not in str(error.value)
+    if damage is not cut_between_lines:  # the last line's, which a rank that goes on completes
+        with pytest.raises(UserError) as error:
+            Journal(SHA, 6, head).open(path)
+        assert "\n" not in str(error.value)
+
+
+def test_of_a_run_that_is_not_done_a_cut_before_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    reached = asdict(written(path, TAKEN[:3]))  # as the checkpoint has it
+    written(path)
+    assert len(read_journal(path, SHA, 6, reached=reached).left_out) == len(TAKEN)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    assert len(read_journal(path, SHA, 6).left_out) == 2
+    with pytest.raises(UserError, match="ends after 2 updates, before the run did"):
+        read_journal(path, SHA, 6, reached=reached)
+
+
+def test_a_missing_journal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="can't be read"):
+        read_journal(tmp_path / "none", SHA, 6)
+    with pytest.raises(UserError, match="is missing"):
+        Journal(SHA, 6, JournalHead(200, SHA, "4 - 12345678\n")).open(tmp_path / "none")
+
+
+def test_a_journal_goes_on_from_its_head_and_drops_what_came_after(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    journal = Journal(SHA, 6)
+    journal.open(path)
+    journal.add(entry_of(0, TAKEN[0]))
+    head = journal.head  # the checkpoint's
+    journal.add(entry_of(1, [4]))
+    journal.close()
+    again = Journal(SHA, 6, head)
+    again.open(path)
+    again.add(entry_of(1, TAKEN[1]))
+    again.close()
+    assert read_journal(path, SHA, 6).entry(1).workers == set(TAKEN[1])
+    assert again.head == written(tmp_path / "whole", TAKEN[:2])
+
+
+def test_another_rank_completes_the_line_that_a_lost_one_had_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    head = written(path, TAKEN[:3])
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    Journal(SHA, 6, head).open(path)
+    assert read_journal(path, SHA, 6, head.as_summary(3)).head == head

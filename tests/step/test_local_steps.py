@@ -1,0 +1,78 @@
+"""Local steps with an outer optimiser: the limit that is plain SGD, and one result on any number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.run.runs import TINY
+from tests.step.test_leaving_out import run_world
+
+from torusgd.comm.groups import group_of
+from torusgd.comm.liveness import NoLiveness
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.build import Trainer, build, open_data
+from torusgd.run.job import Job
+from torusgd.step.journal import synchronous
+
+SGD = ("optimizer={name: sgd, momentum: 0.0, weight_decay: 1.0e-3}", "stages=[{until: 4st, images_per_worker: 6}]")
+PLAIN_SUM = "{form: local, local_steps: 1, outer: {lr: 1.0, momentum: 0.0, nesterov: false}}"
+DILOCO = "{form: local, local_steps: 3}"
+
+
+def trained(*overrides: str) -> Trainer:
+    recipe = load_recipe("digits", [*TINY, *SGD, "rate.lr=0.2", *overrides]).recipe
+    recipe = recipe.resolve(precision="float32", memory_format="contiguous")
+    job, world, liveness = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), group_of(), NoLiveness()
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
+    for index in range(len(trainer.step.schedule)):
+        trainer.step.run(trainer.membership, synchronous(index, recipe.virtual_workers))
+    trainer.step.state.write_to_model(index + 1)
+    return trainer
+
+
+def assert_close(one: Trainer, other: Trainer, tolerance: float) -> None:
+    states = one.step.model.state_dict(), other.step.model.state_dict()
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=tolerance, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def test_one_local_step_and_the_whole_mean_change_is_plain_sgd() -> None:
+    assert_close(trained(f"synchrony={PLAIN_SUM}"), trained(), 4e-6)  # four updates of 1e-6 each
+
+
+FLAT = "rate={lr: 0.2, decay: {shape: constant}}"
+
+
+def test_outer_momentum_after_one_local_step_is_sgd_with_momentum() -> None:
+    outer = "{form: local, local_steps: 1, outer: {lr: 1.0, momentum: 0.9, nesterov: true}}"
+    common = (FLAT, "optimizer.weight_decay=0.0")
+    one = trained(*common, f"synchrony={outer}")
+    other = trained(*common, "optimizer.momentum=0.9", "optimizer.nesterov=true")
+    assert_close(one, other, 1e-5)
+
+
+def test_local_steps_are_those_of_a_plain_loop() -> None:
+    """One virtual worker, the whole change taken: three small steps in a row."""
+    common = (FLAT, "virtual_workers=1", "model.options={dropout: 0.0}")
+    outer = "outer: {lr: 1.0, momentum: 0.0, nesterov: false}"
+    one = trained(
+        *common, f"synchrony={{form: local, local_steps: 3, {outer}}}", "stages=[{until: 1st, images_per_worker: 9}]"
+    )
+    other = trained(*common, "stages=[{until: 3st, images_per_worker: 3}]")
+    for (name, mine), theirs in zip(one.step.model.named_parameters(), other.step.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
+def test_the_same_bits_on_any_number_of_ranks(size: int, tmp_path: Path) -> None:
+    jobs: dict[str, dict[str, Any]] = {"local": {"synchrony": DILOCO}}
+    if size == 3:
+        jobs["sharded"] = {"synchrony": DILOCO, "options": RuntimeOptions(update="sharded", drift_every=1)}
+    many = run_world(size, tmp_path / "many", jobs)
+    replayed = run_world(1, tmp_path / "one", {"local": {"synchrony": DILOCO, "replay": tmp_path / "many" / "local"}})
+    assert many == dict.fromkeys(jobs, replayed["local"])
+    lines = (tmp_path / "many" / "local" / "journal.txt").read_text().splitlines()[1:]
+    assert [line.split()[:2] for line in lines] == [[str(step), "-"] for step in range(len(lines))]
+    assert len(lines) > 1

@@ -1,0 +1,178 @@
+"""One step: against a plain loop, and what happens on overflow, divergence, and an unread image."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.run.runs import TINY, events, run_here
+from torch import nn
+from torch.nn import functional as F
+
+from torusgd.comm.groups import group_of
+from torusgd.comm.liveness import NoLiveness
+from torusgd.data.order import StreamOrder
+from torusgd.errors import RunError
+from torusgd.models import build_model
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.build import Trainer, build, open_data
+from torusgd.run.job import Job
+from torusgd.step.journal import synchronous
+from torusgd.step.stats import StepStats
+from torusgd.weights import weights_sha256
+
+PLAIN = ("model.options={dropout: 0.0}", "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}")
+
+
+def make_trainer(*overrides: str) -> Trainer:
+    recipe = load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
+    job = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere"))
+    world, liveness = group_of(), NoLiveness()
+    return build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
+
+
+def take(trainer: Trainer, index: int) -> StepStats:
+    return trainer.step.run(trainer.membership, synchronous(index, trainer.step.recipe.virtual_workers))
+
+
+def test_a_step_is_that_of_a_plain_loop() -> None:
+    """Ours with exact sums, against torch's SGD on the mean gradient of the virtual workers."""
+    trainer = make_trainer(*PLAIN)
+    ours, recipe = trainer.step, trainer.step.recipe
+    model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0).train()
+    decayed = {n: p for n, p in model.named_parameters() if p.dim() > 1}
+    rest = [p for n, p in model.named_parameters() if n not in decayed]
+    groups = [{"params": list(decayed.values()), "weight_decay": 1e-3}, {"params": rest, "weight_decay": 0.0}]
+    sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    momenta = {m: 0.1 for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    for m in momenta:
+        m.momentum = 1.0  # so that a pass leaves the statistics of its own batch
+    running = {m: (torch.zeros(m.num_features), torch.ones(m.num_features)) for m in momenta}
+    order = StreamOrder(96, 0)
+    for index in range(len(ours.schedule)):
+        step = ours.schedule[index]
+        take(trainer, index)
+        sgd.zero_grad()
+        sums = {m: (torch.zeros(m.num_features), torch.zeros(m.num_features)) for m in momenta}
+        for worker in range(recipe.virtual_workers):
+            batch = trainer.data.training.training_batch(
+                *order.at(step.share(worker), step.images_per_worker), step.augment
+            )
+            loss = F.cross_entropy(model(batch.images), batch.targets, label_smoothing=recipe.label_smoothing)
+            (loss / recipe.virtual_workers).backward()
+            for m in momenta:
+                sums[m][0].add_(m.running_mean / recipe.virtual_workers)
+                sums[m][1].add_(m.running_var / recipe.virtual_workers)
+        for m, (mean, var) in sums.items():
+            running[m][0].lerp_(mean, 0.1)
+            running[m][1].lerp_(var, 0.1)
+        for group in sgd.param_groups:
+            group["lr"], group["momentum"] = step.lr, step.momentum
+        sgd.step()
+        ours.batch_norm.write_to_model(index + 1)
+        for (name, p), q in zip(ours.model.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        for mine, theirs in zip(ours.batch_norm.layers.values(), running, strict=True):
+            torch.testing.assert_close(mine.running_mean, running[theirs][0], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(mine.running_var, running[theirs][1], rtol=1e-4, atol=1e-6)
+            assert mine.num_batches_tracked == index + 1
+
+
+def test_an_overflow_is_told_and_redone_without_a_trace() -> None:
+    one, other = make_trainer(), make_trainer()
+    undisturbed, disturbed = one.step, other.step
+    for index in range(len(undisturbed.schedule)):
+        take(one, index)
+        if index == 2:
+            bounds = disturbed.reducer.sum.state()
+            bounds[3] /= 1e5  # as if this gradient had grown a hundred thousand times since the last step
+            disturbed.reducer.sum.load_state(bounds)
+        result = take(other, index)
+        assert result.redone == (index == 2)
+        assert result.overflowed == ([disturbed.reducer.names[3]] if index == 2 else [])
+    disturbed.batch_norm.write_to_model(4)
+    undisturbed.batch_norm.write_to_model(4)
+    # The scale of a redone step is measured, not the bound of the step before: equal but for the last bits.
+    for a, b in zip(disturbed.model.state_dict().values(), undisturbed.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_overflow_is_told_in_the_events(tmp_path: Path) -> None:
+    """A natural one: the rate makes the gradients grow by far more than the headroom in a step."""
+    run_here(
+        tmp_path,
+        "rate={lr: 300.0, decay: {shape: constant}}",
+        "rate.warmup=null",
+        "stages.1={until: 9st, images_per_worker: 3}",
+    )
+    redone = [event for event in events(tmp_path) if event.get("redone")]
+    assert redone
+    assert all(event["overflowed"] for event in redone)
+
+
+def test_divergence_ends_the_run_naming_step_and_layer(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"step \d+: .*(not finite)"):
+        run_here(
+            tmp_path,
+            *PLAIN,
+            "rate={lr: 1.0e+30, decay: {shape: constant}}",
+            "stages.1.momentum=0.9",
+            "stages.1.lr=1.0e+30",
+        )
+
+
+def test_parameters_without_a_gradient_count_as_zero(tmp_path: Path) -> None:
+    summary, _ = run_here(tmp_path, "model={name: 'tests.step.test_step:Forgetful'}")
+    assert summary["steps"] == 4
+
+
+class Forgetful(nn.Module):
+    """A network that doesn't use all it has."""
+
+    def __init__(self, classes: int, channels: int) -> None:
+        super().__init__()
+        self.unused_first = nn.Linear(7, 7)
+        self.head = nn.Linear(channels * 64, classes)
+        self.unused_last = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.flatten(1))
+
+
+def test_vanished_images_end_the_run_with_a_line(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="can't read training images"):
+        run_here(tmp_path, "data.source=tests.step.test_step:Vanishing")
+
+
+class Vanishing:
+    """A source whose files vanish."""
+
+    classes = ("a", "b", "c", "d")
+    shape = (8, 8, 1)
+
+    def __init__(self, path: object, split: str, **options: object) -> None:
+        self.labels = torch.arange(96).numpy() % 4
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 96
+
+    def read(self, index: int):
+        self.reads += 1
+        if self.reads > 30:
+            raise FileNotFoundError(2, "No such file or directory", f"image-{index}.png")
+        return torch.zeros(8, 8, 1, dtype=torch.uint8).numpy()
+
+
+def test_same_recipe_same_hash_another_seed_another(tmp_path: Path) -> None:
+    first, again, other = (run_here(tmp_path / str(i), *o)[0] for i, o in enumerate(((), (), ("seed=1",))))
+    assert first["weights_sha256"] == again["weights_sha256"] != other["weights_sha256"]
+
+
+def test_hash_is_that_of_the_saved_file(tmp_path: Path) -> None:
+    from torusgd.weights import load_weights
+
+    summary, _ = run_here(tmp_path)
+    tensors, metadata = load_weights(tmp_path / "model.safetensors")
+    assert weights_sha256(tensors) == summary["weights_sha256"]
+    assert metadata["recipe_sha256"] == summary["recipe_sha256"]

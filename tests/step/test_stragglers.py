@@ -1,0 +1,86 @@
+"""The slowest rank is named, with what made it slow."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.comm.gloo_world import run_ranks
+
+from torusgd.comm.device_clock import DeviceClock
+from torusgd.comm.groups import group_of
+from torusgd.step.stats import StepClock
+from torusgd.step.stragglers import EVERY, LinkProbe, Stragglers, slowest
+
+
+def reducer(ready: float) -> SimpleNamespace:
+    return SimpleNamespace(first_ready=lambda: ready, last_ready=lambda: ready, clock=DeviceClock(torch.device("cpu")))
+
+
+def compare(ranks: list[tuple[float, float, float]], links: list[float] | None = None):
+    """Ranks as (data, compute, network) seconds; what all of them read from the summed message."""
+    total = torch.zeros(len(ranks) * 7, dtype=torch.int64)
+    for rank, (data, compute, network) in enumerate(ranks):
+        lateness = Stragglers(rank, len(ranks), SimpleNamespace(seconds=links[rank]) if links else None)
+        lateness._last_end = time.perf_counter() - data - compute - network
+        ready = lateness._last_end + data + compute
+        lateness.note(0, reducer(ready), data, lambda: 1.0)
+        total += lateness.message(EVERY)
+    return slowest(total, range(len(ranks)))
+
+
+def test_a_rank_that_waits_for_data_is_named() -> None:
+    found = compare([(0.1, 1.0, 2.0), (0.1, 1.0, 2.0), (2.9, 1.0, 0.2)])
+    assert (found.rank, found.cause) == (2, "data")
+    assert abs(found.behind - 2.8) < 0.1
+
+
+def test_a_rank_that_computes_slowly_is_named() -> None:
+    found = compare([(0.1, 3.0, 0.1), (0.1, 1.0, 2.1), (0.1, 1.0, 2.1), (0.1, 1.0, 2.1)])
+    assert (found.rank, found.cause) == (0, "compute")
+
+
+def test_when_all_are_ready_the_network_is_to_blame() -> None:
+    assert compare([(0.1, 1.0, 3.0)] * 3).cause == "network"
+
+
+def test_the_rank_with_the_slow_link_is_named() -> None:
+    found = compare([(0.1, 1.0, 3.0)] * 4, links=[0.01, 0.2, 0.3, 0.01])
+    assert (found.rank, found.cause) == (2, "network")
+    assert abs(found.behind - 0.19) < 0.2
+    assert compare([(3.1, 1.0, 0.1), *[(0.1, 1.0, 3.1)] * 3], links=[0.01, 0.2, 0.3, 0.01]).cause == "data"
+
+
+def test_most_steps_carry_no_notes() -> None:
+    lateness = Stragglers(0, 4)
+    assert not lateness.message(EVERY).numel()  # a run that goes on at this step has noted nothing yet
+    lateness.note(0, reducer(0.0), 0.0, lambda: 0.0)
+    assert [step for step in range(1, 3 * EVERY) if lateness.message(step).numel()] == [EVERY, 2 * EVERY]
+    assert not Stragglers(0, 1).message(EVERY).numel()
+    assert slowest(torch.zeros(0, dtype=torch.int64), []) is None
+
+
+def _probe_and_close(pause: float) -> float:
+    world = group_of()
+    probe = LinkProbe(world)
+    for _ in range(2):
+        probe.measure()
+        time.sleep(pause * world.rank)
+    # A rank that closes while a neighbour has begun to measure must not leave it waiting for its part.
+    probe.close()
+    return probe.seconds
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_probe_that_is_closed_ends_on_all_ranks_with_what_it_was_asked_for(size: int) -> None:
+    assert min(run_ranks(size, _probe_and_close, 0.02)) > 0
+
+
+def test_a_step_whose_passes_nobody_timed_says_nothing_of_a_rank_s_pace() -> None:
+    clock = StepClock(SimpleNamespace(wait_seconds=0.0), SimpleNamespace(waited=0.0, on_way=0.0))
+    assert clock.pace() == 0.0
+    clock.begin_work(lambda: 1.0)
+    clock.end_work(lambda: 3.0, workers=2)
+    assert clock.pace() == 1.0
+    clock.start()
+    assert clock.pace() == 0.0

@@ -1,0 +1,97 @@
+"""The moving average of the weights: its arithmetic, that training never sees it, that a resumed run has the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.run.runs import TINY, events, run_here
+from torch import nn
+
+from torusgd.comm.groups import group_of
+from torusgd.recipe.duration import Duration
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.optimizer_schema import WeightAverage
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schedule import Schedule
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import RunDir
+from torusgd.signals import StopFlag
+from torusgd.step.weight_average import MovingAverage
+from torusgd.weights import load_weights
+
+SCHEDULE = Schedule(load_recipe("digits", TINY).recipe, 96)
+
+
+def average_of(half_life: str, every: int, model: nn.Module, running: torch.Tensor) -> MovingAverage:
+    return MovingAverage(WeightAverage(half_life=Duration.parse(half_life), every=every), 96, model, running)
+
+
+@pytest.mark.parametrize(
+    ("half_life", "every", "kept"),
+    [("100st", 20, 2**-0.2), ("1st", 1, 0.5), ("24sa", 2, 0.5), ("0.5ep", 4, 0.5), ("12sa", 1, 0.5)],
+)
+def test_a_half_life_halves(half_life: str, every: int, kept: float) -> None:
+    found = average_of(half_life, every, nn.Linear(2, 2), torch.zeros(0))
+    assert SCHEDULE[0].batch == 12
+    assert found.kept(SCHEDULE[0]) == pytest.approx(kept)
+
+
+def test_it_averages_weights_and_statistics_and_gives_the_model_its_own_back() -> None:
+    model, running = nn.Linear(3, 2), torch.zeros(4)
+    first = model.weight.detach().clone()
+    average = average_of("1st", 2, model, running)
+    assert [average.is_due(SCHEDULE[index]) for index in range(4)] == [False, True, False, True]
+    with torch.no_grad():
+        model.weight += 4.0
+        running += 8.0
+    own = model.weight.detach().clone()
+    average.update(SCHEDULE[1])  # two steps are two half-lives: a quarter is kept
+    with average.in_model():
+        assert torch.allclose(model.weight, first + 3.0)
+        assert torch.equal(running, torch.full((4,), 6.0))
+    assert torch.equal(model.weight, own)
+    assert torch.equal(running, torch.full((4,), 8.0))
+    average.begin()
+    with average.in_model():
+        assert torch.equal(model.weight, own)
+
+
+def test_training_never_sees_it_and_both_results_are_told(tmp_path: Path) -> None:
+    plain, _ = run_here(tmp_path / "plain")
+    averaged, _ = run_here(tmp_path / "averaged", "average={half_life: 2st}")
+    losses = [[event["loss"] for event in events(tmp_path / name) if "lr" in event] for name in ("plain", "averaged")]
+    assert losses[0] == losses[1]
+    assert averaged["top1_without_average"] == plain["top1_before_polish"]
+    assert averaged["weights_sha256"] != plain["weights_sha256"]
+    assert "top1_without_average" not in plain
+
+
+def test_a_resumed_run_has_the_same_average(tmp_path: Path) -> None:
+    def train(out: Path, max_steps: int | None) -> dict[str, Any]:
+        recipe = load_recipe("digits", [*TINY, "average={half_life: 2st, every: 2}"]).recipe
+        recipe = recipe.resolve(precision="float32", memory_format="contiguous")
+        out.mkdir(exist_ok=True)
+        RunDir(out).claim(recipe, fresh=False)
+        job = Job(recipe, RuntimeOptions(), "cpu", out, max_steps=max_steps)
+        return Run(job, group_of(), StopFlag(), restarts=0).run().summary
+
+    train(tmp_path / "twice", 3)
+    twice, once = train(tmp_path / "twice", None), train(tmp_path / "once", None)
+    assert twice["resumed_from"] == 3
+    assert twice["weights_sha256"] == once["weights_sha256"]
+
+
+def test_what_is_saved_is_the_average_and_a_checkpoint_keeps_both(tmp_path: Path) -> None:
+    run_here(tmp_path, "average={half_life: 2st}", "polish=null")
+    result, _ = load_weights(tmp_path / "model.safetensors")
+    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
+    files = {path.name: load_weights(path)[0] for path in newest.glob("*.safetensors")}
+    model = next(tensors for tensors in files.values() if "average" not in tensors)
+    state = next(tensors for tensors in files.values() if "average" in tensors)
+    weights = [name for name in result if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))]
+    # A file has its tensors by name, the average in the model's order.
+    flat, without = (torch.cat([each[name].reshape(-1) for name in weights]).sort()[0] for each in (result, model))
+    assert torch.equal(state["average"][: flat.numel()].sort()[0], flat)
+    assert not torch.equal(without, flat)

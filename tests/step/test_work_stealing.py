@@ -1,0 +1,128 @@
+"""Idle ranks take over what a late one has not begun: the same weights, each virtual worker once, and told."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.comm.gloo_world import run_ranks
+from tests.run.processes import assert_told_once, last_step, results, run_alone, summary, torusgd, until
+from tests.run.runs import TINY, events, run_here
+from torch import Tensor
+
+from torusgd.comm.groups import group_of
+from torusgd.errors import UserError
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.run.job import Job
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import RunDir
+from torusgd.runtime import resolve_auto
+from torusgd.signals import StopFlag
+from torusgd.step.work_stealing import TakenOver, work_stealing
+
+LONG = ("stages=[{until: 8st, images_per_worker: 2}]", "virtual_workers=12", "evaluate.every=8st")
+LATE_STEPS = (0, 2, 5)
+"""in which rank 2 computes its first virtual worker for as long as it has others; step 0's passes are run twice"""
+
+
+def train_with_a_late_rank(out: str) -> dict[str, Any]:
+    world = group_of()
+    recipe = resolve_auto(load_recipe("digits", [*TINY, *LONG]).recipe, "cpu")
+    if world.rank == 0:
+        RunDir(Path(out)).claim(recipe, fresh=False)
+    world.barrier()
+    options = RuntimeOptions(work_stealing=True, shares="even", drift_every=1)
+    run = Run(Job(recipe, options, "cpu", Path(out)), world, StopFlag(), restarts=0)
+    passes, stealing = run.trainer.step.forward_backward, run.trainer.step.stealing
+    assert stealing is not None
+    claims, forward = stealing.claims, passes.forward
+
+    def late(step: Any, worker: int, *more: Any) -> Tensor:
+        if world.rank == 2 and worker == 8 and step.index in LATE_STEPS:
+            wait_until_taken(lambda: int(claims._store.get(claims._name(2))) >> 32)
+        return forward(step, worker, *more)
+
+    passes.forward = late  # type: ignore[method-assign]
+    return run.run().summary
+
+
+def wait_until_taken(others: Callable[[], int], pieces: int = 3, seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while others() < pieces:
+        assert time.monotonic() < end, "nobody helps"
+        time.sleep(0.002)
+
+
+def test_a_late_ranks_work_is_done_by_others_with_the_same_weights_and_told(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    summary = run_ranks(3, train_with_a_late_rank, str(tmp_path / "out"))[0]
+    alone, _ = run_here(tmp_path / "alone", *LONG)
+    assert summary["weights_sha256"] == alone["weights_sha256"]
+    assert alone["taken_over_workers"] == 0
+    told = {each["step"] - 1: each["taken_over"] for each in events(tmp_path / "out") if "taken_over" in each}
+    # On a busy machine more may be taken over, also from the other ranks.
+    for step in LATE_STEPS:
+        assert told[step]["late"]["2"] == 3
+        assert sum(told[step]["helpers"].values()) == sum(told[step]["late"].values())
+    assert summary["late_ranks"]["2"] >= 9
+    assert summary["taken_over_workers"] == sum(summary["late_ranks"].values())
+    assert summary["taken_over_saved_seconds"] >= 0
+
+
+def test_a_helper_is_lost_with_what_it_had_taken_over_and_the_step_is_done_again(tmp_path: Path, recipe: Path) -> None:
+    out, workers = tmp_path / "out", "virtual_workers=12"
+    undisturbed = results(run_alone(tmp_path / "alone", recipe, workers))
+    slow = [word for each in (workers, "data.options={pause: 0.02, rank: 1}") for word in ("--set", each)]
+    process = torusgd(tmp_path / "1", out, recipe, "--workers", "3", "--work-stealing", "--shares", "even", *slow)
+    until(lambda: last_step(out) >= 6, "it trains", process)
+    os.kill(process.rank(out, 0), signal.SIGKILL)  # it has most often just taken something over
+    assert process.end() == 0, process.output
+    told = summary(out)
+    assert results(told) == undisturbed
+    assert (told["lost_ranks"], told["restarts"]) == ([0], 0)
+    assert told["late_ranks"]["1"] > 0
+    assert_told_once(out, told["steps"])
+
+
+def test_what_was_saved_is_until_the_late_rank_would_have_been_ready() -> None:
+    # Lost, taken, microseconds until ready, microseconds of the quickest own virtual worker.
+    rows = [[0, 1, 4_400_000, 500_000], [2, 0, 4_000_000, 500_000], [0, 1, 4_500_000, 500_000], [0, 0, 4_100_000, 1]]
+    told = TakenOver.read(torch.tensor(rows).reshape(-1), [0, 1, 2, 4])
+    assert told == TakenOver(late={1: 2}, helpers={0: 1, 2: 1}, saved=0.5)
+    rows[1][2] = 3_000_000  # it would have been ready earlier than its helpers were
+    told = TakenOver.read(torch.tensor(rows).reshape(-1), [0, 1, 2, 4])
+    assert told is not None
+    assert told.saved == 0
+    rows[1][0] = 0
+    assert TakenOver.read(torch.tensor(rows).reshape(-1), [0, 1, 2, 4]) is None
+    assert TakenOver.read(torch.zeros(0, dtype=torch.int64), [0, 1]) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "device", "why"),
+    [
+        (["reduction=float32"], {}, "cpu", "sums in float32 depend on who computes what"),
+        (["synchrony={form: cutoff, count: 3}"], {}, "cpu", "with synchrony.form = cutoff time decides other things"),
+        ([], {"audit": 0.5}, "cpu", "audit = 0.5 must know beforehand who computes what"),
+        ([], {"update": "sharded"}, "cpu", "with update = sharded new weights arrive"),
+        ([], {}, "cuda", "a GPU is given its passes in advance"),
+    ],
+)
+def test_what_it_does_not_go_with_is_one_line(
+    overrides: list[str], options: dict[str, Any], device: str, why: str
+) -> None:
+    world = cast(Any, SimpleNamespace(device=torch.device(device), size=4))
+    with pytest.raises(UserError, match=f"work_stealing = true: {why}"):
+        work_stealing(RuntimeOptions(work_stealing=True, **options), load_recipe("digits", overrides).recipe, world)
+
+
+def test_nobody_helps_a_rank_alone_or_unasked() -> None:
+    digits = load_recipe("digits", []).recipe
+    assert work_stealing(RuntimeOptions(work_stealing=True), digits, group_of()) is None
+    assert work_stealing(RuntimeOptions(), digits, group_of()) is None
