@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import inf, nan
 
 import torch
+from torch.profiler import record_function
 
 from .base import AllReduce, CommTimeout, Done, Work
 from .liveness import Liveness, NoLiveness
@@ -32,18 +33,13 @@ class Monitor:
         """seconds in all with at least one message on its way; nan where nobody can tell when it came (NCCL)"""
         self.waited = 0.0
         """seconds in all that `wait` took"""
-        self.observe: Callable[[str, float, float, int], object] = lambda kind, begin, end, size: None
-        """told of each message, and of each wait for one: kind (message or wait), begin and end, bytes (0: unknown)"""
         self._until = 0.0
 
-    def watch(self, work: Work, left: float | None = None, size: int = 0) -> Work:
-        """A message that left at `left` (time.perf_counter; None: just now); use the answer in its place.
-
-        `size` is its bytes, where they are known.
-        """
+    def watch(self, work: Work, left: float | None = None) -> Work:
+        """A message that left at `left` (time.perf_counter; None: just now); use the answer in its place."""
         if isinstance(work, Done):
             return work
-        return _Watched(self, work, time.perf_counter() if left is None else left, size)
+        return _Watched(self, work, time.perf_counter() if left is None else left)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's values on the host, where they are there already itself.
@@ -90,21 +86,20 @@ def hidden_share(on_way: float, waited: float) -> float | None:
 
 
 class _Watched:
-    def __init__(self, monitor: Monitor, work: Work, left: float, size: int) -> None:
-        self._monitor, self._work, self._left, self._size = monitor, work, left, size
+    def __init__(self, monitor: Monitor, work: Work, left: float) -> None:
+        self._monitor, self._work, self._left = monitor, work, left
         self._noted = False
 
     def wait(self, limit: float | None = None) -> None:
         monitor, begin = self._monitor, time.perf_counter()
-        _wait_in_slices(self._work, monitor.liveness, begin + (inf if limit is None else limit))
+        with record_function("wait for messages"):
+            _wait_in_slices(self._work, monitor.liveness, begin + (inf if limit is None else limit))
         end = time.perf_counter()
         monitor.waited += end - begin
-        monitor.observe("wait", begin, end, self._size)
         if not self._noted:
             self._noted = True
             ended = self._work.ended()
             monitor.arrived(self._left, ended)
-            monitor.observe("message", self._left, end if ended is None else ended, self._size)
 
     def done(self) -> bool:
         return self._work.done()
@@ -157,8 +152,7 @@ class _WatchedAllReduce:
 
     def start(self, tensor: torch.Tensor) -> Work:
         left = time.perf_counter()
-        size = tensor.numel() * tensor.element_size()
-        return self._monitor.watch(self._allreduce.start(tensor), left, size)
+        return self._monitor.watch(self._allreduce.start(tensor), left)
 
     def close(self) -> None:
         self._allreduce.close()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..comm.monitor import Monitor
+from ..gradients.integer_hash import IntegerHash
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
@@ -26,6 +27,7 @@ from ..step.journal import JournalEntry, synchronous
 from ..step.membership import Membership
 from ..step.stats import StepStats
 from ..step.step import TrainStep
+from ..step.watch import StepView
 from .device_sum import DeviceGradientSum
 from .operators import ACCEPTED, LOSS, UNDERFLOW
 from .update_graph import GraphedUpdate
@@ -44,7 +46,6 @@ class _Launched:
     loss_scale: float
     accepted_in_a_row: int
     """of the precision, before the step"""
-    pace: Callable[[], float]
 
 
 def runs_ahead(recipe: Recipe, options: RuntimeOptions) -> bool:
@@ -58,6 +59,11 @@ def runs_ahead(recipe: Recipe, options: RuntimeOptions) -> bool:
         and options.update == "replicated"
         and not options.audit
     )
+
+
+def nothing_to_recompute(worker: int) -> IntegerHash:
+    """A step that is handed over has no watcher that recomputes: those are due, and it is not."""
+    raise AssertionError(worker)
 
 
 class RunAhead:
@@ -80,7 +86,7 @@ class RunAhead:
         self._step.clock.start()
         self._step.clock.passes_done()
         following = asked.step + len(self._launched)
-        while len(self._launched) <= AHEAD and self._is_ordinary(following, asked.step):
+        while len(self._launched) <= AHEAD and self._is_ordinary(following):
             self._launch(following, membership)
             following += 1
         if not self._launched:
@@ -94,25 +100,27 @@ class RunAhead:
         self._launched.popleft()
         return stats
 
-    def _is_ordinary(self, index: int, now: int) -> bool:
-        """Whether a step may be handed over before the one of `now` has ended."""
+    def _is_ordinary(self, index: int) -> bool:
+        """Whether a step may be handed over before the ones before it have ended."""
         run = self._step
-        if index >= run.next_look(now + 1) or index >= len(run.schedule) or run.reducer.sum.needs_measure:
+        if index >= len(run.schedule) or run.reducer.sum.needs_measure:
             return False
-        is_averaged = run.average is not None and run.average.is_due(run.schedule[index])
-        return not (is_averaged or run.drift.is_due(index) or run.stragglers.is_due(index))
+        average = run.state.average
+        is_averaged = average is not None and average.is_due(run.schedule[index])
+        return not (is_averaged or any(watcher.due(index) for watcher in run.watchers))
 
     def _launch(self, index: int, membership: Membership) -> None:
         """Gives the device all of a step, as `TrainStep.run` does it, but for the decision."""
-        run, precision = self._step, self._step.precision
+        run, precision = self._step, self._step.state.precision
         step = run.schedule[index]
         before = (precision.loss_scale, precision.accepted_in_a_row)
         run.reducer.begin()
-        run.take_passes(step, synchronous(index, run.recipe.virtual_workers), membership)
+        view = StepView(step, membership, recompute=nothing_to_recompute)
+        run.take_passes(view, synchronous(index, run.recipe.virtual_workers))
         run.reducer.wait()
         report = self._update.end(step)
         precision.grow()
-        self._launched.append(_Launched(step, self._monitor.start_to_host(report), *before, run.clock.pace))
+        self._launched.append(_Launched(step, self._monitor.start_to_host(report), *before))
 
     def _settle(self, launched: _Launched) -> StepStats | None:
         """What a step did; None where the device has refused it."""
@@ -120,28 +128,13 @@ class RunAhead:
         report = launched.read().tolist()
         if not report[ACCEPTED]:
             return None
-        run.stragglers.note_pace(launched.pace)
         return StepStats(
             step=step,
             times=replace(run.clock.stop(), update_seconds=0.0),  # only the device knows when its passes ended
             loss=report[LOSS],
-            replaced=0,
-            stop=False,
-            save=False,
-            keep=False,
-            change=False,
-            redone=0,
-            overflowed=[],
-            skipped=[],
-            audited=0,
             entry=synchronous(step.index, run.recipe.virtual_workers),
-            left_out=0,
-            finished=[],
             underflow=report[UNDERFLOW],
             loss_scale=launched.loss_scale,
-            slowest=None,
-            balance=None,
-            taken_over=None,
         )
 
     def _forget(self) -> None:
@@ -149,7 +142,7 @@ class RunAhead:
         first, last = self._launched[0], self._launched[-1]
         last.read()
         self._launched.clear()
-        precision, total = self._step.precision, self._step.reducer.sum
+        precision, total = self._step.state.precision, self._step.reducer.sum
         precision.loss_scale, precision.accepted_in_a_row = first.loss_scale, first.accepted_in_a_row
         assert isinstance(total, DeviceGradientSum)
         total.going.fill_(1.0)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import first_line
 from ..recipe.schedule import Step
 from ..step.control_vector import VERSION, Counts
+from ..step.requests import Requests
 from ..step.step import TrainStep
 from .cuda_streams import Graph
 from .device_sum import DeviceGradientSum
@@ -42,7 +43,8 @@ class GraphedUpdate:
         workers, size, device = run.recipe.virtual_workers, run.world.size, run.world.device
         usual = Counts(version=VERSION * size, ranks=size, contributions=workers)
         counts = [getattr(usual, field.name) for field in fields(Counts)]
-        self._ordinary = torch.tensor(counts, device=device)
+        # Behind the counts stands the section of requests, all zeros unless a rank has one.
+        self._ordinary = torch.tensor([*counts, *[0] * Requests.words], device=device)
         self._run, self._shadow = run, shadow
         self._capture = capture if run.update.flat.can_be_captured else None
         self._report = torch.zeros(REPORT, dtype=torch.float64, device=device)
@@ -57,7 +59,7 @@ class GraphedUpdate:
         """
         run = self._run
         run.reducer.show_means()
-        run.set_rates(step)
+        run.update.set_rates(step)
         graph = self._graph()
         if graph is None:
             report = torch.empty_like(self._report)
@@ -72,7 +74,7 @@ class GraphedUpdate:
 
     def _graph(self) -> Graph | None:
         run = self._run
-        key = (run.reducer.sum, run.precision.loss_scale, *run.update.flat.constants())
+        key = (run.reducer.sum, run.state.precision.loss_scale, *run.update.flat.constants())
         if self._capture is None or key not in self._graphs:
             self._graphs[key] = None
         elif self._graphs[key] is None:
@@ -91,8 +93,8 @@ class GraphedUpdate:
 
     def _decide_and_update(self, report: Tensor, written: bool) -> None:
         run = self._run
-        total, statistics = run.reducer.sum, run.batch_norm
+        total, statistics = run.reducer.sum, run.state.batch_norm
         assert isinstance(total, DeviceGradientSum)
         total.decide(run.control.on_device, self._ordinary, statistics.running, statistics.momenta, report)
-        total.write_mean(run.reducer.means, run.precision.loss_scale)
+        total.write_mean(run.reducer.means, run.state.precision.loss_scale)
         run.update.flat.step(total.going, written)

@@ -1,7 +1,7 @@
 """Batches made in the background while the network computes, each known by its step and virtual worker."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -41,7 +41,6 @@ class Loader:
 
     Attributes:
         wait_seconds: For how long the consumer has been kept waiting, in all.
-        observe: Told when each such wait began and ended (time.perf_counter).
 
     >>> loader = Loader(pipeline, StreamOrder(len(source), seed=0), threads=1, ahead=2)  # doctest: +SKIP
     >>> shares = [Share(step, 0, 32 * step, 32, augment=True) for step in range(10)]  # doctest: +SKIP
@@ -53,7 +52,6 @@ class Loader:
         if threads < 1 or ahead < 1:
             raise ValueError(f"threads and ahead must be at least 1, got {threads} and {ahead}")
         self.wait_seconds = 0.0
-        self.observe: Callable[[float, float], object] = lambda begin, end: None
         self._pipeline = pipeline
         self._order = order
         self._ahead = ahead
@@ -82,7 +80,6 @@ class Loader:
         finally:
             ended = time.perf_counter()
             self.wait_seconds += ended - started
-            self.observe(started, ended)
 
     def close(self) -> None:
         """Drops all batches under way and ends the threads; a batch being made is finished first."""

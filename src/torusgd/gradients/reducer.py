@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.base import AllReduce, Work
-from ..comm.device_clock import DeviceClock
+from ..comm.device_clock import DeviceClock, Mark
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import RunError
 from .float_sum import FloatGradientSum
@@ -39,6 +39,7 @@ WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 MAX_ATTEMPTS = 3
 
 T = TypeVar("T")
+MakeSum = Callable[[ParameterLayout], GradientSum]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Reducer:
         rule: BucketRule,
         block: int,
         to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
-        make_sum: Callable[[ParameterLayout], GradientSum] | None = None,
+        make_sum: MakeSum | None = None,
     ) -> None:
         self._to_host, self._make_sum = to_host, make_sum or self._usual_sum
         self._reduction, self._addends, self._channels = reduction, addends, channels
@@ -262,6 +263,10 @@ class Reducer:
         """Puts the mean over `addends` virtual workers into the `grad` of each tensor of `owned`."""
         self.sum.mean(self.means, addends, self.spans)
         self.show_means()
+
+    def ready_at(self, mark: Mark) -> None:
+        """This rank's own work was done at a mark, before it helped others."""
+        self.last_ready = mark
 
     def show_means(self) -> None:
         """Puts `means` into the `grad` of each tensor of `owned`."""

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..optim import AdamW, Lamb, Lars, layer_norms
+from ..optim import AdamW, Lamb, Lars, layer_norms, set_hyperparameters
 from ..optim.flat import FlatUpdate
 from ..optim.lars import Norms
+from ..recipe.schedule import Step
 from .block_norms import BlockNorms
 from .reducer import Reducer
 from .weight_gather import WeightGather
@@ -49,6 +50,8 @@ class Update:
         sum_over_ranks: Sums a float32 tensor over all ranks, in place.
         columns: The layers in column blocks; None: there are none.
         flat: Takes the optimizer's steps in its place; replicated updates only.
+        follows_schedule: Whether the schedule's rates are for this optimizer; with local steps they are for that of the
+            copies, and the outer rate stays.
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class Update:
         sum_over_ranks: Callable[[Tensor], object],
         columns: ColumnGather | None = None,
         flat: FlatUpdate | None = None,
+        follows_schedule: bool = True,
     ) -> None:
         self._reducer, self._columns, self._flat = reducer, columns, flat
+        self._follows_schedule = follows_schedule
         self._gather = WeightGather(model, reducer) if reducer.is_sharded else None
         self._parameters = dict(model.named_parameters())
         self._is_whole = True
@@ -93,6 +98,12 @@ class Update:
             for grad in grads:
                 grad.mul_(most / norm)
         return norm
+
+    def set_rates(self, step: Step) -> None:
+        """Gives the optimizer the values that the schedule has for a step."""
+        if self._follows_schedule:
+            decay = step.weight_decay_factor
+            set_hyperparameters(self.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=decay)
 
     def step(self) -> None:
         """Updates the weights that this rank owns, and begins to gather the others' shards."""

@@ -37,7 +37,7 @@ from ..ranks.handshake import (
 from ..ranks.listener import interface_of
 from ..ranks.rank import LOOPBACK, RankSpec, start_rank
 from ..ranks.roll_call import BEAT_SECONDS
-from ..run.build import find_images
+from ..run.data import find_images
 from ..run.job import Job
 from ..signals import held_back
 from .local import TrainRank, limits_of

@@ -1,40 +1,32 @@
 """A trace of a few steps on every rank, in Chrome's format: open trace.json in ui.perfetto.dev or chrome://tracing.
 
-A rank notes when its passes, its waits and its messages begin and end, by `time.perf_counter`. On Linux that clock is
-the same for all processes of a host. Hosts differ, so that the ranks of another host are moved by what their clocks
-differ in when all have just left a barrier: right to within the time that a barrier takes.
-
-On a GPU the times of passes are those at which they are launched; messages and waits are as the host sees them.
+Each rank records its steps with `torch.profiler`: torch's operators, kernels of a GPU, and the spans that the code
+names by `record_function`: step, forward and backward of each virtual worker, waits for images and for messages,
+update. The first rank puts the records on one clock and into one file. On Linux all processes of a host have one clock.
+Clocks of hosts differ, so the records of another host are moved by the difference of the clocks when all have just left
+a barrier: right to within the time that a barrier takes.
 """
 
 import json
+import os
 import re
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from ..comm.groups import Group
-from ..comm.monitor import Monitor
-from ..data.pipeline import Batch
 from ..errors import UserError
-from ..recipe.schedule import Step
 from ..rundir.run_dir import TRACE
-from ..step.forward_backward import ForwardBackward
-from ..step.membership import Membership
-from ..step.stats import StepClock, StepTimes
 from ..weights import write_text
 
-if TYPE_CHECKING:
-    from ..step.step import TrainStep
-
-R = TypeVar("R")
-TRACKS = ("steps", "compute", "images", "waits for messages")
-"""of a rank, as threads; messages overlap, and lie beside them"""
+_DEVICES = 1_000_000
+"""process numbers from here on stand for the devices of a rank, which torch numbers from 0 on every host"""
 
 
 @dataclass(frozen=True)
@@ -58,153 +50,77 @@ class TracedSteps:
         return cls(first, last)
 
 
+def check_trace(trace: TracedSteps | None, steps: int) -> None:
+    """UserError if a run of so many steps has not those that are to be traced."""
+    if trace is not None and trace.last > steps:
+        raise UserError(f"--trace {trace.first}:{trace.last}: the run has {steps} steps")
+
+
 class StepTrace:
-    """This rank's part of a trace; all ranks have one, or none has.
+    """This rank's part of a trace; all ranks have one.
 
     Args:
         steps: Which steps.
         world: All ranks.
-        path: Of the file, which the first rank writes.
+        folder: Of the run, into which the first rank writes.
     """
 
-    def __init__(self, steps: TracedSteps, world: Group, path: Path) -> None:
-        self._steps, self._world, self._path = steps, world, path
-        self._spans: list[dict[str, Any]] = []
-        self._is_on = self._is_written = False
+    def __init__(self, steps: TracedSteps, world: Group, folder: Path) -> None:
+        self._steps, self._world, self._path = steps, world, folder / TRACE
+        self._profile: profile | None = None
 
-    def attach(self, step: "TrainStep", monitor: Monitor) -> None:
-        """From now on the parts of a step tell this trace when they begin and end."""
-        step.forward_backward = _TracedPasses(step.forward_backward, self)
-        step.clock = _TracedClock(step.clock.loader, monitor, self)
-        step.loader.observe = lambda begin, end: self.add("images", "wait for images", begin, end)
-        monitor.observe = self._note_message
-
-    def reach(self, done: int) -> None:
+    def between_steps(self, done: int) -> None:
         """So many steps are done; every rank calls it between two steps. After the last one the file is written."""
-        self._is_on = self._steps.first <= done + 1 <= self._steps.last
-        if done >= self._steps.last and self._spans and not self._is_written:
-            self._is_written = True
-            self._write()
+        if self._profile is None and self._steps.first <= done + 1 <= self._steps.last:
+            activities = [ProfilerActivity.CPU]
+            activities += [ProfilerActivity.CUDA] if self._world.device.type == "cuda" else []
+            self._profile = profile(activities=activities)
+            self._profile.start()
+        elif self._profile is not None and done >= self._steps.last:
+            self._profile.stop()
+            self._write(self._profile)
+            self._profile = None
 
-    def add(self, track: str, name: str, begin: float, end: float, **more: int) -> None:
-        """A span of this rank's time, in seconds of time.perf_counter; nothing outside the traced steps."""
-        if self._is_on:
-            self._spans.append({"track": track, "name": name, "begin": begin, "end": end, **more})
-
-    def _note_message(self, kind: str, begin: float, end: float, size: int) -> None:
-        if kind == "wait":
-            self.add("waits for messages", "wait", begin, end)
-        else:
-            self.add("messages", f"message of {size} bytes" if size else "message", begin, end, bytes=size)
-
-    def _write(self) -> None:
-        """Gathers the parts of all ranks; collective."""
+    def _write(self, recorded: profile) -> None:
+        """Gathers the records of all ranks; collective."""
         world = self._world
+        with tempfile.TemporaryDirectory() as folder:
+            recorded.export_chrome_trace(f"{folder}/rank.json")
+            own: dict[str, Any] = json.loads(Path(f"{folder}/rank.json").read_text())
         world.barrier()
-        own = {"host": socket.gethostname(), "left_barrier": time.perf_counter(), "spans": self._spans}
-        parts = [json.loads(world.broadcast_text(json.dumps(own), place)) for place in range(world.size)]
+        part = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "left_barrier": time.time_ns(),
+            "base": own.get("baseTimeNanoseconds", 0),
+            "events": own["traceEvents"],
+        }
+        parts = [json.loads(world.broadcast_text(json.dumps(part), index)) for index in range(world.size)]
         if world.rank == 0:
-            ranks = {str(rank): part for rank, part in zip(world.ranks, parts, strict=True)}
-            write_text(self._path, json.dumps(merged(ranks)) + "\n")
+            write_text(self._path, json.dumps(merged(dict(zip(world.ranks, parts, strict=True)))) + "\n")
 
 
-def trace_steps(
-    steps: TracedSteps | None, step: "TrainStep", monitor: Monitor, world: Group, folder: Path
-) -> Callable[[int], object]:
-    """Attaches a trace of these steps, which is written into the run's folder; what it must be told between steps.
-
-    Raises:
-        UserError: The run has fewer steps.
-    """
-    if steps is None:
-        return lambda done: None
-    if steps.last > len(step.schedule):
-        raise UserError(f"--trace {steps.first}:{steps.last}: the run has {len(step.schedule)} steps")
-    trace = StepTrace(steps, world, folder / TRACE)
-    trace.attach(step, monitor)
-    return trace.reach
-
-
-def merged(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One trace on one clock, of what each rank has noted.
+def merged(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """One trace on one clock.
 
     Args:
-        parts: By rank its host, when it left the barrier, and its spans, all in seconds of its host's clock.
+        parts: By rank its host, process number, when it left the barrier, what its times count from (both in
+            nanoseconds of its host's clock), and its events as torch exports them, with times in microseconds.
     """
     left = {part["host"]: part["left_barrier"] for part in list(parts.values())[::-1]}  # the first rank of each host
-    reference = next(iter(parts.values()))["left_barrier"]
-    shift = {host: reference - seconds for host, seconds in left.items()}
-    begins = [span["begin"] + shift[part["host"]] for part in parts.values() for span in part["spans"]]
-    zero = min(begins, default=0.0)
+    first = next(iter(parts.values()))
     events: list[dict[str, Any]] = []
     for rank, part in parts.items():
-        events += _named(int(rank), part["host"])
-        for number, span in enumerate(part["spans"]):
-            begin = 1e6 * (span["begin"] + shift[part["host"]] - zero)
-            microseconds = 1e6 * (span["end"] - span["begin"])
-            events += _events(int(rank), number, span, round(begin, 3), round(microseconds, 3))
+        # Whole nanoseconds: a float64 of today's nanoseconds has lost the last two digits.
+        shift = part["base"] - first["base"] + first["left_barrier"] - left[part["host"]]
+        name = {"name": f"rank {rank} ({part['host']})"}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
+        for event in part["events"]:
+            if not isinstance(event.get("pid"), int) or event.get("name") == "process_name":
+                continue
+            is_own = event["pid"] == part["process"]
+            moved = {**event, "pid": rank if is_own else _DEVICES * (rank + 1) + event["pid"]}
+            if "ts" in moved:
+                moved["ts"] = float(moved["ts"]) + shift / 1e3
+            events.append(moved)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _named(rank: int, host: str) -> list[dict[str, Any]]:
-    names = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} ({host})"}}]
-    for number, track in enumerate(TRACKS):
-        names.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}})
-    return names
-
-
-def _events(rank: int, number: int, span: Mapping[str, Any], begin: float, length: float) -> list[dict[str, Any]]:
-    """A complete event on a thread; or of a message, which others overlap, its begin and its end."""
-    event = {"name": span["name"], "cat": span["track"], "pid": rank, "ts": begin}
-    if span["track"] != "messages":
-        return [{**event, "ph": "X", "tid": TRACKS.index(span["track"]), "dur": length}]
-    event |= {"tid": TRACKS.index("compute"), "id": f"{rank}.{number}"}
-    ends = {**event, "ph": "e", "ts": round(begin + length, 3)}
-    return [{**event, "ph": "b", "args": {"bytes": span["bytes"]}}, ends]
-
-
-class _TracedPasses:
-    """Tells a trace when passes begin and end."""
-
-    def __init__(self, passes: ForwardBackward, trace: StepTrace) -> None:
-        self.in_step, self.control_follows = passes.in_step, passes.control_follows
-        self._passes, self._trace, self._worker = passes, trace, 0
-
-    @property
-    def is_added(self) -> bool:
-        return self._passes.is_added
-
-    def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
-        self._worker = worker
-        return self._timed("forward", lambda: self._passes.forward(step, worker, batch, membership))
-
-    def backward(self) -> None:
-        self._timed("backward", self._passes.backward)
-
-    def _timed(self, name: str, call: Callable[[], R]) -> R:
-        begin = time.perf_counter()
-        result = call()
-        self._trace.add("compute", f"{name} {self._worker}", begin, time.perf_counter())
-        return result
-
-
-class _TracedClock(StepClock):
-    """Tells a trace when a step begins and ends, and what comes after its last pass."""
-
-    def __init__(self, loader: Any, monitor: Monitor, trace: StepTrace) -> None:
-        super().__init__(loader, monitor)
-        self._trace, self._began, self._passes_done = trace, 0.0, 0.0
-
-    def start(self) -> None:
-        super().start()
-        self._began = time.perf_counter()
-
-    def passes_done(self) -> None:
-        super().passes_done()
-        self._passes_done = time.perf_counter()
-
-    def stop(self) -> StepTimes:
-        times, now = super().stop(), time.perf_counter()
-        self._trace.add("compute", "sums and update", self._passes_done, now)
-        self._trace.add("steps", "step", self._began, now)
-        return times

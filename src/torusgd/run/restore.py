@@ -101,7 +101,7 @@ def _fitting(trainer: Trainer, checkpoint: Checkpoint) -> Found:
     """What a checkpoint holds; UserError where it is not of this run."""
     state, step = resumed(checkpoint.progress, trainer.fingerprint), trainer.step
     where = f"checkpoint of step {checkpoint.step}"
-    match_weights(checkpoint.model, step.model.state_dict(), where)
+    match_weights(checkpoint.model, step.state.model.state_dict(), where)
     match_weights(checkpoint.state, step.state.expected_state(state.totals.skipped < state.step), where)
     return state, tensors_of(checkpoint)
 
@@ -111,5 +111,5 @@ def _from_init(job: Job, trainer: Trainer) -> Found:
     if job.init is None:
         return state, {}
     initial, classes = read_initial(job.init, job.recipe), len(trainer.data.training.source.classes)
-    state.initial = fit(initial, trainer.step.model.state_dict(), lambda: head_of(job.recipe, classes))
+    state.initial = fit(initial, trainer.step.state.model.state_dict(), lambda: head_of(job.recipe, classes))
     return state, {f"model/{name}": initial.tensors[name] for name in state.initial.taken}

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -12,10 +11,10 @@ from typing import Any
 from ..comm.base import CommError, ConnectionLost
 from ..comm.groups import Group
 from ..comm.liveness import Liveness, NoLiveness
-from ..errors import RunError, UserError
+from ..errors import UserError
 from ..observe.events import Telemetry, evaluation_event
 from ..recipe.duration import Duration
-from ..recipe.schedule import Schedule, Step
+from ..recipe.schedule import Schedule
 from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
@@ -26,6 +25,7 @@ from ..step.closing import as_seconds, closing_of
 from ..step.evaluate import Evaluation, evaluate
 from ..step.journal import Journal, journal_of
 from ..step.polish import polish_by_recipe
+from ..step.requests import Requests
 from ..step.stats import StepStats
 from ..weights import weights_sha256
 from .build import Trainer, build
@@ -37,6 +37,7 @@ from .result import RunResult, weights_metadata, write_result
 from .saving import Saver, saved_on_disk
 from .state_feed import StateFeeds
 from .survival import Agreed, Kept, agree, fitting, nothing_yet, obstacle, wait_for_ranks
+from .watchers import ReplacedImages
 
 
 def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
@@ -88,16 +89,32 @@ class Run:
         self.run_dir = RunDir(job.out)
         self._metadata = weights_metadata(job.recipe, kept.data.training.source.classes)
         self._asked = Asked(job.out)
+        train = kept.data.training.source
+        self.schedule = Schedule(job.recipe, len(train))
+        self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
+        self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
+        saves = self._boundaries(job.options.checkpoint_every)
+        mirror = Mirror(job.bucket) if job.bucket is not None and self._is_first else None
+        keep = job.options.keep_checkpoints
+        copy = partial(mirror.put_checkpoint, keep=keep) if mirror is not None else lambda path: None
+        self._writer = CheckpointWriter(self.run_dir.checkpoints, keep, self._metadata, copy)
+        last = kept.saved.at if kept.saved is not None else None
+        self._times = CheckpointTimes(saves, 60.0 * job.options.checkpoint_minutes, self._writer, last)
+        requests = Requests(
+            self._is_asked_to_stop,
+            self.liveness,
+            self._evaluations | saves | {self.steps},
+            save_due=lambda steps: self._is_first and self._times.is_due(steps),
+            copy_due=lambda: self._is_first and self.memory is not None and self.memory.is_due(),
+        )
+        replaced = ReplacedImages(job.recipe.data.max_replaced, len(train), lambda: self.state.totals.replaced)
         self.trainer: Trainer = build(
-            job, kept.data, world, self.liveness, self._is_asked_to_stop, kept.generation + 1,
+            job, kept.data, world, self.liveness, requests, [replaced], kept.generation + 1,
             kept.fingerprint, kept.network,
         )  # fmt: skip
-        self.trainer.step.check_replaced = self._check_replaced
         self.membership = self.trainer.membership
-        self.schedule: Schedule = self.trainer.step.schedule
         if job.plan is not None:
             job.plan.check(job.recipe.name, {span.batch for span in self.schedule.spans}, len(kept.began))
-        self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self.state = RunState(self.trainer.fingerprint)
         self.journal: Journal | None = None
         self.telemetry: Telemetry | None = None
@@ -106,8 +123,6 @@ class Run:
         self._saver: Saver | None = None
         self._counted = 0.0
         self._is_ready = False
-        self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
-        self._saves = self._boundaries(job.options.checkpoint_every)
 
     def run(self) -> RunResult:
         """Trains from the last good checkpoint, from what the ranks have kept, or from the start, to the end.
@@ -130,23 +145,19 @@ class Run:
                     )
                 self._counted = time.perf_counter()
             self._is_ready = True
-            keep = self.job.options.keep_checkpoints
-            mirror = Mirror(self.job.bucket) if self.job.bucket is not None and self._is_first else None
-            copy = partial(mirror.put_checkpoint, keep=keep) if mirror is not None else lambda path: None
-            writer = CheckpointWriter(self.run_dir.checkpoints, keep, self._metadata, copy)
             try:
                 state, path = self.state, self.run_dir.journal if self._is_first else None
                 self.journal = journal_of(self.job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
                 if self._is_first:
                     self._open_telemetry(is_kept=agreed is not None)
-                is_done = self._train(writer, *self._saved(agreed))
+                is_done = self._train(*self._saved(agreed))
                 result = RunResult(self._finish()) if is_done else RunResult(signal=self.stop.signal or signal.SIGTERM)
                 self.trainer.close()  # not where a rank is lost: threads and groups still wait for it
                 if self.memory is not None:
                     self.memory.forget()
                 return result
             finally:
-                writer.close()
+                self._writer.close()
                 if self.journal is not None:
                     self.journal.close()
                 if self.telemetry is not None:
@@ -170,26 +181,22 @@ class Run:
         kept = replace(kept, state=self.state, counted=self._counted, tensors=tensors, last_event=self._last_event)
         return kept if self._saver is None else replace(kept, saved=self._saver.last())
 
-    def _train(self, writer: CheckpointWriter, saved: int, is_due: bool) -> bool:
-        """Steps, evaluations and checkpoints; False when asked to stop (a checkpoint is then written).
+    def _train(self, saved: int, is_due: bool) -> bool:
+        """Steps, evaluations and checkpoints; False if a stop was requested (a checkpoint is then written).
 
         Args:
-            writer: Of checkpoints.
             saved: The step of the last one.
             is_due: One of the state as it is must be written at once.
         """
         state, trainer = self.state, self.trainer
-        last = self.kept.saved.at if self.kept.saved is not None else None
-        times = CheckpointTimes(self._saves, 60.0 * self.job.options.checkpoint_minutes, writer, last)
-        looks = sorted(self._evaluations | self._saves | {self.steps})
-        trainer.step.next_look = lambda steps: looks[min(bisect_left(looks, steps), len(looks) - 1)]
-        trainer.step.checkpoint_due = lambda steps: self._is_first and times.is_due(steps)
-        trainer.step.keep_due = lambda: self._is_first and self.memory is not None and self.memory.is_due()
-        saver = self._saver = Saver(state, trainer.step, writer, times, self.liveness, self._is_first, saved)
+        saver = self._saver = Saver(
+            state, trainer.step, trainer.drift, self._writer, self._times, self.liveness, self._is_first, saved
+        )
         closing = closing_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
         is_stopping = is_changing = False
         while True:
-            trainer.between_steps(state.step)
+            if trainer.trace is not None:
+                trainer.trace.between_steps(state.step)
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
                 with saver.before_errors():
                     is_stopping = not self._evaluate_and_report()
@@ -268,7 +275,8 @@ class Run:
         """Evaluates what the model holds."""
         step, settings = self.trainer.step, self.job.recipe.evaluate
         return evaluate(
-            step.model, self.trainer.data.held_out, settings, self.world, step.allreduce, step.precision, stop,
+            step.state.model, self.trainer.data.held_out, settings, self.world, step.allreduce,
+            step.state.precision, stop,
             partial(self.liveness.progress, "evaluate", self.state.step),
         )  # fmt: skip
 
@@ -278,7 +286,7 @@ class Run:
         evaluation = self._last_evaluation or self._evaluate(lambda: False)
         assert evaluation is not None
         top1 = {"top1_before_polish": evaluation.top1}
-        if self.trainer.step.average is not None:
+        if self.trainer.step.state.average is not None:
             self.trainer.step.state.write_to_model(self.state.step)
             without = self._classify()
             assert without is not None
@@ -294,7 +302,8 @@ class Run:
         """Polishes what the model holds, and evaluates it."""
         state, step = self.state, self.trainer.step
         polish_by_recipe(
-            step.model, self.trainer.data.training, self.job.recipe, self.world, step.allreduce, step.precision,
+            step.state.model, self.trainer.data.training, self.job.recipe, self.world, step.allreduce,
+            step.state.precision,
             partial(self.liveness.progress, "polish", state.step),
         )  # fmt: skip
         evaluation = self._classify()
@@ -307,7 +316,7 @@ class Run:
         """Writes what the model holds, and the summary, in which `top1` stands beside the evaluation."""
         state = self.state
         self.liveness.outside("the disk that takes the result", str(self.run_dir.path))
-        tensors = self.trainer.step.model.state_dict()
+        tensors = self.trainer.step.state.model.state_dict()
         summary = {
             "recipe": self.job.recipe.name,
             **evaluation.as_summary(),
@@ -336,7 +345,7 @@ class Run:
         else:  # the network is about to get other weights, and may get some of them only
             self.kept = replace(self.kept, state=None)
         # Before any rank takes the weights of another: then those who hold wrong ones could no longer be told.
-        step.check_weights(agreed.state.step, agreed.holders)
+        self.trainer.drift.compare(agreed.state.step, step.allreduce, agreed.holders)
         step.state.load_state_dict(agreed.tensors)
         self.state, self._counted = agreed.state, self.kept.counted or time.perf_counter()
         self._last_event = None if agreed.last_event is None else partial(dict, agreed.last_event)
@@ -376,16 +385,6 @@ class Run:
         # Rank 0 may have been lost before it had written its last.
         saved = saved_on_disk(self.run_dir.checkpoints, self.world, self.state.step)
         return saved, saved < self.state.step
-
-    def _check_replaced(self, step: Step, count: int) -> None:
-        replaced, limit = self.state.totals.replaced + count, self.job.recipe.data.max_replaced
-        # Against at least one epoch, so that one bad image among the first few is no reason to stop.
-        seen = max(step.start + step.batch, len(self.trainer.data.training.source))
-        if replaced > limit * seen:
-            raise RunError(
-                f"step {step.index}: {replaced} training images could not be decoded, more than the "
-                f"share of {limit} that data.max_replaced allows; mend the images, or raise it"
-            )
 
     @property
     def _is_first(self) -> bool:

@@ -9,6 +9,7 @@ from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..errors import CorruptionError, RunError, warn
 from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter, step_on_disk
+from ..step.drift import DriftWatch
 from ..step.step import TrainStep
 from .progress import RunState, as_checkpoint
 
@@ -39,6 +40,7 @@ class Saver:
     Args:
         state: Of the run; read when it is saved.
         step: Gathers the tensors.
+        drift: Compares the ranks' weights before they are saved.
         writer: Writes beside the training.
         times: Says when a checkpoint was taken last, and learns of each.
         liveness: Learns that the disk takes its time, which ends no run.
@@ -50,13 +52,14 @@ class Saver:
         self,
         state: RunState,
         step: TrainStep,
+        drift: DriftWatch,
         writer: CheckpointWriter,
         times: CheckpointTimes,
         liveness: Liveness,
         is_first: bool,
         saved: int,
     ) -> None:
-        self._state, self._step, self._writer, self._times = state, step, writer, times
+        self._state, self._step, self._drift, self._writer, self._times = state, step, drift, writer, times
         self._liveness, self._is_first = liveness, is_first
         self._saved = saved
 
@@ -65,7 +68,7 @@ class Saver:
         state = self._state
         if self._saved < state.step:
             self._liveness.progress("checkpoint", state.step, 0)
-            self._step.check_weights(state.step)
+            self._drift.compare(state.step, self._step.allreduce)
             tensors = self._step.state.state_dict(state.step, keep=self._is_first)
             if self._is_first:
                 self._writer.save(as_checkpoint(state, tensors), self._writing)

@@ -24,6 +24,7 @@ from ..comm.base import CommError, ConnectionLost
 from ..comm.groups import Group, alone
 from ..comm.liveness import Liveness
 from ..step.model_state import StepState
+from ..step.requests import Requests
 from ..weights import Tensors
 from .build import build
 from .job import Job
@@ -145,8 +146,9 @@ class StateFollower:
         job, world = replace(job, options=alone_options, trace=None), alone(job.device)
         self._kept, self._state = kept, kept.state
         self._event: Event = {}
+        requests = Requests(lambda: False, liveness)
         self._trainer = build(
-            job, kept.data, world, liveness, lambda: False, fingerprint=kept.fingerprint, network=kept.network
+            job, kept.data, world, liveness, requests, fingerprint=kept.fingerprint, network=kept.network
         )
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
@@ -165,7 +167,7 @@ class StateFollower:
                     self._state = None  # until all of it has come
                     step.state.load_state_dict(tensors)
                 else:
-                    step.state.follow(step.schedule[state.step - 1], dict(tensors), step.set_rates)
+                    step.state.follow(step.schedule[state.step - 1], dict(tensors))
                 self._state, self._event = state, told["event"]
                 if told["behind"] <= HARDLY_BEHIND:
                     caught_up()

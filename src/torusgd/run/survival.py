@@ -28,10 +28,11 @@ from ..errors import UserError, warn
 from ..observe.trackers import Trackers
 from ..recipe.runtime_options import RuntimeOptions
 from ..weights import Tensors
-from .build import Data, Network, draw_network, fingerprint_of, open_data
+from .data import Data, open_data
 from .fingerprint import Fingerprint
 from .host_share import HostShare, MappedArrays
 from .job import Job, images_at
+from .network import Network, draw_network, fingerprint_of
 from .progress import RunState, share_tensors
 from .saving import LastSaved
 

@@ -17,6 +17,7 @@ modulo 2**64. One hash that differs never does, and several do with a chance of 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +29,10 @@ from ..gradients.integer_hash import IntegerHash
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..rng import AUDIT, keyed_hash, keyed_integer, keyed_uniform
+from .control_vector import ControlVector
 from .drift import named_with_host
 from .membership import Membership
-
-Again = Callable[[int], IntegerHash]
-"""Computes a virtual worker of this step again: images, forward and backward; OSError or RunError without images."""
+from .watch import StepView, StepWatch
 
 _REMEDY = "; take the machine out and give the same command again: the last checkpoint is good"
 _SHIFT, _TURN, _KEY = range(3)
@@ -49,7 +49,7 @@ class Check:
     """the place that computes them again"""
 
 
-class Audit:
+class Audit(StepWatch):
     """Decides what is audited, and compares.
 
     Args:
@@ -69,11 +69,16 @@ class Audit:
         self._sent = torch.zeros(0, dtype=torch.int64)
         """the keyed sum of the hashes, how many were compared, and how many could not be for want of images"""
         self._work: Work | None = None
+        self._compared = 0
+        """virtual workers that were computed twice in this step"""
         self._membership: Membership | None = None
         self._most = 0
         """virtual workers of the rank that has most of them in `_membership`"""
 
-    def others(self, step: int, membership: Membership) -> list[int]:
+    def due(self, step: int) -> bool:
+        return self._share > 0
+
+    def reads_too(self, step: int, membership: Membership) -> list[int]:
         """The virtual workers that this rank computes again in a step, after its own."""
         if not self._share:
             return []
@@ -81,8 +86,7 @@ class Audit:
         owner = (membership.me - distance) % len(membership.ranks)
         return _at(turns, membership.shares[owner])
 
-    def hash_of(self, step: int, worker: int, membership: Membership) -> IntegerHash | None:
-        """What takes the integers of one of this rank's own virtual workers; None: it is not audited in this step."""
+    def before_worker(self, step: int, worker: int, membership: Membership) -> IntegerHash | None:
         if step != self._step:  # the last one may have ended without a comparison
             self._step, self._own = step, {}
         if not self._share or worker not in _at(self._turns(step, membership)[0], membership.mine):
@@ -90,51 +94,45 @@ class Audit:
         self._own[worker] = IntegerHash(self._world.device)
         return self._own[worker]
 
-    def start(self, step: int, membership: Membership, again: Again | None) -> None:
-        """Computes this rank's part of the step's audit, and sends what it found; every rank calls it.
-
-        It belongs behind the last backward pass of a rank's own virtual workers, whose gradients then travel meanwhile.
-
-        Args:
-            step: The step's number.
-            membership: Of the step.
-            again: See `Again`; None: this rank was asked to stop, so that no rank will use what the step finds.
-        """
+    def after_passes(self, view: StepView) -> None:
+        """Computes this rank's part of the step's audit, and sends what it found, while its gradients travel."""
+        step, membership = view.step.index, view.membership
         if self._work is not None:  # of an attempt at a step whose sums were not accepted
             self._work.wait()
             self._work = None
         if not self._share or not self._turns(step, membership)[0]:
             return
         unread, self._again = 0, {}
-        if again is not None:
-            for worker in self.others(step, membership):
-                self._again[worker], failed = _value(again, worker)
+        if not view.is_stopping:
+            for worker in self.reads_too(step, membership):
+                self._again[worker], failed = _value(view.recompute, worker)
                 unread += failed
         own = {worker: found.value() for worker, found in self._own.items()}
         balance = _keyed_sum(self._seed, step, own) - _keyed_sum(self._seed, step, self._again)
         self._sent = torch.tensor([_signed(balance), len(own), unread], device=self._world.device)
         self._work = self._allreduce.start(self._sent)
 
-    def compare(self, step: int, membership: Membership, again: Again) -> int:
-        """Compares what all ranks sent with `start`, before a step is accepted; every rank calls it.
-
-        Returns:
-            The number of virtual workers that were computed twice.
+    def before_accept(self, view: StepView, control: ControlVector) -> None:
+        """Compares what all ranks sent after their passes.
 
         Raises:
             CorruptionError: Two ranks found other integers. Every rank raises it, naming rank and host.
             RunError: The images can't be read a second time.
         """
-        if self._work is None:
-            return 0
+        step = view.step.index
+        self._compared = 0
+        if self._work is None or view.is_skipped:
+            return
         self._work.wait()
         self._work = None
-        balance, compared, unread = self._sent.tolist()
+        balance, self._compared, unread = self._sent.tolist()
         if unread:
             raise RunError(f"step {step}: {unread} audited virtual workers' images can't be read again")
         if balance:
-            self._settle(step, *self._first_difference(step, membership), again)
-        return compared
+            self._blame(step, *self._first_difference(step, view.membership), view.recompute)
+
+    def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
+        return {"audited": self._compared}
 
     def _turns(self, step: int, membership: Membership) -> tuple[list[int], int]:
         """The turns of a step that are audited, and how far from its owner a virtual worker is computed again."""
@@ -168,8 +166,8 @@ class Audit:
         number = int((first != second).nonzero()[0])
         return checks[number], int(first[number]), int(second[number])
 
-    def _settle(self, step: int, check: Check, first: int, second: int, again: Again) -> None:
-        """Asks a third rank, and raises what it finds."""
+    def _blame(self, step: int, check: Check, first: int, second: int, recompute: Callable[[int], IntegerHash]) -> None:
+        """Has a third rank compute the virtual worker, and raises what it finds."""
         pair, size = [check.owner, check.auditor], self._world.size
         what = f"step {step}: {{}} other integers than {{}} for the same virtual worker ({check.worker})"
         third = next((place for place in range(size) if place not in pair), None)
@@ -181,7 +179,7 @@ class Audit:
             )
         answer = torch.zeros(2, dtype=torch.int64, device=self._world.device)
         if third == self._world.rank:
-            answer.copy_(torch.tensor(_value(again, check.worker)))
+            answer.copy_(torch.tensor(_value(recompute, check.worker)))
         try:
             self._allreduce.start(answer).wait()
         except CommError as error:  # the step must not be taken by those who are left: one of them may be the wrong one
@@ -218,10 +216,10 @@ def check_audit(options: RuntimeOptions, recipe: Recipe, ranks: int) -> None:
         raise UserError(f"{asked}: ranks under mixed conditions round differently; leave out audit or mixed")
 
 
-def _value(again: Again, worker: int) -> tuple[int, int]:
+def _value(recompute: Callable[[int], IntegerHash], worker: int) -> tuple[int, int]:
     """The hash of a virtual worker that this rank computes again, and 0; or 0 and 1 where it can't read the images."""
     try:
-        return again(worker).value(), 0
+        return recompute(worker).value(), 0
     except (OSError, RunError):  # of this rank alone: the others must learn of it before any of them ends
         return 0, 1
 

@@ -1,28 +1,37 @@
 """Shares that follow the ranks' speed: a slow rank computes fewer virtual workers, and the others wait less for it.
 
 Any rank can compute any virtual worker with the same bits, so this is free to change between two steps. Each rank
-measures how long a virtual worker takes it, without what it waits for messages. Now and then all of these times travel
-in the step's control vector (`stragglers`), and every rank computes the same new shares from the same numbers.
+measures how long a virtual worker takes it, without what it waits for messages. Every so many steps all of these times
+travel in the step's control vector, and every rank computes the same new shares from the same numbers.
 
 Noise must not move work to and fro. So each rank sends two times, of the earlier and of the later half of the steps
 since the last message, and work moves only if the new sizes (`recipe.shares` finds the best ones) would have made the
 steps of both halves shorter, and clearly so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..errors import UserError
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..recipe.shares import best_counts, even_counts, slowest_rank, why_even
+from .control_vector import ControlVector
 from .membership import Membership, with_counts
+from .stragglers import UNIT, steps_between_notes
+from .watch import NO_WORDS, StepView, StepWatch
 
 LEAST_GAIN = 0.05
 """share of the time that the slowest rank computes; for less nothing is moved"""
 _MOST_SHOWN = 16
 """ranks whose shares stand in a line"""
+_FEWEST = 6
+"""steps since the last comparison, of which a rank's speed can be measured in two halves"""
 SLOW = 1.2
 """times the median of the ranks; from there on a rank counts as slow"""
 
@@ -59,6 +68,53 @@ class Balance:
         """The slow ranks, and how many times the median a virtual worker takes them."""
         middle = median(self.seconds.values())
         return {rank: round(each / middle, 2) for rank, each in self.seconds.items() if each >= SLOW * middle}
+
+
+class SpeedWatch(StepWatch):
+    """Measures how fast the ranks are, and finds the shares that fit.
+
+    Args:
+        index: Of this rank among all.
+        size: Number of ranks.
+        speed: Gives what measures the seconds that a virtual worker of the step's passes took this rank.
+    """
+
+    name = "speeds"
+
+    def __init__(self, index: int, size: int, speed: Callable[[], Callable[[], float]]) -> None:
+        self._index, self._size, self._speed = index, size, speed
+        self._every, self.words = steps_between_notes(size), size * 2
+        self._seconds: list[Callable[[], float]] = []
+
+    def due(self, step: int) -> bool:
+        """Whether the ranks compare their speeds in this step."""
+        return self._size > 1 and step % self._every == 0
+
+    def after_passes(self, view: StepView) -> None:
+        if self._size > 1:
+            self._seconds.append(self._speed())
+
+    def before_send(self, view: StepView) -> Tensor:
+        """This rank's seconds in the earlier and in the later half of the steps since the last time, at its index."""
+        # After a resume there are no steps yet, on no rank.
+        if not self._seconds or not self.due(view.step.index):
+            return NO_WORDS
+        # Read only now, when a GPU has surely done those passes.
+        seconds, self._seconds = [each() for each in self._seconds], []
+        notes = torch.zeros(self._size, 2, dtype=torch.int64)
+        if len(seconds) >= _FEWEST:
+            half = len(seconds) // 2
+            # A median: a pause in one step says nothing of the rank's speed.
+            halves = median(seconds[:half]), median(seconds[half:])
+            notes[self._index] = torch.tensor([int(each / UNIT) for each in halves])
+        return notes.reshape(-1)
+
+    def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
+        section = control.section(self.name)
+        if not section.numel() or int(section.min()) == 0:  # a rank has not been measured
+            return {}
+        earlier, later = (section.view(-1, 2).double() * UNIT).T.tolist()
+        return {"balance": balance(view.membership, earlier, later, self._every)}
 
 
 def balance(membership: Membership, earlier: Sequence[float], later: Sequence[float], steps: int) -> Balance:

@@ -5,7 +5,7 @@ batch-norm statistics and losses are added over virtual workers as exact sums, w
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -17,8 +17,10 @@ from ..cuda.operators import operators
 from ..data.upload import pinned
 from ..errors import RunError
 
-VERSION = 4
+VERSION = 5
 """of the record: ranks with programs that would read each other's fields otherwise find out at the first step"""
+
+_NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass
@@ -32,16 +34,8 @@ class Counts:
     """virtual workers whose gradients are in the step's sum: what its mean divides by"""
     replaced: int = 0
     """training images that could not be decoded and were replaced"""
-    stop: int = 0
-    """ranks that were asked to stop"""
     failed: int = 0
     """ranks that could not read their images"""
-    save: int = 0
-    """rank 0 wants a checkpoint after this step"""
-    keep: int = 0
-    """rank 0 wants each node to keep a copy of the state after this step"""
-    change: int = 0
-    """ranks that know of others that are to join, or to leave, after this step"""
 
 
 @dataclass(frozen=True)
@@ -55,15 +49,16 @@ class ControlVector:
     """float32: the mean of the batch statistics, as BatchNormStatistics.update takes it"""
     is_finite: bool
     """whether all batch statistics are"""
-    finished: list[int]
-    """of each virtual worker the microseconds after which it had finished, 0 where it was left out (`closing`); empty
-    where no clock decides"""
-    taken_over: Tensor
-    """int64: what the ranks told of work that they took over (`work_stealing`); empty where they don't"""
-    timings: Tensor
-    """int64: what the ranks noted of their times now and then (`stragglers`); mostly empty"""
-    fingerprints: Tensor
-    """int64: of what the ranks hold, now and then (`drift`); mostly empty"""
+    sections: Mapping[str, Tensor]
+    """int64, summed over ranks, by name: of each watcher (`watch`) what it sent in this step"""
+
+    def section(self, name: str) -> Tensor:
+        """A section; empty if nobody sent it in this step."""
+        return self.sections.get(name, _NOTHING)
+
+    def words(self, name: str) -> list[int]:
+        """The words of a section."""
+        return [int(word) for word in self.section(name).tolist()]
 
 
 class ControlMessage:
@@ -73,8 +68,8 @@ class ControlMessage:
         width: Values of the batch-norm statistics of a virtual worker.
         device: Where the values live.
         to_host: Gives a tensor's values on the host (`comm.monitor.Monitor.to_host`); called once a step.
-        room: The most elements of timings and fingerprints, for a record that never moves, since CUDA graphs read and
-            write it; None: it may move.
+        room: The most words of all sections, for a record that never moves, since CUDA graphs read and write it; None:
+            it may move.
     """
 
     def __init__(
@@ -90,17 +85,14 @@ class ControlMessage:
         length = NARROW.rows * (width + 1) + len(fields(Counts)) + (room or 0)
         self._memory = torch.zeros(length, dtype=torch.int64, device=device)
         self._message = self._memory
-        self._timings = self._taken = 0
+        self._words: dict[str, int] = {}
+        """of the message that was sent last, the length of each section"""
         self.counts = Counts()
         """of this rank, to be added to"""
-        self.finished: list[int] = []
-        """see `ControlVector`: of one length on all ranks, each of which fills in its own"""
-        self.taken_over: list[int] = []
-        """see `ControlVector`: likewise"""
 
     def clear(self) -> None:
         """Begins the passes of a step, also when they are repeated."""
-        self.counts, self.finished, self.taken_over = Counts(), [], []
+        self.counts = Counts()
 
     def add(self, batch_norm: Tensor, loss: Tensor) -> None:
         """Adds a virtual worker: its batch statistics (float32, flat) and its loss (float32, 0-d)."""
@@ -117,23 +109,29 @@ class ControlMessage:
             self._values.zero_()
         self.counts.contributions += 1
 
-    def send(self, allreduce: AllReduce, timings: Tensor, fingerprints: Tensor) -> Work:
-        """Begins the sum over ranks; both tensors (int64, of one length on all ranks) are summed along."""
+    def send(self, allreduce: AllReduce, sections: Mapping[str, Tensor]) -> Work:
+        """Begins the sum over ranks.
+
+        Args:
+            allreduce: Over all ranks.
+            sections: int64, by name, each of one length on all ranks, in one order.
+        """
         device, length = self._memory.device, self._length
         if not self.counts.contributions:
             self._values.zero_()
-        counts = [getattr(self.counts, field.name) for field in fields(Counts)]
-        numbers = torch.tensor([*counts, *self.finished, *self.taken_over])
-        small = pinned(torch.cat([numbers, timings]) if timings.numel() else numbers, device)
-        self._taken, self._timings = len(self.taken_over), timings.numel()
-        total = length + small.numel() + fingerprints.numel()
+        counts = torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)])
+        parts = [counts, *sections.values()]
+        self._words = {name: section.numel() for name, section in sections.items()}
+        total = length + sum(part.numel() for part in parts)
         if total > len(self._memory):
             assert self._may_move, "graphs know where it lies"
             self._memory = torch.cat([self._memory[:length], self._memory.new_zeros(total - length)])
         self._message = self._memory[:total]
-        self._message[length : length + small.numel()].copy_(small, non_blocking=True)
-        if fingerprints.numel():
-            self._message[length + small.numel() :].copy_(fingerprints)
+        # What is on the host goes over in one copy; what a GPU has computed is never brought to the host for it.
+        here = [part for part in parts if part.device.type == "cpu"]
+        moved = iter(pinned(torch.cat(here), device).split([part.numel() for part in here]))
+        for place, part in zip(self._message[length:].split([part.numel() for part in parts]), parts, strict=True):
+            place.copy_(next(moved) if part.device.type == "cpu" else part, non_blocking=True)
         return allreduce.start(self._message)
 
     @property
@@ -148,9 +146,9 @@ class ControlMessage:
 
     @property
     def on_device(self) -> Tensor:
-        """int64: of the summed record, after its work has been waited for, limbs of the statistics and the loss, and
-        counts."""
-        return self._memory[: self._length + len(fields(Counts))]
+        """int64: of the summed record, after its work has been waited for, limbs of the statistics and the loss,
+        counts, and the sections."""
+        return self._message
 
     def read(self) -> ControlVector:
         """The summed record, after its work has been waited for; one transfer to the host.
@@ -162,16 +160,11 @@ class ControlMessage:
         sums = decode(self._message[:length].view(self._rows), NARROW)
         floats = torch.cat([sums[-1:], sums[:-1].isfinite().all().double().reshape(1)])
         small = self._to_host(torch.cat([floats.view(torch.int64), self._message[length:]]))
-        words = small.tolist()
-        loss, is_finite = struct.unpack("2d", struct.pack("2q", *words[:2]))
+        loss, is_finite = struct.unpack("2d", struct.pack("2q", *small[:2].tolist()))
         many = 2 + len(fields(Counts))
-        clocks = many + len(self.finished)
-        counts, finished, rest = Counts(*words[2:many]), words[many:clocks], small[clocks:]
+        counts = Counts(*small[2:many].tolist())
         if counts.version != VERSION * counts.ranks:
             raise RunError("the ranks run different versions of torusgd; install the same on all machines")
         workers = max(counts.contributions, 1)
-        means = sums[:-1] / workers
-        taken_over, timings, fingerprints = rest.tensor_split([self._taken, self._taken + self._timings])
-        return ControlVector(
-            counts, loss / workers, means.float(), is_finite > 0, finished, taken_over, timings, fingerprints
-        )
+        sections = dict(zip(self._words, small[many:].split([*self._words.values()]), strict=True))
+        return ControlVector(counts, loss / workers, (sums[:-1] / workers).float(), is_finite > 0, sections)

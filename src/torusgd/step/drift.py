@@ -14,7 +14,7 @@ flip there is found in steps that are compared only, and one in a rank's own sha
 
 import socket
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from ..errors import CorruptionError
 from ..gradients.integer_hash import keyed_sum
 from ..gradients.layout import Slot
 from ..rng import DRIFT, keyed_hash
+from .control_vector import ControlVector
+from .watch import NO_WORDS, StepView, StepWatch
 
 _MOST_NAMED = 8
 _IMAGES = 15_000
@@ -33,7 +35,7 @@ _IMAGES = 15_000
 _OF_UPDATE = 100
 
 
-class DriftWatch:
+class DriftWatch(StepWatch):
     """Compares what the ranks hold in common. Every rank makes one, and calls it at the same time.
 
     Args:
@@ -41,14 +43,20 @@ class DriftWatch:
         others: More tensors (float32) that all ranks hold alike, such as running statistics.
         world: All ranks.
         every: Steps from one comparison to the next; 0: never.
-
-    >>> from torusgd.comm.groups import group_of
-    >>> DriftWatch([], [], group_of(), every=20).message(step=20)
-    tensor([], dtype=torch.int64)
+        wait_weights: Returns when this rank has the new weights of the last step.
     """
 
-    def __init__(self, slots: Sequence[Slot], others: Sequence[Tensor], world: Group, every: int) -> None:
-        self._world = world
+    name = "fingerprints"
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        others: Sequence[Tensor],
+        world: Group,
+        every: int,
+        wait_weights: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._world, self._wait_weights = world, wait_weights
         self._every = every if world.size > 1 else 0
         # Of M ranks that share a layer's column blocks, each holds the same as every M-th rank after it.
         self._held: dict[int, list[Tensor]] = {1: [tensor for tensor in others if tensor.numel()]}
@@ -61,28 +69,27 @@ class DriftWatch:
         many = max(sum(-(-t.numel() // self._run) for t in held) for held in self._held.values())
         self._keys = _odd(-(-self._run // 2), 0).to(world.device)
         self._run_keys = _odd(many, 1).to(world.device)
+        self.words = world.size * len(self._held)
 
-    def is_due(self, step: int) -> bool:
+    def due(self, step: int) -> bool:
         """Whether the ranks compare in this step."""
         return self._every > 0 and step % self._every == 0
 
-    def message(self, step: int) -> Tensor:
-        """int64: this rank's fingerprints in its place among all, to be summed; empty where none are due."""
-        return self._places() if self.is_due(step) else torch.zeros(0, dtype=torch.int64)
+    def before_send(self, view: StepView) -> Tensor:
+        """This rank's fingerprints at its index among all."""
+        return self._section() if self.due(view.step.index) else NO_WORDS
 
-    def check(self, message: Tensor, step: int, places: Collection[int] | None = None) -> None:
-        """Compares all ranks' fingerprints: `message` of each of them, summed. Every rank calls it.
-
-        Args:
-            message: See above.
-            step: For people.
-            places: Of the ranks that should hold the same; None: all. Others only without column blocks.
+    def check(self, view: StepView, control: ControlVector) -> None:
+        """Compares all ranks' fingerprints.
 
         Raises:
             CorruptionError: On every rank, naming those that differ from the majority, or without one all.
         """
-        if not message.numel():
-            return
+        section = control.section(self.name)
+        if section.numel():
+            self._compare(section, view.step.index, None)
+
+    def _compare(self, message: Tensor, step: int, places: Collection[int] | None) -> None:
         columns = message.view(self._world.size, -1).T.tolist()
         suspects, is_clear = set[int](), True
         compared = set(range(self._world.size) if places is None else places)
@@ -93,7 +100,7 @@ class DriftWatch:
                 suspects |= odd
                 is_clear &= by_majority
         if suspects:
-            raise CorruptionError(self._told(sorted(suspects), is_clear, step))
+            raise CorruptionError(self._blamed(sorted(suspects), is_clear, step))
 
     def compare(self, steps: int, allreduce: AllReduce, places: Collection[int] | None = None) -> None:
         """Compares at once, before what so many steps left is saved; every rank calls it.
@@ -101,17 +108,19 @@ class DriftWatch:
         Args:
             steps: Done.
             allreduce: Over all ranks.
-            places: As for `check`.
+            places: Indices of the ranks that should hold the same; None: all. Others only without column blocks.
 
         Raises:
             CorruptionError: As `check`.
         """
         if self._every:
-            message = self._places()
+            message = self._section()
             allreduce.start(message).wait()
-            self.check(message.cpu(), steps, places)
+            self._compare(message.cpu(), steps, places)
 
-    def _places(self) -> Tensor:
+    def _section(self) -> Tensor:
+        """int64: the fingerprints of all ranks, of which this rank fills in its own."""
+        self._wait_weights()
         places = torch.zeros(self._world.size, len(self._held), dtype=torch.int64, device=self._world.device)
         places[self._world.rank] = torch.stack([self._fingerprint(held) for held in self._held.values()])
         return places.reshape(-1)
@@ -126,7 +135,7 @@ class DriftWatch:
             return torch.zeros((), dtype=torch.int64, device=self._world.device)
         return (torch.stack(sums) * self._run_keys[: len(sums)]).sum()
 
-    def _told(self, suspects: Sequence[int], is_clear: bool, step: int) -> str:
+    def _blamed(self, suspects: Sequence[int], is_clear: bool, step: int) -> str:
         named = [named_with_host(self._world, place) for place in suspects[:_MOST_NAMED]]
         more = f" and {len(suspects) - _MOST_NAMED} more" if len(suspects) > _MOST_NAMED else ""
         who = ", ".join(named) + more

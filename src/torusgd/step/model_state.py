@@ -3,7 +3,7 @@
 The same tensors, whole, go into a checkpoint, to ranks that are left or join, and back, whoever holds which part.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -98,20 +98,19 @@ class StepState:
         running, bounds = self.batch_norm.running.clone(), self.reducer.sum.state()
         return {_MEAN: mean, _RUNNING: running, _BOUNDS: bounds} | self.precision.state_dict()
 
-    def follow(self, step: Step, change: Mapping[str, Tensor], set_rates: Callable[[Step], object]) -> None:
+    def follow(self, step: Step, change: Mapping[str, Tensor]) -> None:
         """Takes a step that others have taken, from their `change`; replicated updates only.
 
         Args:
             step: Of the schedule.
             change: See above.
-            set_rates: Gives the optimizer the values of a step.
         """
         if change[_MEAN].numel():
             means = self._means()
             for mean, part in zip(means, change[_MEAN].split([each.numel() for each in means]), strict=True):
                 mean.copy_(part.view_as(mean))
             self.reducer.show_means()
-            set_rates(step)
+            self.update.set_rates(step)
             self.update.step()
         self.batch_norm.running.copy_(change[_RUNNING])
         if self.average is not None and self.average.is_due(step):

@@ -8,11 +8,10 @@ from ..comm.groups import Group
 from ..errors import UserError
 from ..gradients.reducer import Reducer
 from ..gradients.update import Update
-from ..optim import build_optimizer, set_hyperparameters
+from ..optim import build_optimizer
 from ..precision import Precision
 from ..recipe.optimizer_schema import Optimizer as OptimizerSettings
 from ..recipe.runtime_options import RuntimeOptions
-from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
 from ..synchrony.delays import delay_model
 from .arrivals import Arrivals
@@ -108,14 +107,3 @@ def outer_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """SGD over the network's weights, which takes mean changes in place of gradients."""
     outer = recipe.synchrony.outer
     return build_optimizer(OptimizerSettings(momentum=outer.momentum, nesterov=outer.nesterov), model, outer.lr)
-
-
-def scheduled_rates(update: Update, step: Step) -> None:
-    """Gives the update's optimiser the values that the schedule has for a step."""
-    set_hyperparameters(
-        update.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
-    )
-
-
-def keep_rates(step: Step) -> None:
-    """In the place of `scheduled_rates` with local steps, whose copies the schedule is for: the outer rate stays."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import isnan
 from typing import Any
 
@@ -31,6 +31,15 @@ class StepTimes:
     """of this rank's own work after its last backward pass: status, mean, optimiser, statistics"""
 
 
+_RARE = {"rare": True}
+"""metadata of a field that stands in an event only if it is not empty or zero"""
+
+
+def _counted(summary: str) -> Any:
+    """A field that counts something rare; the run's total stands in summary.json under this key."""
+    return field(default=0, metadata={**_RARE, "summary": summary})
+
+
 @dataclass(frozen=True)
 class StepStats:
     """One step; the same on every rank, but for the times."""
@@ -39,40 +48,40 @@ class StepStats:
     times: StepTimes
     loss: float
     """mean over virtual workers"""
-    replaced: int
-    """training images that could not be decoded and were replaced"""
-    stop: bool
-    """a rank was asked to stop: end the run after this step"""
-    save: bool
-    """a checkpoint is due after this step"""
-    keep: bool
-    """nodes keep a copy of the state after this step"""
-    change: bool
-    """ranks join or leave after this step"""
-    redone: int
-    """times that the step was measured and redone after an overflow"""
-    overflowed: list[str]
-    """tensors whose sum left the integer range, before the step was redone"""
-    skipped: list[str]
-    """tensors with a non-finite gradient; not empty: the update was skipped (float16)"""
-    audited: int
-    """virtual workers that were computed twice, on two ranks"""
     entry: JournalEntry
-    """whose gradients entered the update"""
-    left_out: int
-    """virtual workers whose gradients did not"""
-    finished: list[int]
-    """see `ControlVector.finished`"""
-    underflow: float
-    """share of the elements of all virtual workers' gradients that were rounded to zero when they were summed"""
-    loss_scale: float
-    """of this step; 1 unless the precision is float16"""
-    slowest: Straggler | None
-    """now and then, and of the step before: the rank whose gradients were ready last"""
-    balance: Balance | None
-    """now and then, where the shares follow the ranks' speed"""
-    taken_over: TakenOver | None
-    """virtual workers that idle ranks took over from late ones; None: none"""
+    """virtual workers whose gradients entered the update"""
+    replaced: int = _counted("replaced_images")
+    """training images that could not be decoded and were replaced"""
+    stop: bool = False
+    """whether a rank was requested to stop: the run ends after this step"""
+    save: bool = False
+    """whether a checkpoint is due after this step"""
+    keep: bool = False
+    """whether nodes copy the state into their memory after this step"""
+    change: bool = False
+    """whether ranks join or leave after this step"""
+    redone: int = _counted("redone_steps")
+    """times that the step was measured and redone after an overflow"""
+    overflowed: list[str] = field(default_factory=list, metadata=_RARE)
+    """tensors whose sum left the integer range, before the step was redone"""
+    skipped: list[str] = field(default_factory=list, metadata=_RARE)
+    """tensors with a non-finite gradient; not empty: the update was skipped (float16)"""
+    audited: int = _counted("audited_workers")
+    """virtual workers that were computed twice, on two ranks"""
+    left_out: int = _counted("left_out_workers")
+    """virtual workers whose gradients did not enter the update"""
+    finished: list[int] = field(default_factory=list)
+    """microseconds after which each virtual worker had finished, 0 if it was left out; empty if no clock decides"""
+    underflow: float = field(default=0.0, metadata=_RARE)
+    """fraction of the elements of all virtual workers' gradients that were rounded to zero when they were summed"""
+    loss_scale: float = 1.0
+    """factor of the loss in this step; 1 unless the precision is float16"""
+    slowest: Straggler | None = None
+    """rank whose gradients were ready last in the step before; in most steps nobody looks"""
+    balance: Balance | None = None
+    """speeds of the ranks, and better shares if there are any; in most steps nobody looks"""
+    taken_over: TakenOver | None = None
+    """virtual workers that idle ranks took over from late ones"""
 
     @property
     def images_left_out(self) -> int:
@@ -111,7 +120,7 @@ class StepStats:
             event["hidden_share"] = round(self.hidden_share, 4)
         if self.loss_scale != 1.0:
             event["loss_scale"] = self.loss_scale
-        rare = ("replaced", "redone", "overflowed", "skipped", "audited", "left_out", "underflow")
+        rare = [each.name for each in fields(self) if each.metadata.get("rare")]
         event |= {name: value for name in rare if (value := getattr(self, name))}
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
@@ -123,6 +132,10 @@ class StepStats:
                 "counts": counts, "moved": move.moved, "gain": round(move.gain, 4), "slow": self.balance.slow
             }  # fmt: skip
         return event
+
+
+_COUNTED = {each.name: str(each.metadata["summary"]) for each in fields(StepStats) if "summary" in each.metadata}
+"""fields of StepStats that are added over a run, and their keys in its summary"""
 
 
 @dataclass
@@ -161,17 +174,15 @@ class StepTotals:
     def add(self, stats: StepStats) -> None:
         """Adds a step."""
         self.samples = stats.step.start + stats.step.batch
-        self.replaced += stats.replaced
-        self.redone += stats.redone
+        for name in _COUNTED:
+            setattr(self, name, getattr(self, name) + getattr(stats, name))
         self.skipped += bool(stats.skipped)
-        self.audited += stats.audited
         if stats.balance is not None:
             self._add_balance(stats.balance)
         if stats.taken_over is not None:
             self.taken_over += sum(stats.taken_over.late.values())
             self.late_ranks = count_late(self.late_ranks, stats.taken_over.late)
             self.taken_over_saved_seconds += stats.taken_over.saved
-        self.left_out += stats.left_out
         self.images_left_out += stats.images_left_out
         self.underflow += stats.underflow * stats.step.batch
         self.step_seconds += stats.times.seconds
@@ -193,17 +204,14 @@ class StepTotals:
         return {
             "train_loss": self.train_loss,
             "samples": self.samples,
-            "replaced_images": self.replaced,
-            "redone_steps": self.redone,
+            **{key: getattr(self, name) for name, key in _COUNTED.items()},
             "skipped_steps": self.skipped,
-            "audited_workers": self.audited,
             "moved_workers": self.moved,
             "saved_seconds": round(self.saved_seconds, 3),
             "slow_ranks": self.slow_ranks,
             "taken_over_workers": self.taken_over,
             "late_ranks": self.late_ranks,
             "taken_over_saved_seconds": round(self.taken_over_saved_seconds, 3),
-            "left_out_workers": self.left_out,
             "left_out_share": round(self.images_left_out / max(self.samples, 1), 4),
             "underflow": self.underflow / max(self.samples, 1),
             "images_per_second": round((self.samples - self.images_left_out) / seconds, 2),
@@ -224,13 +232,13 @@ class StepClock:
     _passed: float = field(default=0.0, init=False)
     _work_began: Mark = field(default=time.perf_counter, init=False)
     _waited_before: float = field(default=0.0, init=False)
-    pace: Callable[[], float] = field(default_factory=lambda: _unknown, init=False)
-    """the seconds that a virtual worker of the step's passes took this rank, its images included, or 0 where nobody can
-    tell; to be asked for once the device has been there"""
+    speed: Callable[[], float] = field(default_factory=lambda: _unknown, init=False)
+    """measures the seconds that a virtual worker of the step's passes took this rank, its images included, once the
+    device has done them; 0 if nobody can measure them"""
 
     def start(self) -> None:
         """A step begins."""
-        self.pace = _unknown
+        self.speed = _unknown
         self._started, self._before = time.perf_counter(), self._waits()
 
     def data_seconds(self) -> float:
@@ -244,7 +252,7 @@ class StepClock:
     def end_work(self, mark: Mark, workers: int) -> None:
         """The last backward pass of so many virtual workers ends."""
         begin, waited = self._work_began, self.monitor.waited - self._waited_before
-        self.pace = lambda: (mark() - begin() - waited) / workers
+        self.speed = lambda: (mark() - begin() - waited) / workers
 
     def passes_done(self) -> None:
         """The step's last backward pass on this rank has ended."""

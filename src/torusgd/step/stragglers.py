@@ -1,8 +1,7 @@
 """Which rank is slow, and why: an all-reduce makes every rank as slow as the last one, and hides which it was.
 
 So each rank notes when its gradients were ready, counted from the end of its own previous all-reduce, before it waits
-for anyone. Now and then these notes travel in the step's control vector, each rank in a place of its own. With them
-goes how long a virtual worker took in the steps since the last time, by which `balance` shares out the work.
+for anyone. Every so many steps these notes travel in the step's control vector, each rank's at an index of its own.
 
 Where the network is to blame, the all-reduce is as slow on every rank, whoever's link it is. So small messages to the
 next rank and back are timed now and then, off the step's path: a rank with a slow link is slow in both pairs that it
@@ -12,24 +11,25 @@ belongs to; its neighbours are so in one.
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.groups import Group
 from ..gradients.reducer import Reducer
+from .control_vector import ControlVector
+from .watch import NO_WORDS, StepView, StepWatch
 
 EVERY = 10
 """steps from one comparison to the next; of more than 100 ranks a tenth of their number"""
-FIELDS = 7
+_FIELDS = 5
 """of a rank's notes"""
-_FEWEST = 6
-"""steps since the last notes, of which a rank's pace can be told in two halves"""
-_UNIT = 1e-6  # seconds; the notes travel as integers
+UNIT = 1e-6
+"""seconds; notes travel as integers"""
 _BYTES = 1 << 16
 _TRIPS = 3
 """Round trips of a probe; the minimum is used, since the first may wait for a slow peer."""
@@ -50,65 +50,62 @@ class Straggler:
     """what took the most time that others did not need: data, compute, or network (waiting after all were ready)"""
 
 
-class Stragglers:
+class Stragglers(StepWatch):
     """Notes of this rank's times, to be compared with those of all ranks.
 
     Args:
-        place: Of this rank among all.
+        index: Of this rank among all.
         size: Number of ranks.
-        probe: Of this rank's link; None where nothing is to be compared: of two ranks nobody can tell whose is slow.
+        reducer: Sums the gradients of the steps.
+        data_seconds: How long this rank has waited for images in a step.
+        probe: Of this rank's link; None if nothing can be compared: of two ranks nobody can say whose is slow.
     """
 
-    def __init__(self, place: int, size: int, probe: "LinkProbe | None" = None) -> None:
-        self._place, self._size, self._probe = place, size, probe
-        # The notes grow with the number of ranks, and a step's share of them must not.
-        self.every = max(EVERY, size // 10)
-        """steps from one message to the next"""
+    name = "timings"
+
+    def __init__(
+        self,
+        index: int,
+        size: int,
+        reducer: Reducer,
+        data_seconds: Callable[[], float],
+        probe: "LinkProbe | None" = None,
+    ) -> None:
+        self._index, self._size, self._probe = index, size, probe
+        self._reducer, self._data_seconds = reducer, data_seconds
+        self._every = steps_between_notes(size)
+        self.words = size * _FIELDS
         self._noted: Callable[[], list[float]] | None = None
-        self._paces: list[Callable[[], float]] = []
         self._last_end = time.perf_counter()
 
-    def note(self, step: int, reducer: Reducer, data_seconds: float, pace: Callable[[], float]) -> None:
-        """Notes a step whose all-reduce has just ended.
+    def due(self, step: int) -> bool:
+        """Whether the ranks compare their notes in this step."""
+        return self._size > 1 and step % self._every == 0
 
-        Args:
-            step: Which one.
-            reducer: Has summed its gradients.
-            data_seconds: For which this rank waited for images.
-            pace: Gives the seconds that a virtual worker took, once the device has been there.
-        """
-        self.note_pace(pace)
-        begin, end = self._last_end, time.perf_counter()
+    def before_send(self, view: StepView) -> Tensor:
+        """This rank's notes of the step before, at its index among all."""
+        # After a resume there is no step before yet, on no rank.
+        if self._noted is None or not self.due(view.step.index):
+            return NO_WORDS
+        notes = torch.zeros(self._size, _FIELDS, dtype=torch.int64)
+        notes[self._index] = torch.tensor([int(note / UNIT) for note in self._noted()])
+        return notes.reshape(-1)
+
+    def before_accept(self, view: StepView, control: ControlVector) -> None:
+        """Notes the times of the step, whose all-reduce has just ended."""
+        begin, end, reducer, data_seconds = self._last_end, time.perf_counter(), self._reducer, self._data_seconds()
         first, last = reducer.first_ready, reducer.last_ready
         link = self._probe.seconds if self._probe is not None else 0.0
-        # Asked for a step later, when a GPU has surely come there.
+        # Called a step later, when a GPU has surely come there.
         self._noted = lambda: [first() - begin, last() - begin, data_seconds, end - begin, link]
         self._last_end = end
         reducer.clock.set()
-        if self._probe is not None and step % self.every == self.every // 2:
+        # Half-way between two notes: the probe's own messages must not delay the step that compares.
+        if self._probe is not None and view.step.index % self._every == self._every // 2:
             self._probe.measure()
 
-    def note_pace(self, pace: Callable[[], float]) -> None:
-        """Notes of a step no more than how long a virtual worker took, see `note`."""
-        if self._size > 1:
-            self._paces.append(pace)
-
-    def is_due(self, step: int) -> bool:
-        """Whether the ranks compare their notes in this step."""
-        return self._size > 1 and step % self.every == 0
-
-    def message(self, step: int) -> Tensor:
-        """int64: this rank's notes of the step before, in its place among all; empty in most steps."""
-        # After a resume there is no step before yet, on no rank.
-        if self._noted is None or not self.is_due(step):
-            return torch.zeros(0, dtype=torch.int64)
-        places = torch.zeros(self._size, FIELDS, dtype=torch.int64)
-        paces, self._paces = [pace() for pace in self._paces], []
-        half, is_told = len(paces) // 2, len(paces) >= _FEWEST
-        # A median: a pause in one step says nothing of the rank's speed.
-        noted = [*self._noted(), *((median(paces[:half]), median(paces[half:])) if is_told else (0.0, 0.0))]
-        places[self._place] = torch.tensor([int(note / _UNIT) for note in noted])
-        return places.reshape(-1)
+    def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
+        return {"slowest": slowest(control.section(self.name), view.membership.ranks)}
 
     def close(self) -> None:
         """Ends what probes the links; every rank calls it."""
@@ -116,26 +113,21 @@ class Stragglers:
             self._probe.close()
 
 
-def paces(message: Tensor) -> tuple[list[float], list[float]] | None:
-    """Of each place the seconds of a virtual worker in the earlier and in the later half of the steps since the last
-    notes: `Stragglers.message` of all ranks, summed. None where they have not been measured.
-    """
-    if not message.numel():
-        return None
-    earlier, later = (message.view(-1, FIELDS)[:, -2:].double() * _UNIT).T.tolist()
-    return (earlier, later) if min(*earlier, *later) > 0 else None
+def steps_between_notes(size: int) -> int:
+    """Steps from one comparison of so many ranks to the next: notes grow with their number, a step's part must not."""
+    return max(EVERY, size // 10)
 
 
 def slowest(message: Tensor, ranks: Sequence[int]) -> Straggler | None:
-    """Compares the notes of all ranks, as `Stragglers.message` sent them, summed; None without notes.
+    """Compares the notes of all ranks; None without notes.
 
     Args:
-        message: See above.
-        ranks: In the order of their places.
+        message: int64 [ranks * _FIELDS], the sections of all ranks, summed.
+        ranks: In the order of their indices.
     """
     if not message.numel():
         return None
-    _, ready, data, total, links, *_ = (message.view(-1, FIELDS).double() * _UNIT).unbind(dim=1)
+    _, ready, data, total, links = (message.view(-1, _FIELDS).double() * UNIT).unbind(dim=1)
     rank = int(ready.argmax())
     compute = ready - data
     excess = {

@@ -63,7 +63,7 @@ class OwnShare:
     def leave(self) -> None:
         """This rank computes nothing more, and nor shall another in its place."""
 
-    def told(self) -> list[int]:
+    def report(self) -> list[int]:
         """What travels in the step's control vector, to be summed over ranks: nothing."""
         return []
 
@@ -111,8 +111,8 @@ class StealingShare:
         """See `OwnShare.leave`."""
         self._claims.claim_rest()
 
-    def told(self) -> list[int]:
-        """See `OwnShare.told`, and `TakenOver.read`: after the forward pass of this rank's last virtual worker."""
+    def report(self) -> list[int]:
+        """See `OwnShare.report`, and `TakenOver.read`: after the forward pass of this rank's last virtual worker."""
         ready = time.perf_counter() - self._began
         rows = [[taken, 0, 0, 0] for taken in self._from]
         own = (sum(self._from), round(ready / _UNIT), round(min(self._shortest, ready) / _UNIT))

@@ -1,10 +1,11 @@
-"""How the ranks of a run exchange gradients, by its runtime options: all-reduces, shards, layers that ranks share."""
+"""How the ranks of a run sum gradients, by its runtime options: all-reduces, shards, layers that ranks share."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
 from ..comm.base import AllReduce, Work
@@ -12,14 +13,71 @@ from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
 from ..comm.reduce_scatter import ShardCollectives
-from ..gradients.reducer import Channel
+from ..gradients.reducer import Channel, MakeSum, Reducer
+from ..optim import BLOCK
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..tensor_parallel.column_layout import check_parallel, choose_parallel
 from ..tensor_parallel.parallel_tail import ParallelTail
 from ..tensor_parallel.tail import column_tail
+from .network import slots_of
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What sums the gradients of a rank with those of the others."""
+
+    allreduce: AnyAllReduce
+    """over all ranks"""
+    watched: AllReduce
+    """the same, with waits that find late ranks"""
+    tail: ParallelTail | None
+    """layers that ranks share; None: each rank has whole layers"""
+    reducer: Reducer
+    close_groups: Callable[[], None]
+
+    def close(self) -> None:
+        """Closes the groups; every rank calls it, with nothing under way."""
+        self.close_groups()
+        self.allreduce.close()
+
+
+def sums_of(
+    model: nn.Module, recipe: Recipe, options: RuntimeOptions, world: Group, monitor: Monitor, make_sum: MakeSum | None
+) -> Sums:
+    """The all-reduce of a run and the reducer that hands it full buckets; every rank calls it, since groups are made.
+
+    Args:
+        model: Of the run; its parameters are summed.
+        recipe: Of the run.
+        options: Of the run.
+        world: All ranks.
+        monitor: Watches the messages.
+        make_sum: Makes another gradient sum than the recipe's usual one; None: the usual one.
+    """
+    allreduce = all_reduce_of(options, world, options.grid_size)
+    watched = monitor.over(allreduce)
+    tail = shared_tail(model, recipe, options, world, monitor.watch)
+    channels, close_groups = channels_of(options, allreduce, watched, monitor, tail)
+
+    def maximum_over_ranks(maxima: Tensor) -> None:
+        if world.size > 1:
+            monitor.watch(world.start_all_reduce(maxima, maximum=True)).wait()
+
+    reducer = Reducer(
+        slots_of(recipe, model, tail),
+        reduction=recipe.reduction,
+        addends=recipe.virtual_workers,
+        channels=channels,
+        maximum_over_ranks=maximum_over_ranks,
+        rule=options.buckets,
+        block=BLOCK,
+        to_host=monitor.to_host,
+        make_sum=make_sum,
+    )
+    return Sums(allreduce, watched, tail, reducer, close_groups)
 
 
 def all_reduce_of(options: RuntimeOptions, group: Group, grid: tuple[int, int] | None = None) -> AnyAllReduce:

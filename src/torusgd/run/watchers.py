@@ -1,0 +1,60 @@
+"""What watches the steps of a run: requests, the ranks' weights, their speed, and the images that were replaced."""
+
+from collections.abc import Callable
+
+from ..comm.groups import Group
+from ..errors import RunError
+from ..recipe.runtime_options import RuntimeOptions
+from ..recipe.schema import Recipe
+from ..step.audit import Audit
+from ..step.balance import SpeedWatch, follows_speed
+from ..step.control_vector import ControlVector
+from ..step.drift import DriftWatch, steps_between
+from ..step.model_state import StepState
+from ..step.stats import StepClock
+from ..step.stragglers import LinkProbe, Stragglers
+from ..step.watch import StepView, StepWatch
+from .sums import Sums
+
+
+class ReplacedImages(StepWatch):
+    """Ends a run of which too many images can't be decoded.
+
+    Args:
+        limit: The largest fraction of the images that may be replaced.
+        train_images: Of an epoch.
+        replaced: How many were replaced in all steps so far.
+    """
+
+    def __init__(self, limit: float, train_images: int, replaced: Callable[[], int]) -> None:
+        self._limit, self._train_images, self._replaced = limit, train_images, replaced
+
+    def check(self, view: StepView, control: ControlVector) -> None:
+        step, replaced = view.step, self._replaced() + control.counts.replaced
+        # Against at least one epoch, so that one bad image among the first few is no reason to stop.
+        if replaced > self._limit * max(step.start + step.batch, self._train_images):
+            raise RunError(
+                f"step {step.index}: {replaced} training images could not be decoded, more than the "
+                f"share of {self._limit} that data.max_replaced allows; mend the images, or raise it"
+            )
+
+
+def drift_of(options: RuntimeOptions, recipe: Recipe, world: Group, state: StepState) -> DriftWatch:
+    """What compares the ranks' weights."""
+    every = options.drift_every
+    if every is None:
+        fewest = min(stage.images_per_worker for stage in recipe.stages)
+        every = steps_between(recipe.virtual_workers * fewest // world.size)
+    others = [state.batch_norm.running, *([state.average.values] if state.average else [])]
+    return DriftWatch(state.reducer.layout.slots, others, world, every, state.update.wait_weights)
+
+
+def speed_watches(
+    options: RuntimeOptions, recipe: Recipe, world: Group, sums: Sums, clock: StepClock
+) -> tuple[Audit, list[StepWatch]]:
+    """The audit, and what compares the ranks' speed; every rank calls it, since groups are made."""
+    probe = LinkProbe(world) if world.size > 2 else None  # of two ranks nobody can say whose link is slow
+    watches: list[StepWatch] = [Stragglers(world.rank, world.size, sums.reducer, clock.data_seconds, probe)]
+    if follows_speed(options, recipe):
+        watches.append(SpeedWatch(world.rank, world.size, lambda: clock.speed))
+    return Audit(options.audit, recipe.seed, world, sums.watched), watches

@@ -1,0 +1,79 @@
+"""The images of this rank's virtual workers, read ahead in the order in which the steps need them."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch.profiler import record_function
+
+from ..comm.liveness import Liveness
+from ..data.loader import Loader, Share
+from ..data.pipeline import Batch
+from ..errors import DiskError, RunError, is_transient
+from ..recipe.schedule import Schedule, Step
+from .membership import Membership
+
+
+class ImageReader:
+    """Takes batches from the loader and says which ones follow.
+
+    Args:
+        loader: Of the training images.
+        schedule: Of the run.
+        liveness: Learns for what this rank waits.
+        location: Of the training images, for people.
+        reads_too: Virtual workers that this rank computes in a step besides its own, such as those that it audits.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        schedule: Schedule,
+        liveness: Liveness,
+        location: str,
+        reads_too: Callable[[int, Membership], Sequence[int]],
+    ) -> None:
+        self._loader, self._schedule, self._liveness = loader, schedule, liveness
+        self._location, self._reads_too = location, reads_too
+        self._error: OSError | RunError | None = None
+
+    def read(self, step: Step, worker: int, membership: Membership) -> Batch | None:
+        """The images of a virtual worker; None if they can't be read, which all ranks learn by the control vector."""
+        self._liveness.progress("images", step.index, worker)
+        self._liveness.outside("images", self._location)
+        try:
+            return self.take(step, worker, membership)
+        except (OSError, RunError) as error:
+            self._error = error
+            return None
+
+    def take(self, step: Step, worker: int, membership: Membership) -> Batch:
+        """The images of a virtual worker; OSError or RunError if they can't be read."""
+        share = _share(step, worker)
+        with record_function("wait for images"):
+            return self._loader.take(share, self._following(share, membership))
+
+    def note(self, error: OSError | RunError) -> None:
+        """This rank could not read images somewhere else."""
+        self._error = error
+
+    def failure(self, step: Step, failed: int, ranks: int, rank: int) -> RunError:
+        """The error that ends the step on all ranks, of which so many could not read; a DiskError if it may pass."""
+        # The others must learn of it before any of them ends, so a rank's own error is no more than a remark.
+        own = "" if self._error is None else f" (rank {rank}: {self._error})"
+        kind = DiskError if isinstance(self._error, OSError) and is_transient(self._error) else RunError
+        return kind(f"step {step.index}: {failed} of {ranks} ranks can't read training images{own}")
+
+    def _following(self, share: Share, membership: Membership) -> Iterator[Share]:
+        """What this rank reads after a share, if the virtual workers of each rank stay as they are."""
+        now = self._reads(share.step, membership)
+        yield from now[now.index(share) + 1 :] if share in now else ()
+        for index in range(share.step + 1, len(self._schedule)):
+            yield from self._reads(index, membership)
+
+    def _reads(self, index: int, membership: Membership) -> list[Share]:
+        """What this rank reads for a step: its own virtual workers, then those of `reads_too`."""
+        workers = [*membership.mine, *self._reads_too(index, membership)]
+        return [_share(self._schedule[index], worker) for worker in workers]
+
+
+def _share(step: Step, worker: int) -> Share:
+    return Share(step.index, worker, step.share(worker), step.images_per_worker, step.augment, step.sizes)

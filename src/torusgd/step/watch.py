@@ -1,0 +1,87 @@
+"""What watches a step: it may look at what the step does, and end the run, and never changes what the step computes.
+
+A step calls all its watchers at the same points, on every rank, in one fixed order:
+
+    due            whether this step concerns the watcher; a GPU is never given such a step in advance
+    reads_too      virtual workers whose images the watcher needs besides this rank's own
+    before_worker  a pass begins; a watcher may give a hash that takes the integers of its gradients
+    before_send    the watcher's section of the control vector, which is summed over ranks
+    after_passes   this rank's last backward pass is done, and the messages are under way
+    check          all sums have arrived and nothing has changed yet
+    before_accept  the step is about to change the weights, or to be skipped
+    after          the weights are updated; what the watcher found becomes fields of StepStats
+
+`check` and `before_accept` may raise, on all ranks alike. What a watcher decides must be the same on all ranks, so it
+decides by the step's number and by what the control vector brings, never by its own clock.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..gradients.integer_hash import IntegerHash
+from ..recipe.schedule import Step
+from .control_vector import ControlVector
+from .membership import Membership
+
+NO_WORDS = torch.zeros(0, dtype=torch.int64)
+"""the section of a watcher in a step that does not concern it"""
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A step as its watchers see it."""
+
+    step: Step
+    membership: Membership
+    recompute: Callable[[int], IntegerHash]
+    """computes a virtual worker of this step once more, for the hash of its integers alone; OSError or RunError if its
+    images can't be read"""
+    is_stopping: bool = False
+    """whether this rank was requested to stop, so that no rank will use what the step finds"""
+    is_skipped: bool = False
+    """whether a gradient is not finite, so that the weights stay (float16)"""
+
+
+class StepWatch:
+    """A watcher that does nothing; the real ones override what they need."""
+
+    name = ""
+    """of the watcher's section of the control vector"""
+    words = 0
+    """the most int64 words of that section, the same number on all ranks"""
+
+    def due(self, step: int) -> bool:
+        """Whether the step of this number concerns the watcher; the same on all ranks."""
+        return False
+
+    def reads_too(self, step: int, membership: Membership) -> Sequence[int]:
+        """Virtual workers whose images this rank will read after its own."""
+        return ()
+
+    def before_worker(self, step: int, worker: int, membership: Membership) -> IntegerHash | None:
+        """Gives what takes the integers of a virtual worker's gradients; None: nothing does."""
+        return None
+
+    def before_send(self, view: StepView) -> Tensor:
+        """This rank's section, int64, of one length on all ranks."""
+        return NO_WORDS
+
+    def after_passes(self, view: StepView) -> None:
+        """This rank's last backward pass is done; also called if the passes are repeated."""
+
+    def check(self, view: StepView, control: ControlVector) -> None:
+        """Ends the run, on all ranks, if what has arrived is wrong; also called if the passes are repeated."""
+
+    def before_accept(self, view: StepView, control: ControlVector) -> None:
+        """Ends the run, on all ranks, if the step must not be taken."""
+
+    def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
+        """What the watcher found in the step, by fields of StepStats."""
+        return {}
+
+    def close(self) -> None:
+        """Ends what the watcher began beside the steps; every rank calls it after the last one."""
