@@ -21,7 +21,8 @@ from torusgd.comm.liveness import NoLiveness
 from torusgd.ranks.rank import meet, serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import build, open_data
+from torusgd.run.build import build
+from torusgd.run.data import open_data
 from torusgd.run.job import Job
 from torusgd.runtime import resolve_auto
 from torusgd.step.journal import synchronous
@@ -49,9 +50,7 @@ def be_rank(rank: int, port: int, rounds: int, steps: int) -> None:
     world = meet(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)
     recipe = resolve_auto(load_recipe("digits", RECIPE).recipe, "cpu")
     jobs = [Job(recipe, RuntimeOptions(audit=share), "cpu", Path()) for share in SHARES]
-    trainers = [
-        build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness(), lambda: False) for job in jobs
-    ]
+    trainers = [build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness()) for job in jobs]
     wall: list[list[float]] = [[] for _ in SHARES]
     work: list[list[float]] = [[] for _ in SHARES]
     audited: list[list[float]] = [[] for _ in SHARES]

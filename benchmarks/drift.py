@@ -19,14 +19,17 @@ import torch
 
 from torusgd.comm.groups import Group
 from torusgd.comm.liveness import NoLiveness
+from torusgd.gradients.integer_hash import IntegerHash
 from torusgd.ranks.rank import meet, serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import build, open_data
+from torusgd.run.build import build
+from torusgd.run.data import open_data
 from torusgd.run.job import Job
 from torusgd.runtime import resolve_auto
 from torusgd.step.drift import steps_between
 from torusgd.step.journal import synchronous
+from torusgd.step.watch import StepView
 
 RANKS = 2
 FINGERPRINTS = 20
@@ -61,7 +64,8 @@ def run_case(world: Group, name: str, pixels: int, channels: int, images: int, r
     ]
     recipe = resolve_auto(load_recipe("digits", overrides).recipe, "cpu")
     job = Job(recipe, RuntimeOptions(), "cpu", Path())
-    trainer = build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
+    trainer = build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness())
+    view = StepView(trainer.step.schedule[0], trainer.membership, recompute=IntegerHash)
     every = steps_between(images)
     step_seconds, fingerprint_seconds = [], []
     for turn in range(rounds + 1):
@@ -72,13 +76,13 @@ def run_case(world: Group, name: str, pixels: int, channels: int, images: int, r
         taken = sum(index % every > 0 for index in range(1 + turn * steps, 1 + (turn + 1) * steps))
         middle = time.process_time()
         for _ in range(FINGERPRINTS):
-            trainer.step.drift.message(0)
+            trainer.drift.before_send(view)
         if turn:  # the first warms up, and measures the scales
             step_seconds.append((middle - begin) / taken)
             fingerprint_seconds.append((time.process_time() - middle) / FINGERPRINTS)
     costs = torch.tensor([b / (every * a) for a, b in zip(step_seconds, fingerprint_seconds, strict=True)])
     if world.rank == 0:
-        parameters = sum(p.numel() for p in trainer.step.model.parameters())
+        parameters = sum(p.numel() for p in trainer.step.state.model.parameters())
         step, fingerprint = (1e3 * statistics.median(seconds) for seconds in (step_seconds, fingerprint_seconds))
         print(
             f"{name:12} {parameters:>11,} weights, {images:3} images: step {step:8.2f} ms, fingerprint "

@@ -16,10 +16,12 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -76,14 +78,14 @@ def take_steps(
     world.barrier()
     options = RuntimeOptions(shares="speed" if kind == "speed" else "even", drift_every=0)
     run = Run(Job(recipe, options, "cpu", Path(out)), world, stop, restarts, live)
-    passes, step, seconds = run.trainer.step.forward_backward, run.trainer.step, list[float]()
-    forward, take = passes.forward, step.run
+    passes, seconds = run.trainer.step.forward_backward, list[float]()
+    forward = passes.forward
 
     def slow(at: Any, *arguments: Any) -> Tensor:
         time.sleep(wait * SLOW[2 * at.index // steps].get(world.rank, 1.0))
         return forward(at, *arguments)
 
-    def timed(membership: Any, entry: Any) -> Any:
+    def timed(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
         if kind == "best":
             membership = with_counts(membership, BEST[2 * entry.step // steps])
         begin = time.perf_counter()
@@ -92,7 +94,8 @@ def take_steps(
         return stats
 
     passes.forward = slow  # type: ignore[method-assign]
-    step.run = timed  # type: ignore[method-assign]
+    steps = SimpleNamespace(run=partial(timed, run.trainer.step.run))
+    run.trainer = replace(run.trainer, ahead=steps)  # type: ignore[arg-type]
     run.run()
     return seconds
 

@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
-from torusgd.run.build import build, open_data
+from torusgd.run.build import build
+from torusgd.run.data import open_data
 from torusgd.run.job import Job
 from torusgd.runtime import resolve_auto
 from torusgd.step.journal import synchronous
@@ -73,8 +75,8 @@ def our_step(case: dict[str, object], reduction: str, batch: Batch, workers: int
     nowhere = Path()  # a step writes nothing
     job = Job(make_recipe(case, reduction, workers), RuntimeOptions(), "cpu", nowhere)
     world, liveness = alone(), NoLiveness()
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
-    trainer.step.loader = Ready(batch)
+    data = replace(open_data(job, world.device, liveness), loader=Ready(batch))
+    trainer = build(job, data, world, liveness)
     return lambda index: trainer.step.run(trainer.membership, synchronous(index, workers))
 
 

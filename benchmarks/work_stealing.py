@@ -18,8 +18,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -75,15 +77,16 @@ def prepare(
     world.barrier()
     options = RuntimeOptions(work_stealing=steals, shares="even", drift_every=0)
     run = Run(Job(recipe, options, "cpu", Path(out)), world, stop, restarts, live)
-    take, seconds = run.trainer.step.run, list[float]()
+    seconds = list[float]()
 
-    def timed(membership: Any, entry: Any) -> Any:
+    def timed(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
         begin = time.perf_counter()
         stats = take(membership, entry)
         seconds.append(time.perf_counter() - begin)
         return stats
 
-    run.trainer.step.run = timed  # type: ignore[method-assign]
+    steps = SimpleNamespace(run=partial(timed, run.trainer.step.run))
+    run.trainer = replace(run.trainer, ahead=steps)  # type: ignore[arg-type]
     return run, seconds
 
 
@@ -113,14 +116,19 @@ def with_pauses(
 def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tuple[list[float], list[float]]:
     """One rank's part in a run of which every second step is with work stealing: seconds of each, waits for answers."""
     run, seconds = prepare(True, out, workers, images, steps, *rank)
-    step, asked = run.trainer.step, [0.0] * steps
-    stealing, take = step.stealing, step.run
+    stealing, asked = run.trainer.step.stealing, [0.0] * steps
     assert stealing is not None
+    own, timed_step = replace(run.trainer.step, stealing=None), run.trainer.ahead
+    assert timed_step is not None
     ask = stealing.claims.ask
 
     def alternating(membership: Any, entry: Any) -> Any:
-        step.stealing = stealing if entry.step % 2 else None
-        return take(membership, entry)
+        if entry.step % 2:
+            return timed_step.run(membership, entry)
+        begin = time.perf_counter()
+        stats = own.run(membership, entry)
+        seconds.append(time.perf_counter() - begin)
+        return stats
 
     def timed_ask(question: Callable[[Any], Any]) -> Any:
         begin = time.perf_counter()
@@ -128,7 +136,8 @@ def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tupl
         asked[len(seconds)] += time.perf_counter() - begin
         return answer
 
-    step.run, stealing.claims.ask = alternating, timed_ask  # type: ignore[method-assign]
+    stealing.claims.ask = timed_ask  # type: ignore[method-assign]
+    run.trainer = replace(run.trainer, ahead=SimpleNamespace(run=alternating))  # type: ignore[arg-type]
     run.run()
     return seconds, asked
 

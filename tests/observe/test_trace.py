@@ -2,7 +2,6 @@
 
 import json
 from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from tests.comm.gloo_world import run_ranks
 from tests.run.runs import TINY, run_here, train
 
 from torusgd.errors import UserError
-from torusgd.observe.trace import TRACKS, TracedSteps, merged
+from torusgd.observe.trace import TracedSteps, merged
 
 
 @pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "1:", "-1", "1" * 12])
@@ -21,48 +20,46 @@ def test_what_is_no_span_of_steps_is_one_line(text: str) -> None:
 
 
 def test_hosts_are_put_on_one_clock_and_ranks_of_a_host_keep_theirs() -> None:
-    def span(begin: float) -> dict[str, Any]:
-        return {"track": "steps", "name": "step", "begin": begin, "end": begin + 1.0}
+    def part(host: str, left: float, begin: float) -> dict[str, Any]:
+        """A rank that left the barrier and began a step at these seconds of its host's clock."""
+        event = {"ph": "X", "name": "step", "pid": 77, "tid": 1, "ts": begin * 1e6 - 50.0, "dur": 1e6}
+        return {"host": host, "process": 77, "left_barrier": int(left * 1e9), "base": 50_000, "events": [event]}
 
-    parts = {
-        "0": {"host": "a", "left_barrier": 100.0, "spans": [span(90.0)]},
-        "1": {"host": "b", "left_barrier": 5100.0, "spans": [span(5090.5)]},
-        "2": {"host": "b", "left_barrier": 5100.75, "spans": [span(5091.0)]},
-    }
+    parts = {0: part("a", 100.0, 90.0), 1: part("b", 5100.0, 5090.5), 2: part("b", 5100.75, 5091.0)}
     events = [event for event in merged(parts)["traceEvents"] if event["ph"] == "X"]
-    assert [event["ts"] for event in events] == [0.0, 0.5e6, 1.0e6]
-    assert {event["dur"] for event in events} == {1e6}
+    begins = [event["ts"] - events[0]["ts"] for event in events]
+    assert begins == pytest.approx([0.0, 0.5e6, 1.0e6])
+    assert [event["pid"] for event in events] == [0, 1, 2]
+
+
+def test_a_device_of_a_rank_is_a_process_of_its_own() -> None:
+    events = [{"ph": "X", "name": "kernel", "pid": 0, "tid": 7, "ts": 1.0}, {"ph": "X", "name": "x", "pid": "Spans"}]
+    parts = {rank: {"host": "a", "process": 9, "left_barrier": 0, "base": 0, "events": events} for rank in (0, 1)}
+    kernels = [event["pid"] for event in merged(parts)["traceEvents"] if event["ph"] == "X"]
+    assert len(set(kernels)) == 2
+    assert not set(kernels) & {0, 1}
 
 
 def check(trace: dict[str, Any], ranks: int, steps: int, workers: int) -> None:
-    """A whole trace: spans of a thread are nested or apart, messages end after they begin, all within the steps."""
-    spans: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    names, begun = defaultdict[int, list[str]](list), dict[tuple[int, str], float]()
+    """A whole trace: of each rank all steps, with its passes in them, on one clock."""
+    spans: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            spans[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-            names[event["pid"]].append(event["name"])
-        elif event["ph"] == "b":
-            begun[event["pid"], event["id"]] = event["ts"]
-        elif event["ph"] == "e":
-            assert event["ts"] >= begun.pop((event["pid"], event["id"]))
-        else:
-            assert event["ph"] == "M"
-    assert not begun
-    assert {rank for rank, _ in spans} == set(range(ranks))
-    assert sum(name.startswith("forward") for each in names.values() for name in each) == steps * workers
-    assert sum(name.startswith("backward") for each in names.values() for name in each) == steps * workers
-    for (rank, track), found in spans.items():
-        for (_, end), (begin, _) in pairwise(sorted(found)):
-            assert end <= begin + 0.01, TRACKS[track]
-        own = spans[rank, 0]
-        assert len(own) == steps
-        if track < TRACKS.index("waits for messages"):  # evaluations between two steps wait for messages too
-            assert all(any(first - 0.01 <= begin <= end <= last + 0.01 for first, last in own) for begin, end in found)
+        if event["ph"] == "X" and "ts" in event:
+            spans[event["pid"]][event["name"].split()[0]].append((event["ts"], event["ts"] + event["dur"]))
+    assert set(range(ranks)) <= set(spans)
+    for name in ("forward", "backward"):
+        assert sum(len(spans[rank][name]) for rank in range(ranks)) == steps * workers
+    for rank in range(ranks):
+        own = sorted(spans[rank]["step"])
+        assert len(own) == steps == len(spans[rank]["update"])
+        assert spans[rank]["aten::mul"], "torch's operators are in it"
+        for name in ("forward", "backward", "update"):
+            for begin, end in spans[rank][name]:
+                assert any(first - 1 <= begin <= end <= last + 1 for first, last in own)
     # One clock: a step ends with messages that need all ranks, so no rank is a step ahead.
-    for place in range(steps - 1):
-        latest_begin = max(sorted(spans[rank, 0])[place][0] for rank in range(ranks))
-        assert all(sorted(spans[rank, 0])[place + 1][1] > latest_begin for rank in range(ranks))
+    for number in range(steps - 1):
+        latest_begin = max(sorted(spans[rank]["step"])[number][0] for rank in range(ranks))
+        assert all(sorted(spans[rank]["step"])[number + 1][1] > latest_begin for rank in range(ranks))
 
 
 def traced_here(out: str, steps: TracedSteps = TracedSteps(2, 3)) -> None:  # noqa: B008 - it is frozen
@@ -100,7 +97,7 @@ def test_a_trace_has_the_steps_of_all_ranks(tmp_path: Path) -> None:
     run_ranks(2, traced_here, str(tmp_path / "run"))
     trace = json.loads((tmp_path / "run" / "trace.json").read_text())
     check(trace, ranks=2, steps=2, workers=4)
-    assert any(event["ph"] == "b" and event["args"]["bytes"] > 0 for event in trace["traceEvents"])
+    assert any(event.get("name") == "wait for messages" for event in trace["traceEvents"])
 
 
 @pytest.mark.slow

@@ -23,11 +23,13 @@ from torusgd.ranks.roll_call import Limits
 from torusgd.ranks.supervisor import RankFailed, Supervisor
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import build, open_data
+from torusgd.run.build import build
+from torusgd.run.data import open_data
 from torusgd.run.job import Job
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.step.journal import synchronous
+from torusgd.step.requests import Requests
 
 SIZE = 2
 BEAT = 3.0
@@ -169,7 +171,7 @@ def train_with_every_group(world: Group, stop: StopFlag, restarts: int, liveness
     recipe = resolve_auto(load_recipe("digits", [*TINY, *sections]).recipe, "cpu")
     options = RuntimeOptions(allreduce="torus", grid="2x2", update="sharded", model_parallel=2)
     job = Job(recipe, options, "cpu", Path("nowhere"))
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness, stop)
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness, Requests(stop, liveness))
     trainer.step.run(trainer.membership, synchronous(0, recipe.virtual_workers))
     found = listening([os.getpid()])
     trainer.close()

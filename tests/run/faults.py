@@ -48,19 +48,20 @@ def in_gradient(step: TrainStep, mark: Path) -> None:
 
 def in_weights(step: TrainStep, mark: Path) -> None:
     """Of one parameter, once."""
-    weight = next(p for p in step.model.parameters() if p.dim() > 1)
+    weight = next(p for p in step.state.model.parameters() if p.dim() > 1)
     weight.data.copy_(flipped(weight.data))
 
 
 def in_images(step: TrainStep, mark: Path) -> None:
     """Of one virtual worker's images, from now on, as by a damaged copy of the data on one host."""
-    take = step.loader.take
+    loader = step.images._loader
+    take = loader.take
 
     def wrong(*arguments: Any) -> Batch:
         batch = take(*arguments)
         return Batch(flipped(batch.images), batch.targets, batch.kept, batch.replaced)
 
-    step.loader.take = wrong  # type: ignore[method-assign]
+    loader.take = wrong  # type: ignore[method-assign]
 
 
 def clock_jumps(step: TrainStep, mark: Path) -> None:

@@ -4,7 +4,11 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,6 +50,12 @@ def run_here(out: Path, *overrides: str, tiny: bool = True, **job: Any) -> tuple
         return run.run().summary, console.export_text()
     finally:
         torch.set_num_threads(threads)
+
+
+def around_steps(run: Run, call: Callable[..., Any]) -> None:
+    """From now on each step of a run is `call(take, membership, entry)`, in which `take` takes it."""
+    take = (run.trainer.ahead or run.trainer.step).run
+    run.trainer = replace(run.trainer, ahead=SimpleNamespace(run=partial(call, take)))  # type: ignore[arg-type]
 
 
 def command(*arguments: str | Path) -> list[str]:

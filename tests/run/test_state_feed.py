@@ -17,8 +17,9 @@ from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import state_feed
-from torusgd.run.build import draw_network, open_data
+from torusgd.run.data import open_data
 from torusgd.run.job import Job
+from torusgd.run.network import draw_network
 from torusgd.run.progress import RunState
 from torusgd.run.state_feed import StateFeeds, StateFollower
 from torusgd.run.survival import Kept

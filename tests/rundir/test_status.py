@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.run.runs import TINY
+from tests.run.runs import TINY, around_steps
 
 from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe
@@ -33,13 +33,12 @@ def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None) -> Any:
     with folder.lock():
         folder.claim(recipe, fresh=False)
         run = Run(Job(recipe, RuntimeOptions(), "cpu", out), group_of(), StopFlag(), restarts=0)
-        take = run.trainer.step.run
 
-        def watched(membership: Any, entry: Any) -> Any:
+        def watched(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
             meanwhile(entry.step)
             return take(membership, entry)
 
-        run.trainer.step.run = watched  # type: ignore[method-assign]
+        around_steps(run, watched)
         return run.run()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
-from tests.run.runs import TINY
+from tests.run.runs import TINY, around_steps
 from torch import Tensor
 
 from torusgd.comm.allreduce import create
@@ -21,15 +21,20 @@ from torusgd.gradients.integer_sum import IntegerGradientSum
 from torusgd.gradients.layout import plan_buckets
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import Trainer, build, open_data
+from torusgd.recipe.schedule import Schedule
+from torusgd.run.build import Trainer, build
+from torusgd.run.data import open_data
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir.checkpoint import list_checkpoints, read_checkpoint
 from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
 from torusgd.step.audit import Audit, check_audit
+from torusgd.step.control_vector import ControlVector, Counts
 from torusgd.step.journal import synchronous
-from torusgd.step.membership import even_shares
+from torusgd.step.membership import Membership, even_shares
+from torusgd.step.requests import Requests
+from torusgd.step.watch import StepView
 from torusgd.weights import weights_sha256
 
 CPU = torch.device("cpu")
@@ -63,19 +68,20 @@ def in_gradient(trainer: Trainer) -> None:
 
 
 def in_weights(trainer: Trainer) -> None:
-    weight = next(p for p in trainer.step.model.parameters() if p.dim() > 1)
+    weight = next(p for p in trainer.step.state.model.parameters() if p.dim() > 1)
     weight.data.copy_(flipped(weight.data, int(weight.data.abs().argmax()), 22))
 
 
 def in_images(trainer: Trainer) -> None:
-    take = trainer.step.loader.take
+    loader = trainer.data.loader
+    take = loader.take
 
     def wrong(*arguments: Any) -> Batch:
         batch = take(*arguments)
         images = flipped(batch.images, int(batch.images.abs().argmax()), 22)
         return Batch(images, batch.targets, batch.kept, batch.replaced)
 
-    trainer.step.loader.take = wrong
+    loader.take = wrong  # type: ignore[method-assign]
 
 
 FAULTS: dict[str, Callable[[Trainer], None]] = {"gradient": in_gradient, "weights": in_weights, "images": in_images}
@@ -83,15 +89,15 @@ FAULTS: dict[str, Callable[[Trainer], None]] = {"gradient": in_gradient, "weight
 
 def steps_until_found(world: Group, given: Job, fault: str, first: int, steps: int) -> tuple[str, int, bool]:
     """What the error says, the step it came in, and whether no weight had changed; the fault begins at step `first`."""
-    trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
+    trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness())
     for index in range(steps):
         if index == first and world.rank == CULPRIT:
             FAULTS[fault](trainer)
-        before = [p.detach().clone() for p in trainer.step.model.parameters()]
+        before = [p.detach().clone() for p in trainer.step.state.model.parameters()]
         try:
             trainer.step.run(trainer.membership, synchronous(index, given.recipe.virtual_workers))
         except CorruptionError as error:
-            return str(error), index, all(map(torch.equal, before, trainer.step.model.parameters()))
+            return str(error), index, all(map(torch.equal, before, trainer.step.state.model.parameters()))
     return "", steps, True
 
 
@@ -106,12 +112,12 @@ def faults_and_hashes() -> tuple[list[tuple[str, int, bool]], list[str]]:
         RuntimeOptions(audit=0.5, update="sharded", buckets=0.001),
     ):
         given = job(options)
-        trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
+        trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness())
         audited = 0
         for index in range(4):
             audited += trainer.step.run(trainer.membership, synchronous(index, 4)).audited
         trainer.step.state.write_to_model(4)
-        hashes.append((audited, weights_sha256(trainer.step.model.state_dict())))
+        hashes.append((audited, weights_sha256(trainer.step.state.model.state_dict())))
     return found, hashes
 
 
@@ -126,6 +132,13 @@ def test_a_flipped_bit_is_found_in_its_step_and_its_rank_named() -> None:
         assert plain == audited == sharded, "an audit changes no bit"
         assert (none, all_four) == (0, 16)
         assert 0 < some < 16
+
+
+NOTHING_SENT = ControlVector(Counts(), 0.0, torch.zeros(0), True, {})
+
+
+def view_of(step: int, membership: Membership, recompute: Callable[[int], IntegerHash]) -> StepView:
+    return StepView(Schedule(job(RuntimeOptions(), *LONG).recipe, 96)[step], membership, recompute)
 
 
 class Losing:
@@ -157,10 +170,11 @@ class Losing:
 def test_where_a_rank_is_lost_while_another_is_being_named_nobody_goes_on(messages: int, line: str) -> None:
     membership = even_shares(range(3), me=0, virtual_workers=3)
     audit = Audit(1.0, seed=0, world=Group(None, range(3), 0, CPU, None, 1.0), allreduce=Losing(messages))
-    audit.hash_of(0, 0, membership)
-    audit.start(0, membership, lambda worker: IntegerHash(CPU))
+    view = view_of(0, membership, lambda worker: IntegerHash(CPU))
+    audit.before_worker(0, 0, membership)
+    audit.after_passes(view)
     with pytest.raises(CorruptionError, match=line):
-        audit.compare(0, membership, lambda worker: IntegerHash(CPU))
+        audit.before_accept(view, NOTHING_SENT)
 
 
 def run_with_a_fault(out: str) -> str:
@@ -171,14 +185,13 @@ def run_with_a_fault(out: str) -> str:
         RunDir(given.out).claim(given.recipe, fresh=False)
     world.barrier()
     run = Run(given, world, StopFlag(), restarts=0)
-    step = run.trainer.step
 
-    def faulty(membership: Any, entry: Any) -> Any:
+    def faulty(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
         if entry.step == 3 and world.rank == CULPRIT:
             in_gradient(run.trainer)
-        return type(step).run(step, membership, entry)
+        return take(membership, entry)
 
-    step.run = faulty
+    around_steps(run, faulty)
     try:
         run.run()
     except CorruptionError as error:
@@ -200,7 +213,9 @@ def stopped_in_a_step() -> tuple[bool, int]:
     world, given = group_of(), job(RuntimeOptions(audit=1.0))
     asked = iter([False, True])  # the second rank has begun one of its two virtual workers
     stop = (lambda: next(asked, True)) if world.rank == 1 else (lambda: False)
-    trainer = build(given, open_data(given, world.device, NoLiveness()), world, NoLiveness(), stop)
+    trainer = build(
+        given, open_data(given, world.device, NoLiveness()), world, NoLiveness(), Requests(stop, NoLiveness())
+    )
     passes: list[str] = []
     liveness = trainer.step.liveness
     liveness.progress = lambda phase, step, unit: passes.append(phase)  # type: ignore[method-assign]
@@ -220,11 +235,13 @@ def steps_without_a_comparison() -> list[int]:
 
     for step in range(40):
         for worker in membership.mine:
-            if (found := audit.hash_of(step, worker, membership)) is not None:
+            if (found := audit.before_worker(step, worker, membership)) is not None:
                 found.add(0, 0, torch.tensor([worker]))
-        audit.start(step, membership, hashed)
+        view = view_of(step, membership, hashed)
+        audit.after_passes(view)
         if step % 2:
-            compared.append(audit.compare(step, membership, hashed))
+            audit.before_accept(view, NOTHING_SENT)
+            compared.append(audit.after(view, NOTHING_SENT)["audited"])
     return compared
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
-from tests.run.runs import TINY
+from tests.run.runs import TINY, around_steps
 
 from torusgd.comm.allreduce import create
 from torusgd.comm.base import ConnectionLost
@@ -20,7 +20,8 @@ from torusgd.gradients.layout import Slot
 from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import Trainer, build, open_data
+from torusgd.run.build import Trainer, build
+from torusgd.run.data import open_data
 from torusgd.run.job import Job
 from torusgd.run.progress import RunState
 from torusgd.run.run import Run
@@ -44,14 +45,14 @@ def momentum(trainer: Trainer) -> torch.Tensor:
 
 
 FLIPS: dict[str, tuple[dict[str, Any], Callable[[Trainer], None]]] = {
-    "a weight": ({"drift_every": 3}, lambda trainer: flip(next(trainer.step.model.parameters()))),
-    "running statistics": ({"drift_every": 3}, lambda trainer: flip(trainer.step.batch_norm.running)),
+    "a weight": ({"drift_every": 3}, lambda trainer: flip(next(trainer.step.state.model.parameters()))),
+    "running statistics": ({"drift_every": 3}, lambda trainer: flip(trainer.step.state.batch_norm.running)),
     # Seen in the weights that it leads to, here before a checkpoint.
     "momentum": ({"drift_every": 100}, lambda trainer: flip(momentum(trainer), bit=30)),
     # The gather overwrites a copy of the others' shards, so this is found in the step itself or not at all.
     "a copy of a shard": (
         {"drift_every": 1, "update": "sharded"},
-        lambda trainer: flip(next(trainer.step.model.parameters())),
+        lambda trainer: flip(next(trainer.step.state.model.parameters())),
     ),
     "nothing": ({"drift_every": 1}, lambda trainer: None),
 }
@@ -69,16 +70,15 @@ def train_and_flip(out: Path, flipped: str) -> str:
     world.barrier()
     runtime = RuntimeOptions(checkpoint_every=Duration(2, "st"), **options)
     run = Run(Job(recipe, runtime, "cpu", out), world, StopFlag(), restarts=0)
-    take = run.trainer.step.run
 
-    def take_and_flip(membership: Any, entry: Any) -> Any:
+    def take_and_flip(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
         stats = take(membership, entry)
         if entry.step == FLIPPED_AFTER - 1 and world.rank == world.size - 1:
             run.trainer.step.update.wait_weights()
             change(run.trainer)
         return stats
 
-    run.trainer.step.run = take_and_flip  # type: ignore[method-assign]
+    around_steps(run, take_and_flip)
     try:
         run.run()
     except CorruptionError as error:
@@ -91,8 +91,8 @@ def due_by_default() -> list[int]:
     """The steps with a comparison of a run whose options say nothing of it."""
     recipe = load_recipe("digits", TINY).recipe.resolve(precision="float32", memory_format="contiguous")
     job, world = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), group_of()
-    trainer = build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness(), lambda: False)
-    due = [step for step in range(500) if trainer.step.drift.is_due(step)]
+    trainer = build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness())
+    due = [step for step in range(500) if trainer.drift.due(step)]
     trainer.close()
     return due
 
@@ -137,9 +137,9 @@ def go_on(out: Path, case: str) -> str:
         RunDir(out).claim(job.recipe, fresh=False)
     world.barrier()
     first = Run(job, world.duplicate(), StopFlag(), restarts=0)
-    take, before = first.trainer.step.run, list[Kept]()
+    before = list[Kept]()
 
-    def take_and_lose(membership: Any, entry: Any) -> Any:
+    def take_and_lose(take: Callable[..., Any], membership: Any, entry: Any) -> Any:
         if entry.step == 3:
             first.trainer.step.state.write_to_model(3)
             tensors = first.trainer.step.state.state_dict(3, keep=True)
@@ -148,7 +148,7 @@ def go_on(out: Path, case: str) -> str:
             raise ConnectionLost("rank 3 is gone")
         return take(membership, entry)
 
-    first.trainer.step.run = take_and_lose  # type: ignore[method-assign]
+    around_steps(first, take_and_lose)
     try:
         return first.run().summary["weights_sha256"]
     except ConnectionLost:

@@ -19,7 +19,8 @@ from torusgd.comm.liveness import NoLiveness
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import build, open_data
+from torusgd.run.build import build
+from torusgd.run.data import open_data
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
@@ -131,11 +132,11 @@ def after_second_step(workers: list[int]) -> dict[str, Tensor]:
     recipe = load_recipe("digits", [*TINY, *sgd, f"synchrony={VIRTUAL}"]).recipe
     recipe = recipe.resolve(precision="float32", memory_format="contiguous")
     job, world, liveness = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), group_of(), NoLiveness()
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness)
     for entry in (synchronous(0, 4), entry_of(1, workers)):
         trainer.step.run(trainer.membership, entry)
     trainer.step.state.write_to_model(2)
-    return {name: tensor.double() for name, tensor in trainer.step.model.state_dict().items()}
+    return {name: tensor.double() for name, tensor in trainer.step.state.model.state_dict().items()}
 
 
 def test_the_mean_is_over_what_arrived() -> None:

@@ -12,7 +12,8 @@ from torusgd.comm.groups import group_of
 from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import Trainer, build, open_data
+from torusgd.run.build import Trainer, build
+from torusgd.run.data import open_data
 from torusgd.run.job import Job
 from torusgd.step.journal import synchronous
 
@@ -25,7 +26,7 @@ def trained(*overrides: str) -> Trainer:
     recipe = load_recipe("digits", [*TINY, *SGD, "rate.lr=0.2", *overrides]).recipe
     recipe = recipe.resolve(precision="float32", memory_format="contiguous")
     job, world, liveness = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), group_of(), NoLiveness()
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
+    trainer = build(job, open_data(job, world.device, liveness), world, liveness)
     for index in range(len(trainer.step.schedule)):
         trainer.step.run(trainer.membership, synchronous(index, recipe.virtual_workers))
     trainer.step.state.write_to_model(index + 1)
@@ -33,7 +34,7 @@ def trained(*overrides: str) -> Trainer:
 
 
 def assert_close(one: Trainer, other: Trainer, tolerance: float) -> None:
-    states = one.step.model.state_dict(), other.step.model.state_dict()
+    states = one.step.state.model.state_dict(), other.step.state.model.state_dict()
     for name, tensor in states[0].items():
         torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=tolerance, msg=lambda t, n=name: f"{n}: {t}")
 
@@ -61,7 +62,9 @@ def test_local_steps_are_those_of_a_plain_loop() -> None:
         *common, f"synchrony={{form: local, local_steps: 3, {outer}}}", "stages=[{until: 1st, images_per_worker: 9}]"
     )
     other = trained(*common, "stages=[{until: 3st, images_per_worker: 3}]")
-    for (name, mine), theirs in zip(one.step.model.named_parameters(), other.step.model.parameters(), strict=True):
+    for (name, mine), theirs in zip(
+        one.step.state.model.named_parameters(), other.step.state.model.parameters(), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5, msg=name)
 
 

@@ -15,7 +15,8 @@ from torusgd.errors import RunError
 from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import Trainer, build, open_data
+from torusgd.run.build import Trainer, build
+from torusgd.run.data import open_data
 from torusgd.run.job import Job
 from torusgd.step.journal import synchronous
 from torusgd.step.stats import StepStats
@@ -28,7 +29,7 @@ def make_trainer(*overrides: str) -> Trainer:
     recipe = load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
     job = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere"))
     world, liveness = group_of(), NoLiveness()
-    return build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
+    return build(job, open_data(job, world.device, liveness), world, liveness)
 
 
 def take(trainer: Trainer, index: int) -> StepStats:

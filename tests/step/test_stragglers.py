@@ -13,19 +13,26 @@ from torusgd.step.stats import StepClock
 from torusgd.step.stragglers import EVERY, LinkProbe, Stragglers, slowest
 
 
-def reducer(ready: float) -> SimpleNamespace:
-    return SimpleNamespace(first_ready=lambda: ready, last_ready=lambda: ready, clock=DeviceClock(torch.device("cpu")))
+def reducer() -> SimpleNamespace:
+    return SimpleNamespace(first_ready=lambda: 0.0, last_ready=lambda: 0.0, clock=DeviceClock(torch.device("cpu")))
+
+
+def view(step: int) -> SimpleNamespace:
+    return SimpleNamespace(step=SimpleNamespace(index=step))
 
 
 def compare(ranks: list[tuple[float, float, float]], links: list[float] | None = None):
     """Ranks as (data, compute, network) seconds; what all of them read from the summed message."""
-    total = torch.zeros(len(ranks) * 7, dtype=torch.int64)
+    total = torch.zeros(len(ranks) * 5, dtype=torch.int64)
     for rank, (data, compute, network) in enumerate(ranks):
-        lateness = Stragglers(rank, len(ranks), SimpleNamespace(seconds=links[rank]) if links else None)
+        ready = reducer()
+        link = SimpleNamespace(seconds=links[rank], measure=lambda: None) if links else None
+        lateness = Stragglers(rank, len(ranks), ready, lambda data=data: data, link)
         lateness._last_end = time.perf_counter() - data - compute - network
-        ready = lateness._last_end + data + compute
-        lateness.note(0, reducer(ready), data, lambda: 1.0)
-        total += lateness.message(EVERY)
+        end = lateness._last_end + data + compute
+        ready.first_ready = ready.last_ready = lambda end=end: end
+        lateness.before_accept(view(0), None)
+        total += lateness.before_send(view(EVERY))
     return slowest(total, range(len(ranks)))
 
 
@@ -52,11 +59,13 @@ def test_the_rank_with_the_slow_link_is_named() -> None:
 
 
 def test_most_steps_carry_no_notes() -> None:
-    lateness = Stragglers(0, 4)
-    assert not lateness.message(EVERY).numel()  # a run that goes on at this step has noted nothing yet
-    lateness.note(0, reducer(0.0), 0.0, lambda: 0.0)
-    assert [step for step in range(1, 3 * EVERY) if lateness.message(step).numel()] == [EVERY, 2 * EVERY]
-    assert not Stragglers(0, 1).message(EVERY).numel()
+    lateness = Stragglers(0, 4, reducer(), lambda: 0.0)
+    assert not lateness.before_send(view(EVERY)).numel()  # a run that goes on at this step has noted nothing yet
+    lateness.before_accept(view(0), None)
+    assert [step for step in range(1, 3 * EVERY) if lateness.before_send(view(step)).numel()] == [EVERY, 2 * EVERY]
+    alone = Stragglers(0, 1, reducer(), lambda: 0.0)
+    alone.before_accept(view(0), None)
+    assert not alone.before_send(view(EVERY)).numel()
     assert slowest(torch.zeros(0, dtype=torch.int64), []) is None
 
 
@@ -76,11 +85,11 @@ def test_a_probe_that_is_closed_ends_on_all_ranks_with_what_it_was_asked_for(siz
     assert min(run_ranks(size, _probe_and_close, 0.02)) > 0
 
 
-def test_a_step_whose_passes_nobody_timed_says_nothing_of_a_rank_s_pace() -> None:
+def test_a_step_whose_passes_nobody_timed_says_nothing_of_a_rank_s_speed() -> None:
     clock = StepClock(SimpleNamespace(wait_seconds=0.0), SimpleNamespace(waited=0.0, on_way=0.0))
-    assert clock.pace() == 0.0
+    assert clock.speed() == 0.0
     clock.begin_work(lambda: 1.0)
     clock.end_work(lambda: 3.0, workers=2)
-    assert clock.pace() == 1.0
+    assert clock.speed() == 1.0
     clock.start()
-    assert clock.pace() == 0.0
+    assert clock.speed() == 0.0

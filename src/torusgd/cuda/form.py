@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ..comm.groups import Group
@@ -11,12 +10,11 @@ from ..comm.monitor import Monitor
 from ..gradients.reducer import MakeSum, Reducer
 from ..optim import Lars, Sgd
 from ..optim.flat import FlatUpdate
-from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..step.batchnorm import BatchNormStatistics
 from ..step.control_vector import ControlMessage
 from ..step.forward_backward import WholeNetwork
+from ..step.model_state import StepState
 from ..step.step import TrainStep
 from .cuda_streams import MainStream
 from .device_sum import device_sum
@@ -47,20 +45,12 @@ class GpuForm:
         assert isinstance(optimizer, Sgd | Lars)
         return FlatUpdate(optimizer, reducer.owned)
 
-    def passes(
-        self,
-        model: nn.Module,
-        precision: Precision,
-        batch_norm: BatchNormStatistics,
-        reducer: Reducer,
-        control: ControlMessage,
-        world: Group,
-    ) -> WholeNetwork | GraphedNetwork:
-        """The passes of a virtual worker, captured where they can be."""
+    def passes(self, state: StepState, control: ControlMessage, world: Group) -> WholeNetwork | GraphedNetwork:
+        """The passes of a virtual worker, captured if they can be."""
         # A rank that may take over others' work does not know beforehand which of its passes is the last.
         overlaps = world.size > 1 and not self._options.work_stealing
         return device_network(
-            model, self._recipe, precision, batch_norm, reducer, control, self._device,
+            state.model, self._recipe, state.precision, state.batch_norm, state.reducer, control, self._device,
             self._options.cuda_streams, overlaps,
         )  # fmt: skip
 

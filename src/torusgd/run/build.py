@@ -47,8 +47,8 @@ from .fingerprint import Fingerprint, check_ranks_agree
 from .job import Job, images_at, is_live
 from .network import Network, draw_network, fingerprint_of, optimizer_of
 from .passes import passes_of, thread_of
-from .sums import explanations, sums_of
-from .watchers import drift_of, speed_watches
+from .sums import Sums, explanations, sums_of
+from .watchers import drift_of, watches_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def build(
     data: Data,
     world: Group,
     liveness: Liveness,
-    requests: Requests,
+    requests: Requests | None = None,
     watchers: Sequence[StepWatch] = (),
     generation: int = 0,
     fingerprint: Fingerprint | None = None,
@@ -92,7 +92,7 @@ def build(
         data: Of the job.
         world: All ranks.
         liveness: Learns of this rank's progress, and names late ranks to those who wait for messages.
-        requests: Of this rank: to stop, to save.
+        requests: Of this rank: to stop, to save; None: there are none.
         watchers: Look at each step, besides those of the options.
         generation: Of `world`: times that ranks have met anew.
         fingerprint: Of the job, as this rank has found it in an earlier generation, since it costs hashes of the data
@@ -103,57 +103,19 @@ def build(
     Raises:
         UserError: The job can't be run as given.
     """
-    recipe, options, device = job.recipe, job.options, world.device
-    _check(job, world)
-    train = data.training.source
-    schedule = Schedule(recipe, len(train))
-    check_trace(job.trace, len(schedule))
-    network = network or draw_network(job, data, device)
-    model, batch_norm, own_copy = network.model, network.batch_norm, copy.deepcopy(network.own_copy)
-    fingerprint = fingerprint or fingerprint_of(job, data, model, device)
+    recipe, options = job.recipe, job.options
+    _check(job, world, len(Schedule(recipe, len(data.training.source))))
+    network = network or draw_network(job, data, world.device)
+    fingerprint = fingerprint or fingerprint_of(job, data, network.model, world.device)
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
-    average = MovingAverage(recipe.average, len(train), model, batch_norm.running) if recipe.average else None
-    precision, form = Precision(recipe, device), _gpu_form(job, device, ahead)
-
-    monitor = Monitor(liveness)
-    sums = sums_of(model, recipe, options, world, monitor, form.make_sum if form is not None else None)
-    optimizer = optimizer_of(recipe, model, sums.tail.held if sums.tail is not None else None, len(train.classes))
-    update = Update(
-        model,
-        optimizer,
-        sums.reducer,
-        sum_over_ranks=lambda table: sums.watched.start(table).wait(),
-        columns=sums.tail,
-        flat=form.flat(optimizer, sums.reducer) if form is not None else None,
-        follows_schedule=recipe.synchrony.local_steps is None,
-    )
-    state = StepState(model, sums.reducer, update, batch_norm, precision, average)
+    form, monitor = _gpu_form(job, world.device, ahead), Monitor(liveness)
+    sums = sums_of(network.model, recipe, options, world, monitor, form.make_sum if form is not None else None)
+    state = _state(job, data, network, world, sums, form)
     clock, drift = StepClock(data.loader, monitor), drift_of(options, recipe, world, state)
-    audit, speeds = speed_watches(options, recipe, world, sums, clock)
-    watched: list[StepWatch] = [requests, drift, audit, *speeds, *watchers]
-    room = sum(watch.words for watch in watched) if form is not None else None
-    control = ControlMessage(batch_norm.running.numel(), device, monitor.to_host, room)
-    step = TrainStep(
-        recipe=recipe,
-        schedule=schedule,
-        images=ImageReader(data.loader, schedule, liveness, images_at(job), audit.reads_too),
-        forward_backward=form.passes(model, precision, batch_norm, sums.reducer, control, world)
-        if form is not None
-        else passes_of(job, model, own_copy, batch_norm, precision, sums.reducer, update, sums.tail, world),
-        reducer=sums.reducer,
-        update=update,
-        state=state,
-        allreduce=sums.watched,
-        control=control,
-        requests=requests,
-        watchers=watched,
-        clock=clock,
-        world=world,
-        liveness=liveness,
-        stealing=work_stealing(options, recipe, world),
-        pass_thread=thread_of(job, own_copy, model, sums.reducer, precision, world),
-    )
+    watched = [drift, *watches_of(options, recipe, world, sums, clock), *watchers]
+    requests = requests or Requests(lambda: False, liveness)
+    step = _step(job, data, network, world, liveness, sums, state, clock, requests, watched, form)
     hooks: list[RemovableHandle] = []
 
     def close() -> None:
@@ -182,8 +144,72 @@ def build(
     return trainer
 
 
-def _check(job: Job, world: Group) -> None:
+def _state(job: Job, data: Data, network: Network, world: Group, sums: Sums, form: GpuForm | None) -> StepState:
+    """What the steps change: the network, its statistics and average, the optimizer, scales."""
+    recipe, train = job.recipe, data.training.source
+    optimizer = optimizer_of(
+        recipe, network.model, sums.tail.held if sums.tail is not None else None, len(train.classes)
+    )
+    update = Update(
+        network.model,
+        optimizer,
+        sums.reducer,
+        sum_over_ranks=lambda table: sums.watched.start(table).wait(),
+        columns=sums.tail,
+        flat=form.flat(optimizer, sums.reducer) if form is not None else None,
+        follows_schedule=recipe.synchrony.local_steps is None,
+    )
+    average = None
+    if recipe.average is not None:
+        average = MovingAverage(recipe.average, len(train), network.model, network.batch_norm.running)
+    precision = Precision(recipe, world.device)
+    return StepState(network.model, sums.reducer, update, network.batch_norm, precision, average)
+
+
+def _step(
+    job: Job,
+    data: Data,
+    network: Network,
+    world: Group,
+    liveness: Liveness,
+    sums: Sums,
+    state: StepState,
+    clock: StepClock,
+    requests: Requests,
+    watched: Sequence[StepWatch],
+    form: GpuForm | None,
+) -> TrainStep:
+    """Joins the parts of a step."""
+    recipe, schedule = job.recipe, Schedule(job.recipe, len(data.training.source))
+    # A CUDA graph reads and writes the control vector where it lies, so there it has room for all sections at once.
+    room = sum(watch.words for watch in [requests, *watched]) if form is not None else None
+    control = ControlMessage(state.batch_norm.running.numel(), world.device, clock.monitor.to_host, room)
+    own_copy = copy.deepcopy(network.own_copy)
+    return TrainStep(
+        recipe=recipe,
+        schedule=schedule,
+        images=ImageReader(data.loader, schedule, liveness, images_at(job), watched),
+        forward_backward=form.passes(state, control, world)
+        if form is not None
+        else passes_of(job, state, own_copy, sums.tail, world),
+        reducer=state.reducer,
+        update=state.update,
+        state=state,
+        allreduce=sums.watched,
+        control=control,
+        requests=requests,
+        watchers=[requests, *watched],
+        clock=clock,
+        world=world,
+        liveness=liveness,
+        stealing=work_stealing(job.options, recipe, world),
+        pass_thread=thread_of(job, own_copy, state, world),
+    )
+
+
+def _check(job: Job, world: Group, steps: int) -> None:
     recipe, options = job.recipe, job.options
+    check_trace(job.trace, steps)
     check_world_size(world.size, recipe)
     check_audit(options, recipe, world.size)
     check_synchrony(recipe, options, world.device, job.delays, is_live(job))

@@ -1,6 +1,6 @@
 """What watches the steps of a run: requests, the ranks' weights, their speed, and the images that were replaced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..comm.groups import Group
 from ..errors import RunError
@@ -49,12 +49,12 @@ def drift_of(options: RuntimeOptions, recipe: Recipe, world: Group, state: StepS
     return DriftWatch(state.reducer.layout.slots, others, world, every, state.update.wait_weights)
 
 
-def speed_watches(
+def watches_of(
     options: RuntimeOptions, recipe: Recipe, world: Group, sums: Sums, clock: StepClock
-) -> tuple[Audit, list[StepWatch]]:
+) -> Iterator[StepWatch]:
     """The audit, and what compares the ranks' speed; every rank calls it, since groups are made."""
+    yield Audit(options.audit, recipe.seed, world, sums.watched)
     probe = LinkProbe(world) if world.size > 2 else None  # of two ranks nobody can say whose link is slow
-    watches: list[StepWatch] = [Stragglers(world.rank, world.size, sums.reducer, clock.data_seconds, probe)]
+    yield Stragglers(world.rank, world.size, sums.reducer, clock.data_seconds, probe)
     if follows_speed(options, recipe):
-        watches.append(SpeedWatch(world.rank, world.size, lambda: clock.speed))
-    return Audit(options.audit, recipe.seed, world, sums.watched), watches
+        yield SpeedWatch(world.rank, world.size, lambda: clock.speed)

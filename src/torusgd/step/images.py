@@ -1,6 +1,7 @@
 """The images of this rank's virtual workers, read ahead in the order in which the steps need them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from torch.profiler import record_function
 
@@ -10,6 +11,7 @@ from ..data.pipeline import Batch
 from ..errors import DiskError, RunError, is_transient
 from ..recipe.schedule import Schedule, Step
 from .membership import Membership
+from .watch import StepWatch
 
 
 class ImageReader:
@@ -20,7 +22,7 @@ class ImageReader:
         schedule: Of the run.
         liveness: Learns for what this rank waits.
         location: Of the training images, for people.
-        reads_too: Virtual workers that this rank computes in a step besides its own, such as those that it audits.
+        watchers: Of the steps; some compute virtual workers besides this rank's own.
     """
 
     def __init__(
@@ -29,10 +31,10 @@ class ImageReader:
         schedule: Schedule,
         liveness: Liveness,
         location: str,
-        reads_too: Callable[[int, Membership], Sequence[int]],
+        watchers: Sequence[StepWatch],
     ) -> None:
         self._loader, self._schedule, self._liveness = loader, schedule, liveness
-        self._location, self._reads_too = location, reads_too
+        self._location, self._watchers = location, watchers
         self._error: OSError | RunError | None = None
 
     def read(self, step: Step, worker: int, membership: Membership) -> Batch | None:
@@ -70,8 +72,8 @@ class ImageReader:
             yield from self._reads(index, membership)
 
     def _reads(self, index: int, membership: Membership) -> list[Share]:
-        """What this rank reads for a step: its own virtual workers, then those of `reads_too`."""
-        workers = [*membership.mine, *self._reads_too(index, membership)]
+        """What this rank reads for a step: its own virtual workers, then those that watchers compute."""
+        workers = chain(membership.mine, *(watcher.reads_too(index, membership) for watcher in self._watchers))
         return [_share(self._schedule[index], worker) for worker in workers]
 
 
