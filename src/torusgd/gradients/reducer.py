@@ -105,6 +105,7 @@ class Reducer:
         self._trailers: Tensor | None = None
         self._is_measuring = self._is_last = self._is_begun = self._is_hashing_only = False
         self._hash: IntegerHash | None = None
+        self._observe: Callable[[int, Tensor], object] | None = None
         self.use_layout(lay_out_slots(slots, rule, block))
 
     @property
@@ -189,13 +190,15 @@ class Reducer:
         self._begin(measuring=False)
         self._is_begun = True
 
-    def begin_worker(self, last: bool, hash_into: IntegerHash | None = None) -> None:
+    def begin_worker(
+        self, last: bool, hash_into: IntegerHash | None = None, observe: Callable[[int, Tensor], object] | None = None
+    ) -> None:
         """Begins a virtual worker's passes; during the last one's, buckets leave as soon as they are full.
 
         Where ranks share layers, those of a group begin a virtual worker each at the same time. `hash_into` takes the
-        integers of this virtual worker too (exact sums only).
+        integers of this virtual worker too (exact sums only), `observe` is given each held slot's gradient.
         """
-        self._hash = hash_into
+        self._hash, self._observe = hash_into, observe
         self._is_last = last and not self._is_measuring
         self._missing = [
             (b.stop - b.first) * self.layout.parallel(index) for index, b in enumerate(self.layout.buckets)
@@ -213,6 +216,8 @@ class Reducer:
             torch.maximum(most, gradient.abs().max().nan_to_num(0.0, 0.0, 0.0), out=most)
             return
         bucket, now = self.layout.bucket_of[slot], time.perf_counter()
+        if self._observe is not None and not self._is_hashing_only:
+            self._observe(slot, gradient)
         if self._hash is None:
             self.sum.add(bucket, slot, gradient)
         else:

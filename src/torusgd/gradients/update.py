@@ -79,25 +79,29 @@ class Update:
 
     @torch.no_grad()
     def clip(self, most: float) -> float:
-        """Scales the mean gradient down to a norm of at most `most` over all parameters; every rank calls it.
-
-        The norm is the root of the sum, by the parameters' names, of the squares of `optim.norms`' layer norms, so that
-        it has the same bits however the gradient is spread.
+        """Scales the mean gradient down to a norm of at most `most`; every rank calls it.
 
         Returns:
             The norm before.
         """
-        owned = self._reducer.owned
-        grads = [tensor.grad for tensor in owned if tensor.grad is not None]
-        assert len(grads) == len(owned), "apply_mean has put a gradient into each"
+        norm = self.gradient_norm()
+        if norm > most:
+            for grad in self._reducer.means:
+                grad.mul_(most / norm)
+        return norm
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """The norm of the mean gradient over all parameters; every rank calls it, since shards send block norms.
+
+        It is the root of the sum, by the parameters' names, of the squares of `optim.norms`' layer norms, so that it
+        has the same bits however the gradient is spread.
+        """
+        owned, grads = self._reducer.owned, self._reducer.means
         norms = self._norms([*owned, *grads])[len(owned) :].tolist()
         # Blocks of one parameter all have the whole parameter's norm.
         by_name = dict(zip((slot.parameter for slot in self._reducer.layout.held), norms, strict=True))
-        norm = math.sqrt(sum(by_name[name] ** 2 for name in sorted(by_name)))
-        if norm > most:
-            for grad in grads:
-                grad.mul_(most / norm)
-        return norm
+        return math.sqrt(sum(by_name[name] ** 2 for name in sorted(by_name)))
 
     def set_rates(self, step: Step) -> None:
         """Gives the optimizer the values that the schedule has for a step."""

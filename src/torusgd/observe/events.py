@@ -96,6 +96,8 @@ class Telemetry:
             )
         if stats.skipped:
             self.say(f"step {step.index + 1}: {stats.skipped[0]}: gradient not finite; step skipped, loss scale halved")
+        for line in stats.lines:
+            self.say(line)
         if stats.balance is not None and stats.balance.move is not None:
             self.say(f"step {step.index + 1}: {stats.balance.move}")
         self._show(stats)

@@ -10,7 +10,7 @@ step       `build`                 joins them
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -104,18 +104,20 @@ def build(
         UserError: The job can't be run as given.
     """
     recipe, options = job.recipe, job.options
-    _check(job, world, len(Schedule(recipe, len(data.training.source))))
+    schedule = Schedule(recipe, len(data.training.source))
+    _check(job, world, len(schedule))
     network = network or draw_network(job, data, world.device)
     fingerprint = fingerprint or fingerprint_of(job, data, network.model, world.device)
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
     form, monitor = _gpu_form(job, world.device, ahead), Monitor(liveness)
     sums = sums_of(network.model, recipe, options, world, monitor, form.make_sum if form is not None else None)
-    state = _state(job, data, network, world, sums, form)
-    clock, drift = StepClock(data.loader, monitor), drift_of(options, recipe, world, state)
-    watched = [drift, *watches_of(options, recipe, world, sums, clock), *watchers]
     requests = requests or Requests(lambda: False, liveness)
-    step = _step(job, data, network, world, liveness, sums, state, clock, requests, watched, form)
+    state, clock = _state(job, data, network, world, sums, form), StepClock(data.loader, monitor)
+    drift = drift_of(options, recipe, world, state)
+    watched = [drift, *watches_of(options, recipe, world, sums, state, clock, schedule), *watchers]
+    state = replace(state, watchers=tuple(watched))
+    step = _step(job, data, schedule, network, world, liveness, sums, state, clock, requests, form)
     hooks: list[RemovableHandle] = []
 
     def close() -> None:
@@ -169,6 +171,7 @@ def _state(job: Job, data: Data, network: Network, world: Group, sums: Sums, for
 def _step(
     job: Job,
     data: Data,
+    schedule: Schedule,
     network: Network,
     world: Group,
     liveness: Liveness,
@@ -176,13 +179,12 @@ def _step(
     state: StepState,
     clock: StepClock,
     requests: Requests,
-    watched: Sequence[StepWatch],
     form: GpuForm | None,
 ) -> TrainStep:
     """Joins the parts of a step."""
-    recipe, schedule = job.recipe, Schedule(job.recipe, len(data.training.source))
+    recipe, watched = job.recipe, [requests, *state.watchers]
     # A CUDA graph reads and writes the control vector where it lies, so there it has room for all sections at once.
-    room = sum(watch.words for watch in [requests, *watched]) if form is not None else None
+    room = sum(watch.words for watch in watched) if form is not None else None
     control = ControlMessage(state.batch_norm.running.numel(), world.device, clock.monitor.to_host, room)
     own_copy = copy.deepcopy(network.own_copy)
     return TrainStep(
@@ -198,7 +200,7 @@ def _step(
         allreduce=sums.watched,
         control=control,
         requests=requests,
-        watchers=[requests, *watched],
+        watchers=watched,
         clock=clock,
         world=world,
         liveness=liveness,

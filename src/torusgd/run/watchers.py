@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator
 from ..comm.groups import Group
 from ..errors import RunError
 from ..recipe.runtime_options import RuntimeOptions
+from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..step.audit import Audit
 from ..step.balance import SpeedWatch, follows_speed
 from ..step.control_vector import ControlVector
 from ..step.drift import DriftWatch, steps_between
 from ..step.model_state import StepState
+from ..step.noise_scale import NoiseScale
 from ..step.stats import StepClock
 from ..step.stragglers import LinkProbe, Stragglers
 from ..step.watch import StepView, StepWatch
@@ -50,11 +52,22 @@ def drift_of(options: RuntimeOptions, recipe: Recipe, world: Group, state: StepS
 
 
 def watches_of(
-    options: RuntimeOptions, recipe: Recipe, world: Group, sums: Sums, clock: StepClock
+    options: RuntimeOptions,
+    recipe: Recipe,
+    world: Group,
+    sums: Sums,
+    state: StepState,
+    clock: StepClock,
+    schedule: Schedule,
 ) -> Iterator[StepWatch]:
-    """The audit, and what compares the ranks' speed; every rank calls it, since groups are made."""
+    """The audit, the noise scale, and what compares the ranks' speed; every rank calls it, since groups are made."""
     yield Audit(options.audit, recipe.seed, world, sums.watched)
     probe = LinkProbe(world) if world.size > 2 else None  # of two ranks nobody can say whose link is slow
     yield Stragglers(world.rank, world.size, sums.reducer, clock.data_seconds, probe)
     if follows_speed(options, recipe):
         yield SpeedWatch(world.rank, world.size, lambda: clock.speed)
+    # A column block's gradient is that of several virtual workers, and local steps hand over changes of weights.
+    if recipe.virtual_workers > 1 and recipe.column_blocks == 1 and recipe.synchrony.form == "synchronous":
+        norm, precision = state.update.gradient_norm, state.precision
+        workers = recipe.virtual_workers
+        yield NoiseScale(schedule, workers, world.device, sums.watched, norm, lambda: precision.loss_scale)

@@ -3,7 +3,7 @@
 The same tensors, whole, go into a checkpoint, to ranks that are left or join, and back, whoever holds which part.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -15,10 +15,11 @@ from ..gradients.update import Update
 from ..precision import Precision
 from ..recipe.schedule import Step
 from .batchnorm import BatchNormStatistics
+from .watch import StepWatch
 from .weight_average import MovingAverage
 
 _MODEL, _OPTIMIZER, _AVERAGE, _BOUNDS = "model/", "optimizer/", "average", "gradient_bounds"
-_MEAN, _RUNNING = "mean", "running"
+_MEAN, _RUNNING, _WATCHERS = "mean", "running", "watchers/"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class StepState:
     batch_norm: BatchNormStatistics
     precision: Precision
     average: MovingAverage | None
+    watchers: Sequence[StepWatch] = ()
 
     def write_to_model(self, steps: int) -> None:
         """Puts all updated weights and running statistics into the model, to be read; every rank calls it."""
@@ -59,18 +61,19 @@ class StepState:
         model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
         bounds = {} if self.reducer.sum.needs_measure else {_BOUNDS: self.reducer.sum.state()}
         average = {_AVERAGE: self.average.values} if self.average is not None else {}
-        return model | optimizer | average | bounds | self.precision.state_dict()
+        return model | optimizer | average | bounds | self.precision.state_dict() | self._watched()
 
     def expected_state(self, is_updated: bool) -> dict[str, Tensor]:
         """Tensors shaped like those of `state_dict` beside the model's; the optimizer's once weights are updated."""
         state = self.update.expected_state() if is_updated else {}
         optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in state.items()}
         average = {_AVERAGE: self.average.values} if self.average is not None else {}
-        return optimizer | average | {_BOUNDS: self.reducer.sum.state()} | self.precision.state_dict()
+        bounds = {_BOUNDS: self.reducer.sum.state()}
+        return optimizer | average | bounds | self.precision.state_dict() | self._watched()
 
     def load_state_dict(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Takes this rank's part of what `state_dict` gave, a tensor at a time."""
-        model, average = self.model.state_dict(), None
+        model, average, watched = self.model.state_dict(), None, dict[str, Tensor]()
         for name, tensor in tensors:
             if name.startswith(_MODEL):
                 model[name.removeprefix(_MODEL)].copy_(tensor)
@@ -80,9 +83,12 @@ class StepState:
                 average = tensor
             elif name == _BOUNDS:
                 self.reducer.sum.load_state(tensor)
+            elif name.startswith(_WATCHERS):
+                watched[name] = tensor
             else:
                 self.precision.load_state(name, tensor)
         self.batch_norm.read_from_model()
+        self._load_watched(watched)
         if self.average is not None:
             self.average.begin()
             if average is not None:
@@ -96,7 +102,7 @@ class StepState:
         """
         mean = torch.cat([each.reshape(-1) for each in self._means()]) if is_updated else torch.zeros(0)
         running, bounds = self.batch_norm.running.clone(), self.reducer.sum.state()
-        return {_MEAN: mean, _RUNNING: running, _BOUNDS: bounds} | self.precision.state_dict()
+        return {_MEAN: mean, _RUNNING: running, _BOUNDS: bounds} | self.precision.state_dict() | self._watched()
 
     def follow(self, step: Step, change: Mapping[str, Tensor]) -> None:
         """Takes a step that others have taken, from their `change`; replicated updates only.
@@ -118,6 +124,18 @@ class StepState:
         self.reducer.sum.load_state(change[_BOUNDS])
         for name in self.precision.state_dict():
             self.precision.load_state(name, change[name])
+        self._load_watched(change)
+
+    def _watched(self) -> dict[str, Tensor]:
+        """Copies, for a watcher may write its own in the next step."""
+        states = {watcher.name: watcher.state() for watcher in self.watchers}
+        return {f"{_WATCHERS}{name}/{key}": each.clone() for name, own in states.items() for key, each in own.items()}
+
+    def _load_watched(self, tensors: Mapping[str, Tensor]) -> None:
+        for watcher in self.watchers:
+            begin = f"{_WATCHERS}{watcher.name}/"
+            own = {name.removeprefix(begin): each for name, each in tensors.items() if name.startswith(begin)}
+            watcher.load_state(own)
 
     def _means(self) -> list[Tensor]:
         """In an order that all ranks have, however they cut their buckets."""

@@ -82,6 +82,10 @@ class StepStats:
     """speeds of the ranks, and better shares if there are any; in most steps nobody looks"""
     taken_over: TakenOver | None = None
     """virtual workers that idle ranks took over from late ones"""
+    lines: list[str] = field(default_factory=list)
+    """what watchers have to say, for the console"""
+    figures: dict[str, float | str] = field(default_factory=dict)
+    """what watchers found, by names of the event"""
 
     @property
     def images_left_out(self) -> int:
@@ -122,6 +126,7 @@ class StepStats:
             event["loss_scale"] = self.loss_scale
         rare = [each.name for each in fields(self) if each.metadata.get("rare")]
         event |= {name: value for name in rare if (value := getattr(self, name))}
+        event |= self.figures
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
         if self.taken_over is not None:
@@ -134,6 +139,7 @@ class StepStats:
         return event
 
 
+STATS = frozenset(each.name for each in fields(StepStats))
 _COUNTED = {each.name: str(each.metadata["summary"]) for each in fields(StepStats) if "summary" in each.metadata}
 """fields of StepStats that are added over a run, and their keys in its summary"""
 

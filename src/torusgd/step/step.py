@@ -14,7 +14,7 @@ leave when the last forward pass is done. Nothing outside the reducer changes un
 be redone. Watchers (`watch`) look at a step, and change nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from .membership import Membership
 from .model_state import StepState
 from .pass_thread import PassThread
 from .requests import Requests, wants_stop
-from .stats import StepClock, StepStats
+from .stats import STATS, StepClock, StepStats
 from .watch import StepView, StepWatch
 from .work_stealing import OwnShare, StealingShare, TakenOver, WorkStealing
 
@@ -134,14 +134,15 @@ class TrainStep:
         step, control, precision = view.step, reduced.result, self.state.precision
         loss_scale = precision.loss_scale
         skipped = [self.reducer.names[slot] for slot in reduced.report.nonfinite]
-        view = replace(view, is_skipped=bool(skipped))
+        view = replace(view, is_skipped=bool(skipped), is_redone=reduced.redone > 0)
+        if not skipped:
+            self._check_batch_norm(step, control)
+            self.reducer.apply_mean(control.counts.contributions)
         for watcher in self.watchers:
             watcher.before_accept(view, control)
         if skipped:
             precision.skip(step.index, skipped)
         else:
-            self._check_batch_norm(step, control)
-            self.reducer.apply_mean(control.counts.contributions)
             precision.accept(self.reducer.owned)
             if self.recipe.clip_grad_norm is not None:
                 self.update.clip(self.recipe.clip_grad_norm)
@@ -168,7 +169,8 @@ class TrainStep:
             underflow=reduced.report.underflow,
             loss_scale=loss_scale,
             taken_over=TakenOver.read(control.section(_TAKEN_OVER), self.world.ranks),
-            **found,
+            **{name: value for name, value in found.items() if name in STATS},
+            figures={name: value for name, value in found.items() if name not in STATS},
         )
 
     def take_passes(self, view: StepView, entry: JournalEntry) -> None:
@@ -208,7 +210,8 @@ class TrainStep:
         batch, sent = self._batch_of(step, worker, membership), None
         self.liveness.progress("train", step.index, membership.mine[0] if worker is None else worker)
         hashed = None if worker is None else self._hash_of(step, worker, membership)
-        self.reducer.begin_worker(last=False, hash_into=hashed)
+        observed = None if worker is None else self._observers_of(step, worker)
+        self.reducer.begin_worker(last=False, hash_into=hashed, observe=observed)
         if worker is not None and batch is not None:
             with record_function(f"forward {worker}"):
                 loss = self.forward_backward.forward(step, worker, batch, membership).detach()
@@ -301,6 +304,18 @@ class TrainStep:
         """What takes the integers of a virtual worker for the watchers."""
         hashes = (watcher.before_worker(step.index, worker, membership) for watcher in self.watchers)
         return next((found for found in hashes if found is not None), None)
+
+    def _observers_of(self, step: Step, worker: int) -> Callable[[int, Tensor], object] | None:
+        """What takes the gradients of a virtual worker for the watchers; None: nobody."""
+        found = [each for watcher in self.watchers if (each := watcher.gradients_of(step.index, worker)) is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+
+        def all_of_them(slot: int, gradient: Tensor) -> None:
+            for each in found:
+                each(slot, gradient)
+
+        return all_of_them
 
     def _hash_beside(self, found: IntegerHash | None, loss: Tensor) -> None:
         """Adds to a virtual worker's hash what travels beside its gradients."""

@@ -5,11 +5,12 @@ A step calls all its watchers at the same points, on every rank, in one fixed or
     due            whether this step concerns the watcher; a GPU is never given such a step in advance
     reads_too      virtual workers whose images the watcher needs besides this rank's own
     before_worker  a pass begins; a watcher may give a hash that takes the integers of its gradients
+    gradients_of   likewise; a watcher may give what takes the gradients themselves
     before_send    the watcher's section of the control vector, which is summed over ranks
     after_passes   this rank's last backward pass is done, and the messages are under way
     check          all sums have arrived and nothing has changed yet
     before_accept  the step is about to change the weights, or to be skipped
-    after          the weights are updated; what the watcher found becomes fields of StepStats
+    after          the weights are updated; what the watcher found becomes fields of StepStats, or figures of the event
 
 `check` and `before_accept` may raise, on all ranks alike. What a watcher decides must be the same on all ranks, so it
 decides by the step's number and by what the control vector brings, never by its own clock.
@@ -42,6 +43,8 @@ class StepView:
     images can't be read"""
     is_stopping: bool = False
     """whether this rank was requested to stop, so that no rank will use what the step finds"""
+    is_redone: bool = False
+    """whether the passes were repeated, since a sum had left its range"""
     is_skipped: bool = False
     """whether a gradient is not finite, so that the weights stay (float16)"""
 
@@ -66,6 +69,13 @@ class StepWatch:
         """Gives what takes the integers of a virtual worker's gradients; None: nothing does."""
         return None
 
+    def gradients_of(self, step: int, worker: int) -> Callable[[int, Tensor], object] | None:
+        """Gives what takes (slot index, float32 gradient) of a virtual worker that this rank computes; None: nothing.
+
+        A gradient holds the factor of the step's loss scale, and is valid during the call only.
+        """
+        return None
+
     def before_send(self, view: StepView) -> Tensor:
         """This rank's section, int64, of one length on all ranks."""
         return NO_WORDS
@@ -80,8 +90,15 @@ class StepWatch:
         """Ends the run, on all ranks, if the step must not be taken."""
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
-        """What the watcher found in the step, by fields of StepStats."""
+        """What the watcher found in the step: fields of StepStats, and by other names figures for the step's event."""
         return {}
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Tensors that the next step's watcher needs, for checkpoints; the same on all ranks."""
+        return {}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes what `state` gave; without a tensor the watcher begins anew."""
 
     def close(self) -> None:
         """Ends what the watcher began beside the steps; every rank calls it after the last one."""

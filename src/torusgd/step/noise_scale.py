@@ -1,0 +1,138 @@
+"""The gradient noise scale: the batch up to which more images make a step better in proportion.
+
+A gradient over b images is the true gradient G plus noise of variance S / b. The step's virtual workers, of b images
+each, and their mean, of B images, give unbiased estimates of both (McCandlish et al., arXiv 1812.06162, appendix A.1):
+
+    |G|^2 = (B |g_B|^2 - b |g_b|^2) / (B - b)        S = (|g_b|^2 - |g_B|^2) / (1 / b - 1 / B)
+
+A single step's estimates scatter widely, and a ratio of means can be trusted better than a mean of ratios. So the noise
+scale is the ratio of two moving averages, S / |G|^2, which are part of the run's state. With a batch well below it a
+step with twice the images makes nearly twice the progress; well above it more images hardly pay.
+
+Each squared norm belongs to one virtual worker and is computed by the rank that has it, from the same numbers whichever
+rank that is. The norms travel as the bits of float64, each at an index of its own, and are added by `math.fsum`, which
+rounds once: so the noise scale is the same number on any number of ranks.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.base import AllReduce, Work
+from ..recipe.schedule import Schedule
+from .control_vector import ControlVector
+from .watch import StepView, StepWatch
+
+EVERY = 10
+"""steps from one measurement to the next: a norm is one more pass over a virtual worker's gradient"""
+KEPT = 0.9
+"""weight of the average so far when a new measurement comes: the last hundred steps count for about two thirds"""
+
+
+class NoiseScale(StepWatch):
+    """Measures the noise scale every EVERY steps; every rank has one.
+
+    Args:
+        schedule: Of the run.
+        workers: Virtual workers of a step, two at least.
+        device: Of the rank.
+        allreduce: Over all ranks.
+        mean_norm: Gives the norm of the step's mean gradient; every rank calls it.
+        loss_scale: Gives the factor that is in the gradients of the passes.
+    """
+
+    name = "noise scale"
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        workers: int,
+        device: torch.device,
+        allreduce: AllReduce,
+        mean_norm: Callable[[], float],
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self._schedule, self._workers, self._device, self._allreduce = schedule, workers, device, allreduce
+        self._mean_norm, self._loss_scale = mean_norm, loss_scale
+        self._averages = torch.zeros(2, dtype=torch.float64)
+        """of S and of |G|^2; both begin with 0, which cancels in their ratio"""
+        self._norms: dict[int, dict[int, Tensor]] = {}
+        """by virtual worker of this rank and slot, float32 []"""
+        self._sent = torch.zeros(0, dtype=torch.int64)
+        self._work: Work | None = None
+
+    def due(self, step: int) -> bool:
+        # Not at a multiple: a run's first step is measured twice, and speeds are compared in tenth steps.
+        return step % EVERY == EVERY // 2
+
+    def gradients_of(self, step: int, worker: int) -> Callable[[int, Tensor], object] | None:
+        if not self.due(step):
+            return None
+        self._norms[worker] = {}
+        return partial(self._take, self._norms[worker])
+
+    def _take(self, norms: dict[int, Tensor], slot: int, gradient: Tensor) -> None:
+        # On a GPU the host reads none of them before the passes are done.
+        norms[slot] = torch.linalg.vector_norm(gradient.detach())
+
+    def after_passes(self, view: StepView) -> None:
+        """Sends the squared norms of this rank's virtual workers."""
+        if self._work is not None:  # of passes that are repeated
+            self._work.wait()
+            self._work = None
+        if not self.due(view.step.index):
+            return
+        squares = torch.zeros(self._workers, dtype=torch.float64)
+        for worker, norms in self._norms.items():
+            values = torch.stack([*norms.values()]).tolist() if norms else []
+            squares[worker] = math.fsum(value * value for value in values)
+        self._norms = {}
+        # Every other rank sends zeros for these virtual workers, so a sum of the bits as integers leaves them alone.
+        self._sent = squares.view(torch.int64).to(self._device)
+        self._work = self._allreduce.start(self._sent)
+
+    def before_accept(self, view: StepView, control: ControlVector) -> None:
+        """Takes the step's measurement, unless it is no ordinary step."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        squares = self._sent.cpu().view(torch.float64).tolist()
+        if view.is_redone or view.is_skipped or not all(0.0 < each < math.inf for each in squares):
+            return
+        small = math.fsum(squares) / self._workers / self._loss_scale() ** 2
+        mean = self._mean_norm() ** 2
+        images, batch = view.step.images_per_worker, view.step.batch
+        noise = (small - mean) / (1 / images - 1 / batch)
+        signal = (batch * mean - images * small) / (batch - images)
+        measured = torch.tensor([noise, signal], dtype=torch.float64)
+        self._averages = KEPT * self._averages + (1 - KEPT) * measured
+
+    @property
+    def value(self) -> float | None:
+        """Images; None if nothing has been measured, or the noise hides the gradient."""
+        noise, signal = self._averages.tolist()
+        return noise / signal if noise > 0 and signal > 0 else None
+
+    def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        if (value := self.value) is None:
+            return found
+        if self.due(view.step.index):
+            found["noise_scale"] = float(f"{value:.6g}")
+        if view.step.index + 1 in {span.stop_step for span in self._schedule.spans}:
+            found["lines"] = [
+                f"stage {view.step.stage + 1} ends: the gradient noise scale is {value:,.0f} images, the batch "
+                f"{view.step.batch:,}; more images a step would pay up to about the noise scale"
+            ]
+        return found
+
+    def state(self) -> Mapping[str, Tensor]:
+        return {"averages": self._averages}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        self._averages = tensors.get("averages", torch.zeros(2, dtype=torch.float64)).to("cpu", torch.float64)
