@@ -124,7 +124,7 @@ def faults_and_hashes() -> tuple[list[tuple[str, int, bool]], list[str]]:
 def test_a_flipped_bit_is_found_in_its_step_and_its_rank_named() -> None:
     for found, hashes in run_ranks(3, faults_and_hashes):
         for text, step, unchanged in found:
-            assert text.startswith("step 1: rank 1 on ")
+            assert text.startswith("step 1: rank 1 on "), text
             assert " computes wrongly: it found other integers than rank " in text
             assert text.endswith(TAKE_OUT)
             assert (step, unchanged) == (1, True)

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.comm.gloo_world import run_ranks
 from tests.run.runs import TINY, around_steps
 
 from torusgd.comm.allreduce import create
-from torusgd.comm.base import ConnectionLost
+from torusgd.comm.base import ConnectionLost, Done
 from torusgd.comm.groups import Group, alone, group_of
 from torusgd.comm.liveness import NoLiveness
 from torusgd.errors import CorruptionError
@@ -28,6 +29,7 @@ from torusgd.run.run import Run
 from torusgd.run.survival import Kept, nothing_yet
 from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
+from torusgd.step.control_vector import ControlVector, Counts
 from torusgd.step.drift import DriftWatch, steps_between
 
 STEPS, FLIPPED_AFTER = 5, 3
@@ -188,7 +190,10 @@ class Place(Group):
         return f"host{source}"
 
 
-def watches(size: int, parallel: int) -> list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]:
+Ranks = list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]
+
+
+def watches(size: int, parallel: int) -> Ranks:
     """Of each rank the watch, a tensor that all hold, and a column block; `parallel` ranks share the layer."""
     found = []
     for rank in range(size):
@@ -211,33 +216,57 @@ def test_a_corruption_is_told_though_a_rank_is_lost_while_it_is_named(monkeypatc
     ranks = watches(3, parallel=1)
     flip(ranks[2][1])
     with pytest.raises(CorruptionError, match="step 10: rank 2 holds other weights than most ranks"):
-        ranks[1][0].check(message(ranks), 10)
+        check(ranks, 1)
 
 
 def test_only_the_ranks_that_should_hold_the_same_are_compared() -> None:
     ranks = watches(4, parallel=1)
     flip(ranks[3][1])
-    ranks[0][0].check(message(ranks), 10, places={0, 1, 2})
+    check(ranks, 0, {0, 1, 2})
     with pytest.raises(CorruptionError, match="rank 0 on host0, rank 3 on host3 hold different weights"):
-        ranks[0][0].check(message(ranks), 10, places={0, 3})
+        check(ranks, 0, {0, 3})
 
 
-def message(ranks: list[tuple[DriftWatch, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    return torch.stack([watch.message(10) for watch, _, _ in ranks]).sum(dim=0)
+def view(step: int) -> Any:
+    return SimpleNamespace(step=SimpleNamespace(index=step))
+
+
+class Summed:
+    """An all-reduce that brings what the ranks have sent, summed."""
+
+    name = "summed"
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.message = torch.stack([watch.before_send(view(10)) for watch, _, _ in ranks]).sum(dim=0)
+
+    def start(self, tensor: torch.Tensor) -> Done:
+        tensor.copy_(self.message)
+        return Done()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def check(ranks: Ranks, rank: int, places: set[int] | None = None) -> None:
+    """The same comparison in a step, and before a checkpoint."""
+    watch, summed = ranks[rank][0], Summed(ranks)
+    if places is None:
+        watch.check(view(10), ControlVector(Counts(), 0.0, torch.zeros(0), True, {watch.name: summed.message}))
+    watch.compare(10, summed, places)
 
 
 def test_column_blocks_are_compared_among_the_ranks_that_hold_them() -> None:
     ranks = watches(6, parallel=2)
-    ranks[0][0].check(message(ranks), 10)
+    check(ranks, 0)
     for rank, named in ((3, r"rank 3 on host3 holds other weights"), (4, r"rank 4 on host4 holds other weights")):
         flip(ranks[rank][2])
         with pytest.raises(CorruptionError, match=named):
-            ranks[1][0].check(message(ranks), 10)
+            check(ranks, 1)
         flip(ranks[rank][2])
     ranks = watches(4, parallel=2)
     flip(ranks[1][2])
     with pytest.raises(CorruptionError, match=r"rank 1 on host1, rank 3 on host3 hold .* and no majority"):
-        ranks[0][0].check(message(ranks), 10)
+        check(ranks, 0)
 
 
 def test_every_bit_of_every_place_counts_and_so_does_the_order_of_elements() -> None:
@@ -248,15 +277,15 @@ def test_every_bit_of_every_place_counts_and_so_does_the_order_of_elements() -> 
             before = whole.clone()
             whole.view(torch.int32)[element] ^= torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
             with pytest.raises(CorruptionError, match="rank 2 on host2 holds"):
-                ranks[0][0].check(message(ranks), 10)
+                check(ranks, 0)
             whole.copy_(before)
     whole[[7, 40_000]] = whole[[40_000, 7]]
     with pytest.raises(CorruptionError, match="rank 2"):
-        ranks[0][0].check(message(ranks), 10)
+        check(ranks, 0)
 
 
 def test_a_rank_alone_and_a_watch_that_is_off_send_nothing() -> None:
     slot = Slot("w", "w", torch.ones(3))
     for watch in (DriftWatch([slot], [], alone(), every=1), DriftWatch([slot], [], Place(0, 3), every=0)):
-        assert watch.message(0).numel() == 0
+        assert watch.before_send(view(0)).numel() == 0
         watch.compare(4, create("native"))

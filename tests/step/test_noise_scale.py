@@ -17,13 +17,11 @@ from torusgd.recipe.schedule import Schedule
 from torusgd.run.build import Trainer, build
 from torusgd.run.data import open_data
 from torusgd.run.job import Job
-from torusgd.step.control_vector import ControlVector, Counts
 from torusgd.step.journal import synchronous
 from torusgd.step.membership import even_shares
 from torusgd.step.noise_scale import EVERY, NoiseScale
 from torusgd.step.watch import StepView
 
-NOTHING = ControlVector(Counts(), 0.0, torch.zeros(0), True, {})
 LONG = ("stages=[{until: 30st, images_per_worker: 4}]", "evaluate.every=30st", "polish=null")
 MEASURED = [step for step in range(30) if step % EVERY == EVERY // 2]
 
@@ -64,7 +62,7 @@ def test_it_is_the_variance_of_a_gradient_over_the_square_of_its_mean() -> None:
             take(1, gradient[40:])
         view = StepView(schedule[5], membership, recompute=lambda worker: pytest.fail("nothing is recomputed"))
         watch.after_passes(view)
-        watch.before_accept(view, NOTHING)
+        watch.with_mean(view)
         if step == 3 * EVERY + EVERY // 2:
             early = watch.state()["averages"].clone()
     assert watch.value is not None

@@ -70,10 +70,10 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
         for group in sgd.param_groups:
             group["lr"], group["momentum"] = step.lr, step.momentum
         sgd.step()
-        ours.batch_norm.write_to_model(index + 1)
-        for (name, p), q in zip(ours.model.named_parameters(), model.parameters(), strict=True):
+        ours.state.batch_norm.write_to_model(index + 1)
+        for (name, p), q in zip(ours.state.model.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-        for mine, theirs in zip(ours.batch_norm.layers.values(), running, strict=True):
+        for mine, theirs in zip(ours.state.batch_norm.layers.values(), running, strict=True):
             torch.testing.assert_close(mine.running_mean, running[theirs][0], rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(mine.running_var, running[theirs][1], rtol=1e-4, atol=1e-6)
             assert mine.num_batches_tracked == index + 1
@@ -91,10 +91,12 @@ def test_an_overflow_is_told_and_redone_without_a_trace() -> None:
         result = take(other, index)
         assert result.redone == (index == 2)
         assert result.overflowed == ([disturbed.reducer.names[3]] if index == 2 else [])
-    disturbed.batch_norm.write_to_model(4)
-    undisturbed.batch_norm.write_to_model(4)
+    disturbed.state.batch_norm.write_to_model(4)
+    undisturbed.state.batch_norm.write_to_model(4)
     # The scale of a redone step is measured, not the bound of the step before: equal but for the last bits.
-    for a, b in zip(disturbed.model.state_dict().values(), undisturbed.model.state_dict().values(), strict=True):
+    for a, b in zip(
+        disturbed.state.model.state_dict().values(), undisturbed.state.model.state_dict().values(), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 

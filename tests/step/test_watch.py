@@ -52,6 +52,9 @@ class OddSteps(StepWatch):
     def before_accept(self, view: StepView, control: ControlVector) -> None:
         self.calls.append(("before_accept", view.step.index))
 
+    def with_mean(self, view: StepView) -> None:
+        self.calls.append(("with_mean", view.step.index))
+
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
         self.calls.append(("after", view.step.index))
         self.seen[view.step.index] = control.words(self.name)
@@ -84,7 +87,7 @@ def test_a_watcher_is_called_in_each_step_sends_its_section_when_due_and_changes
     reported, seen, calls, weights = one
     assert reported == [0, 7, 0, 7]
     assert seen == {0: [], 1: [1, 2], 2: [], 3: [1, 2]}
-    assert calls == ["before_send", "after_passes", "check", "before_accept", "after"]
+    assert calls == ["before_send", "after_passes", "check", "before_accept", "with_mean", "after"]
     plain = watched(StepWatch(), alone())
     for index in range(4):
         plain.step.run(plain.membership, synchronous(index, 4))

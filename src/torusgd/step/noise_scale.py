@@ -95,14 +95,14 @@ class NoiseScale(StepWatch):
         self._sent = squares.view(torch.int64).to(self._device)
         self._work = self._allreduce.start(self._sent)
 
-    def before_accept(self, view: StepView, control: ControlVector) -> None:
+    def with_mean(self, view: StepView) -> None:
         """Takes the step's measurement, unless it is no ordinary step."""
         if self._work is None:
             return
         self._work.wait()
         self._work = None
         squares = self._sent.cpu().view(torch.float64).tolist()
-        if view.is_redone or view.is_skipped or not all(0.0 < each < math.inf for each in squares):
+        if view.is_redone or not all(0.0 < each < math.inf for each in squares):
             return
         small = math.fsum(squares) / self._workers / self._loss_scale() ** 2
         mean = self._mean_norm() ** 2

@@ -135,14 +135,16 @@ class TrainStep:
         loss_scale = precision.loss_scale
         skipped = [self.reducer.names[slot] for slot in reduced.report.nonfinite]
         view = replace(view, is_skipped=bool(skipped), is_redone=reduced.redone > 0)
-        if not skipped:
-            self._check_batch_norm(step, control)
-            self.reducer.apply_mean(control.counts.contributions)
+        # Before the mean, which moves the scales on: what a watcher recomputes must be rounded as the step was.
         for watcher in self.watchers:
             watcher.before_accept(view, control)
         if skipped:
             precision.skip(step.index, skipped)
         else:
+            self._check_batch_norm(step, control)
+            self.reducer.apply_mean(control.counts.contributions)
+            for watcher in self.watchers:
+                watcher.with_mean(view)
             precision.accept(self.reducer.owned)
             if self.recipe.clip_grad_norm is not None:
                 self.update.clip(self.recipe.clip_grad_norm)

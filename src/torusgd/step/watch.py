@@ -10,6 +10,7 @@ A step calls all its watchers at the same points, on every rank, in one fixed or
     after_passes   this rank's last backward pass is done, and the messages are under way
     check          all sums have arrived and nothing has changed yet
     before_accept  the step is about to change the weights, or to be skipped
+    with_mean      the mean gradient is there, and is not clipped yet
     after          the weights are updated; what the watcher found becomes fields of StepStats, or figures of the event
 
 `check` and `before_accept` may raise, on all ranks alike. What a watcher decides must be the same on all ranks, so it
@@ -88,6 +89,9 @@ class StepWatch:
 
     def before_accept(self, view: StepView, control: ControlVector) -> None:
         """Ends the run, on all ranks, if the step must not be taken."""
+
+    def with_mean(self, view: StepView) -> None:
+        """The reducer holds the step's mean gradient; not called in a step that is skipped."""
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
         """What the watcher found in the step: fields of StepStats, and by other names figures for the step's event."""
