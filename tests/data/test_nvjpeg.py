@@ -20,8 +20,8 @@ from torusgd.data.types import GpuSource, Int64, Source
 from torusgd.errors import UserError
 from torusgd.recipe.data_schema import Augment, Data
 from torusgd.recipe.load import load_recipe
-from torusgd.run import conditions as conditions_module
-from torusgd.run.conditions import conditions
+from torusgd.run import fingerprint as conditions_module
+from torusgd.run.fingerprint import conditions
 
 GPU = torch.device("cuda", 0)
 

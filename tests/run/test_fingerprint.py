@@ -18,8 +18,7 @@ from torusgd.data.types import Source
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.conditions import conditions
-from torusgd.run.fingerprint import Fingerprint, check_ranks_agree
+from torusgd.run.fingerprint import Fingerprint, check_ranks_agree, conditions
 from torusgd.run.job import Job
 from torusgd.run.result import finished
 from torusgd.runtime import resolve_auto
@@ -139,6 +138,6 @@ def test_on_a_gpu_triton_is_a_condition(monkeypatch: pytest.MonkeyPatch) -> None
     """Its kernels have norms of their own, which decide the bits of LARS."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("torusgd.run.conditions._version", {"triton": "3.9.0"}.get)
+    monkeypatch.setattr("torusgd.run.fingerprint._version", {"triton": "3.9.0"}.get)
     found = conditions(load_recipe("digits").recipe, torch.device("cuda"))
     assert (found["gpu"], found["gpu_capability"], found["triton"]) == ("H200", "9.0", "3.9.0")

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from torusgd.comm.base import ConnectionLost
 from torusgd.comm.groups import Group
 from torusgd.rng import keyed_uniform
-from torusgd.step.claims import Claims
+from torusgd.step.work_stealing import Claims
 
 
 def members(size: int) -> list[Claims]:

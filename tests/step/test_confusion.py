@@ -12,8 +12,7 @@ from tests.run.runs import run_here
 from torusgd.cli.eval import confusion_table
 from torusgd.comm.allreduce import native
 from torusgd.comm.groups import group_of
-from torusgd.step.confusion import Confusion
-from torusgd.step.evaluate import count_correct
+from torusgd.step.evaluate import Confusion, count_correct
 
 
 def some(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,8 +13,7 @@ from ..recipe.schema import Recipe
 from ..run.load_trained import open_trained
 from ..rundir.run_view import local_run
 from ..runtime import prepare_process, resolve_auto, resolve_device
-from ..step.confusion import Confusion
-from ..step.evaluate import Evaluation, evaluate
+from ..step.evaluate import Confusion, Evaluation, evaluate
 from ..step.polish import polish_by_recipe
 from .options import TrainedWeights
 

@@ -17,8 +17,7 @@ from ..data.upload import place
 from ..precision import Precision
 from ..recipe.schema import Recipe
 from ..runtime import loader_threads
-from ..step.confusion import Confusion
-from ..step.evaluate import read_ahead
+from ..step.evaluate import Confusion, read_ahead
 
 MOST_IMAGES = 24
 """on the sheet"""

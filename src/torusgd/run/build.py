@@ -41,9 +41,8 @@ from ..step.step import TrainStep
 from ..step.watch import StepWatch
 from ..step.weight_average import MovingAverage
 from ..step.work_stealing import work_stealing
-from .conditions import Conditions
 from .data import Data
-from .fingerprint import Fingerprint, check_ranks_agree
+from .fingerprint import Conditions, Fingerprint, check_ranks_agree
 from .job import Job, images_at, is_live
 from .network import Network, draw_network, fingerprint_of, optimizer_of
 from .passes import passes_of, thread_of

@@ -15,8 +15,7 @@ from ..rundir.checkpoint import FORMAT, Checkpoint
 from ..step.journal import JournalHead
 from ..step.stats import StepStats, StepTotals
 from ..weights import Tensors
-from .conditions import Conditions
-from .fingerprint import Fingerprint
+from .fingerprint import Conditions, Fingerprint
 from .initial_weights import Fit
 
 _MODEL = "model/"

@@ -23,9 +23,8 @@ from ..data.pipeline import Batch
 from ..errors import RunError
 from ..recipe.schedule import Step
 from ..synchrony.limits import Limit
-from .arrivals import Arrivals
 from .batchnorm import BatchNormStatistics
-from .closing import StepClosing
+from .closing import Arrivals, StepClosing
 from .forward_backward import ForwardBackward
 from .membership import Membership
 

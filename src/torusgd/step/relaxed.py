@@ -14,8 +14,8 @@ from ..recipe.optimizer_schema import Optimizer as OptimizerSettings
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..synchrony.delays import delay_model
-from .arrivals import Arrivals
 from .batchnorm import BatchNormStatistics
+from .closing import Arrivals
 from .forward_backward import WholeNetwork
 from .local_steps import LocalSteps
 from .pass_thread import PassThread
