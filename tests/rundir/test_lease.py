@@ -12,8 +12,8 @@ pytest.importorskip("fsspec")
 from tests.run.processes import until
 
 from torusgd.errors import RunError, UserError
-from torusgd.rundir import bucket as module
-from torusgd.rundir.bucket import Lease
+from torusgd.rundir import lease as module
+from torusgd.rundir.lease import Lease
 from torusgd.storage import Store
 
 URL = "memory://runs/locked"

@@ -20,8 +20,9 @@ from tests.run.runs import TINY, command, run_here, sets
 
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe
-from torusgd.rundir.bucket import NAME, Mirror, is_lease
 from torusgd.rundir.checkpoint import Checkpoint, list_checkpoints, read_checkpoint, write_checkpoint
+from torusgd.rundir.lease import is_lease
+from torusgd.rundir.mirror import NAME, Mirror
 from torusgd.rundir.run_dir import RunDir
 from torusgd.storage import Store
 

@@ -12,7 +12,8 @@ from tests.run.runs import run_here
 
 from torusgd.errors import UserError
 from torusgd.report.read_run import read_run
-from torusgd.rundir.bucket import Mirror
+from torusgd.rundir import lease
+from torusgd.rundir.mirror import Mirror
 from torusgd.rundir.run_dir import RunDir
 from torusgd.rundir.run_view import RunView, local_run
 from torusgd.rundir.status import STATUS, STOP, WORKERS
@@ -24,7 +25,7 @@ URL = "memory://runs/digits one"
 @pytest.fixture
 def elsewhere(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Moves to another machine, which is one with another cache."""
-    monkeypatch.setattr(bucket, "RENEW", 0.05)
+    monkeypatch.setattr(lease, "RENEW", 0.05)
 
     def move(name: str) -> None:
         monkeypatch.setenv("TORUSGD_CACHE", str(tmp_path / name))

@@ -174,7 +174,7 @@ def train(
     from ..recipe.load import load_recipe
     from ..run.initial_weights import check_initial
     from ..run.job import Job
-    from ..rundir.bucket import Mirror
+    from ..rundir.mirror import Mirror
     from ..rundir.run_dir import RunDir
     from ..runtime import expected_ranks, ranks_are_given, resolve_auto, resolve_device
 

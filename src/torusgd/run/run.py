@@ -15,8 +15,8 @@ from ..errors import UserError
 from ..observe.events import Telemetry, evaluation_event
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule
-from ..rundir.bucket import Mirror
 from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter
+from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
 from ..rundir.status import Asked
 from ..runtime import ranks_are_given

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import UserError
 from ..locks import is_locked
 from ..storage import Store, cache_folder, url_of
-from .bucket import EXPIRES, Lease, object_name
+from .lease import EXPIRES, Lease, object_name
 from .status import ASKED, HEAD, STATUS, RunStatus, ask, gone, read_status
 
 _RECIPE, _WEIGHTS = "recipe.yaml", "model.safetensors"
