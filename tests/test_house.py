@@ -105,7 +105,7 @@ STILL_LONG = {
     ("cli/train.py", "train"),
     ("comm/fixed_point.py", "exact_all_reduce"),
 }
-STILL_WIDE = {"run/build.py", "run/run.py", "step/step.py"}
+STILL_WIDE = {"run/build.py", "run/run.py"}
 
 
 def test_each_room_says_what_lives_there() -> None:

@@ -24,8 +24,8 @@ from torusgd.ranks.supervisor import RankFailed, Supervisor
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import build
-from torusgd.run.data import open_data
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.step.journal import synchronous

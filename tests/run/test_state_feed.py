@@ -17,9 +17,9 @@ from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import state_feed
-from torusgd.run.data import open_data
+from torusgd.run.draw_network import draw_network
 from torusgd.run.job import Job
-from torusgd.run.network import draw_network
+from torusgd.run.open_data import open_data
 from torusgd.run.progress import RunState
 from torusgd.run.state_feed import StateFeeds, StateFollower
 from torusgd.run.survival import Kept

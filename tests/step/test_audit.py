@@ -23,8 +23,8 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.run.build import Trainer, build
-from torusgd.run.data import open_data
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.run.run import Run
 from torusgd.rundir.checkpoint import list_checkpoints, read_checkpoint
 from torusgd.rundir.run_dir import RunDir

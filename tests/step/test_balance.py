@@ -20,8 +20,8 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.shares import best_counts
 from torusgd.rng import keyed_uniform
 from torusgd.run.build import build
-from torusgd.run.data import open_data
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto

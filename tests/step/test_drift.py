@@ -22,8 +22,8 @@ from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer, build
-from torusgd.run.data import open_data
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.run.progress import RunState
 from torusgd.run.run import Run
 from torusgd.run.survival import Kept, nothing_yet

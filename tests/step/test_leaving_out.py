@@ -20,8 +20,8 @@ from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import build
-from torusgd.run.data import open_data
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag

@@ -13,8 +13,8 @@ from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer, build
-from torusgd.run.data import open_data
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.step.journal import synchronous
 
 SGD = ("optimizer={name: sgd, momentum: 0.0, weight_decay: 1.0e-3}", "stages=[{until: 4st, images_per_worker: 6}]")

@@ -15,8 +15,8 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.run.build import Trainer, build
-from torusgd.run.data import open_data
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.step.journal import synchronous
 from torusgd.step.membership import even_shares
 from torusgd.step.noise_scale import EVERY, NoiseScale

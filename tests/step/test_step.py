@@ -16,8 +16,8 @@ from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer, build
-from torusgd.run.data import open_data
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.step.journal import synchronous
 from torusgd.step.stats import StepStats
 from torusgd.weights import weights_sha256

@@ -37,8 +37,8 @@ from ..ranks.handshake import (
 from ..ranks.listener import interface_of
 from ..ranks.rank import LOOPBACK, RankSpec, start_rank
 from ..ranks.roll_call import BEAT_SECONDS
-from ..run.data import find_images
 from ..run.job import Job
+from ..run.open_data import find_images
 from ..signals import held_back
 from .local import TrainRank, limits_of
 

@@ -1,9 +1,9 @@
 """Puts a run together on one rank, once for each generation of ranks.
 
-images     `data.open_data`        what a virtual worker computes with
-network    `network.draw_network`  the weights that the seed gives
+images     `open_data`             what a virtual worker computes with
+network    `draw_network`          the weights that the seed gives
 sums       `sums.sums_of`          all-reduce and reducer: from a gradient to the sum over ranks
-passes     `passes.passes_of`      forward and backward
+passes     `choose_passes`        forward and backward
 watchers   `watchers`              what looks at a step
 step       `build`                 joins them
 """
@@ -41,11 +41,11 @@ from ..step.step import TrainStep
 from ..step.watch import StepWatch
 from ..step.weight_average import MovingAverage
 from ..step.work_stealing import work_stealing
-from .data import Data
+from .choose_passes import passes_of, thread_of
+from .draw_network import Network, draw_network, fingerprint_of, optimizer_of
 from .fingerprint import Conditions, Fingerprint, check_ranks_agree
 from .job import Job, images_at, is_live
-from .network import Network, draw_network, fingerprint_of, optimizer_of
-from .passes import passes_of, thread_of
+from .open_data import Data
 from .sums import Sums, explanations, sums_of
 from .watchers import drift_of, watches_of
 

@@ -20,7 +20,7 @@ from ..recipe.schema import Recipe
 from ..tensor_parallel.column_layout import check_parallel, choose_parallel
 from ..tensor_parallel.parallel_tail import ParallelTail
 from ..tensor_parallel.tail import column_tail
-from .network import slots_of
+from .draw_network import slots_of
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
 

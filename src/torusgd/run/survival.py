@@ -28,11 +28,11 @@ from ..errors import UserError, warn
 from ..observe.trackers import Trackers
 from ..recipe.runtime_options import RuntimeOptions
 from ..weights import Tensors
-from .data import Data, open_data
+from .draw_network import Network, draw_network, fingerprint_of
 from .fingerprint import Fingerprint
 from .host_share import HostShare, MappedArrays
 from .job import Job, images_at
-from .network import Network, draw_network, fingerprint_of
+from .open_data import Data, open_data
 from .progress import RunState, share_tensors
 from .saving import LastSaved
 

@@ -21,9 +21,9 @@ from ..step.batchnorm import BatchNormStatistics
 from ..step.relaxed import outer_optimizer
 from ..tensor_parallel.parallel_tail import ParallelTail
 from ..weights import weights_sha256
-from .data import Data
 from .fingerprint import Fingerprint, conditions
 from .job import Job, init_sha256, replayed_sha256
+from .open_data import Data
 
 
 @dataclass(frozen=True)
