@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -169,25 +170,33 @@ def ranks(out: Path) -> list[int]:
     return [first, *sorted(pid for pid in parents if parents[pid] == parents[first] and pid != first)]
 
 
-def measure(name: str, folder: Path, hashes: dict[str, str]) -> str:
-    """The weights' hash of a case, within `LIMIT`; CaseError if the case fails or has not the weights it must have."""
-    run, same_as = CASES[name]
-    signal.alarm(LIMIT)
+@contextmanager
+def commands_within(seconds: int) -> Iterator[None]:
+    """Ends all commands that were begun here; CaseError after so many seconds."""
+
+    def stop(signal_number: int, frame: object) -> None:
+        raise CaseError(f"no end within {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
     try:
-        run(folder / name)
-        found = str(summary(folder / name)["weights_sha256"])
+        yield
     finally:
         signal.alarm(0)
         for command in Command.started:
             command.kill()
         Command.started.clear()
+
+
+def measure(name: str, folder: Path, hashes: dict[str, str]) -> str:
+    """The weights' hash of a case; CaseError if the case fails or has not the weights it must have."""
+    run, same_as = CASES[name]
+    with commands_within(LIMIT):
+        run(folder / name)
+        found = str(summary(folder / name)["weights_sha256"])
     if hashes.get(same_as, found) != found:
         raise CaseError(f"{found} differs from {same_as}")
     return found
-
-
-def stop(signal_number: int, frame: object) -> None:
-    raise CaseError(f"no end within {LIMIT} s")
 
 
 def main() -> None:
@@ -197,7 +206,6 @@ def main() -> None:
     if not Path(FASHION).exists() and "fashion" in names:
         names.remove("fashion")
         print(f"fashion is skipped: no {FASHION}; torusgd data fetch fashion-mnist brings it")
-    signal.signal(signal.SIGALRM, stop)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             try:

@@ -1,0 +1,209 @@
+"""Which files a gradient passes on its way to the weight, and a lost rank on the run's way to the step that is redone.
+
+The rule, the same for both: a file is passed if a function of it runs between two marks, in any thread. Not counted is
+what runs under a function of `BESIDE_GRADIENT` or `BESIDE_LOSS`: another concern of the step, or of a rank that begins,
+which is listed under its name. So new code counts until somebody says beside what it is, and all that ran is printed.
+Code that runs while a module is imported is no function, and `__init__` of a dataclass lies in no file.
+
+*A gradient*: from the start of the last `BACKWARD` of a step on a rank to the end of the `UPDATE`. A file counts if
+it is passed in each of the traced steps of a rank. What is passed in some of them only, such as what a wait asks when
+it becomes long, is listed as "now and then". What the launcher does meanwhile is listed apart.
+
+*A loss*: in the launcher from the SIGKILL to the end of `ANNOUNCE`; in the lowest rank that is left from where the
+error that ends its `STEP` was raised to the next `STEP`, the redone one. A file is entered when a function of it is
+called from another file, all calls by one run of the caller as one, and when the error brings control back to it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import MappingProxyType
+
+from .calls import Call
+
+BACKWARD = "WholeNetwork.backward"
+UPDATE = "Update.step"
+STEP = "TrainStep.run"
+ANNOUNCE = "Supervisor._go_on"
+BESIDE_GRADIENT = {
+    "ControlMessage": "losses, statistics and counts (the control vector)",
+    "Run._check_replaced": "images that could not be read",
+    "StepClock": "the step's times",
+    "DriftWatch": "drift",
+    "Audit": "audit",
+    "Stragglers": "stragglers",
+    "paces": "stragglers",
+    "Heartbeat._run": "heartbeats (a thread)",
+    "Loader": "images (threads)",
+}
+BESIDE_LOSS = {
+    "Heartbeat._run": "heartbeats (a thread)",
+    "Loader": "images (threads)",
+    "build": "the step's parts are made, as at a start",
+    "Trainer.close": "the step's parts are closed, as at an end",
+    "StepState": "tensors out of the model and into it, as at a checkpoint",
+    "TrainStep.check_weights": "drift",
+    "Saver": "checkpoints",
+    "CheckpointWriter": "checkpoints",
+    "CheckpointTimes": "checkpoints",
+    "Telemetry": "events and status",
+    "Trackers": "events and status",
+    "StepStats.as_event": "events and status",
+    "Asked": "events and status",
+    "warn": "events and status",
+    "Schedule": "recipe and schedule",
+    "Recipe": "recipe and schedule",
+    "weights_metadata": "recipe and schedule",
+}
+
+Threads = Mapping[int, Sequence[Call]]
+
+
+class NotFoundError(Exception):
+    """A mark did not come by: the function has another name by now, or the run went another way."""
+
+
+@dataclass
+class Passed:
+    """The files of a way in the order in which they are first entered, and what is beside it."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    """by file the function by which it is entered first"""
+    beside: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    """by concern the files"""
+
+
+def is_rank(threads: Threads) -> bool:
+    """Whether a process takes steps."""
+    return any(call.function == STEP for thread in threads.values() for call in thread)
+
+
+def passed(threads: Threads, begin: int, end: int, beside: Mapping[str, str] = MappingProxyType({})) -> Passed:
+    """What is passed between two times, with those who call it."""
+    way = Passed()
+    for call in sorted(_begun(threads, begin, end), key=lambda call: call.begin):
+        concern = concern_of(call, beside)
+        if concern is not None:
+            way.beside[concern][call.file] = None
+            continue
+        if call.caller is not None:
+            way.files.setdefault(call.caller.file, call.caller.function)
+        way.files.setdefault(call.file, call.function)
+    return way
+
+
+def concern_of(call: Call, beside: Mapping[str, str]) -> str | None:
+    """Under whose name a call is listed, by the outermost function that has one; None: it is part of the way."""
+    outermost_first = reversed([*call.stack()])
+    return next((beside[name] for each in outermost_first for name in beside if each.is_one_of(name)), None)
+
+
+def steps_of(threads: Threads, count: int) -> list[tuple[int, int]]:
+    """When the gradients of the last so many steps were on their way."""
+    calls = [call for thread in threads.values() for call in thread]
+    starts = [call.begin for call in calls if call.function == BACKWARD]
+    updates = [call for call in calls if call.function == UPDATE and call.end is not None]
+    found = []
+    for update in updates[-count:]:
+        before = [start for start in starts if start < update.begin]
+        if before and update.end is not None:
+            found.append((before[-1], update.end))
+    if len(found) < count:
+        raise NotFoundError(f"{BACKWARD} and {UPDATE} ran in {len(found)} of {count} steps")
+    return found
+
+
+@dataclass
+class Gradient:
+    """The way of a gradient in a rank."""
+
+    files: dict[str, str]
+    """passed in each step"""
+    sometimes: dict[str, int]
+    """in how many steps the other files are passed"""
+    beside: dict[str, dict[str, None]]
+
+
+def gradient(threads: Threads, steps: Sequence[tuple[int, int]]) -> Gradient:
+    """Finds what is passed in steps whose times are given."""
+    ways = [passed(threads, begin, end, BESIDE_GRADIENT) for begin, end in steps]
+    counts: dict[str, int] = defaultdict(int)
+    beside: dict[str, dict[str, None]] = defaultdict(dict)
+    for way in ways:
+        for file in way.files:
+            counts[file] += 1
+        for concern, files in way.beside.items():
+            beside[concern] |= files
+    always = {file: function for file, function in ways[-1].files.items() if counts[file] == len(ways)}
+    return Gradient(always, {file: n for file, n in counts.items() if n < len(ways)}, beside)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Control comes to a file."""
+
+    time: int
+    file: str
+    origin: str
+    """the file from which it comes"""
+
+
+@dataclass
+class Loss:
+    """The way of a loss in one process."""
+
+    entries: list[Entry]
+    beside: dict[str, dict[str, None]]
+
+
+def loss_in_launcher(threads: Threads, killed: int) -> Loss:
+    """From the SIGKILL (nanoseconds) until the other ranks can know of it."""
+    calls = [call for thread in threads.values() for call in thread if call.function == ANNOUNCE]
+    ends = [call.end for call in calls if call.end is not None and call.end > killed]
+    if not ends:
+        raise NotFoundError(f"{ANNOUNCE} did not run after the kill")
+    return _loss(threads, killed, min(ends), [])
+
+
+def loss_in_rank(threads: Threads, killed: int) -> Loss:
+    """From the error that a rank learns of the loss by to the step that is redone."""
+    for thread in threads.values():
+        steps = [call for call in thread if call.function == STEP]
+        for step, redone in pairwise(steps):
+            if step.end is not None and step.end > killed and step.gave_none:
+                raised = step
+                while raised.last is not None and raised.last.gave_none:
+                    raised = raised.last
+                since = raised.end or step.end
+                return _loss(threads, since, redone.begin, [Entry(since, raised.file, "the error")])
+    raise NotFoundError(f"{STEP} was not ended by an error after the kill, and called again")
+
+
+def _loss(threads: Threads, begin: int, end: int, entries: list[Entry]) -> Loss:
+    beside: dict[str, dict[str, None]] = defaultdict(dict)
+    for thread in threads.values():
+        seen: set[tuple[Call, str]] = set()
+        resumed = entries[0].file if entries else ""
+        for call in _begun({0: thread}, begin, end):
+            caller, concern = call.caller, concern_of(call, BESIDE_LOSS)
+            if concern is not None:
+                beside[concern][call.file] = None
+            if caller is not None and caller.begin < begin and concern_of(caller, BESIDE_LOSS) is None:
+                if caller.file != resumed:
+                    entries.append(Entry(call.begin, caller.file, "the error" if entries else "the kill"))
+                resumed = caller.file
+            if concern is not None or (caller is not None and caller.file == call.file):
+                continue
+            if call.function.endswith("<genexpr>"):  # its file goes on with what it has passed to another one
+                continue
+            if caller is None:
+                entries.append(Entry(call.begin, call.file, "outside"))
+            elif (caller, call.file) not in seen:
+                seen.add((caller, call.file))
+                entries.append(Entry(call.begin, call.file, caller.file))
+    return Loss(entries, beside)
+
+
+def _begun(threads: Threads, begin: int, end: int) -> Iterable[Call]:
+    return (call for thread in threads.values() for call in thread if begin <= call.begin <= end)
