@@ -95,7 +95,8 @@ def rank(tmp_path: Path) -> dict[int, list[Call]]:
         (package / f"{name}.py").write_text(text)
     traces = tmp_path / "traces"
     traces.mkdir()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HOOK), str(tmp_path)]), "WAYS": str(traces)}
+    paths = os.pathsep.join([str(HOOK), str(tmp_path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "WAYS": str(traces), "WAYS_PACKAGE": str(package)}
     subprocess.run([sys.executable, "-c", "import torusgd.run"], env=environment, check=True, timeout=60)
     found = [read_calls(path) for path in traces.iterdir()]
     (rank,) = [threads for threads in found if ways.is_rank(threads)]

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from tools.weights_hashes import CaseError, Command, commands_within, ranks, train, wait_for_step
 
+import torusgd
+
 from .calls import read_calls
 from .ways import NotFoundError, gradient, is_rank, loss_in_launcher, loss_in_rank, passed, steps_of
 
@@ -67,8 +69,9 @@ def show_loss(folder: Path) -> None:
     origins: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for entry in sorted([*launcher.entries, *rank.entries], key=lambda entry: entry.time):
         origins[entry.file][entry in rank.entries].append(entry.origin)
+    times = sum(len(in_launcher) + len(in_rank) for in_launcher, in_rank in origins.values())
     again = sum(max(map(len, each)) > 1 for each in origins.values())
-    print(f"A SIGKILL: {len(origins)} files, {again} of them entered more than once")
+    print(f"A SIGKILL: {len(origins)} files, entered {times} times; {again} of them more than once in a process")
     print(f"     {'':32} launcher  rank")
     for number, (file, (in_launcher, in_rank)) in enumerate(origins.items(), 1):
         counts = f"{len(in_launcher) or '':8}  {len(in_rank) or '':4}"
@@ -116,8 +119,8 @@ def main() -> None:
     names = parser.parse_args().ways or list(SHOWS)
     if unknown := set(names) - set(SHOWS):
         parser.error(f"no way {', '.join(unknown)}; choose from {', '.join(SHOWS)}")
-    paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["WAYS_PACKAGE"] = str(Path(torusgd.__file__).parent)
     for name in names:
         with tempfile.TemporaryDirectory() as folder, commands_within(LIMIT):
             try:

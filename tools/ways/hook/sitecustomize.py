@@ -1,4 +1,4 @@
-"""Notes each call and each return of a function of torusgd, in every process that has this folder first on PYTHONPATH.
+"""Notes each call and return of a function in the folder WAYS_PACKAGE, in every process that finds this on its path.
 
 Python imports a module of this name when it starts. A line goes to the file WAYS/PID: nanoseconds of the clock that all
 processes share, thread, `>` for a call and `<` for a return (`!` if it gives None, as a return by an exception does),
@@ -12,7 +12,7 @@ import threading
 import time
 from types import FrameType
 
-_PACKAGE = f"{os.sep}torusgd{os.sep}"
+_PACKAGE = os.environ["WAYS_PACKAGE"] + os.sep
 _files: dict[str, str] = {}
 """by path, the part of it within the package; empty for other code"""
 
@@ -26,8 +26,7 @@ def _note(frame: FrameType, event: str, value: object) -> None:
     if event in {"call", "return"}:
         path = frame.f_code.co_filename
         if (file := _files.get(path)) is None:
-            _, found, rest = path.rpartition(_PACKAGE)
-            file = _files[path] = rest if found else ""
+            file = _files[path] = path.removeprefix(_PACKAGE) if path.startswith(_PACKAGE) else ""
         if file:
             kind = ">" if event == "call" else "!" if value is None else "<"
             line = f"{time.monotonic_ns()}\t{threading.get_ident()}\t{kind}\t{file}\t{frame.f_code.co_qualname}\n"
