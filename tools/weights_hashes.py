@@ -178,6 +178,7 @@ def commands_within(seconds: int) -> Iterator[None]:
         raise CaseError(f"no end within {seconds} s")
 
     signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGTERM, lambda signal_number, frame: sys.exit(143))
     signal.alarm(seconds)
     try:
         yield
