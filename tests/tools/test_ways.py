@@ -4,7 +4,6 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,14 +126,22 @@ def test_a_mark_that_does_not_come_by_is_named(rank: dict[int, list[Call]]) -> N
 
 def test_the_tables_name_what_the_package_has() -> None:
     has = {name for path in Path(torusgd.__file__).parent.rglob("*.py") for name in names_of(path)}
-    marks = {ways.BACKWARD, ways.UPDATE, ways.STEP, ways.ANNOUNCE}
+    marks = {ways.BACKWARD, ways.UPDATE, ways.STEP, ways.NOTICE, ways.ANNOUNCE}
     assert marks | set(ways.BESIDE_GRADIENT) | set(ways.BESIDE_LOSS) <= has
 
 
-def names_of(path: Path) -> Iterator[str]:
-    """Qualified names of a file's classes, functions and methods."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            yield node.name
-        if isinstance(node, ast.ClassDef):
-            yield from (f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef))
+def names_of(path: Path) -> set[str]:
+    """Qualified names of a file's classes and functions."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, ast.FunctionDef)
+            if is_function or isinstance(child, ast.ClassDef):
+                found.add(prefix + child.name)
+                visit(child, f"{prefix}{child.name}.<locals>." if is_function else f"{prefix}{child.name}.")
+            else:
+                visit(child, prefix)
+
+    visit(ast.parse(path.read_text()), "")
+    return found

@@ -1,17 +1,18 @@
-"""Which files a gradient passes on its way to the weight, and a lost rank on the run's way to the step that is redone.
+"""The files that a gradient passes on its way to the weight, and those that a run passes from a SIGKILL to the next step.
 
-The rule, the same for both: a file is passed if a function of it runs between two marks, in any thread. Not counted is
-what runs under a function of `BESIDE_GRADIENT` or `BESIDE_LOSS`: another concern of the step, or of a rank that begins,
-which is listed under its name. So new code counts until somebody says beside what it is, and all that ran is printed.
-Code that runs while a module is imported is no function, and `__init__` of a dataclass lies in no file.
+The rule is the same for both: a file is passed if a function of it runs between two marks, in any thread. What runs
+under a function of `BESIDE_GRADIENT` or `BESIDE_LOSS` does not count: it is another concern of the step, or of a rank
+that begins, and is listed under that name. So new code counts until somebody says beside what it is, and whatever ran
+is printed. Code that runs while a module is imported is no function; the `__init__` of a dataclass lies in no file.
 
-*A gradient*: from the start of the last `BACKWARD` of a step on a rank to the end of the `UPDATE`. A file counts if
-it is passed in each of the traced steps of a rank. What is passed in some of them only, such as what a wait asks when
-it becomes long, is listed as "now and then". What the launcher does meanwhile is listed apart.
+A gradient: from the start of the last `BACKWARD` of a step on a rank to the end of the `UPDATE`. A file counts if the
+rank passes it in each of the traced steps. What a rank passes in some of them only is listed as "now and then", and
+what the launcher does meanwhile is listed apart.
 
-*A loss*: in the launcher from the SIGKILL to the end of `ANNOUNCE`; in the lowest rank that is left from where the
-error that ends its `STEP` was raised to the next `STEP`, the redone one. A file is entered when a function of it is
-called from another file, all calls by one run of the caller as one, and when the error brings control back to it.
+A SIGKILL: in the launcher from the end of the `NOTICE` that reports it to the end of `ANNOUNCE`; in the lowest rank
+that is left from where the error that ends its `STEP` is raised to the next `STEP`, the redone one. Control enters a
+file if another file calls a function of it (all calls by one run of the caller are one entry), and if the error brings
+control back to it.
 """
 
 from collections import defaultdict
@@ -25,25 +26,34 @@ from .calls import Call
 BACKWARD = "WholeNetwork.backward"
 UPDATE = "Update.step"
 STEP = "TrainStep.run"
+NOTICE = "Supervisor.wait"
 ANNOUNCE = "Supervisor._go_on"
-BESIDE_GRADIENT = {
-    "ControlMessage": "losses, statistics and counts (the control vector)",
-    "Run._check_replaced": "images that could not be read",
-    "StepClock": "the step's times",
-    "DriftWatch": "drift",
-    "Audit": "audit",
-    "Stragglers": "stragglers",
-    "paces": "stragglers",
+BESIDE = {
     "Heartbeat._run": "heartbeats (a thread)",
+    "Heartbeat.late": "who is late, as waits ask again and again",
     "Loader": "images (threads)",
 }
+BESIDE_GRADIENT = {
+    **BESIDE,
+    "Audit": "watchers",
+    "DriftWatch": "watchers",
+    "ReplacedImages": "watchers",
+    "Requests": "watchers",
+    "SpeedWatch": "watchers",
+    "Stragglers": "watchers",
+    "StepWatch": "watchers",
+    "ControlMessage": "losses, statistics and counts (the control vector)",
+    "wants_stop": "losses, statistics and counts (the control vector)",
+    "StepClock": "the step's times",
+}
 BESIDE_LOSS = {
-    "Heartbeat._run": "heartbeats (a thread)",
-    "Loader": "images (threads)",
+    **BESIDE,
+    "build.<locals>.close": "the step's parts are closed, as at an end",
     "build": "the step's parts are made, as at a start",
-    "Trainer.close": "the step's parts are closed, as at an end",
+    "Requests": "the step's parts are made, as at a start",
+    "ReplacedImages": "the step's parts are made, as at a start",
     "StepState": "tensors out of the model and into it, as at a checkpoint",
-    "TrainStep.check_weights": "drift",
+    "DriftWatch": "weights are compared, as before a checkpoint",
     "Saver": "checkpoints",
     "CheckpointWriter": "checkpoints",
     "CheckpointTimes": "checkpoints",
@@ -158,12 +168,15 @@ class Loss:
 
 
 def loss_in_launcher(threads: Threads, killed: int) -> Loss:
-    """From the SIGKILL (nanoseconds) until the other ranks can know of it."""
-    calls = [call for thread in threads.values() for call in thread if call.function == ANNOUNCE]
-    ends = [call.end for call in calls if call.end is not None and call.end > killed]
-    if not ends:
-        raise NotFoundError(f"{ANNOUNCE} did not run after the kill")
-    return _loss(threads, killed, min(ends), [])
+    """From where a SIGKILL (nanoseconds) is noticed until the other ranks can know of it."""
+    for thread in threads.values():
+        noticed = None
+        for call in thread:
+            if call.function == NOTICE:
+                noticed = call.end
+            if call.function == ANNOUNCE and call.begin > killed and call.end is not None and noticed is not None:
+                return _loss(threads, noticed, call.end, [])
+    raise NotFoundError(f"{NOTICE} and {ANNOUNCE} did not run after the kill")
 
 
 def loss_in_rank(threads: Threads, killed: int) -> Loss:
