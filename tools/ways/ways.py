@@ -1,4 +1,4 @@
-"""The files that a gradient passes on its way to the weight, and those that a run passes from a SIGKILL to the next step.
+"""The files that a gradient passes on its way to the weight, and a run from a SIGKILL to the step that is redone.
 
 The rule is the same for both: a file is passed if a function of it runs between two marks, in any thread. What runs
 under a function of `BESIDE_GRADIENT` or `BESIDE_LOSS` does not count: it is another concern of the step, or of a rank
@@ -68,6 +68,9 @@ BESIDE_LOSS = {
 }
 
 Threads = Mapping[int, Sequence[Call]]
+"""the calls of a process by thread, in the order in which they began"""
+Beside = dict[str, dict[str, None]]
+"""by concern the files, a set in order"""
 
 
 class NotFoundError(Exception):
@@ -80,8 +83,7 @@ class Passed:
 
     files: dict[str, str] = field(default_factory=dict)
     """by file the function by which it is entered first"""
-    beside: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
-    """by concern the files"""
+    beside: Beside = field(default_factory=lambda: defaultdict(dict))
 
 
 def is_rank(threads: Threads) -> bool:
@@ -97,7 +99,7 @@ def passed(threads: Threads, begin: int, end: int, beside: Mapping[str, str] = M
         if concern is not None:
             way.beside[concern][call.file] = None
             continue
-        if call.caller is not None:
+        if call.caller is not None:  # it runs too, though it began before
             way.files.setdefault(call.caller.file, call.caller.function)
         way.files.setdefault(call.file, call.function)
     return way
@@ -132,14 +134,14 @@ class Gradient:
     """passed in each step"""
     sometimes: dict[str, int]
     """in how many steps the other files are passed"""
-    beside: dict[str, dict[str, None]]
+    beside: Beside
 
 
 def gradient(threads: Threads, steps: Sequence[tuple[int, int]]) -> Gradient:
     """Finds what is passed in steps whose times are given."""
     ways = [passed(threads, begin, end, BESIDE_GRADIENT) for begin, end in steps]
     counts: dict[str, int] = defaultdict(int)
-    beside: dict[str, dict[str, None]] = defaultdict(dict)
+    beside: Beside = defaultdict(dict)
     for way in ways:
         for file in way.files:
             counts[file] += 1
@@ -164,7 +166,7 @@ class Loss:
     """The way of a loss in one process."""
 
     entries: list[Entry]
-    beside: dict[str, dict[str, None]]
+    beside: Beside
 
 
 def loss_in_launcher(threads: Threads, killed: int) -> Loss:
@@ -175,7 +177,7 @@ def loss_in_launcher(threads: Threads, killed: int) -> Loss:
             if call.function == NOTICE:
                 noticed = call.end
             if call.function == ANNOUNCE and call.begin > killed and call.end is not None and noticed is not None:
-                return _loss(threads, noticed, call.end, [])
+                return _loss(threads, noticed, call.end, "the kill")
     raise NotFoundError(f"{NOTICE} and {ANNOUNCE} did not run after the kill")
 
 
@@ -185,34 +187,36 @@ def loss_in_rank(threads: Threads, killed: int) -> Loss:
         steps = [call for call in thread if call.function == STEP]
         for step, redone in pairwise(steps):
             if step.end is not None and step.end > killed and step.gave_none:
+                # An error ends a call, then its caller, and so on: the innermost of them has raised it.
                 raised = step
                 while raised.last is not None and raised.last.gave_none:
                     raised = raised.last
                 since = raised.end or step.end
-                return _loss(threads, since, redone.begin, [Entry(since, raised.file, "the error")])
+                return _loss(threads, since, redone.begin, "the error", raised.file)
     raise NotFoundError(f"{STEP} was not ended by an error after the kill, and called again")
 
 
-def _loss(threads: Threads, begin: int, end: int, entries: list[Entry]) -> Loss:
-    beside: dict[str, dict[str, None]] = defaultdict(dict)
+def _loss(threads: Threads, begin: int, end: int, cause: str, raised_in: str = "") -> Loss:
+    entries = [Entry(begin, raised_in, cause)] if raised_in else []
+    beside: Beside = defaultdict(dict)
     for thread in threads.values():
         seen: set[tuple[Call, str]] = set()
-        resumed = entries[0].file if entries else ""
+        resumed = raised_in
         for call in _begun({0: thread}, begin, end):
             caller, concern = call.caller, concern_of(call, BESIDE_LOSS)
             if concern is not None:
                 beside[concern][call.file] = None
+            # What ran already when it happened goes on only because control came back to it.
             if caller is not None and caller.begin < begin and concern_of(caller, BESIDE_LOSS) is None:
                 if caller.file != resumed:
-                    entries.append(Entry(call.begin, caller.file, "the error" if entries else "the kill"))
+                    entries.append(Entry(call.begin, caller.file, cause))
                 resumed = caller.file
-            if concern is not None or (caller is not None and caller.file == call.file):
-                continue
-            if call.function.endswith("<genexpr>"):  # its file goes on with what it has passed to another one
+            # A generator that is passed to another file goes on in its own.
+            if concern is not None or call.function.endswith("<genexpr>"):
                 continue
             if caller is None:
                 entries.append(Entry(call.begin, call.file, "outside"))
-            elif (caller, call.file) not in seen:
+            elif caller.file != call.file and (caller, call.file) not in seen:
                 seen.add((caller, call.file))
                 entries.append(Entry(call.begin, call.file, caller.file))
     return Loss(entries, beside)
