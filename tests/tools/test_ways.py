@@ -1,0 +1,147 @@
+"""The tool that counts the files of a way: on a package of a few functions, which forks, starts a thread and fails."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tools.ways import ways
+from tools.ways.__main__ import HOOK
+from tools.ways.calls import Call, read_calls
+
+import torusgd
+
+PACKAGE = {
+    "__init__": "",
+    "run": """
+import os
+from . import step, survive
+
+def work():
+    own = step.TrainStep()
+    own.run()
+    own.run()
+    try:
+        own.run(fails=True)
+    except OSError:
+        survive.agree()
+        survive.agree()
+    own.run()
+
+if not os.fork():
+    work()
+    os._exit(0)
+os.wait()
+""",
+    "step": """
+import threading
+from . import control, sums
+
+class WholeNetwork:
+    def backward(self):
+        sums.add()
+
+class Update:
+    def step(self):
+        return
+
+class TrainStep:
+    def run(self, fails=False):
+        thread = threading.Thread(target=sums.send)
+        WholeNetwork().backward()
+        thread.start()
+        control.ControlMessage().send()
+        thread.join()
+        if fails:
+            sums.wait()
+        Update().step()
+        return "done"
+""",
+    "sums": """
+from . import wire
+
+def add():
+    return
+
+def send():
+    wire.send()
+
+def wait():
+    raise OSError
+""",
+    "wire": "def send(): ...",
+    "control": """
+from . import exact
+
+class ControlMessage:
+    def send(self):
+        exact.send()
+""",
+    "exact": "def send(): ...",
+    "survive": "def agree(): ...",
+}
+"""modules of a package of the same name; work runs in a process that is forked"""
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> dict[int, list[Call]]:
+    """The calls of the forked process, by thread."""
+    package = tmp_path / "torusgd"
+    package.mkdir()
+    for name, text in PACKAGE.items():
+        (package / f"{name}.py").write_text(text)
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    paths = os.pathsep.join([str(HOOK), str(tmp_path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "WAYS": str(traces), "WAYS_PACKAGE": str(package)}
+    subprocess.run([sys.executable, "-c", "import torusgd.run"], env=environment, check=True, timeout=60)
+    found = [read_calls(path) for path in traces.iterdir()]
+    (rank,) = [threads for threads in found if ways.is_rank(threads)]
+    return rank
+
+
+def test_a_gradient_passes_what_runs_in_any_thread_but_under_another_concern(rank: dict[int, list[Call]]) -> None:
+    found = ways.gradient(rank, ways.steps_of(rank, 3))
+    assert list(found.files)[:2] == ["step.py", "sums.py"]
+    assert sorted(found.files) == ["step.py", "sums.py", "wire.py"]
+    assert found.sometimes == {}
+    assert [sorted(files) for files in found.beside.values()] == [["control.py", "exact.py"]]
+
+
+def test_a_loss_enters_a_file_once_for_each_run_of_a_caller(rank: dict[int, list[Call]]) -> None:
+    found = [(entry.file, entry.origin) for entry in ways.loss_in_rank(rank, killed=0).entries]
+    assert found == [
+        ("sums.py", "the error"), ("run.py", "the error"), ("survive.py", "run.py"), ("step.py", "run.py"),
+    ]  # fmt: skip
+
+
+def test_a_mark_that_does_not_come_by_is_named(rank: dict[int, list[Call]]) -> None:
+    with pytest.raises(ways.NotFoundError, match=ways.ANNOUNCE):
+        ways.loss_in_launcher(rank, killed=0)
+    with pytest.raises(ways.NotFoundError, match=ways.UPDATE):
+        ways.steps_of(rank, 4)
+
+
+def test_the_tables_name_what_the_package_has() -> None:
+    has = {name for path in Path(torusgd.__file__).parent.rglob("*.py") for name in names_of(path)}
+    marks = {ways.BACKWARD, ways.UPDATE, ways.STEP, ways.NOTICE, ways.ANNOUNCE}
+    assert marks | set(ways.BESIDE_GRADIENT) | set(ways.BESIDE_LOSS) <= has
+
+
+def names_of(path: Path) -> set[str]:
+    """Qualified names of a file's classes and functions."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, ast.FunctionDef)
+            if is_function or isinstance(child, ast.ClassDef):
+                found.add(prefix + child.name)
+                visit(child, f"{prefix}{child.name}.<locals>." if is_function else f"{prefix}{child.name}.")
+            else:
+                visit(child, prefix)
+
+    visit(ast.parse(path.read_text()), "")
+    return found
