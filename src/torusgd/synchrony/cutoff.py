@@ -87,7 +87,6 @@ class MovingAverage:
         return self._positive(self._mean + self._deviation() * _inverse(np.clip(chances, _SURE, 1 - _SURE)))
 
     def observe(self, seconds: F64, cutoff: float) -> None:
-        """See `Predictor`."""
         is_seen = ~np.isnan(seconds)
         # Of a worker that was left out for long nothing but draws is in the mean: its first time stands for itself.
         is_new = is_seen & (self.unseen >= _FORGOTTEN / self._weight)

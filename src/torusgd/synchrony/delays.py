@@ -55,7 +55,6 @@ class Constant(Delay):
     amount: float = 1.0
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         return np.full(np.broadcast_shapes(worker.shape, step.shape, part.shape), self.amount)
 
 
@@ -66,7 +65,6 @@ class Exponential(Delay):
     mean: float = 1.0
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         return -self.mean * np.log1p(-keyed_uniform(*key, worker, step, part))
 
 
@@ -78,7 +76,6 @@ class Gamma(Delay):
     scale: float = 1.0
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         worker, step, part = np.broadcast_arrays(worker, step, part)
         # Of shapes below 1 a draw of shape + 1 is scaled by a uniform draw's power.
         boost = 1.0 if self.shape >= 1 else (1 - keyed_uniform(*key, worker, step, part, 0)) ** (1 / self.shape)
@@ -106,7 +103,6 @@ class LogNormal(Delay):
     mean: float = 0.5
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         cumulative, values = _drop_compute_noise()
         drawn = np.searchsorted(cumulative, keyed_uniform(*key, worker, step, part), side="right")
         return self.mean * values[np.minimum(drawn, len(values) - 1)]
@@ -120,7 +116,6 @@ class Pause(Delay):
     amount: float = 2.0
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         return np.where(keyed_uniform(*key, worker, step, part) < self.probability, self.amount, 0.0)
 
 
@@ -133,7 +128,6 @@ class Slow(Delay):
     since: float = 0.0
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         slow = (keyed_uniform(*key, worker) < self.share) & (step >= self.since)
         return np.where(slow, self.factor - 1, 0.0) + np.zeros(part.shape)
 
@@ -145,7 +139,6 @@ class Measured(Delay):
     amounts: tuple[float, ...]
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         drawn = keyed_integer(len(self.amounts), *key, worker, step)
         return np.where(part == 0, np.array(self.amounts)[drawn], 0.0)
 

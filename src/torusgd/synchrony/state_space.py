@@ -133,13 +133,11 @@ class StateSpace:
         self._window = model.standardised(torch.from_numpy(past[-WINDOW:]).float())
 
     def samples(self, draws: int) -> F64:
-        """See `Predictor`."""
         mean, deviation = self._model.forecast(self._window, draws, self._draws)
         drawn = mean + deviation * torch.randn(mean.shape, generator=self._draws)
         return np.asarray((drawn * self._model.scale + self._model.centre).exp().double().numpy())
 
     def observe(self, seconds: F64, cutoff: float) -> None:
-        """See `Predictor`."""
         left_out = torch.from_numpy(np.isnan(seconds))
         known = torch.from_numpy(np.where(np.isnan(seconds), cutoff, seconds)).float()
         times = self._model.standardised(known)

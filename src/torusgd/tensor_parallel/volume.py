@@ -44,7 +44,6 @@ class Linear(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """See `Shape`."""
         return self.ifm * self.ofm
 
 
