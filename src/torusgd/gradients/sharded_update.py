@@ -17,11 +17,10 @@ from ..comm.groups import group_of
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import UserError
 from ..optim import BLOCK, AdamW, Lamb, Lars, Sgd
-from .block_norms import BlockNorms
 from .layout import USUAL_MIB
 from .reducer import Channel, Reducer, parameter_slots
+from .sharding import BlockNorms, WeightGather
 from .update import over_tensors
-from .weight_gather import WeightGather
 
 Wire = Literal["exact", "float16", "bfloat16"]
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (

@@ -17,8 +17,7 @@ from ..rng import INIT, keyed_hash
 from .freeze import BODY, freeze
 from .libraries import SIZE_OPTIONS, timm_classifier, torchvision_classifier
 from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
-from .resnet import resnet18, resnet34, resnet50, resnet101
-from .small import digits_net, fashion_net
+from .resnet import digits_net, fashion_net, resnet18, resnet34, resnet50, resnet101
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "alexnet-bn": alexnet_bn,

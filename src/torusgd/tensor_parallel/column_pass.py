@@ -4,6 +4,11 @@ Each rank brings one virtual worker at a time. For each layer the ranks of a gro
 every one has the inputs of all its group's virtual workers; each computes its own column blocks of them. Every tensor
 that a kernel sees is that of one virtual worker and one column block, in memory of its own, and the input gradients are
 added as a tree over column blocks: so the bits are the same for any number of ranks in a group.
+
+The loss is a label-smoothed cross-entropy over classes in column blocks, without bringing the logits together (torch's
+`loss_parallel` takes no label smoothing). Of each block and image four numbers are enough: the largest logit, the sum
+of exponentials under it, the sum of logits and the target's logit. The ranks exchange those and join them in float64;
+each computes its own columns' gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +21,71 @@ from torch.nn import functional as F
 from ..precision import Precision
 from ..rng import DROPOUT, seed_torch
 from .column_layout import OWN, ActivationBlock, ActivationBlocks, Layout, sum_in_tree
-from .cross_entropy import NUMBERS, Joined, block_gradient, block_numbers, join
 from .exchange import Exchange, ParallelGroups, Transfer, join_columns, sum_partials
 from .tail import ColumnLayer, ColumnTail
+
+NUMBERS = 4
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What all blocks together say of a virtual worker's images."""
+
+    loss: Tensor
+    """float32 []: the mean over images"""
+    largest: Tensor
+    """float32 (images, 1): the largest logit"""
+    exponentials: Tensor
+    """float32 (images, 1): the sum of exp(logit - largest) over all classes"""
+
+
+def block_numbers(logits: Tensor, low: int, targets: Tensor) -> Tensor:
+    """The four numbers of one block.
+
+    Args:
+        logits: float32 (images, columns), classes low and up.
+        low: The block's first class.
+        targets: int64 (images).
+
+    Returns:
+        float64 (images, 4): the largest logit, the sum of exp(logit - largest), the sum of logits, and the target's
+        logit, or 0 where the target is in another block.
+    """
+    largest = logits.amax(dim=1, keepdim=True)
+    exponentials = torch.exp(logits - largest).sum(dim=1, dtype=torch.float64)
+    places = (targets - low).clamp(0, logits.shape[1] - 1)
+    is_here = (targets >= low) & (targets < low + logits.shape[1])
+    found = torch.where(is_here, logits.gather(1, places[:, None])[:, 0], 0.0)
+    return torch.stack(
+        [largest[:, 0].double(), exponentials, logits.sum(dim=1, dtype=torch.float64), found.double()], dim=1
+    )
+
+
+def join(numbers: Tensor, classes: int, smoothing: float) -> Joined:
+    """The loss from the numbers of all blocks.
+
+    Args:
+        numbers: float64 (blocks, images, 4), in block order.
+        classes: Of all blocks together.
+        smoothing: Share of the target spread evenly over all classes.
+    """
+    largest = numbers[..., 0].amax(dim=0)
+    exponentials = (numbers[..., 1] * torch.exp(numbers[..., 0] - largest)).sum(dim=0)
+    logits, target = numbers[..., 2].sum(dim=0), numbers[..., 3].sum(dim=0)
+    each = largest + exponentials.log() - (1 - smoothing) * target - smoothing / classes * logits
+    return Joined(each.mean().float(), largest.float()[:, None], exponentials.float()[:, None])
+
+
+def block_gradient(
+    logits: Tensor, low: int, targets: Tensor, joined: Joined, classes: int, smoothing: float, scale: float
+) -> Tensor:
+    """The gradient of scale * loss in the logits of one block: float32, of their shape."""
+    gradient = torch.exp(logits - joined.largest) / joined.exponentials - smoothing / classes
+    is_here = (targets >= low) & (targets < low + logits.shape[1])
+    places = (targets - low).clamp(0, logits.shape[1] - 1)
+    gradient.scatter_add_(1, places[:, None], torch.where(is_here, smoothing - 1.0, 0.0)[:, None])
+    return gradient.mul_(scale / len(targets))
+
 
 Sink = Callable[[int, int, Tensor, Tensor | None], None]
 """takes a layer's number, a column block's, and the gradients of its weight and bias by one virtual worker (float32)"""
