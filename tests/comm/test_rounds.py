@@ -133,7 +133,7 @@ def test_grids():
     for text in ("4", "4x", "0x4", "4x4x4", "axb"):
         with pytest.raises(UserError, match="grid"):
             parse_grid(text)
-    with pytest.raises(UserError, match="3x5: has 15 places; give Y x X = 16"):
+    with pytest.raises(UserError, match="3x5: holds 15 ranks; give Y x X = 16"):
         parse_algorithm("torus", 16, (3, 5))
     with pytest.raises(UserError, match="unknown"):
         parse_algorithm("tree", 16)

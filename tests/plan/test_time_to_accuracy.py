@@ -6,9 +6,16 @@ import pytest
 
 from torusgd.errors import UserError
 from torusgd.plan import load_cluster, load_software, workload_of
-from torusgd.plan.epochs import LARGEST, REFERENCE, SMALLEST, EpochCurve, check_known, curve, fit, leave_one_out
 from torusgd.plan.time_to_accuracy import (
+    LARGEST,
+    REFERENCE,
+    SMALLEST,
     AccuracyPlan,
+    EpochCurve,
+    check_known,
+    curve,
+    fit,
+    leave_one_out,
     most_devices,
     plan_to_accuracy,
     quickest,

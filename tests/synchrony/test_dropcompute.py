@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from torusgd.synchrony.delays import delay_model
-from torusgd.synchrony.dropcompute import choose_threshold, threshold_at
+from torusgd.synchrony.limits import choose_threshold, threshold_at
 
 MICRO_BATCHES = 12
 LOOKED_AT = 44

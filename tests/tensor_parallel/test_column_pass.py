@@ -133,7 +133,7 @@ def test_dropout_depends_on_worker_layer_and_block() -> None:
         one.passing.begin(targets)
         loss = one.passing.forward(one.tail.front(x), step=3, workers=lambda rank, worker=worker: worker)
         losses.add(loss.item())
-        outputs = one.passing._kept[0].outputs
+        outputs = one.passing._saved[0].outputs
         dropped = [(output == 0).sum().item() for output in outputs.values()]
         assert len(set(map(str, [(o.detach() == 0).tolist() for o in outputs.values()]))) > 1, dropped
     assert len(losses) == 2

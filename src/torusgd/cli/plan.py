@@ -279,10 +279,9 @@ def _show_accuracy(
     planned: Planned, target: float, sweep: bool, price: float | None, plot: Path | None
 ) -> dict[str, Any]:
     """Prints time, batch and cost to an accuracy, with the curve over devices if asked for; all as plain values."""
-    from ..plan.epochs import check_known
     from ..plan.plot import plot_accuracy
     from ..plan.search import device_counts
-    from ..plan.time_to_accuracy import most_devices, plan_to_accuracy, quickest, sweep_to_accuracy
+    from ..plan.time_to_accuracy import check_known, most_devices, plan_to_accuracy, quickest, sweep_to_accuracy
     from .plan_tables import show_accuracy, show_accuracy_sweep
 
     check_known(planned.recipe, target)

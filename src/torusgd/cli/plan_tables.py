@@ -7,12 +7,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..plan.epochs import LARGEST, SMALLEST, TARGET, curve, leave_one_out
 from ..plan.forecast import Forecast
 from ..plan.published import Prediction, base_of, counted_groups, left_out, number, percent, summary
 from ..plan.relaxed import RelaxedForecast
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
-from ..plan.time_to_accuracy import AccuracyPlan, AccuracySweep, quickest
+from ..plan.time_to_accuracy import (
+    LARGEST,
+    SMALLEST,
+    TARGET,
+    AccuracyPlan,
+    AccuracySweep,
+    curve,
+    leave_one_out,
+    quickest,
+)
 from ..report.tables import duration
 
 _PARTS = ("forward", "backward", "exposed", "contention", "exchange", "coordination", "update", "input", "jitter")

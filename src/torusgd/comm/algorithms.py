@@ -8,18 +8,17 @@ from ..errors import UserError
 from .rounds import METHODS, Axis, Round, all_reduce, cut, hierarchical, reduce_scatter
 
 TREES = {"binomial-tree": "binomial", "double-tree": "double-tree", "chain": "chain"}
-"""flat algorithms by way of one rank or two, for comparison: halving-doubling has no more latency and fewer bytes than
-a tree, and never loses to one; a double tree and a chain need many chunks to come near a ring"""
+"""flat algorithms by way of one rank or two, for comparison: halving-doubling has at most the latency of a tree and
+fewer bytes; a double tree and a chain need many chunks to come near a ring"""
 FLAT = {"ring": "ring", "halving-doubling": "halving", "doubling": "doubling", "direct": "direct", **TREES}
 """algorithms along one axis of all ranks, and the method that each uses there"""
 GRIDS = ("torus", "hierarchical")
 """algorithms on a grid, whose axes have methods of their own"""
 SCHEDULED = (*FLAT, *GRIDS)
 NAMES = ("auto", "native", *SCHEDULED)
-"""what an all-reduce may be called; `auto` measures and picks, `native` is the backend's own"""
+"""names that `create` takes; `auto` measures and picks, `native` is the backend's own"""
 OTHER_PROGRAMS = ("tree", "nccl", "in-network")
-"""those of other programs, which only a plan knows: NCCL's double binary tree, the faster of it and a ring, switches
-that add"""
+"""algorithms that only a plan knows: NCCL's double binary tree, the faster of it and a ring, switches that add"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Algorithm:
 
     @property
     def name(self) -> str:
-        """What `parse_algorithm` was given: the algorithm, with the methods of its axes where they are not rings."""
+        """The algorithm as `parse_algorithm` reads it, with the methods of its axes unless they are rings."""
         if self.algorithm in FLAT or self.vertical == self.horizontal == "ring":
             return self.algorithm
         both = self.vertical == self.horizontal
@@ -76,7 +75,7 @@ def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, 
     """The algorithm of that name on `ranks` ranks.
 
     `torus` and `hierarchical` take a grid, by default the squarest with rows at least as long as columns, and after a
-    colon the methods of the vertical and the horizontal axis, or one for both, rings by default. UserError where name,
+    colon the methods of the vertical and the horizontal axis, or one for both, rings by default. UserError if name,
     grid and number of ranks don't fit together.
 
     >>> str(parse_algorithm("torus:halving/ring", 12))
@@ -86,9 +85,7 @@ def parse_algorithm(name: str, ranks: int, grid: tuple[int, int] | None = None, 
     if algorithm not in SCHEDULED or (methods and algorithm in FLAT):
         raise UserError(f"allreduce {name}: unknown; one of {', '.join(NAMES)}")
     if grid is not None and grid[0] * grid[1] != ranks:
-        raise UserError(
-            f"grid {grid[0]}x{grid[1]}: has {grid[0] * grid[1]} places; give Y x X = {ranks} for {ranks} ranks"
-        )
+        raise UserError(f"grid {grid[0]}x{grid[1]}: holds {grid[0] * grid[1]} ranks; give Y x X = {ranks}")
     if algorithm in FLAT:
         return Algorithm(algorithm, (1, ranks), FLAT[algorithm], FLAT[algorithm], chunks)
     vertical, slash, horizontal = (methods or "ring").partition("/")
@@ -120,5 +117,5 @@ def parse_grid(text: str) -> tuple[int, int]:
 
 
 def usual_chunks(size: int) -> int:
-    """Chunks for `size` bytes where nobody measured: of 2 MiB each, four at most."""
+    """The number of chunks for `size` bytes without a measurement: of 2 MiB each, four at most."""
     return max(1, min(4, size >> 21))

@@ -20,7 +20,7 @@ from .tuning.tune import measure
 
 _PROBE_SECONDS = 40.0
 _SIZES = [round(2 ** (eighth / 8)) for eighth in range(24, 8 * 40)]
-"""bytes, 8 to 1 TiB, for each of which `auto` decides; a message goes by the largest of these that it holds"""
+"""sizes in bytes, 8 to 1 TiB, for which `auto` decides; a message uses that of the largest one that it reaches"""
 
 
 class NativeAllReduce:
@@ -29,13 +29,11 @@ class NativeAllReduce:
     name = "native"
     explanation = "allreduce native: the backend's own"
     profile: None = None
-    """nothing is chosen here"""
 
     def __init__(self, group: Group | ProcessGroup | None = None) -> None:
         self.group = group_of(group)
 
     def start(self, tensor: torch.Tensor) -> Work:
-        """See `AllReduce`."""
         check_tensor(tensor)
         if self.group.size == 1 or tensor.numel() == 0:
             return Done()
@@ -46,7 +44,7 @@ class NativeAllReduce:
 
 
 class AlgorithmAllReduce:
-    """Sums by the algorithm that `choose` gives for a number of bytes, or natively where it gives None."""
+    """Sums by the algorithm that `choose` gives for a number of bytes, or natively if it gives None."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class AlgorithmAllReduce:
         self.explanation = explanation
         """one line: what runs, and why"""
         self.profile = profile
-        """what `auto` chooses by"""
+        """the measurements by which `auto` chooses"""
         self.connection = connection
 
         def effective(size: int) -> Algorithm | None:
@@ -75,18 +73,16 @@ class AlgorithmAllReduce:
         return self.connection.group
 
     def start(self, tensor: torch.Tensor) -> Work:
-        """See `AllReduce`."""
         check_tensor(tensor)
         if tensor.numel() == 0:
             return Done()
         return self.connection.engine.run(tensor, self._choose(tensor.numel() * tensor.element_size()))
 
     def algorithm_for(self, size: int) -> Algorithm | None:
-        """What runs for so many bytes; None for the backend's own all_reduce."""
+        """The algorithm for a tensor of `size` bytes; None for the backend's own all_reduce."""
         return self._choose(size)
 
     def close(self) -> None:
-        """See `AllReduce`."""
         self.connection.close()
 
 
@@ -123,7 +119,7 @@ def create(
         An all-reduce; on one rank the no-op of `native`. Its `explanation` says in one line what runs and why.
 
     Raises:
-        UserError: on every rank, where the name, the grid or the profile don't fit.
+        UserError: on every rank, if the name, the grid or the profile don't fit.
         CommTimeout: The ranks did not meet in time.
 
     >>> allreduce = create("ring")  # one rank: nothing to sum
@@ -147,43 +143,45 @@ def create(
 def over(
     connection: Connection, name: str, grid: tuple[int, int] | None = None, profile: Path | None = None
 ) -> AlgorithmAllReduce:
-    """What `create` makes, by any name but `native`, over a connection that several may share; any `close` ends it."""
+    """As `create`, for any name but `native`, over a connection that several all-reduces may share.
+
+    Closing any of them closes the connection.
+    """
     size = connection.size
     if name == "auto":
         known, source = _profile(profile, connection)
         return AlgorithmAllReduce(name, connection, _decided(known, connection), explain(known, source), known)
     if grid is None and name.partition(":")[0] in GRIDS:
         grid = _natural_grid(hosts_of(connection.group))
-    asked = parse_algorithm(name, size, grid)
-    runs = connection.engine.effective(asked)
-    why = f"allreduce {asked}: as asked for" if runs == asked else f"allreduce {asked}: runs as {runs} on this backend"
+    requested = parse_algorithm(name, size, grid)
+    runs = connection.engine.effective(requested)
+    why = f"allreduce {requested}: " + ("as requested" if runs == requested else f"runs as {runs} on this backend")
     return AlgorithmAllReduce(name, connection, lambda n: parse_algorithm(name, size, grid, usual_chunks(n)), why)
 
 
 def _natural_grid(hosts: tuple[int, ...]) -> tuple[int, int] | None:
-    """Hosts times ranks a host, where both are more than one."""
+    """Hosts times ranks a host, if both are more than one."""
     each = ranks_a_host(hosts)
     return (len(hosts) // each, each) if 1 < each < len(hosts) else None
 
 
 def _decided(profile: Profile, connection: Connection) -> Callable[[int], Algorithm | None]:
-    """What `choose` says of any number of bytes, on every rank what the first one finds.
-
-    Two processors can differ in the last bit of a price, and two ranks would then wait for each other's messages. So
-    the first rank decides and the others only compare sizes.
-    """
+    """`choose` for any number of bytes, with rank 0's decisions on every rank."""
+    # Two processors can differ in the last bit of a price, and two ranks would then wait for each other's messages. So
+    # the first rank decides, and the others only compare sizes.
     decisions = ""
     if connection.rank == 0:
         plans = [choose(profile, size, connection.size).plan for size in _SIZES]
         decisions = json.dumps([plan and asdict(plan) for plan in plans])
-    told = json.loads(connection.group.broadcast_text(decisions))
-    plans = [tree and Algorithm(**{**tree, "grid": tuple(tree["grid"])}) for tree in told]
+    received = json.loads(connection.group.broadcast_text(decisions))
+    plans = [tree and Algorithm(**{**tree, "grid": tuple(tree["grid"])}) for tree in received]
     return lambda size: plans[max(0, bisect_right(_SIZES, size) - 1)]
 
 
 def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:
     """The profile that all ranks use, and where it comes from: a file that fits these ranks, or a probe."""
     text = ""
+    # Only rank 0 need see the file. It sends its error as well, or the others would wait for a profile for ever.
     if path is not None and connection.rank == 0:
         try:
             text = Profile.load(path).model_dump_json()

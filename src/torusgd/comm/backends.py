@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .base import ConnectionLost
 
-_ASK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
 class NcclSplit(NamedTuple):
@@ -28,42 +28,40 @@ class NcclSplit(NamedTuple):
     parent: Any
     """torch's ProcessGroupNCCL, whose members all take part"""
     color: int
-    """the same for the members of one new communicator, and different for the others'"""
+    """the number of the new communicator that this rank joins"""
 
 
 def connected(
     store: Store,
     ranks: Sequence[int],
-    place: int,
+    group_rank: int,
     device: torch.device,
     limit: timedelta,
     nccl: bool,
     split: NcclSplit | None = None,
     is_given_up: Callable[[], bool] | None = None,
 ) -> ProcessGroup:
-    """A group of torch's that its registry doesn't know; every member calls it, and returns when all have.
+    """A process group outside torch's registry; every member calls it, and returns when all have.
 
     Args:
-        store: Or a prefix of one, that no group has used before.
+        store: A store or a prefix of one that no group has used before.
         ranks: The members, in group order.
-        place: Of this process among them.
+        group_rank: Index of this process in `ranks`.
         device: Where the members' tensors live, beside CPU tensors.
-        limit: To meet, and for each collective.
-        nccl: CUDA tensors travel by NCCL; else by Gloo, which copies them to the host and back.
-        split: From which communicator NCCL's is made; None: anew.
-        is_given_up: Asked while the members connect; once it says so this rank waits for them no longer.
-
-    Raises:
-        ConnectionLost: It has been given up.
+        limit: Time for the members to meet, and for each collective.
+        nccl: True sends CUDA tensors by NCCL, False by Gloo, which copies them to the host and back.
+        split: Communicator from which NCCL's is made; None: a new one.
+        is_given_up: Polled while the members connect; ConnectionLost once it returns True.
     """
     if is_given_up is None:
-        return _connect(store, ranks, place, device, limit, nccl, split)
+        return _connect(store, ranks, group_rank, device, limit, nccl, split)
     own: Store = store.clone()  # type: ignore[attr-defined]  # whoever waits in a store holds up all its users
-    return _unless(is_given_up, partial(_connect, own, ranks, place, device, limit, nccl, split))
+    return _unless(is_given_up, partial(_connect, own, ranks, group_rank, device, limit, nccl, split))
 
 
 def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]) -> ProcessGroup:
-    """What `connect` gives; nothing interrupts it, so it runs in a thread that may be left behind, with its store."""
+    """The result of `connect()`, or ConnectionLost once `is_given_up()`."""
+    # Nothing interrupts torch's rendezvous, so it runs in a thread that may be left behind, with its store.
     answer: Future[ProcessGroup] = Future()
 
     def run() -> None:
@@ -73,7 +71,7 @@ def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="torusgd-connect").start()
-    while not wait_for([answer], _ASK_SECONDS).done:
+    while not wait_for([answer], _POLL_SECONDS).done:
         if is_given_up():
             raise ConnectionLost("a rank was lost while a group was formed")
     return answer.result()
@@ -82,15 +80,16 @@ def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]
 def _connect(
     store: Store,
     ranks: Sequence[int],
-    place: int,
+    group_rank: int,
     device: torch.device,
     limit: timedelta,
     nccl: bool,
     split: NcclSplit | None,
 ) -> ProcessGroup:
     size, gpu = len(ranks), torch.device("cuda")
-    group = ProcessGroup(store, place, size)
-    gloo = ProcessGroupGloo(PrefixStore("gloo", store), place, size, limit)
+    group = ProcessGroup(store, group_rank, size)
+    gloo = ProcessGroupGloo(PrefixStore("gloo", store), group_rank, size, limit)
+    # As torch's own `new_group` does: its debug modes compare these numbers among ranks.
     gloo._set_sequence_number_for_group()
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
@@ -99,7 +98,7 @@ def _connect(
         options._timeout, options.global_ranks_in_group = limit, list(ranks)
         if split is not None:
             options.split_from, options.split_color = split
-        backend = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), place, size, options)
+        backend = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), group_rank, size, options)
         backend._set_sequence_number_for_group()
         group._register_backend(gpu, ProcessGroup.BackendType.NCCL, backend)
         # At once, for a split needs all members of the parent, and a first batch of messages has not all of them.

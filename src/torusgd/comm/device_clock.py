@@ -1,8 +1,8 @@
-"""When a device has come to a place in its work, as seconds of this process' clock.
+"""When a device has reached a point of its work, in seconds of this process' clock.
 
-On a CPU that is when the program comes there. A GPU is given its work in advance: the program's own times say when
+On a CPU that is when the program gets there. A GPU receives its work in advance: the program's own times say when
 work was launched, on a loaded GPU long before it is done, and would call the wrong rank slow. There an event is
-recorded, and its time is asked for later, so that nobody waits for it.
+recorded, and its time is read later, so that nobody waits for it.
 """
 
 import time
@@ -11,15 +11,11 @@ from collections.abc import Callable
 import torch
 
 Mark = Callable[[], float]
-"""when the device came to a place (as time.perf_counter tells it); to be asked once it has been there"""
+"""seconds (time.perf_counter) at which the device reached a point; to be called once it has"""
 
 
 class DeviceClock:
-    """Marks places in the work of one device.
-
-    Args:
-        device: A GPU's events count from the last `set`.
-    """
+    """Marks points in the work of one device; a GPU's events count from the last `set`."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -28,17 +24,18 @@ class DeviceClock:
         self.set()
 
     def set(self) -> None:
-        """Now, with nothing under way on the device: the two clocks are compared."""
+        """Compares the two clocks; to be called with nothing under way on the device."""
         if self._is_cuda:
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
             self._began = time.perf_counter()
 
     def mark(self) -> Mark:
-        """The place after all that the current stream has been given so far."""
+        """The point after all work that the current stream has received so far."""
         if not self._is_cuda:
             now = time.perf_counter()
             return lambda: now
+        # `elapsed_time` is in milliseconds and needs both events to have happened.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         origin, began = self._origin, self._began

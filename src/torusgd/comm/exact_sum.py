@@ -13,13 +13,13 @@ from torch import Tensor
 
 LIMB_BITS = 40
 MOST_ADDENDS = 2**20
-"""that any of these sums has room for: virtual workers of a step, images of an evaluation"""
+"""most addends of any of these sums: virtual workers of a step, images of an evaluation"""
 _MOST_NARROW = 2**13 - 1
 
 
 @dataclass(frozen=True)
 class Window:
-    """The bits that a sum keeps: `limbs` limbs, the highest of weight 2**top.
+    """The bits that a sum holds: `limbs` limbs, the highest of weight 2**top.
 
     A value of 2**(top + 43) or more in magnitude counts as non-finite. Bits below the lowest limb are dropped from
     each value alone, so that the result still does not depend on order.
@@ -35,7 +35,7 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """int64 values that one sum takes: its limbs and a count of non-finite addends."""
+        """Number of int64 values of one sum: its limbs and a count of non-finite addends."""
         return self.limbs + 1
 
 
@@ -59,20 +59,18 @@ def gradient_integers(addends: int) -> torch.dtype:
 
 
 def encode(values: Tensor, window: Window = FULL) -> Tensor:
-    """Cuts floats into limbs.
-
-    Args:
-        values: float32 or float64, any shape.
-        window: Which bits to keep.
+    """Cuts floats (float32 or float64, any shape) into the limbs of a window.
 
     Returns:
         int64 tensor [window.rows, *values.shape]; add such tensors, over at most 2**20 addends, then `decode`.
     """
     rest = values.to(torch.float64)
+    # 2**43 of the highest limb's weight times 2**20 addends is 2**63. Not `>=`: a nan has to be counted, too.
     bad = ~(rest.abs() < 2.0 ** (window.top + 43))
     rest = rest.masked_fill(bad, 0.0)
     rows = []
     for weight in window.weights:
+        # Exact at each line: scaling by a power of two, truncation, and a difference that cancels the leading bits.
         digits = torch.trunc(rest * (1 / weight))
         rows.append(digits.to(torch.int64))
         rest = rest - digits * weight
@@ -81,16 +79,17 @@ def encode(values: Tensor, window: Window = FULL) -> Tensor:
 
 
 def decode(limbs: Tensor, window: Window = FULL) -> Tensor:
-    """The float64 value of summed limbs, within one unit in the last place; nan where an addend was not finite.
+    """The float64 value, within one unit in the last place, of summed limbs, int64 [window.rows, ...].
 
-    Args:
-        limbs: int64 [window.rows, ...] as from `encode`, summed.
+    An element is nan if one of its addends was not finite.
     """
     digits = list(limbs[:-1])
+    # From the lowest limb up: an arithmetic shift leaves each limb in 0..2**40 and hands its sign to the one above.
     for i in range(len(digits) - 1, 0, -1):
         carry = digits[i] >> LIMB_BITS
         digits[i] = digits[i] - (carry << LIMB_BITS)
         digits[i - 1] = digits[i - 1] + carry
+    # Highest first and in this order on every rank: these few additions of floats are the only ones that round.
     total = torch.zeros_like(digits[0], dtype=torch.float64)
     for digit, weight in zip(digits, window.weights, strict=True):
         total = total + digit.to(torch.float64) * weight

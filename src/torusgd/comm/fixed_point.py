@@ -10,7 +10,7 @@ are of int64 (ours; fixed-point sums go back to Kulisch's accumulator). Three co
 3. The integers: 8 bytes an element, whatever the number of ranks and addends. By any all-reduce, for integer sums have
    the same bits by all of them.
 
-K addends leave 62 - ceil(log2 K) bits for each: where the largest one of a block has the magnitude M, an addend is
+K addends leave 62 - ceil(log2 K) bits for each: if the largest one of a block has the magnitude M, an addend is
 rounded to the nearest multiple of a power of two that is at most M * 2^(ceil(log2 K) - 61).
 """
 
@@ -26,19 +26,19 @@ from .allreduce import AlgorithmAllReduce, NativeAllReduce
 from .groups import Group, group_of
 
 BLOCK = 4096
-"""elements, in memory order of the contiguous tensor, that share a power of two"""
+"""number of elements, in memory order of the contiguous tensor, that share a power of two"""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_ADDENDS, _MOST_RANKS, _MOST_DIMS = 2**31, 2**15 - 1, 8
+# One bit less than the magnitude of an int64 has, since rounding may reach the bound of a block's sum itself.
 _SUM_BITS = 62
-"""of the magnitude of a block's sums: one less than an int64 has, since rounding may reach the bound itself"""
 _FIELD, _COUNT = 34, 15
-"""bits of an int64 in a block with inf or nan: the sum's, then twice a number of ranks (see `_count_nonfinite`)"""
+"""bits of an int64 in a block with inf or nan: of the sum, then of each number of ranks (see `_count_nonfinite`)"""
 _LEAST = -2000
 """exponent of a block of zeros: below that of any float64"""
 _FINEST = 1074
-"""no float64 has bits below 2**-1074"""
+"""largest shift: no float64 has bits below 2**-1074"""
 _AT_ONCE = 1 << 17
-"""elements that are worked on at a time, so that they stay in a CPU's cache"""
+"""number of elements of one pass, so that they stay in a CPU's cache"""
 
 
 @torch.no_grad()
@@ -50,8 +50,8 @@ def exact_all_reduce(
     """The sum of all addends of all ranks, with the same bits however they are spread over ranks and in any order.
 
     Every rank of the group calls it. The bits are the same for any number of ranks and addends a rank, any algorithm,
-    and any backend, on CPU and GPU alike. At most 8 bytes an element travel, and 8 a block of 4,096 elements; no rank
-    gathers addends, and beyond them a rank needs memory for one sum and its result, however many they are.
+    and any backend, on CPU and GPU alike. At most 8 bytes an element travel, and 8 a block of 4,096 elements. Beside
+    its own addends a rank needs memory for one sum and its result.
 
     Args:
         addends: A tensor, or a list of tensors of one shape, dtype and device: float16, bfloat16, float32 or float64,
@@ -66,9 +66,9 @@ def exact_all_reduce(
         M * 2^(2 c - 62), plus half a unit in the last place of its own dtype (float32 and narrower: by 2^-29 of one
         more, as it is rounded to float64 first). That is 2^-42 M for 1,024 addends and 2^-22 M for 2^20. float32
         addends of at least M * 2^(c - 38), and float64 addends of at least M * 2^(c - 9), are added without any error.
-        As in IEEE arithmetic an element is nan where an addend is nan or infinities of both signs meet, and inf where
-        one addend is or where the sum is beyond the dtype. The other elements of a block with inf or nan keep 30 bits
-        less: they differ by at most M * 2^(2 c - 32). The sum of negative zeros is 0.
+        As in IEEE arithmetic an element is nan if an addend is nan or infinities of both signs meet, and inf if one
+        addend is or the sum is beyond the dtype. The other elements of a block with inf or nan have 30 bits less:
+        they differ by at most M * 2^(2 c - 32). The sum of negative zeros is 0.
 
     Raises:
         UserError: On every rank: the addends' shapes or dtypes differ, nobody has an addend, or there are more than
@@ -89,36 +89,43 @@ def exact_all_reduce(
     exponents = _exponents(mine, numel, common.device).to(ranks.small_device)
     ranks.all_reduce(exponents, maximum=True)
     exponent, nonfinite = exponents.to(common.device)
-    is_flagged, all_finite = nonfinite > 0, not bool(nonfinite.any())
+    is_flagged = nonfinite > 0
+    # Each addend is below 2**bits, so that the sum of K of them stays below 2**_SUM_BITS in any order.
     bits = torch.where(is_flagged, _FIELD - 2, _SUM_BITS) - (common.addends - 1).bit_length()
     shift = torch.where(exponent > _LEAST, bits - exponent, 0).clamp(max=_FINEST)
 
     total = _add_up(mine, numel, _powers(shift), common.device)
-    if not all_finite:
+    if bool(is_flagged.any()):
         _count_nonfinite(mine, total)
     if allreduce is not None:
         allreduce.start(total).wait()
     else:
         ranks.all_reduce(total)
-    result, (first, second) = torch.empty(numel, dtype=common.dtype, device=common.device), _powers(-shift)
-    for blocks, elements, width in _runs(numel, common.device):
+    return _to_floats(total, shift, is_flagged, common.dtype).view(common.shape)
+
+
+def _to_floats(total: Tensor, shift: Tensor, is_flagged: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values [numel] of summed integers, block by block times 2**-shift."""
+    result, (first, second) = torch.empty(total.shape, dtype=dtype, device=total.device), _powers(-shift)
+    all_finite = not bool(is_flagged.any())
+    for blocks, elements, width in _runs(len(total), total.device):
         integers, flags = total[elements].unflatten(0, (-1, width)), is_flagged[blocks, None]
         sums = integers if all_finite else torch.where(flags, _field(integers), integers)
         values = sums.double().mul_(first[blocks]).mul_(second[blocks])
         if not all_finite:
             values = torch.where(flags, _with_nonfinite(values, integers), values)
-        result[elements] = values.flatten().to(common.dtype)
-    return result.view(common.shape)
+        result[elements] = values.flatten().to(dtype)
+    return result
 
 
 class _Common(NamedTuple):
-    """What the ranks have agreed on."""
+    """The shape, dtype and device that all ranks' addends have."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     addends: int
-    """of all ranks"""
+    """number of addends of all ranks"""
 
 
 def _agree(addends: Sequence[Tensor], ranks: Group) -> _Common:
@@ -130,7 +137,7 @@ def _agree(addends: Sequence[Tensor], ranks: Group) -> _Common:
         first = addends[0]
         own = [_DTYPES.index(first.dtype), int(first.device.type == "cuda"), first.dim(), *first.shape]
         own += [0] * (width - len(own))
-    # The largest of minus a number is minus the least; a rank without addends has no say in either.
+    # One MAX finds both ends: the largest of minus a number is minus the least. A rank without addends changes neither.
     both = [*own, *(-number for number in own)] if addends else [-(2**62)] * 2 * width
     agreed = torch.tensor([int(bool(problem)), *both], device=ranks.small_device)
     count = torch.tensor([len(addends)], device=ranks.small_device)
@@ -180,7 +187,7 @@ def _runs(numel: int, device: torch.device) -> Iterator[tuple[slice, slice, int]
 
 
 def _stacks(addends: Sequence[Tensor], numel: int) -> Iterator[Tensor]:
-    """The addends as [k, numel], several at a time where they are small."""
+    """The addends as [k, numel], several at a time if they are small."""
     several = max(1, _AT_ONCE // numel)
     for first in range(0, len(addends), several):
         some = addends[first : first + several]
@@ -194,10 +201,11 @@ def _exponents(addends: Sequence[Tensor], numel: int, device: torch.device) -> T
     for stack in _stacks(addends, numel):
         for blocks, elements, width in _runs(numel, device):
             values = stack[:, elements].unflatten(1, (-1, width))
+            # One pass over the values without a copy of their magnitudes. A nan makes both ends nan.
             low, high = torch.aminmax(values.flatten(2), dim=2)
             largest = torch.maximum(-low, high).double()
             nonfinite = ~largest.isfinite()
-            if bool(nonfinite.any()):
+            if bool(nonfinite.any()):  # rare: the second pass, over finite values only
                 largest = values.nan_to_num(0.0, 0.0, 0.0).abs().amax(2).double()
             _, exponent = torch.frexp(largest)
             exponent = torch.where(largest > 0, exponent, _LEAST).to(torch.int32)
@@ -209,7 +217,7 @@ def _exponents(addends: Sequence[Tensor], numel: int, device: torch.device) -> T
 def _powers(shift: Tensor) -> tuple[Tensor, Tensor]:
     """Two float64 [blocks, 1] whose product is 2**shift, which by itself may be beyond float64's range."""
     half = shift.long()[:, None] // 2
-    # By the bits of their exponents, since exp2 is not exact on every device.
+    # Made of the bits of the exponents, since exp2 is not exact on every device.
     first, second = (((each + 1023) << 52).view(torch.float64) for each in (half, shift.long()[:, None] - half))
     return first, second
 
@@ -245,7 +253,7 @@ def _field(integers: Tensor) -> Tensor:
 
 
 def _with_nonfinite(values: Tensor, integers: Tensor) -> Tensor:
-    """The values of blocks with inf or nan: those, where the numbers of ranks say so."""
+    """The values of blocks with inf or nan: inf or nan if the numbers of ranks above the sum say so."""
     counts, most = (integers - _field(integers)) >> _FIELD, (1 << _COUNT) - 1
     positive, negative = (counts & most) > 0, ((counts >> _COUNT) & most) > 0
     values = values.masked_fill(positive, torch.inf).masked_fill(negative, -torch.inf)

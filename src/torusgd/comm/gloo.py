@@ -28,27 +28,26 @@ from .groups import Group
 from .rounds import Message, Round
 
 LANES = 2
-"""threads that carry messages; an all-reduce stays in one lane, so that a short one need not wait for a long one"""
+"""number of threads that carry messages; an all-reduce stays in one, and a short one need not wait for a long one"""
 AHEAD = 128
-"""turns of a sum whose receives are posted before their messages are waited for"""
+"""number of turns whose receives are posted before their messages are waited for"""
 STREAM_BYTES = 1 << 18
-"""of a message, at least, in each stream: below that a further connection brings no time"""
-_SCHEDULES_KEPT = 256
+"""fewest bytes of a message in each stream: below that a further connection gains no time"""
+_MOST_SCHEDULES = 256
 _SUMS_AT_ONCE = 1 << 12
 _TAGS = 1 << 18
-"""tags of one sum: two for each round of each chunk; the last _SUMS_AT_ONCE sums have different ones"""
+"""number of tags of one sum: two for each round of each chunk; the last _SUMS_AT_ONCE sums have different ones"""
 
 Tagged = tuple[tuple[Message, int], ...]
 """messages, each with its tag within the sum"""
 
 
 _Received = list[tuple[list[Work], torch.Tensor | None, torch.Tensor]]
-"""of a turn: of each message the parts under way, the scratch memory that it fills if it is to be added, and its
-elements"""
+"""a turn's messages: the parts under way, the scratch memory if it is to be added, and its elements of the tensor"""
 
 
 class _Turn(NamedTuple):
-    """What a lane does without a pause for one chunk: it takes a round's receives, then begins the next round's sends.
+    """The work of a lane for a chunk without a pause: it takes a round's receives, then begins the next round's sends.
 
     The sends of a round need the sums of the round before it and nothing else. So this is the unit in which chunks take
     turns: between two turns of a chunk only messages are awaited.
@@ -58,7 +57,7 @@ class _Turn(NamedTuple):
     adds: Tagged
     copies: Tagged
     rewrites: bool
-    """the round adds to elements that it also sent: those sends must have ended before"""
+    """whether the round adds to elements that it also sent: those sends must have ended before"""
     sends: Tagged
 
 
@@ -110,10 +109,11 @@ class _Sum:
         self._finished = threading.Event()
         self._error: Exception | None = None
         self._ended = 0.0
+        # Memory for all addends at once: one that was shared between turns would have to wait for the earlier turn.
         elements = sum(m.high - m.low for turn in turns for m, _ in turn.adds)
         self._scratch, self._free = torch.empty(elements, dtype=tensor.dtype), 0
         self._posted: deque[_Received] = deque()
-        """of the turns that come next"""
+        """receives of the turns that come next"""
         for turn in turns[:AHEAD]:
             self._post(turn)
 
@@ -122,20 +122,18 @@ class _Sum:
         for message, nth in turn.adds:
             target = self._scratch[self._free : self._free + message.high - message.low]
             self._free += target.numel()
-            parts = self._parts(target)
-            works = [group.receive(part, message.peer, self._tag + nth) for group, part in parts]
+            works = [group.receive(part, message.peer, self._tag + nth) for group, part in self._parts(target)]
             received.append((works, target, self._elements(message)))
         for message, nth in turn.copies:
             # Straight into the tensor, before our own turn: a final sum of these elements can't come before what we
             # sent of them has arrived.
-            elements_in_place = self._elements(message)
-            parts = self._parts(elements_in_place)
-            works = [group.receive(part, message.peer, self._tag + nth) for group, part in parts]
-            received.append((works, None, elements_in_place))
+            target = self._elements(message)
+            works = [group.receive(part, message.peer, self._tag + nth) for group, part in self._parts(target)]
+            received.append((works, None, target))
         self._posted.append(received)
 
     def _parts(self, elements: torch.Tensor) -> Iterator[tuple[Group, torch.Tensor]]:
-        """What travels in each stream of a message; both sides cut by its length alone."""
+        """The part of a message in each stream; both sides cut by its length alone."""
         count = max(1, min(len(self._streams), elements.nbytes // STREAM_BYTES))
         return zip(self._streams, elements.tensor_split(count), strict=False)
 
@@ -143,7 +141,6 @@ class _Sum:
         return self._tensor[message.low : message.high]
 
     def run(self) -> None:
-        """Sends, receives and adds, turn by turn."""
         try:
             self._run_turns()
         except Exception as error:
@@ -158,6 +155,7 @@ class _Sum:
             if number + AHEAD < len(self._turns):
                 self._post(self._turns[number + AHEAD])
             received = self._posted.popleft()
+            # Gloo reads a buffer until its send has ended: an addition before would change what the peer receives.
             if turn.rewrites:
                 while sent[turn.chunk]:
                     sent[turn.chunk].pop().wait()
@@ -166,6 +164,7 @@ class _Sum:
                     work.wait()
                 if scratch is not None:
                     elements.add_(scratch)
+            # The sends are not waited for here: they end while later turns, of other chunks too, go on.
             for message, nth in turn.sends:
                 parts = self._parts(self._elements(message))
                 sent[turn.chunk] += [group.send(part, message.peer, self._tag + nth) for group, part in parts]
@@ -190,11 +189,7 @@ class GlooEngine:
     """Sums CPU tensors over a Gloo group in which nothing else sends messages; collectives may go on beside it.
 
     Every rank makes the same calls in the same order. A message that takes longer than the group's timeout makes `wait`
-    raise, and the engine is of no more use.
-
-    Args:
-        group: The ranks.
-        further: Groups of the same ranks, for this engine alone, in which parts of large messages travel.
+    raise, and the engine is of no more use. Parts of large messages travel in `further` groups of the same ranks.
     """
 
     device = torch.device("cpu")
@@ -209,26 +204,25 @@ class GlooEngine:
             thread.start()
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
-        """See `Engine`."""
         if algorithm is None:
             return self._group.start_all_reduce(tensor)
         key = algorithm, tensor.numel()
         if key not in self._schedules:
-            if len(self._schedules) == _SCHEDULES_KEPT:
+            if len(self._schedules) == _MOST_SCHEDULES:
                 self._schedules.clear()
             self._schedules[key] = _weave(algorithm.rounds(self._group.rank, tensor.numel()))
         return self._start(tensor, self._schedules[key])
 
     def effective(self, algorithm: Algorithm) -> Algorithm:
-        """See `Engine`: that very one."""
         return algorithm
 
     def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
-        """See `Engine`."""
         return self._start(tensor, _weave(rounds))
 
     def _start(self, tensor: torch.Tensor, turns: list[_Turn]) -> Work:
         work = _Sum(self._streams, tensor, turns, self._started % _SUMS_AT_ONCE * _TAGS)
+        # In turn, by the number of the call, which is the same on every rank: two sums can't stand in opposite orders
+        # in the lanes of two ranks and wait for each other.
         self._lanes[self._started % LANES].put(work)
         self._started += 1
         return work
@@ -260,9 +254,8 @@ class _Staged:
         self._returned = False
 
     def begin(self) -> None:
-        """Starts the sum as soon as the host has the values."""
         try:
-            self._copied.synchronize()
+            self._copied.synchronize()  # the host has the values only then
             self._work = self._start(self._host)
         except Exception as error:
             self._error = error
@@ -301,23 +294,22 @@ class StagedEngine:
         self._thread.start()
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
-        """See `Engine`."""
         return self._stage(tensor, lambda host: self._engine.run(host, algorithm))
 
     def effective(self, algorithm: Algorithm) -> Algorithm:
-        """See `Engine`: that very one."""
         return algorithm
 
     def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
-        """See `Engine`."""
         return self._stage(tensor, lambda host: self._engine.run_rounds(host, rounds))
 
     def _stage(self, tensor: torch.Tensor, start: Callable[[torch.Tensor], Work]) -> Work:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        # On a stream of its own the copy need not wait for what the caller enqueues from now on.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
             work = _Staged(tensor, host, start)
+        # The allocator knows the caller's stream only, and would hand out the memory while it is being copied.
         tensor.record_stream(self._stream)
         self._waiting.put(work)
         return work

@@ -1,6 +1,6 @@
 """Messages on their way: how long they took, how long somebody waited for them, and for whom nobody waits longer.
 
-What is on its way and not waited for is hidden behind computation; both are seconds of this rank's clock.
+A message that is on its way while nobody waits is hidden behind computation. All seconds are of this rank's clock.
 """
 
 import time
@@ -14,43 +14,39 @@ from .base import AllReduce, CommTimeout, Done, Work
 from .liveness import Liveness, NoLiveness
 
 SLICE = 0.25
-"""seconds that a wait goes on before it asks again who is late"""
+"""seconds between two looks of a wait at who is late"""
 
 
 class Monitor:
-    """Notes the messages that it is shown, in the order in which they leave.
+    """Adds up the times of the messages that `watch` receives, in the order in which they leave.
 
-    A wait for one of them asks `liveness` every SLICE seconds, and raises CommTimeout as soon as a rank is late.
-
-    Args:
-        liveness: Whom waits ask; None: nobody.
+    A wait for one of them looks at `liveness` every SLICE seconds, and raises CommTimeout as soon as a rank is late.
     """
 
     def __init__(self, liveness: Liveness | None = None) -> None:
         self.liveness = liveness or NoLiveness()
-        """whom waits ask"""
         self.on_way = 0.0
-        """seconds in all with at least one message on its way; nan where nobody can tell when it came (NCCL)"""
+        """seconds in all with at least one message on its way; nan if the time of an arrival is unknown (NCCL)"""
         self.waited = 0.0
         """seconds in all that `wait` took"""
         self._until = 0.0
 
     def watch(self, work: Work, left: float | None = None) -> Work:
-        """A message that left at `left` (time.perf_counter; None: just now); use the answer in its place."""
+        """Watches a message that left at `left` (time.perf_counter; None: now); use the returned work in its place."""
         if isinstance(work, Done):
             return work
         return _Watched(self, work, time.perf_counter() if left is None else left)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's values on the host, where they are there already itself.
+        """A tensor's values on the host; the tensor itself if it is there already.
 
-        From a GPU it waits for all that the current stream has been given, messages of NCCL among it, for which nobody
-        else waits on the host: so this is where a lost rank is found.
+        From a GPU it waits for all work of the current stream. NCCL's messages are among it, for which the host waits
+        nowhere else: so this is where a lost rank is found.
         """
         return self.start_to_host(tensor)()
 
     def start_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins `to_host`; the answer waits for it. Meanwhile the current stream may be given more."""
+        """Begins `to_host`, and returns a function that waits for it; the current stream may receive work meanwhile."""
         if tensor.device.type == "cpu":
             return lambda: tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -68,16 +64,17 @@ class Monitor:
         return _WatchedAllReduce(self, allreduce)
 
     def arrived(self, left: float, ended: float | None) -> None:
-        """A message that was waited for has been on its way from `left` to `ended` (time.perf_counter)."""
+        """Adds a message that was on its way from `left` to `ended` (time.perf_counter)."""
         if ended is None:
             self.on_way = nan
             return
+        # Messages overlap: only what is later than all that was counted before is new.
         self.on_way += max(0.0, ended - max(left, self._until))
         self._until = max(self._until, ended)
 
 
 def hidden_share(on_way: float, waited: float) -> float | None:
-    """The share of the time with messages on their way that nobody waited; None without messages, or unknown.
+    """The fraction of the time with messages on their way in which nobody waited; None without messages, or unknown.
 
     >>> hidden_share(on_way=0.2, waited=0.05)
     0.75
@@ -98,8 +95,7 @@ class _Watched:
         monitor.waited += end - begin
         if not self._noted:
             self._noted = True
-            ended = self._work.ended()
-            monitor.arrived(self._left, ended)
+            monitor.arrived(self._left, self._work.ended())
 
     def done(self) -> bool:
         return self._work.done()
@@ -135,7 +131,7 @@ def _wait_in_slices(work: Work, liveness: Liveness, deadline: float) -> None:
             work.wait(max(0.0, min(SLICE, deadline - time.perf_counter())))
             return
         except CommTimeout:
-            if work.done():  # it came meanwhile, or it is the group that gave it up
+            if work.done():  # it has arrived meanwhile, or its own group gave up: then this wait raises the error
                 work.wait()
                 return
             if time.perf_counter() >= deadline:

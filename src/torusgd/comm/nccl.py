@@ -4,8 +4,8 @@ A torus is NCCL's own reduce-scatter, all-reduce and all-gather on its rows and 
 algorithms send their rounds as batches of point-to-point messages. Both are plain functions of groups, and run over
 Gloo on CPU tensors too, which is how they are tested without GPUs.
 
-So the methods of a torus' axes are NCCL's choice, not ours. And since operations follow each other (`launch_order`),
-chunks would overlap nothing and only add latency: an algorithm runs in one.
+So NCCL chooses the methods of a torus' axes. And since operations follow each other (`launch_order`), chunks would
+overlap nothing and only add latency: an algorithm runs in one.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,6 +39,7 @@ def run_in_batches(tensor: torch.Tensor, rounds: Sequence[Sequence[Round]], grou
             addends += fresh
         for work in group.start_exchange(sends, receives, tag=wave << 8):
             work.wait()
+        # Only now: a message that was sent and received into at once must leave with its old values.
         for addend, message in addends:
             _elements(tensor, message).add_(addend)
 
@@ -50,6 +51,7 @@ def _elements(tensor: torch.Tensor, message: Message) -> torch.Tensor:
 def grid_axes(group: Group, grid: tuple[int, int]) -> tuple[Group, Group]:
     """The row and the column of this rank, as groups of their own; every member calls it."""
     rows, columns = grid
+    # All rows first, then all columns: ncclCommSplit is a collective of the parent, in one order on all ranks.
     row = group.partition([range(y * columns, (y + 1) * columns) for y in range(rows)])
     column = group.partition([range(x, rows * columns, columns) for x in range(columns)])
     return row, column
@@ -81,13 +83,11 @@ class NcclEngine:
         self._axes: dict[tuple[int, int], tuple[Group, Group]] = {}
 
     def effective(self, algorithm: Algorithm) -> Algorithm:
-        """See `Engine`: in one chunk, a torus whatever its methods."""
         if algorithm.algorithm == "torus":
             algorithm = replace(algorithm, vertical="ring", horizontal="ring")
         return replace(algorithm, chunks=1)
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
-        """See `Engine`."""
         if algorithm is None:
             return self._group.start_all_reduce(tensor)
         if algorithm.algorithm != "torus":
@@ -98,15 +98,13 @@ class NcclEngine:
         return self._enqueue(tensor, lambda: torus_by_collectives(tensor, row, column))
 
     def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
-        """See `Engine`."""
         return self._enqueue(tensor, lambda: run_in_batches(tensor, rounds, self._group))
 
     def _enqueue(self, tensor: torch.Tensor, function: Callable[[], None]) -> Work:
         return launch_order(self.device).enqueue([tensor], function)
 
     def close(self) -> None:
-        """Closes the axes' groups, once the GPU has done all."""
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.device)  # no group ends under a kernel that uses it
         for axes in self._axes.values():
             for axis in axes:
                 axis.close()

@@ -19,9 +19,10 @@ from .base import Done, Work, check_tensor
 from .rounds import Round, cut, mirror
 
 Stops = tuple[int, ...] | None
-"""where a shard may begin and end, in ascending order; None: at any element"""
+"""element offsets at which a shard may begin and end, in ascending order; None: any"""
+# Bytes of an element by which an algorithm is chosen, whatever the dtype: a sum in int32 and the weights in 16 bits
+# that are gathered later must have the same shards.
 _ELEMENT = 4
-"""bytes by which an algorithm is chosen, whatever the dtype: a sum and what is gathered later have the same shards"""
 
 
 class ShardCollectives:
@@ -29,12 +30,12 @@ class ShardCollectives:
 
     Every rank makes the same calls in the same order, those of the all-reduce included; several may be on their way.
     The shards depend on the length and the stops alone. `doubling` has no reduce-scatter, halving stands for it;
-    `hierarchical` does as the torus of its grid. Gloo's own reduce-scatter is a whole all-reduce: `native` pays for
-    that, and where `auto` finds the backend's own best, a ring runs over Gloo.
+    `hierarchical` runs as the torus of its grid. Gloo's own reduce-scatter is a whole all-reduce: `native` pays for
+    that; if `auto` finds the backend's own best, a ring runs over Gloo.
 
     Args:
-        allreduce: What `create` makes.
-        watch: Shown each message and when it left (time.perf_counter), it answers with the work to use in its place.
+        allreduce: From `create`.
+        watch: Function of each message and the time it left (time.perf_counter) to the work to use in its place.
 
     >>> from torusgd.comm.allreduce import create
     >>> shards = ShardCollectives(create("ring"))
@@ -50,7 +51,6 @@ class ShardCollectives:
         self._algorithm_for = None if isinstance(allreduce, NativeAllReduce) else allreduce.algorithm_for
         self._group = allreduce.group
         self.rank = self._group.rank
-        """this rank's place in the group"""
         self.size = self._group.size
         self._cached = lru_cache(1024)(self._make)
 
@@ -64,26 +64,30 @@ class ShardCollectives:
 
     def start_reduce_scatter(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
         """Sums into shards: after `wait` this rank's shard of `tensor` holds the sum over ranks, the rest anything."""
-        check_tensor(tensor)
-        if self.size == 1 or tensor.numel() == 0:
-            return Done()
-        left, schedule = time.perf_counter(), self._cached(tensor.numel(), stops)
-        if schedule.edges:
-            return self._watch(self._native_scatter(tensor, schedule.edges), left)
-        return self._watch(self._run_rounds(tensor, schedule.scatter), left)
+        return self._start(tensor, stops, self._native_scatter, lambda schedule: schedule.scatter)
 
     def start_all_gather(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
         """Gathers shards: `tensor` holds this rank's, and after `wait` those of all."""
+        return self._start(tensor, stops, self._native_gather, lambda schedule: schedule.gather)
+
+    def _start(
+        self,
+        tensor: torch.Tensor,
+        stops: Stops,
+        native: Callable[[torch.Tensor, list[int]], Work],
+        rounds: Callable[["_Schedule"], list[Round]],
+    ) -> Work:
         check_tensor(tensor)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
         left, schedule = time.perf_counter(), self._cached(tensor.numel(), stops)
         if schedule.edges:
-            return self._watch(self._native_gather(tensor, schedule.edges), left)
-        return self._watch(self._run_rounds(tensor, schedule.gather), left)
+            return self._watch(native(tensor, schedule.edges), left)
+        assert self._connection is not None
+        return self._watch(self._connection.engine.run_rounds(tensor, [rounds(schedule)]), left)
 
     def _algorithm(self, length: int) -> Algorithm | None:
-        """What runs for so many elements; None for the backend's own collectives."""
+        """The algorithm for a tensor of `length` elements; None for the backend's own collectives."""
         if self._connection is None or self._algorithm_for is None:
             return None
         algorithm = self._algorithm_for(_ELEMENT * max(length, 1))
@@ -98,16 +102,12 @@ class ShardCollectives:
         rounds, _ = algorithm.scatter(self.rank, length, stops)
         return _Schedule(rounds, mirror(rounds), [])
 
-    def _run_rounds(self, tensor: torch.Tensor, rounds: list[Round]) -> Work:
-        assert self._connection is not None
-        return self._connection.engine.run_rounds(tensor, [rounds])
-
     def _native_scatter(self, tensor: torch.Tensor, edges: list[int]) -> Work:
         group = self._group
+        # Gloo's reduce-scatter is an all-reduce and a copy: the all-reduce alone is the same sum in place.
         if tensor.device.type == "cpu" or not group.has_nccl:
             return group.start_all_reduce(tensor)
         low, high = edges[self.rank], edges[self.rank + 1]
-
         padded, longest = _padded(tensor, edges, range(self.size))
         own = tensor.new_empty(longest)
         work = group.start_reduce_scatter_single(own, padded)
@@ -119,8 +119,8 @@ class ShardCollectives:
         gathered = tensor.new_empty(longest * self.size)
 
         def unpack() -> None:
-            for place, (low, high) in enumerate(pairwise(edges)):
-                tensor[low:high].copy_(gathered[place * longest : place * longest + high - low])
+            for rank, (low, high) in enumerate(pairwise(edges)):
+                tensor[low:high].copy_(gathered[rank * longest : rank * longest + high - low])
 
         return _Unfinished(self._group.start_all_gather_single(gathered, own), unpack)
 
@@ -134,7 +134,7 @@ class _Schedule(NamedTuple):
 
 
 class _Unfinished:
-    """A collective of the backend on its way, and what is left to do on the caller's stream when it is there."""
+    """A collective of the backend on its way, and a function for the caller's stream once it has arrived."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work
@@ -153,11 +153,11 @@ class _Unfinished:
         return self._work.ended()
 
 
-def _padded(tensor: torch.Tensor, edges: list[int], places: range) -> tuple[torch.Tensor, int]:
-    """The shards of `places` one after another, each padded to the longest of all; and that length."""
+def _padded(tensor: torch.Tensor, edges: list[int], ranks: range) -> tuple[torch.Tensor, int]:
+    """The shards of `ranks` one after another, each padded to the longest of all; and that length."""
     longest = max(high - low for low, high in pairwise(edges))
-    padded = tensor.new_zeros(longest * len(places))
-    for number, place in enumerate(places):
-        low, high = edges[place], edges[place + 1]
+    padded = tensor.new_zeros(longest * len(ranks))
+    for number, rank in enumerate(ranks):
+        low, high = edges[rank], edges[rank + 1]
         padded[number * longest : number * longest + high - low].copy_(tensor[low:high])
     return padded, longest

@@ -30,10 +30,10 @@ class Round(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """Ranks that work together, this rank's place among them, and the method they use."""
+    """Ranks that work together, this rank's position among them, and the method they use."""
 
     members: tuple[int, ...]
-    place: int
+    position: int
     method: str
 
 
@@ -58,10 +58,10 @@ def _nearest(edge: int, low: int, high: int, stops: Sequence[int]) -> int:
     return lower if edge - lower <= upper - edge else upper
 
 
-def _messages(axis: Axis, place: int, edges: Sequence[int], first: int, count: int) -> tuple[Message, ...]:
-    """To or from the member at `place`: blocks first, first + 1, ... (modulo), as one run of elements or two."""
+def _messages(axis: Axis, position: int, edges: Sequence[int], first: int, count: int) -> tuple[Message, ...]:
+    """To or from the member at `position`: blocks first, first + 1, ... (modulo), as one run of elements or two."""
     size = len(axis.members)
-    peer, first = axis.members[place % size], first % size
+    peer, first = axis.members[position % size], first % size
     runs = [(first, min(first + count, size)), (0, first + count - size)]
     spans = [(edges[begin], edges[end]) for begin, end in runs if end > begin]
     return tuple(Message(peer, low, high) for low, high in spans if high > low)
@@ -71,10 +71,11 @@ def _ring(axis: Axis, edges: Sequence[int]) -> list[Round]:
     """P - 1 rounds around the ring, a block each (Patarasuk and Yuan 2009).
 
     A block travels once around: block b starts at rank b + 1, each rank on its way adds its own values, and it ends,
-    summed, at rank b. So in round `hop` a rank sends the block `hop` places before its own, and
+    summed, at rank b. So in round `hop` a rank sends the block `hop` positions before its own, and
     receives the one before that.
     """
-    size, me = len(axis.members), axis.place
+    size, me = len(axis.members), axis.position
+    # The block of the first hop is the one before our own, so that the own block, summed, is the last to arrive.
     return [
         Round(_messages(axis, me + 1, edges, me - hop, 1), adds=_messages(axis, me - 1, edges, me - 1 - hop, 1))
         for hop in range(1, size)
@@ -85,11 +86,11 @@ def _halving(axis: Axis, edges: Sequence[int]) -> list[Round]:
     """ceil(log2 P) rounds for any P (Traeff, arXiv 2410.14234).
 
     A rank is still in charge of `left` blocks, counted from its own onwards around the ring; at first of all P. In each
-    round it keeps the first `keep` of them, half rounded up, and hands the others to the rank `keep` places on, whose
-    own block is the first of those. At the same time the rank `keep` places before hands it just as many, to be added
-    to the first blocks that it keeps. In the end one block is left, its own.
+    round it keeps the first `keep` of them, half rounded up, and hands the others to the rank `keep` positions on,
+    whose own block is the first of those. At the same time the rank `keep` positions before hands it just as many, to
+    be added to the first blocks that it keeps. In the end one block is left, its own.
     """
-    size, me, rounds = len(axis.members), axis.place, []
+    size, me, rounds = len(axis.members), axis.position, []
     left = size
     while left > 1:
         keep = (left + 1) // 2
@@ -101,7 +102,7 @@ def _halving(axis: Axis, edges: Sequence[int]) -> list[Round]:
 
 def _direct(axis: Axis, edges: Sequence[int]) -> list[Round]:
     """One round: to each member its block. For few ranks far apart."""
-    size, me = len(axis.members), axis.place
+    size, me = len(axis.members), axis.position
     sends = [m for hop in range(1, size) for m in _messages(axis, me + hop, edges, me + hop, 1)]
     adds = [m for hop in range(1, size) for m in _messages(axis, me - hop, edges, me, 1)]
     return [Round(tuple(sends), adds=tuple(adds))] if size > 1 else []
@@ -113,7 +114,7 @@ _REDUCE_SCATTER: dict[str, Callable[[Axis, Sequence[int]], list[Round]]] = {
     "direct": _direct,
 }
 METHODS = (*_REDUCE_SCATTER, "doubling")
-"""of the axes of a grid"""
+"""names of the methods that an axis of a grid may use"""
 
 
 def mirror(rounds: Sequence[Round]) -> list[Round]:
@@ -122,41 +123,37 @@ def mirror(rounds: Sequence[Round]) -> list[Round]:
 
 
 def _doubling(axis: Axis, low: int, high: int) -> list[Round]:
-    """log2 P exchanges of the whole: in round b with the rank whose place differs in bit b.
+    """log2 P exchanges of the whole: in round b with the rank whose position differs in bit b.
 
     Ranks beyond the largest power of two have no such partner: they hand their values over first, and get the sum.
     """
-    size, me = len(axis.members), axis.place
+    size, me = len(axis.members), axis.position
     power = 1 << (size.bit_length() - 1)
-
-    def whole(place: int) -> tuple[Message, ...]:
-        return (Message(axis.members[place], low, high),) if high > low else ()
-
     bits = range(power.bit_length() - 1)
     if me >= power:
-        return [Round(whole(me - power)), *[Round() for _ in bits], Round(copies=whole(me - power))]
-    rounds = [Round(whole(me ^ (1 << bit)), adds=whole(me ^ (1 << bit))) for bit in bits]
+        # Idle rounds between: every rank has the same number of rounds, so that chunks can be woven.
+        partner = _whole(axis, me - power, low, high)
+        return [Round(partner), *[Round() for _ in bits], Round(copies=partner)]
+    exchanged = [_whole(axis, me ^ (1 << bit), low, high) for bit in bits]
+    # a + b = b + a: both partners end with the same bits, without one that adds and one that copies.
+    rounds = [Round(message, adds=message) for message in exchanged]
     if power == size:
         return rounds
-    folded = me + power < size
-    return [
-        Round(adds=whole(me + power)) if folded else Round(),
-        *rounds,
-        Round(whole(me + power)) if folded else Round(),
-    ]
+    folded = _whole(axis, me + power, low, high) if me + power < size else ()
+    return [Round(adds=folded), *rounds, Round(folded)]
 
 
-def _whole(axis: Axis, place: int, low: int, high: int) -> tuple[Message, ...]:
-    return (Message(axis.members[place], low, high),) if high > low else ()
+def _whole(axis: Axis, position: int, low: int, high: int) -> tuple[Message, ...]:
+    return (Message(axis.members[position], low, high),) if high > low else ()
 
 
 def _binomial(axis: Axis, low: int, high: int) -> list[Round]:
     """Up a binomial tree to the first member, ceil(log2 P) rounds, and down again.
 
-    In round b the members whose place ends in a one and b zeros (binary) send all that they have to the one 2 ** b
-    places before, and are done until the sum comes back.
+    In round b the members whose position ends in a one and b zeros (binary) send all that they have to the one 2 ** b
+    positions before, and are done until the sum comes back.
     """
-    size, me, up = len(axis.members), axis.place, []
+    size, me, up = len(axis.members), axis.position, []
     for distance in (1 << bit for bit in range((size - 1).bit_length())):
         if me % (2 * distance) == distance:
             up.append(Round(_whole(axis, me - distance, low, high)))
@@ -172,7 +169,7 @@ def _chain(axis: Axis, low: int, high: int) -> list[Round]:
 
     A link is in use in one round each way: in chunks, which follow each other, all links work at the same time.
     """
-    size, me, up = len(axis.members), axis.place, []
+    size, me, up = len(axis.members), axis.position, []
     for sender in range(size - 1, 0, -1):
         if me == sender:
             up.append(Round(_whole(axis, me - 1, low, high)))
@@ -188,12 +185,12 @@ def _double_tree(axis: Axis, low: int, high: int) -> list[Round]:
     first one mirrored, or for an odd P shifted by one, the leaves of the first are inner nodes: all ranks send and
     receive about as much (Sanders, Speck and Traeff, Parallel Computing 35, 2009; NCCL since 2.4).
     """
-    size, me, middle = len(axis.members), axis.place, (low + high) // 2
+    size, me, middle = len(axis.members), axis.position, (low + high) // 2
     is_odd = size % 2
 
-    def second(place: int) -> int:
-        """The place in the first tree's numbers of a rank in the second tree."""
-        return (place - 1) % size if is_odd else size - 1 - place
+    def second(position: int) -> int:
+        """The number in the first tree of a rank in the second tree."""
+        return (position - 1) % size if is_odd else size - 1 - position
 
     def rank_of(number: int) -> int:
         return (number + 1) % size if is_odd else size - 1 - number
@@ -207,30 +204,31 @@ def _double_tree(axis: Axis, low: int, high: int) -> list[Round]:
     return up + mirror(up)
 
 
-def _up_tree(axis: Axis, me: int, low: int, high: int, place: Callable[[int], int]) -> list[Round]:
+def _up_tree(axis: Axis, me: int, low: int, high: int, position_of: Callable[[int], int]) -> list[Round]:
     """Up the binary tree in order: rank 0 is the root, the others' heights are the zeros that end their numbers.
 
-    In round h the nodes of height h send what they have summed to their parent. `place` gives the place of a number.
+    In round h the nodes of height h send what they have summed to their parent. `position_of` maps a number to a
+    position on the axis.
     """
     size = len(axis.members)
     rounds = []
     for height in range((size - 1).bit_length()):
         senders = range(1 << height, size, 2 << height)
         children = [number for number in _children(me, height, size) if number in senders]
-        sends = _whole(axis, place(_parent(me, size)), low, high) if me in senders else ()
-        rounds.append(Round(sends, tuple(m for child in children for m in _whole(axis, place(child), low, high))))
+        sends = _whole(axis, position_of(_parent(me, size)), low, high) if me in senders else ()
+        rounds.append(Round(sends, tuple(m for child in children for m in _whole(axis, position_of(child), low, high))))
     return rounds
 
 
 def _parent(number: int, size: int) -> int:
-    """The node above: the lowest one of its bits moves up, or is cleared where that is beyond the last number."""
+    """The node above: the lowest set bit moves up, or is cleared if that would be beyond the last number."""
     bit = number & -number
     above = (number ^ bit) | (bit << 1)
     return above if above < size else number ^ bit
 
 
 def _children(number: int, height: int, size: int) -> list[int]:
-    """Those of so many zeros at the end whose parent is `number`."""
+    """The nodes of that height (zeros at the end of the number) whose parent is `number`."""
     near = {number + step for step in (-(1 << height), 1 << height)}
     return [child for child in sorted(near) if 0 < child < size and _parent(child, size) == number]
 
@@ -256,7 +254,7 @@ def reduce_scatter(
     for axis in axes:
         edges = cut(low, high, len(axis.members), stops)
         rounds += _REDUCE_SCATTER["halving" if axis.method in _UNCUT else axis.method](axis, edges)
-        low, high = edges[axis.place], edges[axis.place + 1]
+        low, high = edges[axis.position], edges[axis.position + 1]
     return rounds, (low, high)
 
 
@@ -265,11 +263,12 @@ def all_reduce(axes: Sequence[Axis], low: int, high: int) -> list[Round]:
     if not axes:
         return []
     first, rest = axes[0], axes[1:]
+    # An axis that leaves no shards hands the next one the whole tensor, which costs it as many times more bytes.
     if first.method in _UNCUT:
         return _UNCUT[first.method](first, low, high) + all_reduce(rest, low, high)
     edges = cut(low, high, len(first.members))
     rounds = _REDUCE_SCATTER[first.method](first, edges)
-    return rounds + all_reduce(rest, edges[first.place], edges[first.place + 1]) + mirror(rounds)
+    return rounds + all_reduce(rest, edges[first.position], edges[first.position + 1]) + mirror(rounds)
 
 
 def hierarchical(inside: Axis, between: Axis, low: int, high: int) -> list[Round]:
@@ -277,10 +276,11 @@ def hierarchical(inside: Axis, between: Axis, low: int, high: int) -> list[Round
     edges = cut(low, high, len(inside.members))
     rounds = _REDUCE_SCATTER[inside.method](inside, edges)
     leaders = all_reduce([between], low, high)
-    if inside.place == 0:
+    # Ranks that do not lead have as many empty rounds as the leaders have full ones: waves count rounds (gloo._weave).
+    if inside.position == 0:
         rounds.append(
             Round(copies=tuple(m for p in range(1, len(edges) - 1) for m in _messages(inside, p, edges, p, 1)))
         )
         return rounds + leaders + mirror(rounds)
-    rounds.append(Round(_messages(inside, 0, edges, inside.place, 1)))
+    rounds.append(Round(_messages(inside, 0, edges, inside.position, 1)))
     return rounds + [Round() for _ in leaders] + mirror(rounds)

@@ -50,10 +50,10 @@ def ddp_hook(
             rank becomes nan on all.
 
     Returns:
-        The hook, whose `explanation` tells what runs.
+        The hook; its `explanation` is one line about the algorithm.
 
     Raises:
-        UserError: where the algorithm doesn't fit, or the wire or a parameter's dtype is unknown.
+        UserError: if the algorithm doesn't fit, or the wire or a parameter's dtype is unknown.
     """
     if wire is not None and wire not in _WIRES:
         raise UserError(f"wire {wire}: unknown; one of {', '.join(_WIRES)}, or None")
@@ -63,39 +63,31 @@ def ddp_hook(
         raise UserError(f"wire {wire}: takes gradients of float32, float16 and bfloat16, not {strange}; use wire=None")
     group = group_of(model.process_group, parameters[0].device)
     hook = Hook(group, algorithm, wire, grid, profile)
-    model.register_comm_hook(hook, _on_bucket)
+    model.register_comm_hook(hook, Hook.send)
     return hook
-
-
-def _on_bucket(hook: "Hook", bucket: GradBucket) -> _Future:
-    return hook.send(bucket)
 
 
 class Hook:
     """Buckets on their way: sent from autograd's thread in bucket order, finished in that order on one of its own."""
 
     def __init__(
-        self,
-        group: Group,
-        algorithm: str,
-        wire: Wire | None,
-        grid: tuple[int, int] | None,
-        profile: Path | None,
+        self, group: Group, algorithm: str, wire: Wire | None, grid: tuple[int, int] | None, profile: Path | None
     ) -> None:
         self._ranks, self._device, self._wire = group.size, group.device, wire
         self._allreduce = create(algorithm, grid=grid, profile=profile, group=group)
         self.explanation: str = self._allreduce.explanation
         """one line: what runs, and why"""
         self.underflow = 0.0
-        """share of the last bucket's elements that the wire rounded to zero"""
-        # What only some steps need is summed by a group of its own, so that its calls mix with no others.
+        """fraction of the last bucket's elements that the wire rounded to zero"""
+        # Only some steps need a repair. It has a group of its own, since its calls come from the finishing thread, and
+        # would meet those of the hook's thread in another order on another rank.
         self._repairs = group_of(group.process_group).duplicate() if wire is not None else None
         self._sums: dict[tuple[int, ...], GradientSum] = {}
         self._jobs: queue.SimpleQueue[tuple[_Future, Callable[[], torch.Tensor]]] = queue.SimpleQueue()
         threading.Thread(target=self._finish_all, daemon=True).start()
 
     def send(self, bucket: GradBucket) -> _Future:
-        """What DDP calls: the future holds the mean over ranks, in the bucket's own buffer."""
+        """The hook itself, which DDP calls: the future holds the mean over ranks, in the bucket's own buffer."""
         future: _Future = torch.futures.Future(devices=None if self._device.type == "cpu" else [self._device])
         buffer = bucket.buffer()
         if self._wire is None:
@@ -125,7 +117,7 @@ class Hook:
     def _receive(
         self, total: GradientSum, numels: tuple[int, ...], buffer: torch.Tensor, sent: Work | None
     ) -> torch.Tensor:
-        """Puts the mean into the buffer; sums anew where there was no scale yet, or the sum overflowed."""
+        """Puts the mean into the buffer; sums anew if there was no scale yet, or the sum overflowed."""
         if sent is not None:
             sent.wait()
             status = total.finish().read()
@@ -146,7 +138,7 @@ class Hook:
         self._repairs.all_reduce(agreed, maximum=True)
         total.set_maxima(agreed.to(buffer.device))
         self.underflow = 0.0
-        # Of float64, since a sum may be beyond the gradients' dtype where the mean is not.
+        # In float64, since a sum may be beyond the gradients' dtype though the mean is not.
         mean = exact_all_reduce(buffer.double().cpu(), self._repairs) / self._ranks
         for gradient in mean.split(numels):
             if not bool(gradient.isfinite().all()):

@@ -1,7 +1,7 @@
 """A 64-bit hash of the integers that a virtual worker's gradients become, whatever order they arrive in.
 
-The hash is a sum, modulo 2**64, of every 64-bit word of the integers times an odd key of its place. So gradients may be
-added as autograd has them, and a change of any one integer always changes the hash; other changes go unseen with a
+The hash is a sum, modulo 2**64, of every 64-bit word of the integers times an odd key of its position. So gradients may
+be added in autograd's order, and a change of any one integer always changes the hash; other changes go unseen with a
 chance of about 2**-64. This is multilinear hashing (Carter and Wegman, JCSS 1979) with keys that are cheap to make,
 against faults of machines and not against people.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..rng import AUDIT, keyed_hash
 
 _WORDS = 1 << 15
-"""words at a time, so that keys and integers stay in the cache"""
+"""number of words at a time, so that keys and integers stay in the cache"""
 
 
 class IntegerHash:
@@ -38,11 +38,12 @@ class IntegerHash:
         """Adds a run of a slot's integers.
 
         Args:
-            slot: Its number among all slots, or another number of its own for what travels beside the gradients.
-            begin: The place of the first of them in the slot, the same whoever hashes the slot.
+            slot: Index among all slots, or a number of its own for values that travel beside the gradients.
+            begin: Offset of the first integer in the slot, the same on every rank that hashes the slot.
             integers: int32 or int64 [n], contiguous, or float32, of which the bits count.
         """
         most = _WORDS * 8 // integers.element_size()
+        # Each run has the same keys, times a factor of its own: a table of keys for all words would not fit the cache.
         for run, factor in zip(integers.split(most), _factors(slot, begin, integers.numel(), most), strict=True):
             self._total += keyed_sum(run, self._keys) * factor
 
@@ -56,7 +57,7 @@ def keyed_sum(values: Tensor, keys: Tensor) -> Tensor:
 
     Args:
         values: 1-D, contiguous, of 4 or 8 bytes an element; of an odd number of 4 bytes the last is a word of its own.
-        keys: int64, at least as many as words. Where they are odd, a change of one word always changes the sum.
+        keys: int64, at least as many as words. With odd ones a change of one word always changes the sum.
     """
     if values.element_size() == 8:
         return _product(values.view(torch.int64), keys)
@@ -78,7 +79,7 @@ def _product(words: Tensor, keys: Tensor) -> Tensor:
 
 @cache
 def _odd_keys(device: torch.device) -> Tensor:
-    """The keys of the places in a run: int64 [_WORDS], odd, so that a product is zero only if the word is."""
+    """The keys of the words of a run: int64 [_WORDS], odd, so that a product is zero only if the word is."""
     words = keyed_hash(AUDIT, 0, np.arange(_WORDS)) | np.uint64(1)
     return torch.from_numpy(words.view(np.int64)).to(device)
 
@@ -86,5 +87,5 @@ def _odd_keys(device: torch.device) -> Tensor:
 @cache
 def _factors(slot: int, begin: int, numel: int, most: int) -> list[int]:
     """An odd factor for each run of a slot that has `most` elements or is the last."""
-    places = np.arange(begin, begin + max(numel, 1), most)
-    return (keyed_hash(AUDIT, 1, slot, places) | np.uint64(1)).view(np.int64).tolist()
+    offsets = np.arange(begin, begin + max(numel, 1), most)
+    return (keyed_hash(AUDIT, 1, slot, offsets) | np.uint64(1)).view(np.int64).tolist()

@@ -20,7 +20,7 @@ from ..comm.tuning.profile import Profile, hidden, waited
 BucketRule = Literal["auto", "cubic"] | float | tuple[int, ...]
 """MiB of 4-byte elements, the number of tensors in each bucket, Fujitsu's groups, or `auto`"""
 USUAL_MIB = 4.0
-"""size of a bucket where nothing is measured; with `auto`, until the first steps have been"""
+"""size of a bucket without a measurement; with `auto`, during the first steps"""
 _BYTES = 4
 
 Span = tuple[int, int]
@@ -34,12 +34,12 @@ class Bucket:
     first: int
     stop: int
     offsets: tuple[int, ...]
-    """of each tensor in the message"""
+    """offset of each tensor in the message"""
     numels: tuple[int, ...]
 
     @property
     def length(self) -> int:
-        """Elements of the bucket."""
+        """Number of elements of the bucket."""
         return sum(self.numels)
 
     def views(self, message: Tensor) -> list[Tensor]:
@@ -47,7 +47,7 @@ class Bucket:
         return [message[offset : offset + n] for offset, n in zip(self.offsets, self.numels, strict=True)]
 
     def cuts(self, block: int) -> tuple[int, ...]:
-        """Where the message may be cut into shards: at the blocks that norms are defined by, so that none is split.
+        """Offsets at which the message may be cut into shards: the edges of norm blocks, so that none is split.
 
         >>> Bucket(first=0, stop=2, offsets=(0, 5000), numels=(5000, 100)).cuts(block=4096)
         (0, 4096, 5000, 5100)
@@ -55,7 +55,7 @@ class Bucket:
         return _cuts(self, block)
 
     def spans(self, low: int, high: int) -> list[Span]:
-        """Of each tensor the elements within [low, high) of the message; (0, 0) where there are none."""
+        """The elements of each tensor within [low, high) of the message; (0, 0) if there are none."""
         spans = []
         for offset, numel in zip(self.offsets, self.numels, strict=True):
             begin, end = max(low - offset, 0), min(high - offset, numel)
@@ -63,48 +63,45 @@ class Bucket:
         return spans
 
 
-@lru_cache(maxsize=4096)  # a step asks twice for each bucket, and a large tensor has thousands of blocks
+@lru_cache(maxsize=4096)  # a step needs them twice for each bucket, and a large tensor has thousands of blocks
 def _cuts(bucket: Bucket, block: int) -> tuple[int, ...]:
     inner = {offset + i for offset, n in zip(bucket.offsets, bucket.numels, strict=True) for i in range(0, n, block)}
     return (*sorted(inner), bucket.length)
 
 
 class Slot(NamedTuple):
-    """A tensor that is summed with one scale, and who sums it."""
+    """A tensor that is summed with one scale, and the ranks that sum it."""
 
     name: str
-    """for people: the parameter, and its column block if it is one"""
+    """name for people: the parameter, and its column block if it is one"""
     parameter: str
-    """name of the parameter that it is, or is a block of"""
+    """name of the whole parameter"""
     tensor: Tensor
     """the parameter itself, or a view of some of its rows"""
     parallel: int = 1
-    """ranks that share the parameter's column blocks: 1 sums over all ranks, M over the ranks with the same columns"""
+    """number of ranks that share the column blocks: 1 sums over all ranks, M over the ranks with the same columns"""
     layer: int | None = None
-    """number of a layer in column blocks, whose gradients arrive one layer after another; None: from autograd"""
+    """index of a layer in column blocks, whose gradients arrive one layer after another; None: from autograd"""
     held: bool = True
     """whether this rank computes, sums and updates it"""
     is_owner: bool = True
-    """of all ranks of a group that hold it, the one that reports it to the others"""
+    """whether this rank reports it to the others, of all ranks of a group that hold it"""
     is_wide: bool = False
-    """travels as float32, in buckets of its own, where the others travel in 16 bits"""
+    """whether it travels as float32, in buckets of its own, while the others travel in 16 bits"""
     completed: int = 0
-    """its number in the order of backward, which is not that of sending where wide slots are sent last"""
+    """index in the order of backward; the order of sending differs if wide slots are sent last"""
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Slots over all ranks, the buckets of those that this rank holds, and what follows from them.
-
-    Args:
-        slots: All, in sending order, the same on every rank but for `held` and `is_owner`.
-        buckets: Of the held slots, which are numbered on their own.
-        block: Elements of a norm block; shards are cut at its multiples within a tensor.
-    """
+    """Slots over all ranks, and the buckets of those that this rank holds."""
 
     slots: tuple[Slot, ...]
+    """all slots in sending order, the same on every rank but for `held` and `is_owner`"""
     buckets: tuple[Bucket, ...]
+    """buckets of the held slots, which have indices of their own"""
     block: int
+    """number of elements of a norm block; shards are cut at its multiples within a tensor"""
 
     @cached_property
     def held(self) -> tuple[Slot, ...]:
@@ -113,17 +110,17 @@ class ParameterLayout:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Of each held slot its number among all slots."""
+        """The index of each held slot among all slots."""
         return tuple(number for number, slot in enumerate(self.slots) if slot.held)
 
     @cached_property
     def bucket_of(self) -> tuple[int, ...]:
-        """Of each held slot its bucket."""
+        """The bucket of each held slot."""
         return tuple(index for index, bucket in enumerate(self.buckets) for _ in range(bucket.first, bucket.stop))
 
     @cached_property
     def sections(self) -> tuple[int, ...]:
-        """Numbers of slots in column blocks and of the others, each of which knows its own largest gradient."""
+        """The numbers of slots in column blocks and of other slots; each kind has a largest gradient of its own."""
         columns = sum(slot.layer is not None for slot in self.slots)
         return tuple(count for count in (columns, len(self.slots) - columns) if count)
 
@@ -145,13 +142,10 @@ class ParameterLayout:
 
 
 def lay_out_slots(slots: Sequence[Slot], rule: BucketRule, block: int) -> ParameterLayout:
-    """The layout of slots by a rule.
-
-    A bucket holds no two layers in column blocks, whose gradients come in turn, and no wide slot beside another. Wide
-    slots stand after all others.
-    """
+    """The layout of slots by a rule."""
     held = [slot for slot in slots if slot.held]
     buckets: list[Bucket] = []
+    # No bucket holds two layers in column blocks: their gradients come in turn, and the first would wait for the last.
     for layer in dict.fromkeys(slot.layer for slot in held):
         part = sorted((slot for slot in held if slot.layer == layer), key=lambda slot: slot.completed)
         numels = [slot.tensor.numel() for slot in part]
@@ -166,22 +160,16 @@ def lay_out_slots(slots: Sequence[Slot], rule: BucketRule, block: int) -> Parame
 def lay_out_wide_last(rule: BucketRule, numels: Sequence[int], is_wide: Sequence[bool]) -> list[Bucket]:
     """The buckets of tensors of which the wide ones are sent after all others.
 
-    A rule that counts tensors counts all of them, as Fujitsu's code does (`HOROVOD_FIXED_PAYLOAD=161`): the narrow
-    tensors of a group travel together, and all wide ones in one bucket. A size holds for both kinds alike.
-
-    Args:
-        rule: See `lay_out`.
-        numels: Elements of each tensor, in the order in which backward completes them.
-        is_wide: Of each, in the same order.
-
-    Returns:
-        In sending order, the order by which `first` and `stop` count: the narrow tensors, then the wide ones.
+    `numels` and `is_wide` are in the order in which backward completes the tensors; `first` and `stop` of the result
+    count in sending order: the narrow tensors, then the wide ones.
 
     >>> [(b.first, b.stop) for b in lay_out_wide_last((2, 2), [5] * 6, [False, True, False, False, True, False])]
     [(0, 1), (1, 3), (3, 4), (4, 6)]
     """
     narrow, wide = ([n for n, w in zip(numels, is_wide, strict=True) if w == kind] for kind in (False, True))
     if rule == "cubic" or isinstance(rule, tuple):
+        # A rule that counts tensors counts all of them, as Fujitsu's code does (`HOROVOD_FIXED_PAYLOAD=161`): the
+        # narrow tensors of a group travel together, and all wide ones in one bucket. A size holds for both kinds alike.
         counts = [is_wide[b.first : b.stop].count(False) for b in lay_out(rule, numels)]
         first, last = group(counts, narrow), group((), wide)
     else:
@@ -190,7 +178,7 @@ def lay_out_wide_last(rule: BucketRule, numels: Sequence[int], is_wide: Sequence
 
 
 def _after(buckets: Sequence[Bucket], more: Sequence[Bucket]) -> list[Bucket]:
-    """`more`, numbered as they follow on `buckets`."""
+    """`more`, with indices that continue those of `buckets`."""
     sent = buckets[-1].stop if buckets else 0
     return [Bucket(sent + b.first, sent + b.stop, b.offsets, b.numels) for b in more]
 
@@ -198,9 +186,9 @@ def _after(buckets: Sequence[Bucket], more: Sequence[Bucket]) -> list[Bucket]:
 def lay_out(rule: BucketRule, numels: Sequence[int]) -> list[Bucket]:
     """The buckets of tensors with so many elements each, in sending order.
 
-    A number is a size in MiB. A list has the number of tensors of each bucket, from the network's output on; what it
-    leaves out is one more. `cubic` has 3, 21, 57, ... tensors: bucket k ends with tensor 3 (k + 1)^3, as in Fujitsu's
-    record (arXiv 1903.12650). `auto` is what it begins with, buckets of USUAL_MIB.
+    A number is a size in MiB. A list has the number of tensors of each bucket, from the network's output on; the rest
+    is one more bucket. `cubic` has 3, 21, 57, ... tensors: bucket k ends with tensor 3 (k + 1)^3, as in Fujitsu's
+    record (arXiv 1903.12650). `auto` begins with buckets of USUAL_MIB.
 
     >>> [b.stop for b in lay_out((1, 2), [5, 5, 5, 5])]
     [1, 3, 4]
@@ -213,7 +201,7 @@ def lay_out(rule: BucketRule, numels: Sequence[int]) -> list[Bucket]:
 
 
 def largest(rule: BucketRule) -> int:
-    """Elements of a bucket by a rule that gives its size; the usual ones for other rules."""
+    """Most elements of a bucket by a rule that gives its size; the usual number for other rules."""
     mib = rule if isinstance(rule, float | int) else USUAL_MIB
     return max(int(mib * 2**20) // _BYTES, 1)
 
@@ -236,7 +224,7 @@ def plan_buckets(numels: Sequence[int], limit: int) -> list[Bucket]:
 
 
 def group(counts: Sequence[int], numels: Sequence[int]) -> list[Bucket]:
-    """Buckets of so many tensors each; what is left over is one more."""
+    """Buckets of so many tensors each; the rest is one more bucket."""
     edges = [0, *accumulate(counts), len(numels)]
     cuts = sorted({edge for edge in edges if edge <= len(numels)})
     buckets = []
@@ -249,39 +237,42 @@ def group(counts: Sequence[int], numels: Sequence[int]) -> list[Bucket]:
 def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]) -> list[Bucket]:
     """The buckets with which a step ends earliest: the end of the last sum, after `finish`, and each message's work.
 
+    Of layouts that end at the same time, one with fewest buckets.
+
     Args:
-        profile: Of the network: an all-reduce's time, and what a message costs the computation.
+        profile: An all-reduce's time, and what a message costs the computation.
         numels: Elements of each tensor, in sending order.
         ready: When each may leave, in seconds before (negative) or after the end of backward.
-
-    Of layouts that end at the same time, one with fewest buckets. By dynamic programming over the number of buckets and
-    the last one's first tensor, since an earlier end of what is before it never does harm. What a message costs
-    whatever its size is what counts here, for all layouts send the same bytes.
     """
+    # Dynamic programming over the number of buckets and the last one's first tensor (ours): an earlier end of the
+    # buckets before the last one is never worse, so that only the earliest end for each first tensor need be known.
     many, edges = len(numels), np.cumsum([0, *numels])
     leaves = np.maximum.accumulate(np.asarray(ready, dtype=float))
     took = _Times(profile, int(edges[-1]))(edges[None, 1:] - edges[:-1, None])
     took[np.tril_indices(many, -1)] = inf  # [first tensor, last tensor]
+    # The part of a message's cost that does not depend on its size: all layouts send the same bytes.
     message = hidden(profile, 1)
     ends = np.array([-inf, *[inf] * (many - 1)])
     best, cut = inf, [0, many]
     begins: list[np.ndarray] = []
     for count in range(1, many + 1):
+        # No layout of this many buckets or more can do better than to send the last tensor alone at once.
         if leaves[-1] + took[-1, -1] + count * message >= best:
             break
+        # A bucket begins when the one before it has ended and its own last tensor is ready.
         options = np.maximum(ends[:, None], leaves[None, :]) + took
         begins.append(options.argmin(axis=0))
         last = options.min(axis=0)
         ends = np.array([inf, *last[:-1]])
         if last[-1] + count * message < best:
             best, cut = last[-1] + count * message, [many]
-            for firsts in reversed(begins):
+            for firsts in reversed(begins):  # back from the last bucket's first tensor
                 cut.insert(0, int(firsts[cut[0] - 1]))
     return group([stop - first for first, stop in pairwise(cut)], numels)
 
 
 def finish(profile: Profile, buckets: Sequence[Bucket], ready: Sequence[float]) -> float:
-    """When the last bucket is summed, in seconds after the end of backward, if they leave one after another."""
+    """The end of the last sum, in seconds after the end of backward, if the buckets leave one after another."""
     seconds, end = _Times(profile, sum(b.length for b in buckets)), -inf
     for bucket in buckets:
         end = max(end, *ready[: bucket.stop]) + float(seconds(np.array(bucket.length)))

@@ -17,11 +17,10 @@ from ..comm.groups import group_of
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import UserError
 from ..optim import BLOCK, AdamW, Lamb, Lars, Sgd
-from .block_norms import BlockNorms
 from .layout import USUAL_MIB
 from .reducer import Channel, Reducer, parameter_slots
+from .sharding import BlockNorms, WeightGather
 from .update import over_tensors
-from .weight_gather import WeightGather
 
 Wire = Literal["exact", "float16", "bfloat16"]
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -34,7 +33,7 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
 class ShardedUpdate:
     """Sums gradients over ranks while backward runs, and updates on each rank a shard of the weights only.
 
-    Each rank keeps the optimizer's state for its shard: 1/N of it. The new weights are gathered during the next forward
+    Each rank has the optimizer's state of its shard: 1/N of it. The new weights are gathered during the next forward
     pass. Every rank makes one with the same model, and calls `step` in place of `optimizer.step()`:
 
     >>> model = torch.nn.Linear(4, 2)
@@ -46,8 +45,8 @@ class ShardedUpdate:
 
     The gradient is the mean over ranks, as with DistributedDataParallel (one that a pass doesn't reach is zero), and
     `step` clears it. Rates and other values that a schedule sets in the optimizer's groups hold from the next `step`
-    on. What reads parameters otherwise than by calling modules (saving them, a compiled model) calls `wait` first.
-    Buffers, such as batch norm's, are each rank's own.
+    on. Call `wait` before anything but a module's call reads parameters (saving them, a compiled model). Buffers, such
+    as batch norm's, are each rank's own.
 
     Args:
         model: Not wrapped; float32 parameters on one device, of which rank 0's values are taken, buffers too.
@@ -55,7 +54,7 @@ class ShardedUpdate:
         allreduce: See `torusgd.comm.allreduce.create`, as for `grid` and `profile`.
         wire: None sends gradients as float32. `float16` and `bfloat16` halve the bytes, scaled by a power of two a
             bucket. `exact` sends 32-bit integers: the same bits for any algorithm and grid, with one number of ranks.
-            All but None keep a rank's own gradients until `step`, for a sum that overflows and is repeated.
+            All but None hold a rank's own gradients until `step`, for a sum that overflows and is repeated.
         bucket_mib: Size of a bucket in MiB of float32.
 
     Raises:
@@ -80,7 +79,7 @@ class ShardedUpdate:
         self.explanation: str = self._allreduce.explanation
         """one line: what runs, and why"""
         self.underflow = 0.0
-        """share of the last step's elements that the wire rounded to zero"""
+        """fraction of the last step's elements that the wire rounded to zero"""
         self._world = group_of(device=device)
         for tensor in (*model.parameters(), *model.buffers()):
             self._world.broadcast(tensor.detach())
@@ -101,7 +100,7 @@ class ShardedUpdate:
         self.sharded = over_tensors(optimizer, self._shards, norms)
         """the optimizer that updates this rank's shards, with their state"""
         self._gather = WeightGather(model, self._reducer)
-        self._keeps = wire is not None
+        self._may_redo = wire is not None
         self._is_accumulating = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._parameters)]
         self._begin()
@@ -124,7 +123,7 @@ class ShardedUpdate:
         """
         report = self._reducer.reduce(self._add_gradients).report
         self.underflow = report.underflow
-        if not report.nonfinite:
+        if not report.nonfinite:  # the same on all ranks: the report comes with the sums
             self._reducer.apply_mean(self._world.size)
             for mine, theirs in zip(self.sharded.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({key: value for key, value in theirs.items() if key != "params"})
@@ -143,7 +142,7 @@ class ShardedUpdate:
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state with whole tensors, on rank 0 ({} on the others); every rank calls it.
 
-        The given optimizer's class loads it, with or without shards.
+        An optimizer of the same class loads it, with or without shards.
         """
         whole = copy.copy(self._optimizer)
         whole.state = defaultdict(dict)
@@ -160,7 +159,7 @@ class ShardedUpdate:
         return whole.state_dict() if is_first else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave, or that of an unsharded optimizer of the class; each rank its part."""
+        """Loads the result of `state_dict`, here or of an unsharded optimizer of the class; each rank its part."""
         whole = copy.copy(self._optimizer)
         whole.state = defaultdict(dict)
         whole.load_state_dict(copy.deepcopy(state))
@@ -189,7 +188,7 @@ class ShardedUpdate:
         self._sent = [False] * len(self._parameters)
 
     def _add_gradients(self) -> None:
-        """Adds what no hook has: of passes under `no_sync` alone, or all that a redo needs again."""
+        """Adds the gradients that no hook has added: of passes under `no_sync` alone, or all of them for a redo."""
         self._gather.wait()
         if not self._is_open:
             self._reducer.begin_worker(last=True)
@@ -201,6 +200,7 @@ class ShardedUpdate:
 
     def _make_hook(self, slot: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
+            # Without a scale yet nothing can be added: `reduce` measures the gradients and then calls `_add_gradients`.
             if self._is_accumulating or self._reducer.sum.needs_measure:
                 return
             if self._sent[slot]:
@@ -208,11 +208,11 @@ class ShardedUpdate:
                     f"{self._reducer.names[slot]}: a second backward pass before step(): put all but the last under "
                     "`with update.no_sync():`"
                 )
-            self._gather.wait()
+            self._gather.wait()  # new weights travel in the memory of the sums
             assert parameter.grad is not None
             self._reducer.add(slot, parameter.grad)
             self._sent[slot] = True
-            if not self._keeps:
+            if not self._may_redo:
                 parameter.grad = None
 
         return hook

@@ -22,9 +22,8 @@ from ..optim import AdamW, Lamb, Lars, layer_norms, set_hyperparameters
 from ..optim.flat import FlatUpdate
 from ..optim.lars import Norms
 from ..recipe.schedule import Step
-from .block_norms import BlockNorms
 from .reducer import Reducer
-from .weight_gather import WeightGather
+from .sharding import BlockNorms, WeightGather
 
 STEP = "step"
 """what AdamW and LAMB keep for each parameter, and here is the same for all: the number of updates"""

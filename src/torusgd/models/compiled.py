@@ -19,10 +19,9 @@ _LISTS = (nn.Sequential, nn.ModuleList)
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:
-    """Has each block of a network compiled at its first pass, in place; the names of the blocks.
+    """Has each block of a network compiled at its first pass, in place; returns the names of the blocks.
 
-    Raises:
-        UserError: What compiles for the device is not installed.
+    UserError if the compiler for the device is not installed.
     """
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UserError("compile: true: needs Triton on a GPU; pip install 'torusgd[triton]', or set compile: false")
@@ -31,7 +30,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:
         raise UserError(f"compile: true: needs the C++ compiler {compiler}; install it, or set compile: false")
     import torch._inductor.config as inductor  # takes a second, which others need not wait for
 
-    inductor.deterministic = True  # else it may time kernels, and the fastest of the day would decide the bits
+    inductor.deterministic = True  # else it may time kernels, and the fastest of the day decides the bits
     named = dict(blocks(model)) or {"": model}
     for block in named.values():
         block.compile(dynamic=False)

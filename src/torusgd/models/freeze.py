@@ -9,20 +9,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..errors import UserError, suggest
 
 BODY = "body"
-"""in `model.freeze`: all but the head"""
+"""the word of `model.freeze` for all parameters but the head's"""
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
-    """Takes the gradient from the parameters that a recipe names, in place.
+    """Turns off the gradient of the parameters that a recipe names, in place.
 
     Args:
-        model: Its parameters become trainable or not.
+        model: The network.
         patterns: Names of parameters or of modules that hold them, as `named_parameters` has them, or patterns with
             `*`, `?` and `[...]` of either; `body` is every parameter outside the head.
         head: Names of the tensors that depend on the number of classes.
 
     Raises:
-        UserError: A pattern that nothing matches, or nothing is left to train.
+        UserError: A pattern matches nothing, or nothing is left to train.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> freeze(net, ["0"], head=[])
@@ -45,11 +45,9 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
 
 
 def is_frozen(layer: _BatchNorm) -> bool:
-    """Whether a batch norm keeps its running statistics and normalises by them, in training too.
-
-    Its weights were trained with those statistics: with others they would mean something else. A batch norm without
-    weights of its own goes on learning.
-    """
+    """Whether a batch norm's running statistics stay as they are and normalise, in training too."""
+    # Frozen weights were trained with those statistics: with others they would mean something else. A batch norm
+    # without weights of its own goes on learning.
     return isinstance(layer.weight, nn.Parameter) and not layer.weight.requires_grad
 
 

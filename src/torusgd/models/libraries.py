@@ -16,9 +16,9 @@ _WEIGHTS = {
     "torchvision": ("weights", "weights_backbone"),
     "timm": ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
 }
-"""options of the builders that would bring weights, which the recipe's hash would not know"""
+"""options of the builders that would load weights, which the recipe's hash does not cover"""
 _OURS = {"torchvision": ("num_classes",), "timm": ("num_classes", "in_chans")}
-"""options that `data.classes` and `data.channels` give"""
+"""options that follow from `data.classes` and `data.channels`"""
 
 SIZE_OPTIONS = {"torchvision": "image_size", "timm": "img_size"}
 """the option of networks that are built for one size of images, most of them transformers"""
@@ -27,9 +27,7 @@ SIZE_OPTIONS = {"torchvision": "image_size", "timm": "img_size"}
 def torchvision_classifier(name: str, *, classes: int, channels: int, options: Options) -> nn.Module:
     """`torchvision.models.NAME(num_classes=classes, **options)`, for images of three channels.
 
-    Raises:
-        UserError: torchvision is not there or not made for this torch, or it has no such classifier or option; or the
-            images have one channel.
+    UserError if torchvision can't be imported, or has no such classifier or option, or for images of one channel.
     """
     if channels != 3:
         raise UserError(f"data.channels: torchvision's networks take 3, not {channels}; timm's take either")
@@ -47,8 +45,7 @@ def torchvision_classifier(name: str, *, classes: int, channels: int, options: O
 def timm_classifier(name: str, *, classes: int, channels: int, options: Options) -> nn.Module:
     """`timm.create_model(NAME, num_classes=classes, in_chans=channels, **options)`; NAME may have a tag, as in timm.
 
-    Raises:
-        UserError: timm is not there, or it has no such classifier or option.
+    UserError if timm can't be imported, or has no such classifier or option.
     """
     timm = _timm(name)
     _check_options("timm", options)
@@ -56,13 +53,10 @@ def timm_classifier(name: str, *, classes: int, channels: int, options: Options)
 
 
 def timm_pretrained(name: str, *, channels: int, options: Options) -> dict[str, Tensor]:
-    """The tensors of timm's pretrained network of that name, its head as it was trained, fitted to the options.
+    """The tensors of timm's pretrained network of that name, with its own head.
 
-    timm takes them from the Hugging Face hub's cache, or fetches them. It fits position embeddings to `img_size` and
-    the first layer to the channels.
-
-    Raises:
-        UserError: timm is not there, has no weights of that name, or can't reach them.
+    timm takes them from the Hugging Face hub's cache, or downloads them. It fits position embeddings to `img_size` and
+    the first layer to the channels. UserError if timm can't be imported, has no such weights, or can't reach them.
     """
     timm = _timm(name)
     config = timm.get_pretrained_cfg(name)
@@ -98,7 +92,7 @@ def _timm(name: str) -> ModuleType:
         raise UserError(f"model.name: timm has no classifier {architecture!r}{suggest(architecture, known)}")
     try:
         timm.get_pretrained_cfg(name)
-    except RuntimeError as error:  # its tag is none of the architecture's
+    except RuntimeError as error:  # the architecture has no such tag
         raise UserError(f"model.name: timm has no {name!r}: {first_line(error)}") from error
     return timm
 

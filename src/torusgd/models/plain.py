@@ -18,13 +18,8 @@ from .pooling import MaxPool2d
 class PlainNet(nn.Module):
     """Float images (N, channels, H, W) to logits (N, classes).
 
-    Args:
-        features: Convolutions and poolings, in order.
-        maps: Channels that `features` gives.
-        pixels: Side of its output at the published image size; other sizes are averaged to it.
-        widths: Outputs of the first two linear layers.
-        classes: Outputs of the third.
-        dropout: Probability, after each of the first two.
+    `features` gives `maps` channels of `pixels` x `pixels` at the published image size; other sizes are averaged to
+    that. Three linear layers follow, with `widths` and `classes` outputs, and dropout after the first two.
     """
 
     def __init__(
@@ -50,7 +45,7 @@ class PlainNet(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def front(self, x: Tensor) -> Tensor:
-        """What the linear layers take: (N, maps * pixels * pixels)."""
+        """The inputs of the linear layers: (N, maps * pixels * pixels)."""
         x = self.features(x)
         if x.shape[2:] != (self.pixels, self.pixels):  # on CUDA this pooling has no deterministic gradient
             x = self.to_pixels(x)
@@ -113,11 +108,8 @@ def _caffe_pool() -> nn.MaxPool2d:
 def overfeat_fast(*, classes: int, channels: int, width: int = 96, dropout: float = 0.5) -> PlainNet:
     """OverFeat, the fast model (Sermanet et al., arXiv 1312.6229, table 1): 5 convolutions, 3 linear layers.
 
-    145.9 M parameters, 2.8 GMAC at 231 px (1,000 classes).
-
-    Args:
-        width: Channels of the first convolution, 96 as published; all other layers are in proportion, rounded down.
-        dropout: Probability, after each of the first two linear layers.
+    145.9 M parameters, 2.8 GMAC at 231 px (1,000 classes). `width` is the number of channels of the first convolution,
+    96 as published; all other layers are in proportion, rounded down.
     """
     _check_width(width)
     first, second, third, fourth = (published * width // 96 for published in (96, 256, 512, 1024))
@@ -136,17 +128,14 @@ def overfeat_fast(*, classes: int, channels: int, width: int = 96, dropout: floa
 
 
 _VGG_A: tuple[int | None, ...] = (1, None, 2, None, 4, 4, None, 8, 8, None, 8, 8, None)
-"""Channels of VGG-A's 3x3 convolutions in turn, as multiples of the first one's; None is a 2x2 pooling."""
+"""channels of VGG-A's 3x3 convolutions in turn, as multiples of the first one's; None is a 2x2 pooling"""
 
 
 def vgg_a(*, classes: int, channels: int, width: int = 64, dropout: float = 0.5) -> PlainNet:
     """VGG-A: 8 convolutions and 3 linear layers (Simonyan and Zisserman, arXiv 1409.1556, configuration A).
 
-    132.9 M parameters, 7.6 GMAC at 224 px (1,000 classes).
-
-    Args:
-        width: Channels of the first convolution; all other layers are multiples of it, as in the published network.
-        dropout: Probability, after each of the first two linear layers.
+    132.9 M parameters, 7.6 GMAC at 224 px (1,000 classes). `width` is the number of channels of the first convolution;
+    all other layers are multiples of it, as in the published network.
     """
     _check_width(width)
     features: list[nn.Module] = []
@@ -161,7 +150,6 @@ def vgg_a(*, classes: int, channels: int, width: int = 64, dropout: float = 0.5)
 
 
 def _check_width(width: int) -> None:
-    """UserError for a network without channels."""
     if width < 1:
         raise UserError(f"model.options.width: needs at least 1 channel, got {width}")
 
@@ -177,10 +165,7 @@ def cd_dnn(*, classes: int, channels: int, inputs: int = 429, hidden: int = 7, w
     Linear and sigmoid layers, from windows (N, channels, H, W) to logits (N, classes). The sizes are those of the
     context-dependent network of Seide, Li and Yu (Interspeech 2011): 7 hidden layers of 2,048 units, 9,304 states.
 
-    Args:
-        inputs: channels * H * W; as published a window of 11 frames (H) of 39 coefficients (W).
-        hidden: Hidden layers.
-        width: Units of each.
+    `inputs` is channels * H * W; as published a window of 11 frames (H) of 39 coefficients (W).
     """
     sizes = [inputs, *[width] * hidden]
     layers: list[nn.Module] = [nn.Flatten()]

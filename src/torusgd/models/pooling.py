@@ -1,7 +1,7 @@
 """Pooling: max pooling whose gradient has the same bits on every run, on GPUs too, and a blur before a stride.
 
-CUDA's own gradient of max pooling adds with atomics, in no fixed order, and refuses to run where deterministic
-algorithms are asked for. This one adds the k * k positions of the window one after the other.
+CUDA's own gradient of max pooling adds with atomics, in no fixed order, and refuses to run under deterministic
+algorithms. This one adds the k * k positions of the window one after the other.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """`torch.nn.MaxPool2d` of one window size, stride and padding; deterministic where torch is asked to be."""
+    """`torch.nn.MaxPool2d` of one window size, stride and padding; deterministic if torch is set to be."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, c, h, w) -> (n, c, oh, ow)."""
@@ -27,7 +27,7 @@ class OrderedMaxPool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, window: int, stride: int, padding: int, ceil_mode: bool) -> Tensor:
-        """Torch's own forward, which is deterministic; the positions of the maxima are kept."""
+        """Torch's own forward, which is deterministic; backward needs the positions of the maxima."""
         pooled, positions = F.max_pool2d(x, window, stride, padding, ceil_mode=ceil_mode, return_indices=True)
         ctx.save_for_backward(positions)
         ctx.shape, ctx.window, ctx.stride, ctx.padding = x.shape, window, stride, padding
@@ -35,21 +35,22 @@ class OrderedMaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Each position in the window gets its share by strided addition: no two windows meet at one position."""
+        """Adds for one position in the window at a time."""
         (grad,) = grads
         (positions,) = ctx.saved_tensors
         n, c, h, w = ctx.shape
         rows = torch.arange(grad.shape[2], device=grad.device)[:, None] * ctx.stride - ctx.padding
         columns = torch.arange(grad.shape[3], device=grad.device) * ctx.stride - ctx.padding
-        place = (positions // w - rows) * ctx.window + (positions % w - columns)
+        within = (positions // w - rows) * ctx.window + (positions % w - columns)  # index of the maximum in its window
         # With ceil_mode the last windows reach beyond the padding.
         reach = [(size - 1) * ctx.stride + ctx.window for size in grad.shape[2:]]
         padded = grad.new_zeros(n, c, max(h + 2 * ctx.padding, reach[0]), max(w + 2 * ctx.padding, reach[1]))
         for i in range(ctx.window):
             for j in range(ctx.window):
-                share = grad.masked_fill(place != i * ctx.window + j, 0.0)
+                # No two windows meet at one position of the window: a strided addition writes each element once.
+                part = grad.masked_fill(within != i * ctx.window + j, 0.0)
                 down, right = i + ctx.stride * grad.shape[2], j + ctx.stride * grad.shape[3]
-                padded[:, :, i : down : ctx.stride, j : right : ctx.stride] += share
+                padded[:, :, i : down : ctx.stride, j : right : ctx.stride] += part
         return padded[:, :, ctx.padding : ctx.padding + h, ctx.padding : ctx.padding + w], None, None, None, None
 
 

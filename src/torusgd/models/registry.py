@@ -17,8 +17,7 @@ from ..rng import INIT, keyed_hash
 from .freeze import BODY, freeze
 from .libraries import SIZE_OPTIONS, timm_classifier, torchvision_classifier
 from .plain import alexnet_bn, cd_dnn, overfeat_fast, vgg_a
-from .resnet import resnet18, resnet34, resnet50, resnet101
-from .small import digits_net, fashion_net
+from .resnet import digits_net, fashion_net, resnet18, resnet34, resnet50, resnet101
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "alexnet-bn": alexnet_bn,
@@ -32,10 +31,10 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet101": resnet101,
     "vgg-a": vgg_a,
 }
-"""Built-in names; each builder takes `classes`, `channels` and its options by keyword."""
+"""builders by built-in name; each takes `classes`, `channels` and its options by keyword"""
 
 LIBRARIES = {"torchvision": torchvision_classifier, "timm": timm_classifier}
-"""What stands before the colon of a library's classifier."""
+"""builders by the part before the colon of a library's classifier"""
 
 
 def is_built_in(name: str) -> bool:
@@ -51,15 +50,9 @@ def is_built_in(name: str) -> bool:
 def build_model(model: Model, *, classes: int, channels: int, image_size: Sides, seed: int) -> nn.Module:
     """The network that a recipe names, on the CPU in float32, with initial weights that depend on the seed alone.
 
-    Args:
-        model: Name and options. A name is one of `MODELS`, `torchvision:NAME`, `timm:NAME`, or
-            `package.module:factory`; a factory is called like a built-in builder and must draw its weights from
-            torch's default generator.
-        classes: Size of the output.
-        channels: Channels of the images.
-        image_size: Pixels a side, or height and width; the network must take float images (N, channels, height,
-            width) and give logits (N, classes).
-        seed: The recipe's seed. The caller's random state is left as it was.
+    It takes float images (N, channels, height, width) and gives logits (N, classes). A name is one of `MODELS`,
+    `torchvision:NAME`, `timm:NAME`, or `package.module:factory`; a factory is called like a built-in builder and must
+    draw its weights from torch's default generator. The caller's random state stays as it is.
 
     Raises:
         UserError: No such name or option; the network does not take these images or give these logits; or it has
@@ -79,9 +72,9 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
 
 
 def _set_batch_norm_momentum(model: Model, network: nn.Module) -> None:
-    layers = [module for module in network.modules() if isinstance(module, _BatchNorm)]
     if model.batch_norm_momentum is None:
         return
+    layers = [module for module in network.modules() if isinstance(module, _BatchNorm)]
     if not layers:
         raise UserError(f"model.batch_norm_momentum = {model.batch_norm_momentum}: {model.name} has no batch norm")
     for layer in layers:
@@ -89,11 +82,9 @@ def _set_batch_norm_momentum(model: Model, network: nn.Module) -> None:
 
 
 def model_of(recipe: Recipe, classes: int) -> nn.Module:
-    """`build_model` by a recipe, with what it freezes; `classes` is the data set's number, where the recipe gives none.
+    """`build_model` by a recipe, with its frozen parameters; `classes` is used if the recipe gives no number.
 
-    Raises:
-        UserError: As `build_model` and `freeze`, or the network does not take images of the size of a stage or of an
-            evaluation.
+    UserError as by `build_model` and `freeze`, or if the network does not take the image size of a stage or evaluation.
     """
     count, channels = recipe.data.classes or classes, recipe.data.channels
     train = recipe.data.image_size
@@ -110,22 +101,21 @@ def model_of(recipe: Recipe, classes: int) -> nn.Module:
 
 
 def head_of(recipe: Recipe, classes: int) -> frozenset[str]:
-    """Names of the tensors whose shapes depend on the number of classes: what another data set needs anew.
-
-    Found by building the network once more for one class more, so that it holds for anybody's network.
+    """Names of the tensors whose shapes depend on the number of classes, which another data set needs anew.
 
     >>> from torusgd.recipe.load import load_recipe
     >>> sorted(head_of(load_recipe("digits").recipe, classes=10))
     ['fc.bias', 'fc.weight']
     """
     count, channels = recipe.data.classes or classes, recipe.data.channels
+    # Found by building the network for one class more, which works for anybody's network.
     with torch.random.fork_rng(devices=[]):
         one, more = (construct(recipe.model, classes=count + i, channels=channels).state_dict() for i in (0, 1))
     return frozenset(name for name, tensor in one.items() if more[name].shape != tensor.shape)
 
 
 def construct(model: Model, *, classes: int, channels: int) -> nn.Module:
-    """The network of that name with its options, unchecked and with whatever weights its builder draws."""
+    """The network of that name with its options, unchecked; its builder draws the weights."""
     library, _, name = model.name.partition(":")
     if library in LIBRARIES:
         return LIBRARIES[library](name, classes=classes, channels=channels, options=model.options)
@@ -203,9 +193,9 @@ def _check_graph(name: str, logits: Tensor) -> None:
 
 
 def _check(name: str, network: nn.Module, images: Tensor, classes: int, size_key: str = "data.image_size") -> None:
-    """One forward pass in training mode, of a copy: looks at the output and at what else has changed.
+    """One forward pass of a copy in training mode: checks the output, and that only batch norm's state has changed.
 
-    `size_key` is the key of the recipe that says how large the images are.
+    `size_key` is the recipe's key of the images' size, for the error.
     """
     trial = copy.deepcopy(network).train()
     size = "x".join(map(str, images.shape[1:]))
@@ -236,6 +226,6 @@ def _check(name: str, network: nn.Module, images: Tensor, classes: int, size_key
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    # Bits and not values, as NaN is not equal to itself.
+    # Bits and not values, for NaN is not equal to itself.
     as_bytes = (t.flatten().contiguous().view(torch.uint8) for t in (a, b))
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)

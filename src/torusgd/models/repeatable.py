@@ -3,7 +3,7 @@
 Exact sums need gradients with the same bits on every run. Under `torch.use_deterministic_algorithms` torch refuses an
 operation that can't give them, and nearly always in the backward pass: adaptive average pooling to more than one value
 a channel, pooling in three dimensions, fractional pooling, some padding and interpolation. Which ones depends on torch
-and the device, so no list is kept here: one backward pass of two images tells.
+and the device, so that a list would be wrong soon: one backward pass of two images finds them.
 """
 
 import copy
@@ -18,15 +18,7 @@ from ..recipe.section import sides
 
 
 def check_repeatable(network: nn.Module, recipe: Recipe) -> None:
-    """One pass forward and back, of a copy, on the network's own device.
-
-    Args:
-        network: On the device where it is to be trained; left as it is.
-        recipe: Its model's name, and the size of its images.
-
-    Raises:
-        UserError: Torch refuses an operation; the line names the layer.
-    """
+    """One pass forward and back, of a copy, on the network's device; UserError names a layer that torch refuses."""
     trial, device = copy.deepcopy(network).train(), next(network.parameters()).device
     last = ["the input"]
     for name, module in trial.named_modules():
@@ -51,7 +43,7 @@ def check_repeatable(network: nn.Module, recipe: Recipe) -> None:
 
 
 def _note(name: str, module: nn.Module, last: list[str]) -> Callable[..., None]:
-    """A forward hook after which `last` names the layer whose forward, or later backward, pass has begun last."""
+    """A forward hook that writes into `last` the layer whose forward, or later backward, pass began last."""
 
     def forward(_: nn.Module, inputs: object, output: object) -> None:
         last[0] = f"{name} ({type(module).__name__})"

@@ -1,6 +1,8 @@
 """ResNet-18/34/50/101 (He et al., arXiv 1512.03385) in their v1.5 form: the stride is in the 3x3 convolution.
 
-Names, order and shapes of parameters and buffers are torchvision's, so that weights can be exchanged both ways.
+Names, order and shapes of parameters and buffers are torchvision's, so that weights can be exchanged both ways. Two
+small residual nets (ours) for images of 8x8 and 28x28 pixels train on a CPU in seconds and minutes; they pool over all
+positions before the classifier, so they take other sizes of images, too.
 """
 
 import math
@@ -60,7 +62,7 @@ Block = type[BasicBlock] | type[Bottleneck]
 
 
 def shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
-    """A 1x1 projection where the shape changes, else None (the identity)."""
+    """A 1x1 projection if the shape changes, else None (the identity)."""
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
@@ -68,7 +70,7 @@ def shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
 
 _BLURS = ("none", "strides", "strides+pool")
 _BLURRED_FROM = 16
-"""input channels from which a strided convolution gets a blur; the first one, which sees the image, has fewer"""
+"""fewest input channels of a strided convolution that gets a blur; the first one, which sees the image, has fewer"""
 
 
 def blur_before_strides(model: "ResNet", *, pool: bool) -> None:
@@ -105,12 +107,11 @@ def init_residual(
     """Draws the weights anew: He's normal rule for convolutions, N(0, 0.01) and no bias for linear layers.
 
     He's variance (arXiv 1502.01852) is 2 over the inputs of an output with `fan_in` (Fujitsu's MLPerf v0.6 code), else
-    over the outputs of an input (torchvision, and most of the records).
-
-    The linear layers' deviation is that of the large-batch records (Goyal et al., arXiv 1706.02677, section 5.1).
-    With `zero_gamma` each residual block begins as its shortcut: the gamma of its last batch norm is zero.
-    MosaicML draws every gamma uniformly from 0 to 1 (`uniform_gamma`), and gives the last layer the bias -ln(classes)
-    (`rare`): to a sigmoid each class then is as rare as it is, where 0 would say that every second image has it.
+    over the outputs of an input (torchvision, and most of the records). The linear layers' deviation is that of the
+    large-batch records (Goyal et al., arXiv 1706.02677, section 5.1). With `zero_gamma` each residual block begins as
+    its shortcut: the gamma of its last batch norm is zero. MosaicML draws every gamma uniformly from 0 to 1
+    (`uniform_gamma`), and gives the last layer the bias -ln(classes) (`rare`): a sigmoid then starts at a probability
+    of about 1 / classes, while a bias of 0 would start at one half.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -131,16 +132,8 @@ def init_residual(
 class ResNet(nn.Module):
     """A residual network for float images (N, channels, H, W); gives logits (N, classes).
 
-    Args:
-        block: The kind of all residual blocks.
-        depths: Blocks in each of the four layers.
-        classes: Size of the output.
-        channels: Channels of the input.
-        zero_gamma: Begin with every residual block as the identity (`init_residual`).
-        fan_in: By what convolutions' first weights are scaled (`init_residual`).
-        uniform_gamma: First gammas, from 0 to 1 (`init_residual`).
-        rare: The last layer's first bias, -ln(classes), for binary cross-entropy (`init_residual`).
-        blur: none, strides or strides+pool: what a blur goes before (`blur_before_strides`).
+    `depths` are the numbers of blocks in each of the four layers. `zero_gamma`, `fan_in`, `uniform_gamma` and `rare`
+    are those of `init_residual`; `blur` is none, strides or strides+pool (`blur_before_strides`).
     """
 
     def __init__(
@@ -192,3 +185,65 @@ resnet50 = partial(ResNet, Bottleneck, (3, 4, 6, 3))
 """25.6 M parameters, 4.1 GMAC at 224 px"""
 resnet101 = partial(ResNet, Bottleneck, (3, 4, 23, 3))
 """44.5 M parameters, 7.8 GMAC at 224 px"""
+
+
+class SmallResNet(nn.Module):
+    """A 3x3 convolution, residual blocks, global average pooling, dropout, a linear classifier.
+
+    From float images (N, channels, H, W) to logits (N, classes). `widths` are the channels of the first convolution,
+    then of each residual block; `zero_gamma` begins with every residual block as its shortcut.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        strides: Sequence[int],
+        *,
+        classes: int,
+        channels: int,
+        dropout: float,
+        zero_gamma: bool,
+    ) -> None:
+        super().__init__()
+        if min(widths) < 1:
+            raise UserError(f"model.options.width: needs at least 1 channel, got {widths[0]}")
+        if not 0 <= dropout < 1:
+            raise UserError(f"model.options.dropout: a probability from 0 up to but not 1, got {dropout}")
+        self.conv1 = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(widths[0])
+        self.relu = nn.ReLU(inplace=True)
+        shapes = zip(widths[:-1], widths[1:], strides, strict=True)
+        self.blocks = nn.Sequential(*(BasicBlock(inputs, width, stride) for inputs, width, stride in shapes))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(widths[-1], classes)
+        init_residual(self, zero_gamma=zero_gamma)
+
+    def front(self, x: Tensor) -> Tensor:
+        """The inputs of the classifier: (N, width)."""
+        x = self.blocks(self.relu(self.bn1(self.conv1(x))))
+        return self.dropout(self.avgpool(x).flatten(1))
+
+    def tail(self) -> list[nn.Module]:
+        """The classifier (`torusgd.tensor_parallel.tail`)."""
+        return [self.fc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.front(x))
+
+
+def digits_net(
+    *, classes: int, channels: int, width: int = 16, dropout: float = 0.0, zero_gamma: bool = False
+) -> SmallResNet:
+    """For 8x8 images: two residual blocks, at 8x8 and at 4x4."""
+    return SmallResNet(
+        (width, width, 2 * width), (1, 2), classes=classes, channels=channels, dropout=dropout, zero_gamma=zero_gamma
+    )
+
+
+def fashion_net(
+    *, classes: int, channels: int, width: int = 16, dropout: float = 0.0, zero_gamma: bool = False
+) -> SmallResNet:
+    """For 28x28 images: two residual blocks, at 14x14 and at 7x7; six layers in all."""
+    widths = (width, 2 * width, 4 * width)
+    return SmallResNet(widths, (2, 2), classes=classes, channels=channels, dropout=dropout, zero_gamma=zero_gamma)

@@ -6,11 +6,10 @@
     LAMB:   r = u + weight_decay * w;  w <- w - lr * (|w| / |r|) * r         (You et al., arXiv 1904.00962, algorithm 2)
 
 They are made of additions, multiplications, divisions and square roots of whole tensors, each rounded once. torch's
-fused kernel, and its `lerp`, `addcmul` and `add(alpha)`, multiply and add in one rounding where a vector is full and in
+fused kernel, and its `lerp`, `addcmul` and `add(alpha)`, multiply and add in one rounding if a vector is full and in
 two at a tensor's end, so that a slice would not be updated as the whole is.
 
-An element whose gradient an exact sum rounds to zero has a zero like any other: its m and v decay, and where v is zero
-so is the update.
+If an exact sum rounds a gradient to zero, m and v of the element decay; if v is zero, so is the update.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,18 +28,8 @@ from .sgd import add_param_group, value_of
 class AdamW(Optimizer):
     """Adam with decoupled weight decay; the groups' values are read at each step, so a schedule just sets them.
 
-    The state is that of torch.optim.AdamW (`exp_avg`, `exp_avg_sq`, `step`), and either loads the other's.
-
-    Args:
-        params: Parameters or groups.
-        lr: Rate.
-        momentum: beta1, under the name that a schedule sets for every optimizer.
-        beta2: Of the mean of squares.
-        eps: Added to the denominator; above 0.
-        weight_decay: Times the rate, of the weight itself.
-
-    Raises:
-        UserError: A value out of range.
+    The state is that of torch.optim.AdamW (`exp_avg`, `exp_avg_sq`, `step`), and either loads the other's. `momentum`
+    is beta1, under the name that a schedule sets for every optimizer. UserError for a value out of range.
     """
 
     def __init__(
@@ -56,7 +45,7 @@ class AdamW(Optimizer):
         super().__init__(params, values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; UserError for a value that makes no sense."""
+        """Adds a group; UserError for a value out of range."""
         group = {**self.defaults, **param_group}
         _check(group)
         add_param_group(self, group)
@@ -82,8 +71,10 @@ class AdamW(Optimizer):
         state["step"] += 1
         beta1, beta2, number = group["momentum"], group["beta2"], int(state["step"])
         gradient = param.grad
+        # The product in a tensor of its own, and then the sum: `add_(gradient, alpha=...)` may round only once.
         state["exp_avg"].mul_(beta1).add_(gradient * (1 - beta1))
         state["exp_avg_sq"].mul_(beta2).add_(gradient.square().mul_(1 - beta2))
+        # The bias corrections are Python floats, so that the step's number never waits for a device.
         denominator = state["exp_avg_sq"].div(1 - beta2**number).sqrt_().add_(group["eps"])
         return state["exp_avg"].div(1 - beta1**number).div_(denominator)
 
@@ -95,20 +86,9 @@ class AdamW(Optimizer):
 class Lamb(AdamW):
     """LAMB: AdamW's direction with decay, each layer's length made that of its weights times the rate.
 
-    A group with `trust` False takes the plain rate: batch norm and biases, as in the published codes. The ratio is 1
-    where either norm is zero, as there too.
-
-    Args:
-        params: Parameters or groups.
-        lr: Rate of the whole model, before the ratio.
-        momentum: beta1.
-        beta2: Of the mean of squares.
-        eps: Added to the denominator; above 0.
-        weight_decay: Times the weight, added to the direction.
-        norms: As for `Lars`: called at most once a group, with its parameters and then their directions.
-
-    Raises:
-        UserError: A value out of range.
+    A group with `trust` False takes the plain rate: batch norm and biases, as in the published codes. The ratio is 1 if
+    either norm is zero, as there. `norms` is called as by `Lars`, at most once a group, with its parameters and then
+    their directions. UserError for a value out of range.
     """
 
     def __init__(

@@ -15,16 +15,11 @@ from .sgd import Sgd
 
 Kind = Literal["weight", "norm", "bias"]
 
-_NORMS = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
-    """What each parameter is, by its full name, in the model's order; a shared parameter once.
+    """The kind of each parameter, by its full name, in the model's order; a shared parameter once.
 
     `norm`: all of a normalisation module (torch's, or a class with "norm" in its name that holds parameters itself);
     `bias`: of any other module, named so; `weight`: the rest.
@@ -44,9 +39,9 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
 def rate_factors(settings: recipe.Optimizer, model: nn.Module, head: Collection[str]) -> dict[str, float]:
     """The factor on the rate of each parameter by its name: `layer_decay` to the power of its distance to the head.
 
-    A layer is what shares the name up to the first number that is a part of it or ends one after an underscore
-    (`blocks.3`, `encoder_layer_3`), or else the module; norms and biases alone belong to the layer before them
-    (layer-wise decay as in ELECTRA, Clark et al., arXiv 2003.10555, and BEiT). The head's is `head_lr`.
+    A layer is all parameters with the same name up to the first number that is a part of it or ends one after an
+    underscore (`blocks.3`, `encoder_layer_3`), or else the module; norms and biases alone belong to the layer before
+    them (layer-wise decay as in ELECTRA, Clark et al., arXiv 2003.10555, and BEiT). The head's factor is `head_lr`.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 3))
     >>> rates = recipe.Optimizer(layer_decay=0.5, head_lr=10.0)
@@ -80,14 +75,11 @@ def build_optimizer(
     Args:
         settings: The recipe's `optimizer` section.
         model: Its parameters become groups by weight decay, trust and factor on the rate: a few, unless layers have
-            rates of their own. Each carries `base_weight_decay` and `rate_factor`, by which `set_hyperparameters` goes.
+            rates of their own. Each has `base_weight_decay` and `rate_factor`, which `set_hyperparameters` reads.
         lr: The recipe's highest rate (`rate.lr`); each step sets its own.
-        blocks: By name, the column blocks that this rank updates in a parameter's stead, maybe none.
-        norms: For LARS and LAMB: of whole layers, where the groups hold blocks of them.
+        blocks: Column blocks, maybe none, that this rank updates in place of the parameter of that name.
+        norms: Norms of whole layers for LARS and LAMB, if the groups hold blocks of them.
         head: Names of the tensors that depend on the number of classes; `head_lr` and `layer_decay` need them.
-
-    Returns:
-        `Sgd`, `Lars`, `AdamW` or `Lamb`.
     """
     groups: dict[tuple[bool, bool, float], list[Tensor]] = {}
     factors = rate_factors(settings, model, head)
@@ -120,7 +112,7 @@ def build_optimizer(
 
 
 def set_hyperparameters(optimizer: Optimizer, *, lr: float, momentum: float, weight_decay_factor: float = 1.0) -> None:
-    """Gives every group the values of the coming step, times its own `rate_factor` and `base_weight_decay`."""
+    """Sets in every group the values of the coming step, times its own `rate_factor` and `base_weight_decay`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("rate_factor", 1.0)
         group["momentum"] = momentum

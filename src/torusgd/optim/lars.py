@@ -32,19 +32,19 @@ class Variant:
     """The choices in which published codes differ; the defaults are the paper's."""
 
     decay: Literal["weight_decay", "none", "premultiplied"] = "weight_decay"
-    """The factor on |w| in the denominator. `premultiplied` is weight_decay * peak_lr."""
+    """the factor on |w| in the denominator; `premultiplied` is weight_decay * peak_lr"""
     eps: bool = True
-    """Whether the denominator takes an epsilon."""
+    """whether the denominator takes an epsilon"""
     eps_is_threshold: bool = False
-    """Whether epsilon is added only to a denominator below it, and the ratio is 1 where |w| is below it."""
+    """whether epsilon is added only to a denominator below it, and the ratio is 1 if |w| is below it"""
     decayed_gradient: bool = False
-    """Whether |g| is the norm of g + weight_decay * w."""
+    """whether |g| is the norm of g + weight_decay * w"""
     zero_gradient_is_plain: bool = True
-    """Whether the ratio is 1 where |g| = 0, and not only where |w| = 0."""
+    """whether the ratio is 1 if |g| = 0, and not only if |w| = 0"""
     clip: bool = False
-    """Whether the layer's rate is min(lr, ratio) instead of lr * ratio."""
+    """whether the layer's rate is min(lr, ratio) instead of lr * ratio"""
     rate_in_buffer: bool = True
-    """True: v <- m v + rate * g; w <- w - v. False: v <- m v + g; w <- w - rate * v."""
+    """True: v <- m v + rate * g; w <- w - v. False: v <- m v + g; w <- w - rate * v"""
 
 
 VARIANTS: Mapping[str, Variant] = {
@@ -55,7 +55,7 @@ VARIANTS: Mapping[str, Variant] = {
     # nvcaffe since it calls this "LARC", policies `scale` and `clip`: no weight decay in the denominator.
     "larc": Variant(decay="none", eps=False),
     "larc-clip": Variant(decay="none", eps=False, clip=True),
-    # tf.contrib.opt.LARSOptimizer: the gradient it is given holds the weight decay; rate outside the momentum.
+    # tf.contrib.opt.LARSOptimizer: its gradient already holds the weight decay; rate outside the momentum.
     "tensorflow": Variant(decayed_gradient=True, rate_in_buffer=False),
     # MXNet multi_lars with its SGD: the paper's form with an epsilon.
     "mxnet": Variant(),
@@ -67,15 +67,15 @@ VARIANTS: Mapping[str, Variant] = {
 
 
 _HYPER = ("lr", "momentum", "weight_decay", "trust", "eps", "variant", "peak_lr", "foreach")
-"""The values of a group that are arguments of `lars`."""
+"""the values of a group that are arguments of `lars`"""
 
 
 class Lars(Optimizer):
     """LARS with momentum; the groups' values are read at each step, so a schedule just sets them.
 
     Parameters of one dimension or none (batch norm, biases) are updated with the plain rate, as in the published codes.
-    A group that names its own `trust` decides for all of its parameters instead: a number scales each of them, None
-    none (`torusgd.optim.build_optimizer` makes such groups). Weight decay is the group's for every parameter.
+    If a group names its own `trust`, that holds for all of its parameters instead: a number scales each of them, None
+    scales none (`torusgd.optim.build_optimizer` makes such groups). Weight decay is the group's for every parameter.
 
     The state is one `momentum_buffer` a parameter as in torch.optim.SGD, and SGD's state_dict can be loaded; with a
     variant that has the rate in the buffer (all but `tensorflow`) the buffer is in units of weight, not of gradient.
@@ -85,12 +85,12 @@ class Lars(Optimizer):
         lr: Rate of the whole model, before the trust ratio.
         trust: Trust coefficient, or None for the plain rate.
         trust_one_dimensional: True scales one-dimensional parameters like all others.
-        eps: Added to the denominator of the trust ratio; variant `nnabla` adds it to one below it only.
-        variant: Whose formula; a key of `VARIANTS`.
-        peak_lr: Highest rate of the schedule, which variant `fujitsu` multiplies the weight decay in its denominator
-            by; the other variants don't read it. None: `lr` as given here.
+        eps: Term of the trust ratio's denominator; variant `nnabla` adds it to a smaller denominator only.
+        variant: Key of `VARIANTS`.
+        peak_lr: Highest rate of the schedule, by which variant `fujitsu` multiplies the weight decay in its
+            denominator; the other variants don't read it. None: `lr`.
         foreach: None is the fastest way of the device: torch's fused kernel a layer on CPU, foreach elsewhere (no
-            host sync). True asks for foreach, False for the plain loop.
+            host sync). True is foreach, False the plain loop.
         norms: Function from a list of tensors to their norms, float64 [n]. It is called at most once a group and
             step, with the scaled parameters of the group and then their gradients; a sharded run exchanges block norms
             here.
@@ -181,6 +181,7 @@ def lars(
     on_cpu = params[0].device.type == "cpu"
     rates: Tensor | None = None
     if trust is not None:
+        # One call for weights and gradients: a sharded run exchanges the norms of both in one message.
         measured = list(torch._foreach_add(grads, params, alpha=weight_decay)) if row.decayed_gradient else grads
         both = norms([*params, *measured])
         rates = layer_rates(
@@ -222,6 +223,7 @@ def layer_rates(
     row = VARIANTS[variant]
     decay = denominator_decay(row, weight_decay, lr if peak_lr is None else peak_lr)
     denominator = grad_norms + decay * weight_norms
+    # `plain` collects the layers whose ratio is 1: their norms say nothing.
     plain = weight_norms == 0
     if row.eps_is_threshold:
         denominator = torch.where(denominator < eps, denominator + eps, denominator)
@@ -232,6 +234,7 @@ def layer_rates(
     plain = plain | (denominator == 0)
     if row.zero_gradient_is_plain:
         plain = plain | (grad_norms == 0)
+    # After the division, whose nan or inf it replaces: a branch for each layer would wait for the device.
     ratio = torch.where(plain, 1.0, ratio)
     return ratio.clamp(max=lr) if row.clip else lr * ratio
 
@@ -250,7 +253,7 @@ def _single(
     weight_decay: float,
     rate_in_buffer: bool,
 ) -> None:
-    """The formula as it is read, a layer at a time."""
+    """The formula as it stands in the papers, a layer at a time."""
     for i, (param, grad, buffer) in enumerate(zip(params, grads, buffers, strict=True)):
         rate = rates[i].to(param.dtype) if isinstance(rates, Tensor) else rates
         step = grad.add(param, alpha=weight_decay)

@@ -1,6 +1,6 @@
 """Layer norms over fixed blocks, so that a tensor cut into shards has bit for bit the norm of the whole.
 
-A norm that is summed shard by shard differs in its last bits from one that is summed in one go, and the difference
+A norm that is summed shard by shard differs in its last bits from one that is summed in one pass, and the difference
 would depend on the number of workers. So blocks belong to the definition of the norm here (ours):
 
 1. float32 norms of blocks of `BLOCK` elements, in logical order (on a GPU as `triton_update` defines them);
@@ -22,19 +22,14 @@ from torch.nn.utils.rnn import pad_sequence
 from ..kernels import register
 
 BLOCK = 4096
-"""Elements of a block."""
+"""number of elements of a block"""
 
 
 def block_norms(tensor: Tensor) -> Tensor:
-    """Euclidean norms of the tensor's blocks.
+    """Euclidean norms of the blocks of a tensor in logical (row-major) order: float32 [ceil(numel / BLOCK)].
 
-    Args:
-        tensor: Any shape and floating dtype; taken in logical (row-major) order. A tensor of another memory format
-            is copied first.
-
-    Returns:
-        float32 [ceil(numel / BLOCK)]; the last block may be shorter. A NaN makes its block's norm NaN; an element
-        above 1.8e19 makes it infinite.
+    Any shape and floating dtype; another memory format is copied first. The last block may be shorter. A NaN makes its
+    block's norm NaN; an element above 1.8e19 makes it infinite.
 
     >>> block_norms(torch.ones(2 * BLOCK + 9))
     tensor([64., 64.,  3.])
@@ -70,16 +65,13 @@ def norm_from_blocks(blocks: Tensor) -> Tensor:
 
 
 def norms_from_blocks(blocks: Sequence[Tensor]) -> Tensor:
-    """Norms of several tensors at once from the block norms of each; the bits of `norm_from_blocks`.
+    """Norms of several tensors, float64 [len(blocks)], from the block norms of each, float32, all on one device.
 
-    Args:
-        blocks: For each tensor its block norms, float32 [blocks], all on one device.
-
-    Returns:
-        float64 [len(blocks)]
+    The bits are those of `norm_from_blocks`.
     """
     if not blocks:
         return torch.zeros(0, dtype=torch.float64)
+    # Zeros on the right fill all rows to one width: they join the tree as addends that change nothing.
     squares = pad_sequence(list(blocks), batch_first=True).double().square()
     while squares.shape[1] != 1:
         # An odd width gets a zero on the right, so that each column has a neighbour, and a width of none gets two.
@@ -89,14 +81,7 @@ def norms_from_blocks(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def layer_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of each tensor by blocks, without a host sync.
-
-    Args:
-        tensors: Any shapes, on one device.
-
-    Returns:
-        float64 [len(tensors)]
-    """
+    """Euclidean norm of each tensor by blocks, without a host sync: float64 [len(tensors)], tensors on one device."""
     return norms_from_blocks(all_block_norms(tensors))
 
 

@@ -1,9 +1,9 @@
 """SGD with momentum whose update is bit for bit the same when a tensor is cut at block edges.
 
 On CPU this is torch's fused kernel, four times as fast as its foreach path. Two properties of that kernel matter here:
-it walks memory and takes no notice of strides, so a gradient that lies in memory otherwise than its parameter would be
-applied to the wrong elements; and it rounds the last elements (less than one vector) otherwise than the rest.
-`momentum_step` deals with both, so that the result is a function of the logical order alone.
+it walks memory and ignores strides, so a gradient that lies in memory otherwise than its parameter would be applied to
+the wrong elements; and it rounds the last elements (less than one vector) otherwise than the rest. `momentum_step`
+handles both, so that the result is a function of the logical order alone.
 """
 
 import inspect
@@ -17,15 +17,14 @@ from torch.optim import SGD, Optimizer
 from torch.optim.sgd import sgd
 
 _VECTOR = 16
-"""Elements of the kernel's widest vectors, 64 bytes: it rounds a rest of fewer elements otherwise."""
+"""number of elements of the kernel's widest vectors, 64 bytes: it rounds a rest of fewer elements otherwise"""
 
-
+# torch's own, without the wrapper that imports torch._dynamo only to disable it: 2 s in every process.
 add_param_group = inspect.unwrap(Optimizer.add_param_group)
-"""torch's own, without the wrapper that imports torch._dynamo only to keep it away: 2 s in every process."""
 
 
 def value_of(closure: Callable[[], Any] | None) -> Any:
-    """What an optimizer's closure, which computes the gradients anew, returns; None without one."""
+    """The value of an optimizer's closure, which computes the gradients anew; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -48,16 +47,8 @@ class Sgd(SGD):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             buffers = [momentum_buffer(self, p) for p in params]
-            momentum_step(
-                params,
-                [p.grad for p in params],
-                buffers,
-                lr=group["lr"],
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                weight_decay=group["weight_decay"],
-                nesterov=group["nesterov"],
-            )
+            values = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
+            momentum_step(params, [p.grad for p in params], buffers, **values)
         return loss
 
 
@@ -96,7 +87,7 @@ def momentum_step(
         step([p for p, _, _ in direct], [g for _, g, _ in direct], [b for _, _, b in direct])
     if len(direct) < len(layers):
         for layer in layers:
-            if not _walk_alike(layer):
+            if not _walk_alike(layer):  # by copies in logical order
                 param, grad, buffer = (tensor.contiguous() for tensor in layer)
                 step([param], [grad], [buffer])
                 layer[0].copy_(param)
@@ -104,7 +95,7 @@ def momentum_step(
 
 
 def _walk_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether walking the memory of all gives the result of walking them in logical order."""
+    """Whether a walk through the memory of all tensors gives the result of one in logical order."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     return tensors[0].numel() % _VECTOR == 0 and all(

@@ -16,10 +16,9 @@ from ..plan.network import grid_of
 from ..plan.run_time import longest_share
 from ..plan.step_script import Send, compose
 from ..plan.timeline import StepTime, compute_seconds, price_of, step_time, step_work, waited_seconds
-from .ceiling import measure_ceiling, result_line
 from .lab import Host, Lab
 from .player import dump
-from .scale import Ceiling, Scale, choose_scale, packet_bytes
+from .scale import Ceiling, Scale, choose_scale, measure_ceiling, packet_bytes, result_line
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,22 @@
 
 With all times s times as long and all messages f times as small, a link of latency a and bandwidth B becomes one of
 latency s * a and bandwidth B / (s * f): each message then takes s times what it takes in the large, beside compute
-that takes s times as long. Every ratio of times is kept, so that a share of the step in the lab is one in the large.
+that takes s times as long. Every ratio of times stays, so that a fraction of the step in the lab is one in the large.
+
+Run as a module, the file is the program of a rank that measures what the lab itself can carry (`measure_ceiling`).
 """
 
+import json
 from dataclasses import dataclass
+from functools import cache
+from statistics import median
 
+import torch.distributed as dist
+
+from ..comm.connection import Connection, connect
+from ..comm.rounds import Message, Round
 from ..plan.cluster import Cluster, Communication
-from .lab import MTU
+from .lab import MTU, Host, Lab
 
 SHARE = 0.15
 """of the lab's measured rate that a scaled link may ask for, so that its CPU stays a carrier and no part of the play"""
@@ -88,3 +97,52 @@ def packet_bytes(hosts: int, rate: float) -> int:
     (16000, 60000, 4096)
     """
     return int(min(MTU, max(_SMALLEST_PACKET, hosts * rate / _PACKETS)))
+
+
+_LARGE = 1 << 18
+_REPEAT = 5
+
+
+@cache
+def measure_ceiling(hosts: int, ranks: int) -> Ceiling:
+    """Of a lab of `hosts` hosts of `ranks` ranks each, all sending to the next host at once."""
+    with Lab([Host(ranks=ranks, latency=0.0, rate=1e12)] * hosts) as lab:
+        output = lab.run(["-m", __name__, str(ranks)], timeout=120)[0]
+    found = json.loads(result_line(output))
+    return Ceiling(found["round"], found["rate"])
+
+
+def result_line(output: str) -> str:
+    """The line of JSON among what a rank wrote."""
+    return next(line.removeprefix("result: ") for line in output.splitlines() if line.startswith("result: "))
+
+
+def _chain(connection: Connection, distance: int, size: int, rounds: int) -> float:
+    """Seconds a round of the slowest rank, in a chain in which each waits for the one before; the median of some."""
+    rank, ranks = connection.rank, connection.size
+    tensor = connection.zeros(2 * size)
+    half = tensor.numel() // 2
+    turn = Round(
+        (Message((rank + distance) % ranks, 0, half),),
+        copies=(Message((rank - distance) % ranks, half, 2 * half),),
+    )
+    chain, times = [[turn] * rounds], []
+    for _ in range(_REPEAT):
+        times.append(connection.stopwatch(lambda: connection.engine.run_rounds(tensor, chain).wait()) / rounds)
+    return median(connection.slowest(times))
+
+
+def _be_a_rank(distance: int) -> None:
+    dist.init_process_group("gloo")
+    connection = connect()
+    small, large = _chain(connection, distance, 8, rounds=50), _chain(connection, distance, _LARGE, rounds=16)
+    if connection.rank == 0:
+        print("result:", json.dumps({"round": small, "rate": distance * _LARGE / large}), flush=True)
+    connection.group.barrier()
+    connection.close()
+
+
+if __name__ == "__main__":
+    import sys
+
+    _be_a_rank(int(sys.argv[1]))

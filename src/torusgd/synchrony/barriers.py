@@ -5,10 +5,10 @@ Synchronous Parallel (pBSP, pSSP; Wang, Catterall and Mortier, arXiv 1709.07772)
 
     a worker that has completed k steps draws `sample` of the P workers, without repeats, maybe itself among them;
     it passes if each of them has completed at least k - staleness steps;
-    otherwise it asks again at each end of any worker's step, with a fresh draw
+    otherwise it tries again at each end of any worker's step, with a fresh draw
 
-A sample of all workers is BSP or SSP, a sample of none ASP. The fresh draw matters: with one that is kept until it
-passes, progress is about a third slower.
+A sample of all workers is BSP or SSP, a sample of none ASP. The fresh draw matters: if one draw holds until it passes,
+progress is about a third slower.
 """
 
 import heapq
@@ -26,21 +26,19 @@ from .delays import F64, DelayModel, Ints
 
 @dataclass(frozen=True)
 class Barrier:
-    """Whom a worker waits for."""
+    """The rule by which a worker waits for others."""
 
     staleness: float
-    """steps by which it may be ahead of those that it looks at; may be infinite"""
+    """steps by which it may be ahead of the workers in its sample; may be infinite"""
     sample: float = math.inf
-    """how many workers it looks at; infinite: all"""
+    """number of workers in its sample; infinite: all"""
 
     def pass_chances(self, workers: int) -> F64:
-        """The chance to pass by how many workers are too far behind: float64 [workers + 1].
-
-        A draw passes if it hits none of the m that are behind: C(workers - m, sample) / C(workers, sample). To draw
-        whether it does has the same distribution as to draw the workers themselves, and costs one number.
-        """
+        """The chance to pass for 0, 1, 2, ... workers that are too far behind: float64 [workers + 1]."""
         if math.isinf(self.staleness):
             return np.ones(workers + 1)
+        # A draw passes if it hits none of the m that are behind: C(workers - m, sample) / C(workers, sample). One
+        # uniform number against that chance has the same distribution as a draw of the workers themselves.
         behind = np.arange(workers + 1)
         chances = np.ones(workers + 1)
         for drawn in range(int(min(self.sample, workers))):
@@ -49,10 +47,7 @@ class Barrier:
 
 
 def barrier(text: str) -> Barrier:
-    """`bsp`, `asp`, `ssp:S`, `pbsp:B` or `pssp:BxS`, with a staleness S and a sample B.
-
-    Raises:
-        UserError: It is none of these.
+    """Reads `bsp`, `asp`, `ssp:S`, `pbsp:B` or `pssp:BxS`, with a staleness S and a sample B; UserError if it can't.
 
     >>> barrier("pssp:10x4")
     Barrier(staleness=4.0, sample=10.0)
@@ -70,35 +65,32 @@ def barrier(text: str) -> Barrier:
 
 @dataclass(frozen=True)
 class Passage:
-    """Workers that pass their barriers at one moment: what each has computed counts from here on."""
+    """Workers that pass their barriers at one moment: their finished steps count from then on."""
 
     time: float
     """virtual seconds"""
     workers: tuple[int, ...]
-    """in order"""
+    """workers in ascending order"""
     steps: tuple[int, ...]
-    """how many each of them has completed"""
+    """number of steps that each of them has completed"""
 
 
 def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, seed: int) -> Iterator[Passage]:
     """All passages in order of time, without end; the first is at 0, when all workers begin their first step.
 
-    Events are ends of steps in the total order (time, worker), so that equal times leave nothing open.
-
-    Args:
-        workers: P.
-        rule: The barrier.
-        delays: Of a step, whose only part is 0.
-        compute: Seconds of a step without its delay.
-        seed: Of the barriers' draws; each is keyed by (worker, steps completed, attempt).
+    A step takes `compute` seconds and the delay of its part 0. `seed` and (worker, steps completed, attempt) are the
+    key of each barrier's draw.
     """
     chances = rule.pass_chances(workers)
+    # Chances of 0 and 1 need no draw.
     is_drawn = bool(((chances > 0) & (chances < 1)).any())
     seconds, draws = _StepSeconds(workers, delays, compute), _Draws(workers, seed)
     completed, attempts = np.zeros(workers, dtype=np.int64), np.zeros(workers, dtype=np.int64)
     waits = np.zeros(workers, dtype=bool)
-    # behind[k]: how many workers have completed fewer than k steps
+    # behind[k] is the number of workers that have completed fewer than k steps: one lookup for each waiting worker
+    # instead of a comparison with all others.
     behind = np.array([0, workers])
+    # Ends of steps in the total order (time, worker), so that equal times leave nothing open.
     ends = [(seconds.of(worker, 0), worker) for worker in range(workers)]
     heapq.heapify(ends)
     yield Passage(0.0, tuple(range(workers)), (0,) * workers)
@@ -110,13 +102,13 @@ def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, se
         if steps + 1 == len(behind):
             behind = np.append(behind, workers)
         waits[worker], attempts[worker] = True, 0
-        asking = np.flatnonzero(waits)
-        needed = np.maximum(completed[asking] - min(rule.staleness, steps + 1), 0).astype(np.int64)
+        # The end of any step lets every waiting worker try again, the one that has just ended among them.
+        waiting = np.flatnonzero(waits)
+        needed = np.maximum(completed[waiting] - min(rule.staleness, steps + 1), 0).astype(np.int64)
         chance = chances[behind[needed]]
-        # A draw is below 1, so that chances of 0 and 1 need none.
-        drawn = draws.of(asking, completed[asking], attempts[asking]) if is_drawn else 0.5
-        passing = asking[drawn < chance]
-        attempts[asking] += 1
+        drawn = draws.of(waiting, completed[waiting], attempts[waiting]) if is_drawn else 0.5
+        passing = waiting[drawn < chance]
+        attempts[waiting] += 1
         waits[passing] = False
         for each in passing.tolist():
             heapq.heappush(ends, (now + seconds.of(each, int(completed[each])), each))
@@ -160,10 +152,10 @@ class _Draws:
         self._workers, self._seed = np.arange(workers)[:, None], seed
         self._blocks: dict[tuple[int, int], F64] = {}
         self._rows = np.zeros((workers, self.BLOCK))
-        """the block of attempts that each worker is in"""
+        """draws of the present block of attempts of each worker"""
 
     def of(self, workers: Ints, steps: Ints, attempts: Ints) -> F64:
-        """For workers that have completed so many steps and ask for the so-manieth time, from 0; each time in turn."""
+        """The draws of workers by the steps that they have completed and the number of the attempt, each in turn."""
         for worker in workers[attempts % self.BLOCK == 0].tolist():
             at = np.flatnonzero(workers == worker)[0]
             self._rows[worker] = self._block(int(steps[at]), int(attempts[at]) // self.BLOCK)[worker]
@@ -178,7 +170,7 @@ class _Draws:
 
 @dataclass(frozen=True)
 class LagBounds:
-    """Bounds on how far behind the updates are that a worker under PSP has not seen."""
+    """Bounds on the lag of the updates that a worker under PSP has not seen yet."""
 
     mean: float
     second_moment: float
@@ -193,13 +185,13 @@ def lag_bounds(within: float, sample: int, staleness: int, updates: int) -> LagB
         (1/T) sum E(lag^2)  <  S (r (r + 1) (2 r + 1) / 6 + a (r^2 + 4) / (1 - a)^3)
 
     Args:
-        within: F(r), the share of workers that are at most `staleness` steps behind without any barrier, below 1.
-        sample: beta, workers that are drawn, at least 1.
+        within: F(r), the fraction of workers that are at most `staleness` steps behind without any barrier, below 1.
+        sample: beta, the number of workers that are drawn, at least 1.
         staleness: r, in steps.
-        updates: T, of the run, more than `staleness`.
+        updates: T of the run, more than `staleness`.
 
     Raises:
-        UserError: A value is outside of that.
+        UserError: A value is out of range.
     """
     if not 0 < within < 1 or sample < 1 or not 0 <= staleness < updates:
         raise UserError("lag bounds: need 0 < F(r) < 1, a sample of at least 1, and 0 <= r < T")

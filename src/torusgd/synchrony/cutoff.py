@@ -8,8 +8,8 @@ step's workers together, and wait for the first c of n, with
 where x_(c) is the c-th smallest time. The others' gradients are left out; their times are not known, only that they
 are above the cutoff (censored), and a predictor takes a draw of its own prediction beyond it in their place.
 
-`MovingAverage` is the plain predictor, `state_space` has the paper's. A predictor sees nothing but what a journal
-holds: the times of those that arrived, and the cutoff.
+`MovingAverage` is the plain predictor, `state_space` has the paper's. A predictor sees only the contents of a journal:
+the times of the workers that arrived, and the cutoff.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ _NORMAL = NormalDist()
 _inverse = np.vectorize(_NORMAL.inv_cdf, otypes=[np.float64])
 _below = np.vectorize(_NORMAL.cdf, otypes=[np.float64])
 _SURE = 1e-9
-"""probabilities are kept so far from 0 and 1, where the normal distribution's inverse is infinite"""
+"""distance of probabilities from 0 and 1, where the normal distribution's inverse is infinite"""
 _FORGOTTEN = 3
-"""time constants of an average after which 5 % is left of what it was made of"""
+"""time constants after which 5 % of an old average is left"""
 
 
 def expected_order(samples: F64) -> F64:
@@ -62,38 +62,33 @@ class Predictor(Protocol):
         """Joint draws of all workers' times in the coming step: seconds, [draws, workers]."""
 
     def observe(self, seconds: F64, cutoff: float) -> None:
-        """Takes what is known of a step: seconds by worker, nan for those that were left out at `cutoff` seconds."""
+        """Learns from a step: seconds by worker, nan for those that were left out at `cutoff` seconds."""
 
 
 class MovingAverage:
-    """Each worker's times are normal by themselves, with a mean and a variance that follow what is observed.
+    """Each worker's times are normal by themselves, with a moving mean and variance.
 
-    Args:
-        workers: n.
-        seed: Of its draws.
-        weight: Of a new observation against all before.
+    `weight` is that of a new observation against all before; `samples` needs one observation.
     """
 
     def __init__(self, workers: int, seed: int, weight: float = 0.2) -> None:
         self._seed, self._weight, self._steps = seed, weight, 0
         self._mean, self._variance = np.zeros(workers), np.zeros(workers)
         self.unseen = np.zeros(workers, dtype=np.int64)
-        """of each worker the steps in a row that it was left out, up to now"""
+        """number of steps in a row, up to now, in which each worker was left out"""
 
     def samples(self, draws: int) -> F64:
-        """See `Predictor`; needs one observation."""
         assert self._steps > 0
         chances = keyed_uniform(CUTOFF, self._seed, self._steps, np.arange(draws)[:, None], np.arange(len(self._mean)))
         return self._positive(self._mean + self._deviation() * _inverse(np.clip(chances, _SURE, 1 - _SURE)))
 
     def observe(self, seconds: F64, cutoff: float) -> None:
-        """See `Predictor`."""
         is_seen = ~np.isnan(seconds)
-        # Of a worker that was left out for long nothing but draws is in the mean: its first time stands for itself.
+        # If a worker was left out for long its mean is made of draws alone: its first time replaces them.
         is_new = is_seen & (self.unseen >= _FORGOTTEN / self._weight)
         self.unseen = np.where(is_seen, 0, self.unseen + 1)
         seconds = self._imputed(seconds, cutoff)
-        # As in an average of all observations until there are 1 / weight of them, so that the first has no special say.
+        # An average of all observations until there are 1 / weight of them, so that the first has no greater weight.
         self._steps += 1
         weight = np.where(is_new, 1.0, max(self._weight, 1 / self._steps))
         change = seconds - self._mean
@@ -101,27 +96,28 @@ class MovingAverage:
         self._variance = (1 - weight) * (self._variance + weight * change**2)
 
     def _imputed(self, seconds: F64, cutoff: float) -> F64:
-        """With a draw beyond the cutoff from the prediction for each worker that was left out."""
+        """The times, with a draw of the prediction beyond the cutoff for each worker that was left out."""
         left_out = np.isnan(seconds)
         if not left_out.any():
             return seconds
         deviation = self._deviation()
         chances = keyed_uniform(CUTOFF, self._seed, self._steps, -1, np.arange(len(seconds)))
+        # The inverse of the distribution function above the cutoff only: a truncated normal draw.
         arrived = _below((cutoff - self._mean) / deviation)
         beyond = self._mean + deviation * _inverse(np.clip(arrived + chances * (1 - arrived), _SURE, 1 - _SURE))
         return np.where(left_out, np.maximum(beyond, cutoff), seconds)
 
     def _deviation(self) -> F64:
-        """Of each worker; at least a thousandth of its mean, so that there is a distribution before any spread."""
+        """The deviation of each worker; at least a thousandth of its mean, for the first step has no spread yet."""
         return np.maximum(np.sqrt(self._variance), 1e-3 * self._mean + 1e-12)
 
     def _positive(self, drawn: F64) -> F64:
-        # A normal draw may be negative, a time is not: nothing is taken below a tenth of the worker's mean.
+        # A normal draw may be negative, a time is not: no draw is below a tenth of the worker's mean.
         return np.maximum(drawn, 0.1 * self._mean)
 
 
 Choice = Callable[[F64], int]
-"""how many of n workers to wait for, by their times in the step, which only an oracle may look at"""
+"""function from the times of n workers in a step, which only an oracle knows before, to how many it waits for"""
 
 
 @dataclass(frozen=True)
@@ -129,9 +125,9 @@ class CutoffRun:
     """Steps in which the first so many gradients were taken."""
 
     counts: Ints
-    """gradients of each step"""
+    """number of gradients of each step"""
     seconds: F64
-    """of each step"""
+    """duration of each step"""
 
     def throughput(self, first: int = 0, stop: int | None = None) -> float:
         """Gradients a second over a range of steps."""
@@ -139,18 +135,17 @@ class CutoffRun:
 
 
 def with_counts(times: F64, choose: Choice) -> CutoffRun:
-    """What a rule brings on known times: seconds [steps, workers]."""
+    """The run of a rule on known times: seconds [steps, workers]."""
     counts = np.array([choose(row) for row in times], dtype=np.int64)
     seconds = np.take_along_axis(np.sort(times, axis=1), counts[:, None] - 1, axis=1)[:, 0]
     return CutoffRun(counts, seconds)
 
 
 def with_predictor(times: F64, predictor: Predictor, draws: int = 64) -> CutoffRun:
-    """What a predictor brings on known times [steps, workers], of which it learns only those within its cutoffs.
+    """The run of a predictor on known times [steps, workers], of which it learns only those within its cutoffs.
 
-    The first step waits for all, as there is nothing to predict it from.
+    The first step waits for all: there is no observation yet.
     """
-
     counts: list[int] = []
     seconds: list[float] = []
     for row in times:

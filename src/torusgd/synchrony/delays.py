@@ -14,10 +14,10 @@ Delays are written as text, `NAME[:PARAMETERS][@SECONDS]`, several joined by `+`
 | `gamma:KxA` | Gamma with shape K (1) and scale A (1) |
 | `lognormal:A` | the noise of DropCompute (Giladi et al., arXiv 2306.10598), with mean A (0.5) |
 | `pause:PxA` | A (2) with probability P (0.25), otherwise 0 |
-| `slow:PxF,T` | F - 1 (F is 4) from step T (0) on, for a share P (0.05) of the workers, which stays the same |
+| `slow:PxF,T` | F - 1 (F is 4) from step T (0) on, for a fraction P (0.05) of the workers, which stays the same |
 
-A unit is what `@` says in seconds; without it, what the caller takes as the time of the computation itself. So `slow`
-makes a part F times as long as its computation.
+A unit is the number of seconds after `@`; without it, the caller's time of the computation itself. So `slow` makes a
+part F times as long as its computation.
 """
 
 import math
@@ -35,9 +35,9 @@ from ..rng import DELAY, keyed_integer, keyed_uniform
 F64 = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+# Delays are whole multiples of 1/_GRID seconds, about a nanosecond, so that float64 adds them without rounding: a
+# virtual time is the same in whatever order its delays are added.
 _GRID = 2.0**30
-"""Delays are whole multiples of 1/_GRID seconds, about a nanosecond, so that float64 adds them without rounding: a
-virtual time is the same in whatever order its delays are added."""
 
 
 class Delay(ABC):
@@ -55,7 +55,6 @@ class Constant(Delay):
     amount: float = 1.0
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         return np.full(np.broadcast_shapes(worker.shape, step.shape, part.shape), self.amount)
 
 
@@ -66,7 +65,6 @@ class Exponential(Delay):
     mean: float = 1.0
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         return -self.mean * np.log1p(-keyed_uniform(*key, worker, step, part))
 
 
@@ -78,27 +76,27 @@ class Gamma(Delay):
     scale: float = 1.0
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         worker, step, part = np.broadcast_arrays(worker, step, part)
-        # Of shapes below 1 a draw of shape + 1 is scaled by a uniform draw's power.
+        # For a shape below 1: a draw of shape + 1 times a power of a uniform draw (the same paper).
         boost = 1.0 if self.shape >= 1 else (1 - keyed_uniform(*key, worker, step, part, 0)) ** (1 / self.shape)
         d = max(self.shape, self.shape + (self.shape < 1)) - 1 / 3
-        drawn, open_, attempt = np.zeros(worker.shape), np.ones(worker.shape, dtype=bool), 0
-        while open_.any():
+        drawn, rejected, attempt = np.zeros(worker.shape), np.ones(worker.shape, dtype=bool), 0
+        while rejected.any():
             attempt += 1
+            # For all elements, accepted ones too: a draw's key must not depend on which other elements are open.
             u, v, w = (1 - keyed_uniform(*key, worker, step, part, 3 * attempt + i) for i in range(3))
-            normal = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
+            normal = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)  # Box and Muller
             cube = np.maximum(1 + normal / np.sqrt(9 * d), 0) ** 3
             with np.errstate(divide="ignore"):  # a cube of 0 is refused
                 accepted = np.log(w) < normal**2 / 2 + d - d * cube + d * np.log(cube)
-            drawn = np.where(open_ & accepted, d * cube, drawn)
-            open_ = open_ & ~accepted
+            drawn = np.where(rejected & accepted, d * cube, drawn)
+            rejected = rejected & ~accepted
         return np.asarray(self.scale * drawn * boost)
 
 
 @dataclass(frozen=True)
 class LogNormal(Delay):
-    """The noise of DropCompute's simulations, as its authors' code has it.
+    """The noise of DropCompute's simulations, as in its authors' code.
 
     mean * m / E[m] with m from 1 to 999 and p(m) ~ exp(-(ln m - 4)^2 / 2) / m: a log-normal cut at 18 times its median.
     """
@@ -106,7 +104,6 @@ class LogNormal(Delay):
     mean: float = 0.5
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         cumulative, values = _drop_compute_noise()
         drawn = np.searchsorted(cumulative, keyed_uniform(*key, worker, step, part), side="right")
         return self.mean * values[np.minimum(drawn, len(values) - 1)]
@@ -120,7 +117,6 @@ class Pause(Delay):
     amount: float = 2.0
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         return np.where(keyed_uniform(*key, worker, step, part) < self.probability, self.amount, 0.0)
 
 
@@ -128,24 +124,22 @@ class Pause(Delay):
 class Slow(Delay):
     """Persistently slow workers; which ones is drawn once, for each by itself, so that few workers may have none."""
 
-    share: float = 0.05
+    fraction: float = 0.05
     factor: float = 4.0
     since: float = 0.0
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
-        slow = (keyed_uniform(*key, worker) < self.share) & (step >= self.since)
+        slow = (keyed_uniform(*key, worker) < self.fraction) & (step >= self.since)
         return np.where(slow, self.factor - 1, 0.0) + np.zeros(part.shape)
 
 
 @dataclass(frozen=True)
 class Measured(Delay):
-    """Delays of whole steps that were measured, each as likely as any other; a step's first part has all of it."""
+    """Delays of whole steps that were measured, all equally likely; a step's first part has all of its delay."""
 
     amounts: tuple[float, ...]
 
     def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
-        """See `Delay`."""
         drawn = keyed_integer(len(self.amounts), *key, worker, step)
         return np.where(part == 0, np.array(self.amounts)[drawn], 0.0)
 
@@ -155,7 +149,7 @@ class DelayModel:
     """A sum of delays, keyed by a seed."""
 
     terms: tuple[tuple[Delay, float], ...]
-    """each with the seconds of its unit"""
+    """delays, each with the seconds of its unit"""
     seed: int
 
     def at(self, worker: npt.ArrayLike, step: npt.ArrayLike, part: npt.ArrayLike) -> F64:
@@ -186,7 +180,7 @@ _MODELS: dict[str, tuple[type[Delay], ...]] = {
     "pause": (Pause,),
     "slow": (Slow,),
 }
-_PROBABILITIES = ("probability", "share")
+_PROBABILITIES = ("probability", "fraction")
 
 
 def delay_model(text: str, seed: int, unit: float = 1.0) -> DelayModel:
@@ -194,11 +188,11 @@ def delay_model(text: str, seed: int, unit: float = 1.0) -> DelayModel:
 
     Args:
         text: Such as `exponential`, `lognormal:0.5@0.02` or `exponential+slow:0.05x4`.
-        seed: Begins every draw.
-        unit: Seconds of a unit for what has no `@`.
+        seed: First word of every draw's key.
+        unit: Seconds of a unit for terms without `@`.
 
     Raises:
-        UserError: The text is no model; says what is.
+        UserError: The text is no model.
 
     >>> model = delay_model("constant@0.25 + slow:1x4,10", seed=0)
     >>> model.seconds(worker=3, step=9, part=0), model.seconds(worker=3, step=10, part=0)
@@ -222,7 +216,7 @@ def _parse(term: str, text: str, unit: float) -> list[tuple[Delay, float]]:
         raise UserError(f"delays: {term!r} has {len(given)} parameters; {known}")
     for key, value in zip(allowed, given, strict=False):
         if key in _PROBABILITIES and value > 1:
-            raise UserError(f"delays: {term!r} has {key} {value:g}; it is a share from 0 to 1")
+            raise UserError(f"delays: {term!r} has {key} {value:g}; it is a fraction from 0 to 1")
         if (key == "shape" and value == 0) or (key == "factor" and value < 1):
             raise UserError(
                 f"delays: {term!r} has {key} {value:g}; it is {'above 0' if key == 'shape' else '1 or more'}"

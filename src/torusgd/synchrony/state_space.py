@@ -25,19 +25,17 @@ from torch.nn.functional import softplus
 from .delays import F64
 
 WINDOW = 16
-"""steps that the guide reads"""
+"""number of steps that the guide reads"""
 _STATE, _HIDDEN = 6, 32
 _BATCH, _RATE = 16, 0.01
 _LEAST_DEVIATION = 0.01
-"""of a logarithm: no time is known better than to 1 %"""
+"""least deviation of a logarithm: no time is known better than to 1 %"""
 
 
 class StateSpaceModel(nn.Module):
     """The model and its guide over n workers; made by `fit`.
 
-    Args:
-        centre: float32 [n], the mean logarithm of each worker's times.
-        scale: Their standard deviation around it, over all workers.
+    `centre` is the mean logarithm of each worker's times, float32 [n], `scale` their standard deviation around it.
     """
 
     def __init__(self, centre: Tensor, scale: float) -> None:
@@ -73,6 +71,8 @@ class StateSpaceModel(nn.Module):
     def lower_bound(self, windows: Tensor, draws: torch.Generator) -> Tensor:
         """The evidence lower bound a window and step, [], of standardised times [steps, windows, n]."""
         guided, spread = self.infer(windows)
+        # One draw a step, by which gradients pass (reparametrised); the model's prior of each step is the transition
+        # from the draw of the step before, of the first step a standard normal.
         states = guided + spread * torch.randn(guided.shape, generator=draws)
         means, deviations = self.transition(states[:-1])
         means = torch.cat([torch.zeros_like(guided[:1]), means])
@@ -92,12 +92,10 @@ class StateSpaceModel(nn.Module):
 
 
 def fit(times: F64, seed: int, iterations: int = 800) -> StateSpaceModel:
-    """Trains model and guide on journalled times, in seconds of CPU time.
+    """Trains model and guide on journalled times (seconds [steps, n], all above 0, more than 16 steps).
 
-    Args:
-        times: Seconds, [steps, n], all above 0, more than 16 steps.
-        seed: Of the initial weights and all draws; the same model each time on the same machine.
-        iterations: Of Adam, each on 16 windows.
+    It takes some seconds of CPU time; the same seed gives the same model on the same machine. Each iteration of Adam
+    takes 16 windows.
     """
     logarithms = torch.from_numpy(times).log().float()
     centre = logarithms.mean(dim=0)
@@ -120,12 +118,9 @@ def fit(times: F64, seed: int, iterations: int = 800) -> StateSpaceModel:
 
 
 class StateSpace:
-    """A trained model as a predictor (`torusgd.synchrony.cutoff.Predictor`), which begins after known steps.
+    """A trained model as a predictor (`torusgd.synchrony.cutoff.Predictor`) after known steps.
 
-    Args:
-        model: Of `fit`.
-        past: Seconds [steps, n] of the steps before, at least one.
-        seed: Of its draws.
+    `past` are the seconds [steps, n] of the steps before, at least one.
     """
 
     def __init__(self, model: StateSpaceModel, past: F64, seed: int) -> None:
@@ -133,13 +128,11 @@ class StateSpace:
         self._window = model.standardised(torch.from_numpy(past[-WINDOW:]).float())
 
     def samples(self, draws: int) -> F64:
-        """See `Predictor`."""
         mean, deviation = self._model.forecast(self._window, draws, self._draws)
         drawn = mean + deviation * torch.randn(mean.shape, generator=self._draws)
         return np.asarray((drawn * self._model.scale + self._model.centre).exp().double().numpy())
 
     def observe(self, seconds: F64, cutoff: float) -> None:
-        """See `Predictor`."""
         left_out = torch.from_numpy(np.isnan(seconds))
         known = torch.from_numpy(np.where(np.isnan(seconds), cutoff, seconds)).float()
         times = self._model.standardised(known)
@@ -148,7 +141,7 @@ class StateSpace:
         self._window = torch.cat([self._window, times[None]])[-WINDOW:]
 
     def _beyond(self, limit: Tensor) -> Tensor:
-        """A draw above `limit` [n] from one joint prediction: its normals, cut there."""
+        """A draw above `limit` [n] from one joint prediction: its normals, truncated there."""
         mean, deviation = (each[0].double() for each in self._model.forecast(self._window, 1, self._draws))
         below = torch.special.ndtr((limit - mean) / deviation)
         chances = below + (1 - below) * torch.rand(len(mean), generator=self._draws, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Which rank computes which column blocks for which virtual workers, and what must divide what.
+"""Which rank computes which column blocks for which virtual workers, and which numbers must divide each other.
 
 In a layout of `parallel` M, groups of M consecutive ranks work together: each rank takes 1/M of the column blocks, for
 the virtual workers of all ranks of its group. M = 1 is data parallelism. Layers may have different M; the groups of the
@@ -20,27 +20,27 @@ ModelParallel = int | Literal["auto"]
 
 
 class ActivationBlock(NamedTuple):
-    """The columns of one block, of the virtual worker that a rank brought."""
+    """The columns of one block for the virtual worker of one rank."""
 
     owner: int
-    """the rank that brought the virtual worker"""
+    """rank whose virtual worker it is"""
     block: int
-    """the column block"""
+    """index of the column block"""
 
 
 ActivationBlocks = dict[ActivationBlock, Tensor]
-"""tensors (images, width of the block)"""
+"""activations by block: tensors (images, width of the block)"""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who holds which activations: `parallel` consecutive ranks share `blocks` column blocks."""
+    """The activations that each rank holds: `parallel` consecutive ranks divide `blocks` column blocks."""
 
     parallel: int
     blocks: int
 
     def owners(self, rank: int) -> range:
-        """The ranks whose virtual workers `rank` works for: its group."""
+        """The group of `rank`, for whose virtual workers it computes."""
         first = rank // self.parallel * self.parallel
         return range(first, first + self.parallel)
 
@@ -50,36 +50,28 @@ class Layout:
         return range(rank % self.parallel * each, (rank % self.parallel + 1) * each)
 
     def activations(self, rank: int) -> list[ActivationBlock]:
-        """All that `rank` holds."""
+        """The activation blocks that `rank` holds."""
         return [ActivationBlock(owner, block) for owner in self.owners(rank) for block in self.held(rank)]
 
 
 OWN = Layout(parallel=1, blocks=1)
-"""before the tail: each rank holds the whole of what its own virtual worker has"""
+"""layout before the tail: each rank holds all activations of its own virtual worker"""
 
 
 def choose_parallel(
-    asked: ModelParallel, layers: Sequence[ColumnLayer], blocks: int, virtual_workers: int, batch: int, ranks: int
+    requested: ModelParallel, layers: Sequence[ColumnLayer], blocks: int, virtual_workers: int, batch: int, ranks: int
 ) -> list[int]:
-    """The model-parallel ranks M of each layer: what was asked for, or what sends least by Das et al.'s formula.
+    """The model-parallel ranks M of each layer: `requested`, or the M that sends least by Das et al.'s formula (auto).
 
-    Args:
-        asked: M for all layers, or `auto`, which counts one way of each link (`volume`, overlap 0). Of the M that give
-            the same bits it takes 1 where the ranks can't share the virtual workers evenly.
-        layers: In column blocks.
-        blocks: Column blocks of each layer.
-        virtual_workers: V of the recipe.
-        batch: Images of a step.
-        ranks: In all.
-
-    Raises:
-        UserError: So many ranks can't work together.
+    `batch` are the images of a step. UserError if so many ranks can't work together.
     """
-    if asked != "auto":
-        check_parallel(asked, ranks, blocks, virtual_workers)
-        return [asked] * len(layers)
+    if requested != "auto":
+        check_parallel(requested, ranks, blocks, virtual_workers)
+        return [requested] * len(layers)
+    # A group works in step: every rank brings one virtual worker to each pass.
     if virtual_workers % ranks:
         return [1] * len(layers)
+    # One way of each link counts (`volume`, overlap 0), and only the M that give the same bits.
     groups = [ranks // parallel for parallel in allowed_parallel(ranks, blocks)]
     shapes = [Linear(layer.inputs, layer.outputs) for layer in layers]
     return [ranks // best_groups(shape, ranks, batch, among=groups) for shape in shapes]
@@ -88,17 +80,16 @@ def choose_parallel(
 def allowed_parallel(ranks: int, blocks: int) -> list[int]:
     """The numbers of model-parallel ranks that give the same bits: divisors of both, a power of two of blocks each.
 
-    (Or all blocks on one rank.) `sum_in_tree` adds pairs of neighbours, so that blocks on a rank must be a branch.
-
     >>> allowed_parallel(8, 8), allowed_parallel(6, 12), allowed_parallel(4, 1)
     ([1, 2, 4, 8], [1, 3, 6], [1])
     """
     fitting = [m for m in range(1, blocks + 1) if ranks % m == 0 and blocks % m == 0]
+    # `sum_in_tree` adds pairs of neighbours, so that the blocks of a rank must be a branch of the tree, or all of it.
     return [m for m in fitting if m == 1 or (blocks // m).bit_count() == 1]
 
 
 def check_parallel(parallel: int, ranks: int, blocks: int, virtual_workers: int) -> None:
-    """UserError where so many model-parallel ranks can't work together."""
+    """UserError if so many model-parallel ranks can't work together."""
     if parallel == 1:
         return
     if blocks == 1:
@@ -130,6 +121,7 @@ def sum_in_tree(addends: Iterable[Tensor]) -> Tensor:
     """
     branches: list[tuple[int, Tensor]] = []
     for addend in addends:
+        # As a binary counter: two branches of one height become one of the next, so that few tensors are held at once.
         branch, height = addend, 0
         while branches and branches[-1][0] == height:
             branch = branches.pop()[1] + branch

@@ -1,9 +1,14 @@
 """Forward and backward through the column blocks of a network's tail, on the ranks of a group together.
 
-Each rank brings one virtual worker at a time. For each layer the ranks of a group hand each other the inputs, so that
-every one has the inputs of all its group's virtual workers; each computes its own column blocks of them. Every tensor
-that a kernel sees is that of one virtual worker and one column block, in memory of its own, and the input gradients are
-added as a tree over column blocks: so the bits are the same for any number of ranks in a group.
+Each rank brings one virtual worker at a time. For each layer the ranks of a group exchange the inputs, so that every
+one has the inputs of all its group's virtual workers; each computes its own column blocks of them. Every tensor that a
+kernel sees is that of one virtual worker and one column block, in memory of its own, and the input gradients are added
+as a tree over column blocks: so the bits are the same for any number of ranks in a group.
+
+The loss is a label-smoothed cross-entropy over classes in column blocks, without bringing the logits together (torch's
+`loss_parallel` takes no label smoothing). Of each block and image four numbers are enough: the largest logit, the sum
+of exponentials under it, the sum of logits and the target's logit. The ranks exchange those and join them in float64;
+each computes its own columns' gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,39 +21,93 @@ from torch.nn import functional as F
 from ..precision import Precision
 from ..rng import DROPOUT, seed_torch
 from .column_layout import OWN, ActivationBlock, ActivationBlocks, Layout, sum_in_tree
-from .cross_entropy import NUMBERS, Joined, block_gradient, block_numbers, join
 from .exchange import Exchange, ParallelGroups, Transfer, join_columns, sum_partials
 from .tail import ColumnLayer, ColumnTail
 
+NUMBERS = 4
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The loss of a virtual worker, and the sums over all blocks that gradients need."""
+
+    loss: Tensor
+    """float32 []: the mean over images"""
+    largest: Tensor
+    """float32 (images, 1): the largest logit"""
+    exponentials: Tensor
+    """float32 (images, 1): the sum of exp(logit - largest) over all classes"""
+
+
+def block_numbers(logits: Tensor, low: int, targets: Tensor) -> Tensor:
+    """The four numbers of one block: float64 (images, 4).
+
+    They are the largest logit, the sum of exp(logit - largest), the sum of logits, and the target's logit, or 0 if the
+    target is in another block. `logits` are float32 (images, columns) of the classes `low` and up, `targets` int64
+    (images).
+    """
+    largest = logits.amax(dim=1, keepdim=True)
+    # Under the block's own largest logit, so that no exponential overflows; `join` scales it to the largest of all.
+    exponentials = torch.exp(logits - largest).sum(dim=1, dtype=torch.float64)
+    columns, is_here = _target_columns(logits, low, targets)
+    found = torch.where(is_here, logits.gather(1, columns[:, None])[:, 0], 0.0)
+    return torch.stack(
+        [largest[:, 0].double(), exponentials, logits.sum(dim=1, dtype=torch.float64), found.double()], dim=1
+    )
+
+
+def _target_columns(logits: Tensor, low: int, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The column of each image's target, clamped into the block, and whether it is in the block."""
+    width = logits.shape[1]
+    return (targets - low).clamp(0, width - 1), (targets >= low) & (targets < low + width)
+
+
+def join(numbers: Tensor, classes: int, smoothing: float) -> Joined:
+    """The loss from the numbers of all blocks, float64 (blocks, images, 4) in block order.
+
+    `classes` is the number in all blocks; `smoothing` is the fraction of the target that all classes divide evenly.
+    """
+    # The same values in the same order on every rank: so all ranks of a group compute the same loss to the last bit.
+    largest = numbers[..., 0].amax(dim=0)
+    exponentials = (numbers[..., 1] * torch.exp(numbers[..., 0] - largest)).sum(dim=0)
+    logits, target = numbers[..., 2].sum(dim=0), numbers[..., 3].sum(dim=0)
+    each = largest + exponentials.log() - (1 - smoothing) * target - smoothing / classes * logits
+    return Joined(each.mean().float(), largest.float()[:, None], exponentials.float()[:, None])
+
+
+def block_gradient(
+    logits: Tensor, low: int, targets: Tensor, joined: Joined, classes: int, smoothing: float, scale: float
+) -> Tensor:
+    """The gradient of scale * loss in the logits of one block: float32, of their shape."""
+    # softmax - smoothed one-hot target; a target in another block adds zero.
+    gradient = torch.exp(logits - joined.largest) / joined.exponentials - smoothing / classes
+    columns, is_here = _target_columns(logits, low, targets)
+    gradient.scatter_add_(1, columns[:, None], torch.where(is_here, smoothing - 1.0, 0.0)[:, None])
+    return gradient.mul_(scale / len(targets))
+
+
 Sink = Callable[[int, int, Tensor, Tensor | None], None]
-"""takes a layer's number, a column block's, and the gradients of its weight and bias by one virtual worker (float32)"""
+"""function of a layer, a column block, and the gradients of its weight and bias by one virtual worker (float32)"""
 
 
 @dataclass
-class _Kept:
-    """What a layer's forward pass keeps for its backward pass."""
+class _Saved:
+    """The tensors of a layer's forward pass that its backward pass needs."""
 
     inputs: dict[int, Tensor]
-    """by virtual worker: (images, inputs)"""
+    """inputs by virtual worker: (images, inputs)"""
     weights: dict[int, Tensor]
-    """by block, in the dtype of the product"""
+    """weights by block, in the dtype of the product"""
     products: ActivationBlocks
     outputs: ActivationBlocks
-    """of the elementwise modules, with their graph back to the products"""
+    """outputs of the elementwise modules, with their graph back to the products"""
 
 
 class ColumnPass:
     """The tail's passes of a step on this rank: for each virtual worker `begin`, `forward`, `backward`.
 
-    Args:
-        tail: The layers.
-        parallel: Model-parallel ranks of each layer.
-        rank: This one.
-        groups: For these numbers.
-        precision: Of the products.
-        smoothing: Of the labels.
-        seed: The recipe's.
-        sink: Takes the gradients of this rank's column blocks, those of the whole group's virtual workers.
+    `sink` takes the gradients of this rank's column blocks, by the virtual workers of the whole group. `smoothing` is
+    that of the labels, `seed` the recipe's.
     """
 
     def __init__(
@@ -71,7 +130,7 @@ class ColumnPass:
         last = self.layouts[-1]
         self._to_targets = Exchange(OWN, last, rank, groups)
         self._to_numbers = Exchange(last, last, rank, groups)
-        self._kept: list[_Kept] = []
+        self._saved: list[_Saved] = []
         self._targets: Transfer | None = None
         self._labels: dict[int, Tensor] = {}
         self._joined: dict[int, Joined] = {}
@@ -84,30 +143,30 @@ class ColumnPass:
     def forward(self, inputs: Tensor, step: int, workers: Callable[[int], int]) -> Tensor:
         """The loss of this rank's virtual worker, float32 [].
 
-        Args:
-            inputs: What the front gives for it, (images, features), with its graph.
-            step: Number of the step.
-            workers: From a rank to the number of its virtual worker in this pass, for dropout's keys.
+        `inputs` are the front's outputs for it, (images, features), with their graph. `workers` maps a rank to its
+        virtual worker in this pass, for dropout's keys.
         """
         assert inputs.dim() == 2, inputs.shape
         self._inputs = inputs
-        self._kept = []
+        self._saved = []
         dtype = self._precision.dtype
         held: ActivationBlocks = {ActivationBlock(self._rank, 0): inputs.detach().to(dtype)}
         widths = [inputs.shape[1]]
         for number, layer in enumerate(self._layers):
             arrived = join_columns(self._exchanges[number].forward(held, widths).wait())
-            kept = self._products(layer, self.layouts[number], arrived, dtype)
-            self._kept.append(kept)
-            for key, product in kept.products.items():
-                kept.outputs[key] = self._elementwise(layer, product, (step, workers(key.owner), number, key.block))
-            held = {key: output.detach().to(dtype) for key, output in kept.outputs.items()}
+            saved = self._products(layer, self.layouts[number], arrived, dtype)
+            self._saved.append(saved)
+            # Dropout's key names the virtual worker, the layer and the block, never a rank: the same mask anywhere.
+            for key, product in saved.products.items():
+                saved.outputs[key] = self._elementwise(layer, product, (step, workers(key.owner), number, key.block))
+            held = {key: output.detach().to(dtype) for key, output in saved.outputs.items()}
             widths = [block.high - block.low for block in layer.blocks]
         assert self._targets is not None
         self._labels = {owner: labels[:, 0] for owner, labels in join_columns(self._targets.wait()).items()}
         return self._losses()
 
-    def _products(self, layer: ColumnLayer, layout: Layout, inputs: dict[int, Tensor], dtype: torch.dtype) -> _Kept:
+    def _products(self, layer: ColumnLayer, layout: Layout, inputs: dict[int, Tensor], dtype: torch.dtype) -> _Saved:
+        # One product a virtual worker and block, never one for several: its bits may depend on the operands' shapes.
         blocks = {block: layer.blocks[block] for block in layout.held(self._rank)}
         weights = {number: block.weight.to(dtype) for number, block in blocks.items()}
         biases = {number: None if b.bias is None else b.bias.to(dtype) for number, b in blocks.items()}
@@ -116,7 +175,7 @@ class ColumnPass:
             for owner, x in inputs.items()
             for block in blocks
         }
-        return _Kept(inputs, weights, products, {})
+        return _Saved(inputs, weights, products, {})
 
     def _elementwise(self, layer: ColumnLayer, product: Tensor, key: tuple[int, ...]) -> Tensor:
         if any(isinstance(module, nn.Dropout) for module in layer.after):
@@ -127,10 +186,10 @@ class ColumnPass:
 
     def _losses(self) -> Tensor:
         """Joins the blocks' numbers; the loss of this rank's own virtual worker."""
-        layer, kept = self._layers[-1], self._kept[-1]
+        layer, saved = self._layers[-1], self._saved[-1]
         numbers = {
             key: block_numbers(logits.detach().float(), layer.blocks[key.block].low, self._labels[key.owner])
-            for key, logits in kept.outputs.items()
+            for key, logits in saved.outputs.items()
         }
         arrived = join_columns(self._to_numbers.forward(numbers, [NUMBERS] * len(layer.blocks)).wait())
         self._joined = {}
@@ -140,18 +199,18 @@ class ColumnPass:
         return self._joined[self._rank].loss
 
     def backward(self) -> None:
-        """Hands the gradients to the sink, and goes back through the front's graph."""
+        """Gives the gradients to the sink, and goes back through the front's graph."""
         gradients = self._loss_gradients()
         assert self._inputs is not None
         for number in reversed(range(len(self._layers))):
-            layer, kept = self._layers[number], self._kept.pop()
-            through = {key: self._before(layer, kept, key, g) for key, g in gradients.items()}
+            layer, saved = self._layers[number], self._saved.pop()
+            through = {key: self._before(layer, saved, key, g) for key, g in gradients.items()}
             transfer = None
             if number or self._inputs.requires_grad:
-                transfer = self._send_back(number, kept, through)
-            # While those travel: the weights' gradients.
+                transfer = self._send_back(number, saved, through)
+            # The input gradients left first; the weights' gradients are computed while they travel.
             for key, gradient in through.items():
-                weight = torch.mm(gradient.t(), kept.inputs[key.owner]).float()
+                weight = torch.mm(gradient.t(), saved.inputs[key.owner]).float()
                 bias = gradient.sum(dim=0).float() if layer.blocks[key.block].bias is not None else None
                 self._sink(number, key.block, weight, bias)
             gradients = sum_partials(transfer.wait()) if transfer is not None else {}
@@ -161,35 +220,29 @@ class ColumnPass:
 
     def _loss_gradients(self) -> ActivationBlocks:
         layer, scale = self._layers[-1], self._precision.loss_scale
-        return {
-            key: block_gradient(
-                logits.detach().float(),
-                layer.blocks[key.block].low,
-                self._labels[key.owner],
-                self._joined[key.owner],
-                layer.outputs,
-                self._smoothing,
-                scale,
-            )
-            for key, logits in self._kept[-1].outputs.items()
-        }
 
-    def _before(self, layer: ColumnLayer, kept: _Kept, key: ActivationBlock, gradient: Tensor) -> Tensor:
+        def of(key: ActivationBlock, logits: Tensor) -> Tensor:
+            low, labels, joined = layer.blocks[key.block].low, self._labels[key.owner], self._joined[key.owner]
+            return block_gradient(logits, low, labels, joined, layer.outputs, self._smoothing, scale)
+
+        return {key: of(key, logits.detach().float()) for key, logits in self._saved[-1].outputs.items()}
+
+    def _before(self, layer: ColumnLayer, saved: _Saved, key: ActivationBlock, gradient: Tensor) -> Tensor:
         """Back through the elementwise modules, to the product."""
-        output, product = kept.outputs.pop(key), kept.products.pop(key)
+        output, product = saved.outputs.pop(key), saved.products.pop(key)
         gradient = gradient.to(output.dtype)
         if len(layer.after):
             (gradient,) = torch.autograd.grad(output, product, gradient)
         return gradient
 
-    def _send_back(self, number: int, kept: _Kept, through: ActivationBlocks) -> Transfer:
-        """This rank's share of the input gradients: the tree over its own blocks, cut as the layer before is."""
+    def _send_back(self, number: int, saved: _Saved, through: ActivationBlocks) -> Transfer:
+        """This rank's addend of the input gradients: the tree over its own blocks, cut as the layer before is."""
         exchange, inputs = self._exchanges[number], self._layers[number].inputs
         spans = [(b.low, b.high) for b in self._layers[number - 1].blocks] if number else [(0, inputs)]
         partials = {}
-        for owner in kept.inputs:
+        for owner in saved.inputs:
             blocks = self.layouts[number].held(self._rank)
-            share = sum_in_tree(torch.mm(through[ActivationBlock(owner, b)], kept.weights[b]).float() for b in blocks)
+            own = sum_in_tree(torch.mm(through[ActivationBlock(owner, b)], saved.weights[b]).float() for b in blocks)
             for block, (low, high) in enumerate(spans):
-                partials[ActivationBlock(owner, block)] = share[:, low:high]
+                partials[ActivationBlock(owner, block)] = own[:, low:high]
         return exchange.backward(partials, [high - low for low, high in spans])

@@ -1,7 +1,7 @@
 """The messages between layers in column blocks, and the groups of ranks that they travel in.
 
-From one layout to the next leads one all-to-all inside the larger of their groups. (Das et al., arXiv 1602.06709, call
-them part-broadcast, forward, and part-reduce, backward.)
+One all-to-all inside the larger of their groups leads from one layout to the next. (Das et al., arXiv 1602.06709, call
+it part-broadcast in forward, and part-reduce in backward.)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,21 +17,12 @@ from .column_layout import ActivationBlock, ActivationBlocks, Layout, sum_in_tre
 class ParallelGroups:
     """Groups of consecutive ranks, for activations, and of ranks that hold the same columns, for gradients.
 
-    In Megatron's words: of each number M of model-parallel ranks the tensor-model-parallel group of this rank, and its
-    data-parallel group. Every rank makes them at the same time.
-
-    Args:
-        sizes: The M of the layers.
-        world: All ranks.
-        watch: Is shown every message that leaves; its answer is used in the message's place (`Monitor.watch`).
+    In Megatron's words: for each number M of model-parallel ranks the tensor-model-parallel group of this rank, and its
+    data-parallel group. Every rank makes them at the same time. `sizes` are the M of the layers; `watch` maps a message
+    that leaves to the work to use in its place (`Monitor.watch`).
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        world: Group,
-        watch: Callable[[Work], Work] = lambda work: work,
-    ) -> None:
+    def __init__(self, sizes: Sequence[int], world: Group, watch: Callable[[Work], Work] = lambda work: work) -> None:
         self.world, self.watch = world, watch
         self._largest = max(sizes, default=1)
         self._model: dict[int, Group] = {}
@@ -46,11 +37,11 @@ class ParallelGroups:
         return self._model.get(parallel)
 
     def data_parallel(self, parallel: int) -> Group:
-        """The ranks that hold the same columns as this one where `parallel` ranks share them."""
+        """The ranks that hold the same columns as this one if `parallel` ranks divide them."""
         return self._data.get(parallel, self.world)
 
     def complete(self, tensor: Tensor) -> None:
-        """Sums a tensor over the largest model-parallel group, in place."""
+        """Sums a tensor over the largest model-parallel group, in place; it holds every column block."""
         group = self.model_parallel(self._largest)
         if group is not None and group.size > 1:
             self.watch(group.start_all_reduce(tensor)).wait()
@@ -102,24 +93,14 @@ class Exchange:
         self._received = [(peer, block) for peer in self._peers for block in _needed(source, target, peer, rank)]
 
     def forward(self, activations: Mapping[ActivationBlock, Tensor], widths: Sequence[int]) -> Transfer:
-        """Begins the way forward.
-
-        Args:
-            activations: All that this rank holds in `source`, (images, widths[block]), of one dtype.
-            widths: Columns of each block.
-        """
+        """Sends the activations that this rank holds in `source`: (images, widths[block]), of one dtype."""
         images = next(iter(activations.values())).shape[0]
         outgoing = [activations[block] for _, block in self._sent]
         shapes = [torch.Size((images, widths[block.block])) for _, block in self._received]
         return self._start(outgoing, self._sent, self._received, shapes)
 
     def backward(self, partials: Mapping[ActivationBlock, Tensor], widths: Sequence[int]) -> Transfer:
-        """Begins the way back of this rank's share of the gradient of each block that it was sent; see `sum_partials`.
-
-        Args:
-            partials: (images, widths[block]), of one dtype.
-            widths: Columns of each block.
-        """
+        """Sends this rank's addend of the gradient of each block that it has received: (images, widths[block])."""
         outgoing = [partials[block] for _, block in self._received]
         images = outgoing[0].shape[0]
         shapes = [torch.Size((images, widths[block.block])) for _, block in self._sent]
@@ -132,6 +113,7 @@ class Exchange:
         expected: Sequence[tuple[int, ActivationBlock]],
         shapes: Sequence[torch.Size],
     ) -> Transfer:
+        # One message to each peer, with all blocks for it: the lists are in the order of ranks on both sides.
         data = torch.cat([values.reshape(-1) for values in outgoing])
         if self._group is None or self._group.size == 1:
             return Transfer(None, data, expected, shapes)
@@ -150,13 +132,13 @@ class Exchange:
 
 
 def _needed(source: Layout, target: Layout, rank: int, peer: int) -> list[ActivationBlock]:
-    """What `rank` holds in `source` and `peer` needs in `target`."""
+    """The blocks that `rank` holds in `source` and `peer` needs in `target`."""
     owners = target.owners(peer)
     return [block for block in source.activations(rank) if block.owner in owners]
 
 
 def join_columns(arrived: Sequence[tuple[int, ActivationBlock, Tensor]]) -> dict[int, Tensor]:
-    """After `forward`: for each virtual worker its columns, all blocks in order: (images, columns), contiguous."""
+    """After `forward`: the columns of each virtual worker, all blocks in order: (images, columns), contiguous."""
     found: dict[int, list[tuple[int, Tensor]]] = {}
     for _, block, values in arrived:
         found.setdefault(block.owner, []).append((block.block, values))
@@ -167,7 +149,8 @@ def join_columns(arrived: Sequence[tuple[int, ActivationBlock, Tensor]]) -> dict
 
 
 def sum_partials(arrived: Sequence[tuple[int, ActivationBlock, Tensor]]) -> ActivationBlocks:
-    """After `backward`: the gradient of each block, the ranks' shares added as a tree in rank order."""
+    """After `backward`: the gradient of each block, the ranks' addends summed."""
+    # As a tree in rank order: each addend is a branch over the rank's own blocks, so the whole is one tree over blocks.
     found: dict[ActivationBlock, list[Tensor]] = {}
     for _, block, values in arrived:
         found.setdefault(block, []).append(values)

@@ -1,8 +1,8 @@
-"""The tail of a network on this rank: its column blocks as slots, and what brings the blocks of other ranks.
+"""The tail of a network on this rank: its column blocks as slots, and the gather of other ranks' blocks.
 
 Everything before the tail is data-parallel. Each layer of the tail has its own number M of model-parallel ranks (Das et
 al., arXiv 1602.06709); a rank computes, sums and updates only the rows of its own column blocks of the weights, and the
-rest of them grows old until `gather` brings it. The parameters stay whole tensors on each rank; momentum and sums are
+other rows are stale until `gather` brings them. The parameters stay whole tensors on each rank; momentum and sums are
 of the rank's own rows alone.
 """
 
@@ -19,16 +19,10 @@ from .tail import ColumnTail
 
 
 class ParallelTail:
-    """A network's tail, shared out over groups of ranks. Every rank makes one at the same time.
+    """A network's tail (from `column_tail`), divided over groups of ranks. Every rank makes one at the same time.
 
     From then on the tail's parameters take no gradients of their own (`requires_grad` is off): their column blocks do.
-
-    Args:
-        model: On its device.
-        tail: Of it, as from `column_tail`.
-        parallel: Model-parallel ranks of each layer, as from `choose_parallel`.
-        world: All ranks.
-        watch: Is shown every message (`Monitor.watch`).
+    `parallel` are the model-parallel ranks of each layer, as from `choose_parallel`.
     """
 
     def __init__(
@@ -43,20 +37,20 @@ class ParallelTail:
         self.layouts = [Layout(m, len(layer.blocks)) for m, layer in zip(parallel, tail.layers, strict=True)]
         self.groups = ParallelGroups(parallel, world, watch)
         self.slots = self._make_slots(world.rank)
-        """in the order in which their gradients are ready: the last layer first, block by block"""
+        """column blocks in the order in which their gradients are ready: the last layer first, block by block"""
         parameters = dict(model.named_parameters())
         for slot in self.slots:
             parameters[slot.parameter].requires_grad_(False)
 
     @property
     def explanation(self) -> str:
-        """One line: how many ranks share each layer."""
+        """One line: how many ranks divide each layer."""
         layers = (f"{layer.name} {m}" for layer, m in zip(self.tail.layers, self.parallel, strict=True))
         return f"column blocks {self.layouts[0].blocks}; model-parallel ranks of each layer: {', '.join(layers)}"
 
     @property
     def held(self) -> dict[str, list[Tensor]]:
-        """By parameter, the column blocks that this rank updates."""
+        """The column blocks that this rank updates, by parameter."""
         found: dict[str, list[Tensor]] = {}
         for slot in self.slots:
             if slot.held:
@@ -64,12 +58,12 @@ class ParallelTail:
         return found
 
     def held_slots(self) -> dict[tuple[int, int, bool], int]:
-        """From (layer, block, whether it is the bias) to the slot's number among this rank's."""
-        places = [(layer, block, is_bias) for layer, block, is_bias in self._order() if self._holds(layer, block)]
-        return {place: number for number, place in enumerate(places)}
+        """The index among this rank's slots by (layer, block, whether it is the bias)."""
+        keys = [(layer, block, is_bias) for layer, block, is_bias in self._order() if self._holds(layer, block)]
+        return {key: number for number, key in enumerate(keys)}
 
     def gather(self, rows: Mapping[int, Tensor]) -> None:
-        """Fills the rows of every column block, by slot number, from the ranks that hold it; every rank calls it."""
+        """Fills the rows of every column block, by slot index, from the ranks that hold it; every rank calls it."""
         works = []
         for number, (layer, block, _) in enumerate(self._order()):
             layout = self.layouts[layer]
@@ -89,12 +83,12 @@ class ParallelTail:
         self.groups.close()
 
     def _order(self) -> list[tuple[int, int, bool]]:
-        """(layer, block, whether it is the bias) of each slot."""
+        """(layer, block, whether it is the bias) of each slot, in the order of backward."""
         order = []
         for number in reversed(range(len(self.tail.layers))):
-            for place, block in enumerate(self.tail.layers[number].blocks):
-                order += [(number, place, True)] if block.bias is not None else []
-                order.append((number, place, False))
+            for index, block in enumerate(self.tail.layers[number].blocks):
+                order += [(number, index, True)] if block.bias is not None else []
+                order.append((number, index, False))
         return order
 
     def _holds(self, layer: int, block: int) -> bool:
@@ -104,20 +98,20 @@ class ParallelTail:
         # Several ranks of the largest group may hold the same block of a layer with a smaller M: the first reports it.
         most = max(self.parallel)
         slots = []
-        for number, place, is_bias in self._order():
+        for number, index, is_bias in self._order():
             layer = self.tail.layers[number]
-            block = layer.blocks[place]
+            block = layer.blocks[index]
             parameter = f"{layer.name}.{'bias' if is_bias else 'weight'}"
             tensor = block.bias if is_bias else block.weight
             assert tensor is not None
             slots.append(
                 Slot(
-                    name=f"{parameter} (column block {place})",
+                    name=f"{parameter} (column block {index})",
                     parameter=parameter,
                     tensor=tensor,
                     parallel=self.parallel[number],
                     layer=number,
-                    held=self._holds(number, place),
+                    held=self._holds(number, index),
                     is_owner=rank % most < self.parallel[number],
                 )
             )

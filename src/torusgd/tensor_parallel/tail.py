@@ -1,8 +1,8 @@
 """The tail of a network: its trailing linear layers, cut by outputs into the column blocks that a recipe names.
 
-The unit of a matrix product is then (virtual worker x column block), so that a group of ranks can share out the blocks
-in any way and get the same bits (ours; the layout is the model parallelism of Das et al., arXiv 1602.06709). A
-network shows where its tail begins by being an nn.Sequential, or by two methods:
+The unit of a matrix product is then (virtual worker x column block), so that a group of ranks can divide the blocks in
+any way and get the same bits (ours; the layout is the model parallelism of Das et al., arXiv 1602.06709). The network
+is an nn.Sequential, or it has two methods:
 
     front(images) -> Tensor    all that comes before the first linear layer of the tail
     tail() -> list of modules  linear layers and elementwise modules; calling them in turn on `front` is the network
@@ -53,7 +53,7 @@ class ColumnLayer:
     """A linear layer in column blocks, and the elementwise modules that follow it."""
 
     name: str
-    """of the linear layer in the model"""
+    """name of the linear layer in the model"""
     inputs: int
     outputs: int
     blocks: tuple[Block, ...]
@@ -78,14 +78,9 @@ def cut_columns(outputs: int, blocks: int) -> list[tuple[int, int]]:
 
 
 def column_tail(model: nn.Module, blocks: int) -> ColumnTail:
-    """Cuts a network's tail into column blocks.
+    """Cuts each linear layer of a network's tail into column blocks (the recipe's `column_blocks`).
 
-    Args:
-        model: An nn.Sequential that ends in linear layers, or a network with `front` and `tail`.
-        blocks: Column blocks of each linear layer (the recipe's `column_blocks`).
-
-    Raises:
-        UserError: The network has no tail, or a layer has fewer outputs than there are blocks.
+    UserError if the network has no tail, or a layer has fewer outputs than there are blocks.
 
     >>> tail = column_tail(nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), blocks=2)
     >>> [(layer.name, [tuple(block.weight.shape) for block in layer.blocks]) for layer in tail.layers]
@@ -127,7 +122,7 @@ def _split(model: nn.Module, blocks: int) -> tuple[Callable[[Tensor], Tensor], l
 
 
 def _trailing(modules: Sequence[nn.Module]) -> int:
-    """Where the run of linear and elementwise modules at the end begins, with its first linear layer."""
+    """Index of the first linear layer of the run of linear and elementwise modules at the end."""
     start = len(modules)
     for index in range(len(modules) - 1, -1, -1):
         if type(modules[index]) is nn.Linear:
@@ -143,9 +138,9 @@ def _layer(name: str, linear: nn.Linear, after: Sequence[nn.Module], count: int)
         Block(low, high, weight[low:high], None if bias is None else bias[low:high])
         for low, high in cut_columns(linear.out_features, count)
     )
-    # The activations of a block are kept, not overwritten in place: their gradient begins at the linear layer's output.
-    kept = [copy.copy(module) for module in after]
-    for module in kept:
+    # Not in place: backward begins at the linear layer's output, which must not be overwritten.
+    copies = [copy.copy(module) for module in after]
+    for module in copies:
         if hasattr(module, "inplace"):
             module.inplace = False  # type: ignore[assignment]
-    return ColumnLayer(name, linear.in_features, linear.out_features, blocks, nn.Sequential(*kept).train())
+    return ColumnLayer(name, linear.in_features, linear.out_features, blocks, nn.Sequential(*copies).train())

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 
 class Shape(Protocol):
-    """What the formulas take of a layer."""
+    """The numbers of a layer that the formulas need."""
 
     @property
     def ifm(self) -> int:
@@ -44,7 +44,6 @@ class Linear(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """See `Shape`."""
         return self.ifm * self.ofm
 
 
@@ -73,13 +72,8 @@ def best_groups(
 ) -> int:
     """The G with the least exact volume; the larger of two equals, which sends fewer messages.
 
-    Args:
-        layer: The layer.
-        nodes: N.
-        batch: Images of a step over all nodes.
-        overlap: See the module.
-        size: Bytes of a value.
-        among: Numbers of groups to choose from; None: all divisors of N.
+    `batch` are the images of a step over all nodes, `size` the bytes of a value; `among` are the numbers of groups to
+    choose from (None: all divisors of N).
 
     >>> best_groups(Linear(4096, 4096), nodes=64, batch=256)
     2

@@ -18,7 +18,7 @@ from ..connection import Connection, connect, shuffled
 from ..groups import Group, group_of
 
 SIZES = tuple(1 << power for power in range(12, 25, 2))
-"""bytes that are timed by default: 4 KiB to 16 MiB"""
+"""sizes in bytes that are timed by default: 4 KiB to 16 MiB"""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Record:
     grid: tuple[int, int] | None
     """vertical, horizontal; None for algorithms without"""
     runs: str
-    """what ran, with its methods and chunks: for `auto`, its choice"""
+    """the algorithm that ran, with its methods and chunks: for `auto`, its choice"""
     median_s: float
     min_s: float
     max_s: float
     n: int
-    """repetitions, the first of each algorithm and size not counted"""
+    """number of repetitions, the first of each algorithm and size not counted"""
 
     @property
     def bus_bandwidth(self) -> float:
@@ -62,13 +62,12 @@ def bench_allreduce(
     """Times float32 all-reduces; every rank of `group` (None: all) calls it and gets the same records.
 
     At each size all algorithms are run in turn, in another order each time, `repetitions` times after one that warms
-    up. A time is from a barrier to the end on the slowest rank. `native` runs in the group that was given, as plain
-    `torch.distributed.all_reduce` does. Each result is checked. Algorithms of ours take so many `streams`, as in
-    `create`.
+    up. A time is from a barrier to the end on the slowest rank. `native` runs in `group` itself, as plain
+    `torch.distributed.all_reduce` does. `streams` are those of `create`, for algorithms of ours.
 
     Raises:
-        UserError: where an algorithm, the grid or a size doesn't fit.
-        RunError: where a sum was wrong.
+        UserError: if an algorithm, the grid or a size doesn't fit.
+        RunError: if a sum was wrong: each is checked.
     """
     caller = group_of(group, device)
     if caller.size == 1:
@@ -105,10 +104,10 @@ def _bench(
         rows = []
         for turn in range(repetitions + 1):
             row = [0.0] * len(starts)
-            for place in shuffled(range(len(starts)), turn):
-                name, start = starts[place]
+            for index in shuffled(range(len(starts)), turn):
+                name, start = starts[index]
                 tensor = torch.ones(size // 4, device=connection.engine.device)
-                row[place] = connection.stopwatch(partial(_sum, start, tensor))
+                row[index] = connection.stopwatch(partial(_sum, start, tensor))
                 if not bool((tensor == connection.size).all()):
                     raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.rank}")
             rows.append(row)

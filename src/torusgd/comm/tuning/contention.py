@@ -19,9 +19,9 @@ from .profile import Crowd, InStep
 
 Start = Callable[[torch.Tensor], Work]
 _TASKS = 4
-"""of a timing of crowding, some 100 ms on one core"""
+"""number of tasks of a timing of crowding, some 100 ms on one core"""
 _MESSAGES = 16
-"""all-reduces among a computation, so that what they cost stands out from the noise"""
+"""number of all-reduces among a computation, so that their cost stands out from the noise"""
 
 
 class _Task:
@@ -46,11 +46,12 @@ class _Task:
 def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
     """How many times longer the slowest of the first n ranks takes than one alone, for n = 2, 4, 8 ... and all.
 
-    Where n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
+    If n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
     """
     counts = sorted({*(1 << power for power in range(connection.size.bit_length())), connection.size})
     task = _Task(connection.engine.device, images=32)
-    task.run(_TASKS)
+    task.run(_TASKS)  # warms up
+    # Ratios within a turn, and then their median: what slows the machine for a while slows all counts of a turn.
     turns = [[_compute(connection, task, _TASKS, count) for count in counts] for _ in range(repetitions)]
     ratios = [statistics.median(turn[i] / turn[0] for turn in turns) for i in range(len(counts))]
     on_cores = connection.engine.device.type == "cpu"
@@ -63,15 +64,15 @@ def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seco
     """What an all-reduce of `size` bytes adds to a computation that hides it, and to one that it follows.
 
     Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still
-    computes. What they add to the computation is shared among them. Where cores are free, or a GPU sends, it is little;
-    where ranks share cores it may be more than the all-reduce takes alone, for each message interrupts each rank. Then
-    the same with ranks that wait for each message: they come to it one later than the other.
+    computes. The time that they add is divided among them. It is little if cores are free, or a GPU sends; if ranks
+    share cores it may be more than the all-reduce takes alone, for each message interrupts each rank. Then the same
+    with ranks that wait for each message, at which they arrive one later than the other.
 
     Args:
-        connection: Between the ranks.
+        connection: The ranks.
         algorithm: None: the backend's own.
         size: Bytes.
-        seconds: To spend on computations without, with and between all-reduces in turn, of which there are 1 to 9 each.
+        seconds: Time for computations without, with and between all-reduces in turn, 1 to 9 of each.
     """
     task = _Task(connection.engine.device, images=4)
     tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]
@@ -80,6 +81,7 @@ def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seco
     # The least of three: a pause of the machine in the only one would make all that follows as much longer.
     at_once = min(_beside(connection, start, tensors, task, 0) for _ in range(3))
     one = _compute(connection, task, _MESSAGES, connection.size) / _MESSAGES
+    # Twice as long as the messages take at once, so that the second half of the computation still hides the last one.
     tasks = _MESSAGES * max(2, math.ceil(2 * at_once / one / _MESSAGES))
     rows: list[tuple[float, float, float]] = []
     while not rows or (len(rows) < 9 and sum(map(sum, rows)) < seconds):
@@ -103,14 +105,14 @@ def _compute(connection: Connection, task: _Task, tasks: int, count: int) -> flo
 
 def _beside(connection: Connection, start: Start, tensors: Sequence[torch.Tensor], task: _Task, tasks: int) -> float:
     """Seconds of so many tasks and all-reduces that begin during the first half, on the slowest rank."""
-    share = tasks // 2 // len(tensors)
+    before_each = tasks // 2 // len(tensors)
 
     def compute() -> None:
         sent = []
         for tensor in tensors:
-            task.run(share)
+            task.run(before_each)
             sent.append(start(tensor))
-        task.run(tasks - len(tensors) * share)
+        task.run(tasks - len(tensors) * before_each)
         for message in sent:
             message.wait()
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..algorithms import FLAT, TREES, Algorithm, parse_algorithm, squarest
 
 TORUS_METHODS = ("ring", "halving", "halving/ring", "direct", "doubling/direct", "ring/direct")
-"""VERTICAL/HORIZONTAL, or one for both axes, that are worth a price"""
+"""methods of a torus, VERTICAL/HORIZONTAL or one for both axes, that are worth a price"""
 
 
 class AlphaBeta(NamedTuple):
@@ -28,23 +28,23 @@ class AlphaBeta(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """What ranks are joined by: equal hosts of `per_host` neighbouring ranks each."""
+    """The network between ranks: equal hosts of `per_host` neighbouring ranks each."""
 
     per_host: int
     inside: AlphaBeta
-    """between two ranks of a host"""
+    """link between two ranks of a host"""
     between: AlphaBeta
-    """between hosts; beta is of all network cards of a host together, which its ranks share"""
+    """link between hosts; beta is of all network cards of a host together, which its ranks share"""
     message: float = 0.0
     """seconds of a rank's own work for each message that it sends"""
     start: float = 0.0
     """seconds before the first round: a Gloo send waits until its receiver has announced the buffer"""
     stream: float = 0.0
-    """least seconds a byte of one connection between hosts, where it can't fill the link (TCP)"""
+    """least seconds a byte of one connection between hosts, if it can't fill the link (TCP)"""
     rack_hosts: int | None = None
-    """hosts with full bandwidth among them; None: all"""
+    """number of hosts with full bandwidth among them; None: all"""
     taper: float = 1.0
-    """share of a rack's bandwidth that leaves it"""
+    """fraction of a rack's bandwidth that leaves it"""
 
 
 class Axis(NamedTuple):
@@ -63,28 +63,28 @@ class Cost(NamedTuple):
 
     latency: float = 0.0
     work: float = 0.0
-    """of the ranks themselves, for their messages"""
+    """seconds of the ranks' own work for their messages"""
     per_byte: float = 0.0
     inside: float = 0.0
     """seconds a byte during which the links inside hosts are busy"""
     between: float = 0.0
-    """the same of the links between hosts"""
+    """seconds a byte during which the links between hosts are busy"""
 
     def seconds(self, size: float) -> float:
-        """For a tensor of `size` bytes."""
+        """Seconds for a tensor of `size` bytes."""
         return self.latency + self.work + size * self.per_byte
 
-    def repeated(self, rounds: int) -> "Cost":
-        """So many rounds one after another."""
-        return Cost(*(rounds * value for value in self))
+    def repeated(self, times: int) -> "Cost":
+        """The cost of the same rounds `times` times one after another."""
+        return Cost(*(times * value for value in self))
 
-    def of_share(self, share: float) -> "Cost":
-        """The same rounds, of a share of the tensor."""
-        return Cost(self.latency, self.work, share * self.per_byte, share * self.inside, share * self.between)
+    def of_fraction(self, part: float) -> "Cost":
+        """The cost of the same rounds for a fraction of the tensor."""
+        return Cost(self.latency, self.work, part * self.per_byte, part * self.inside, part * self.between)
 
 
 def total(costs: Iterable[Cost]) -> Cost:
-    """One after another."""
+    """The cost of rounds one after another."""
     return Cost(*(sum(values) for values in zip(Cost(), *costs, strict=True)))
 
 
@@ -92,7 +92,7 @@ def total(costs: Iterable[Cost]) -> Cost:
 def candidates(ranks: int, per_host: int, grids: tuple[tuple[int, int], ...] | None = None) -> tuple[Algorithm, ...]:
     """The algorithms worth a price on `ranks` ranks, `per_host` on each host; none of them twice.
 
-    `grids` are those to be tried for a torus; None: the squarest, and one with a row for each host. On an axis of two
+    `grids` are the candidates for a torus; None: the squarest, and one with a row for each host. On an axis of two
     ranks ring, halving and direct are the same exchange, which is listed once.
 
     >>> [str(algorithm) for algorithm in candidates(2, 1)]
@@ -120,11 +120,10 @@ def candidates(ranks: int, per_host: int, grids: tuple[tuple[int, int], ...] | N
 
 
 def seconds(algorithm: Algorithm, size: float, topology: Topology) -> float:
-    """Seconds of an all-reduce of `size` bytes.
-
-    Chunks follow each other a round apart: after the first one, each takes as long as it keeps the busier kind of link.
-    """
+    """Seconds of an all-reduce of `size` bytes."""
     cost, chunks = total(cost for _, cost in price(algorithm, topology)), algorithm.chunks
+    # Chunks follow each other a round apart: the first one passes every link in turn, and each further one adds the
+    # time that it occupies the busier kind of link. The work for messages is done once more for each chunk.
     transfer = cost.per_byte + (chunks - 1) * max(cost.inside, cost.between)
     return topology.start + cost.latency + chunks * cost.work + size / chunks * transfer
 
@@ -140,13 +139,14 @@ def rank_candidates(size: int, ranks: int, topology: Topology) -> list[tuple[Alg
 
 @lru_cache(maxsize=4096)
 def price(algorithm: Algorithm, topology: Topology) -> tuple[tuple[str, Cost], ...]:
-    """What each phase of the algorithm, in one chunk, costs on its axis: flat, horizontal or vertical.
+    """The phases of the algorithm in one chunk, each with its axis (flat, horizontal or vertical) and its cost there.
 
-    A torus leaves each rank of a row a share of the row's sum (reduce-scatter), sums that share along its column
+    A torus leaves each rank of a row one part of the row's sum (reduce-scatter), sums that part along its column
     (all-reduce of n / X bytes), and gathers the row. A hierarchical all-reduce also gathers the row's sum on its first
     rank, the leader; leaders sum all n bytes, with the cards of their hosts for themselves, and spread the result.
     """
     rows, columns = algorithm.grid
+    # Fewer ranks than a host holds are one host, or `_ends` would find rows that leave it.
     topology = topology._replace(per_host=min(topology.per_host, rows * columns))
     row = Axis(columns)
     if algorithm.algorithm in FLAT:
@@ -159,12 +159,12 @@ def price(algorithm: Algorithm, topology: Topology) -> tuple[tuple[str, Cost], .
         return ("horizontal", all_reduce(topology, row, "doubling")), ("vertical", whole)
     else:
         half = reduce_scatter(topology, row, algorithm.horizontal)
-        middle = all_reduce(topology, Axis(rows, columns, columns), algorithm.vertical).of_share(1 / columns)
+        middle = all_reduce(topology, Axis(rows, columns, columns), algorithm.vertical).of_fraction(1 / columns)
     return ("horizontal", half), ("vertical", middle), ("horizontal", half)
 
 
 def all_reduce(topology: Topology, axis: Axis, method: str) -> Cost:
-    """Along one axis: a reduce-scatter and the all-gather that mirrors it, or rounds that move the whole."""
+    """The cost along one axis: a reduce-scatter and the all-gather that mirrors it, or rounds that move the whole."""
     if method == "double-tree":
         return _double_tree(topology, axis.size)
     if method in TREES.values():
@@ -175,7 +175,7 @@ def all_reduce(topology: Topology, axis: Axis, method: str) -> Cost:
     is_inside = _ends(topology, axis) == 0
     rounds = []
     for bit in range(power.bit_length() - 1):
-        # Partners differ in one bit of their place, so that a host of a multiple of 2 * distance ranks holds both.
+        # Partners differ in one bit of their position, so that a host of a multiple of 2 * distance ranks holds both.
         distance = axis.stride << bit
         stays = is_inside or topology.per_host % (2 * distance) == 0
         rounds.append(_round(topology, axis, 0 if stays else distance, 1.0))
@@ -185,7 +185,7 @@ def all_reduce(topology: Topology, axis: Axis, method: str) -> Cost:
 
 
 def reduce_scatter(topology: Topology, axis: Axis, method: str) -> Cost:
-    """Until each rank of the axis holds its share of the sum; an all-gather costs the same.
+    """The cost until each rank of the axis holds its part of the sum; an all-gather costs the same.
 
     ring: P - 1 rounds of n / P bytes to the neighbour. direct: one round of P - 1 messages. halving: ceil(log2 P)
     rounds, of the half of what is left to the rank so far away; it also stands for methods that leave no shards.
@@ -198,7 +198,7 @@ def reduce_scatter(topology: Topology, axis: Axis, method: str) -> Cost:
     if method == "direct":
         return _fan(topology, axis, messages=size - 1, lines=axis.lines * topology.per_host / axis.stride)
     rounds, left = [], size
-    while left > 1:
+    while left > 1:  # the same halves as in rounds._halving
         keep = (left + 1) // 2
         rounds.append(_round(topology, axis, _crossing(topology, axis, keep), (left - keep) / size))
         left = keep
@@ -208,8 +208,8 @@ def reduce_scatter(topology: Topology, axis: Axis, method: str) -> Cost:
 def _to_root(topology: Topology, ranks: int, method: str) -> Cost:
     """The whole tensor on its way from all ranks to the first; the way back costs the same.
 
-    binomial: ceil(log2 P) rounds, to the rank 1, 2, 4, ... places before. chain: P - 1 rounds to the neighbour, each of
-    which has a link to itself: a rank sends each chunk twice, up and down, and the links work side by side.
+    binomial: ceil(log2 P) rounds, to the rank 1, 2, 4, ... positions before. chain: P - 1 rounds to the neighbour, each
+    of which has a link to itself: a rank sends each chunk twice, up and down, and the links work side by side.
     """
     host, far = topology.per_host, topology.between
     near = Cost(topology.inside.alpha, topology.message, topology.inside.beta, topology.inside.beta)
@@ -217,9 +217,11 @@ def _to_root(topology: Topology, ranks: int, method: str) -> Cost:
         beta = max(card_beta(topology, 1.0, 1), topology.stream)
         across, crossing = Cost(far.alpha, topology.message, beta, 0.0, beta), (ranks - 1) // host
         way = total([across.repeated(crossing), near.repeated(ranks - 1 - crossing)])
+        # Each link carries the tensor once each way: further chunks cost that, not the sum over all links.
         return way._replace(inside=min(way.inside, near.inside), between=min(way.between, beta))
     rounds = []
     for hop in (1 << bit for bit in range((ranks - 1).bit_length())):
+        # A round in which any pair crosses hosts is as late as that pair.
         beta = max(card_beta(topology, 1.0, max(1, hop // host)), topology.stream)
         rounds.append(near if host % (2 * hop) == 0 else Cost(far.alpha, topology.message, beta, 0.0, beta))
     return total(rounds)
@@ -233,8 +235,8 @@ def _double_tree(topology: Topology, ranks: int) -> Cost:
     """
     host, rounds = topology.per_host, []
     beta = max(card_beta(topology, 1.0, 1), topology.stream)
+    # Seconds a byte of each rank and of each host over all rounds, sending (0) and receiving (1): links have two ways.
     inside, between = defaultdict[tuple[int, int], float](float), defaultdict[tuple[int, int], float](float)
-    """seconds a byte of each rank and of each host, by way, over all rounds"""
     routes = (parse_algorithm("double-tree", ranks).rounds(rank, 2)[0] for rank in range(ranks))
     for turns in zip(*routes, strict=True):
         near, far = defaultdict[tuple[int, int], float](float), defaultdict[tuple[int, int], float](float)
@@ -260,45 +262,42 @@ def _double_tree(topology: Topology, ranks: int) -> Cost:
 def card_beta(topology: Topology, flows: float, distance: int) -> float:
     """Seconds a byte of each of `flows` equal flows that leave a host together, to a host `distance` hosts away.
 
-    They share the host's cards and, of a rack, the tapered uplinks: a share min(1, distance / rack_hosts) of a rack's
-    flows leaves it, for which `taper` of its bandwidth is left.
+    They divide the host's cards and a rack's tapered uplinks among them: the fraction min(1, distance / rack_hosts) of
+    a rack's flows leaves it, for which `taper` of its bandwidth is left.
     """
     leaving = min(1.0, distance / topology.rack_hosts) if topology.rack_hosts else 0.0
     return flows * topology.between.beta * max(1.0, leaving / topology.taper)
 
 
 def _ends(topology: Topology, axis: Axis) -> int:
-    """Most ends of rows that lie inside a host: 0 where the axis does not leave it, 2 where rows don't fill hosts."""
+    """Most ends of rows that lie inside a host: 0 if the axis does not leave it, 2 if rows don't fill hosts."""
     span = axis.size * axis.stride
     if topology.per_host % span == 0:
         return 0
     return 1 if span % topology.per_host == 0 else 2
 
 
-def _crossing(topology: Topology, axis: Axis, places: int) -> int:
-    """Ranks by which a message to the rank `places` further on the ring of the axis goes beyond hosts; 0: it does not.
-
-    A host with two ends of rows has twice as many ranks that send to another host.
-    """
-    return _ends(topology, axis) * min(places, axis.size - places) * axis.stride
+def _crossing(topology: Topology, axis: Axis, hops: int) -> int:
+    """Ranks by which a message to the rank `hops` further on the ring of the axis goes beyond hosts; 0: it does not."""
+    # The shorter way around the ring. A host with two ends of rows has twice as many ranks that send to another host.
+    return _ends(topology, axis) * min(hops, axis.size - hops) * axis.stride
 
 
-def _round(topology: Topology, axis: Axis, distance: int, share: float) -> Cost:
-    """Every rank sends a share of the tensor to one rank, `distance` ranks away (0: in its own host).
-
-    Of the g ranks of a host min(g, distance) then send to another one. Rounds are no barriers: a rank goes on when its
-    own message is there. So a chain of messages meets the slow latency in that share of its rounds, while the bytes of
-    a round are as late as the slower of the two links.
-    """
+def _round(topology: Topology, axis: Axis, distance: int, part: float) -> Cost:
+    """Every rank sends a fraction of the tensor to one rank, `distance` ranks away (0: in its own host)."""
+    # Of the g ranks of a host min(g, distance) send to another one: those of the last `distance` positions.
     leaving = min(topology.per_host, distance)
     crossing = leaving / topology.per_host
+    # Rounds are no barriers: a rank goes on when its own message is there. So a chain of messages meets the slow
+    # latency in that fraction of its rounds, while the bytes of a round are as late as the slower of the two links.
     latency = (1 - crossing) * topology.inside.alpha + crossing * topology.between.alpha
-    inside = share * topology.inside.beta if crossing < 1 else 0.0
+    inside = part * topology.inside.beta if crossing < 1 else 0.0
     between = 0.0
     if leaving:
+        # An axis of stride s has a rank at every s-th position only; the lines beside it fill the others.
         flows = max(1.0, leaving * axis.lines / axis.stride)
         beta = card_beta(topology, flows, max(1, distance // topology.per_host))
-        between = share * max(beta, topology.stream)
+        between = part * max(beta, topology.stream)  # no flow is faster than one connection
     return Cost(latency, topology.message, max(inside, between), inside, between)
 
 
@@ -306,6 +305,7 @@ def _fan(topology: Topology, axis: Axis, messages: int, lines: float) -> Cost:
     """One round in which a rank exchanges 1 / P of the tensor with each other rank; `lines` ranks of a host do so."""
     size = axis.size
     ends = _ends(topology, axis)
+    # Ranks of the line inside one host, this rank among them: what goes to them does not use the cards.
     members = min(size - 1, max(1, topology.per_host // (axis.stride * ends))) if ends else size
     inside, between, latency = (members - 1) / size * topology.inside.beta, 0.0, topology.inside.alpha
     if ends:
@@ -318,7 +318,7 @@ def _fan(topology: Topology, axis: Axis, messages: int, lines: float) -> Cost:
 
 
 def _to_leader(topology: Topology, row: Axis) -> Cost:
-    """The first rank of a row gets all other ranks' shares of its sum, or hands them back."""
+    """The cost until the first rank of a row has all other ranks' parts of its sum, or has handed them back."""
     if row.size == 1:
         return Cost()
     return _fan(topology, row, messages=row.size - 1, lines=topology.per_host // row.size)

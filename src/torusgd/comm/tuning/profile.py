@@ -15,13 +15,12 @@ from .cost import AlphaBeta, Topology, rank_candidates, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _MARGIN = 0.97
-"""an algorithm replaces the backend's own where it takes at most this share of its time"""
+"""fraction of the time of the backend's own, which an algorithm replaces if it takes at most that"""
+# The same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
+# say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more).
 _FAR_MARGIN = 0.9
-"""the same beyond twice the largest size that was timed: many flows that meet in a link cost more than the formulas
-say (16 hosts at 100 Mb/s, timed to 4 MiB: direct exchanges of 16 MiB took a tenth more)"""
-
 _LEVEL = 1.04
-"""rivals within this factor of the quickest are level, and the formulas decide between them"""
+"""factor of the quickest rival's time within which rivals are level, and the formulas decide between them"""
 
 
 class _Part(BaseModel):
@@ -52,7 +51,7 @@ class Timing(_Part):
     median: Seconds
 
     def as_algorithm(self, ranks: int) -> Algorithm | None:
-        """The plan to run; None for the backend's own all_reduce."""
+        """The algorithm to run; None for the backend's own all_reduce."""
         return None if self.algorithm == "native" else parse_algorithm(self.algorithm, ranks, self.grid, self.chunks)
 
 
@@ -74,7 +73,7 @@ class InStep(_Part):
 
 
 class Profile(_Part):
-    """What `tune` measured: `hosts` holds the host of each rank, `inside` and `between` the links within and across."""
+    """The result of `tune`: `hosts` holds the host of each rank, `inside` and `between` the links within and across."""
 
     version: Literal[1] = 1
     backend: str
@@ -86,18 +85,18 @@ class Profile(_Part):
     inside: Link | None
     between: Link | None
     timings: tuple[Timing, ...]
-    """the algorithms tried, native among them at every size"""
+    """times of the algorithms tried, native among them at every size"""
     crowding: tuple[Crowd, ...] = ()
-    """by growing numbers of ranks; empty: not measured"""
+    """slowdowns by growing numbers of ranks; empty: not measured"""
     in_steps: tuple[InStep, ...] = ()
-    """by growing sizes; empty: not measured"""
+    """costs within steps by growing sizes; empty: not measured"""
 
     @property
     def topology(self) -> Topology:
-        """The network as the price of an all-reduce takes it.
+        """The network as `cost` takes it.
 
-        Where hosts hold different numbers of ranks, or ranks are not numbered host by host, every message is priced as
-        if it left its host, whose link all of the fullest host's ranks share.
+        If hosts hold different numbers of ranks, or ranks are not numbered host by host, every message is priced as if
+        it left its host, whose link all of the fullest host's ranks share.
         """
         links = [AlphaBeta(link.latency, link.per_byte) for link in (self.inside, self.between) if link is not None]
         inside, between = (links[0], links[-1]) if links else (AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 0.0))
@@ -109,12 +108,12 @@ class Profile(_Part):
         return Topology(each, inside, between, self.message, start)
 
     def dump(self) -> str:
-        """JSON text, as `load` reads it."""
+        """The JSON text that `load` reads."""
         return self.model_dump_json(indent=1) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
-        """Reads a file of what `dump` gave; UserError says what is wrong with it."""
+        """Reads a file that holds the text of `dump`; UserError if it is damaged."""
         try:
             return cls.parse(read_text(path))
         except OSError as error:
@@ -124,14 +123,14 @@ class Profile(_Part):
 
     @classmethod
     def parse(cls, text: str) -> "Profile":
-        """From JSON text."""
+        """Reads JSON text."""
         try:
             profile = cls.model_validate_json(text)
             rivals = {timing.size for timing in profile.timings if timing.as_algorithm(len(profile.hosts)) is not None}
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "no profile"
-            raise UserError(f"{place}: {first['msg']}; make it anew with torusgd tune") from None
+            key = ".".join(map(str, first["loc"])) or "no profile"
+            raise UserError(f"{key}: {first['msg']}; make it anew with torusgd tune") from None
         if rivals != {timing.size for timing in profile.timings if timing.algorithm == "native"}:
             raise UserError("timings: each size needs native and another; make it anew with torusgd tune")
         return profile
@@ -139,19 +138,19 @@ class Profile(_Part):
 
 @dataclass(frozen=True)
 class Selection:
-    """What runs at one size; `plan` is None for the backend's own all_reduce."""
+    """The algorithm for one size; `plan` is None for the backend's own all_reduce."""
 
     plan: Algorithm | None
     why: str
 
     @property
     def algorithm(self) -> str:
-        """Its name."""
+        """The name of the algorithm."""
         return "native" if self.plan is None else self.plan.algorithm
 
     @property
     def grid(self) -> tuple[int, int] | None:
-        """Vertical times horizontal, where the algorithm has one."""
+        """Vertical times horizontal, if the algorithm has a grid."""
         return None if self.plan is None or self.plan.algorithm not in GRIDS else self.plan.grid
 
 
@@ -171,13 +170,11 @@ def choose(profile: Profile, size: int, ranks: int) -> Selection:
 
 
 def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]:
-    """What to run for `size` bytes on the profile's own ranks, its expected seconds, and native's.
-
-    Each timing at the nearest size is carried over to this one by the difference of the formula. Native gets what no
-    algorithm can do without, the transfer of 2 (P - 1) / P of the bytes: where we know least, it is preferred.
-    """
+    """The algorithm for `size` bytes on the profile's own ranks, its expected seconds, and native's."""
     ranks, topology = len(profile.hosts), profile.topology
     sizes = {timing.size for timing in profile.timings}
+    # Each timing at the nearest size, by ratio, is carried over to this one by the difference of the formula. Native
+    # gets the least that any algorithm needs, the transfer of 2 (P - 1) / P of the bytes: if in doubt, it is preferred.
     nearest = min(sizes, key=lambda known: max(known / max(size, 1), size / known))
     per_byte = min(link.per_byte for link in (profile.inside, profile.between) if link is not None)
     native = 0.0
@@ -191,6 +188,7 @@ def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]
         elif timing.size == nearest:
             native = max(0.0, timing.median + 2 * (ranks - 1) / ranks * per_byte * (size - nearest))
     quickest = min(expected for _, expected in rivals)
+    # Between rivals that differ by noise only the formulas decide, so that neighbouring sizes get one algorithm.
     level = [rival for rival in rivals if rival[1] <= _LEVEL * quickest]
     chosen, least = min(level, key=lambda rival: seconds(rival[0], size, topology))
     margin = _MARGIN if size <= 2 * max(sizes) else _FAR_MARGIN
@@ -198,7 +196,7 @@ def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]
 
 
 def hidden(profile: Profile, size: float) -> float:
-    """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 where it is not measured.
+    """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 if that is not measured.
 
     Interpolated linearly between measured sizes; scaled with the all-reduce's own time beyond the largest.
     """
@@ -211,7 +209,7 @@ def hidden(profile: Profile, size: float) -> float:
 
 
 def waited(profile: Profile, size: float) -> float:
-    """Seconds of an all-reduce of `size` bytes after a computation; where that is not measured, of one alone.
+    """Seconds of an all-reduce of `size` bytes after a computation; if that is not measured, of one alone.
 
     Interpolated linearly between measured sizes; beyond the largest it grows by as much as the all-reduce's own time.
     """
@@ -233,7 +231,7 @@ def ranks_a_host(hosts: Sequence[int]) -> int:
 
 
 def explain(profile: Profile, source: str) -> str:
-    """One line: the network, and what runs at which size."""
+    """One line: the network, and the algorithm for each size."""
     ranks = len(profile.hosts)
     links = [
         f"{link} {where} hosts" for link, where in ((profile.between, "between"), (profile.inside, "inside")) if link

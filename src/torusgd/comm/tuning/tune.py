@@ -1,7 +1,7 @@
 """Measures a network with the ranks at hand: links as alpha-beta terms, and the algorithms against each other.
 
-Every rank takes part: times are the slowest rank's, agreed by a MAX all-reduce. What is computed from them is rank
-0's, so that all ranks end with the same profile to the last bit, whatever processors they have.
+Every rank takes part: times are the slowest rank's, agreed by a MAX all-reduce. Rank 0 computes the profile from them
+and sends it, so that all ranks end with the same one to the last bit, whatever processors they have.
 """
 
 import math
@@ -26,18 +26,18 @@ from .cost import rank_candidates
 from .profile import Link, Profile, Timing, expect
 
 _SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
+# The sizes that matter most come first: buckets have up to 4 MiB, and the first size foretells what they take.
 _SHORT_SIZES = tuple(1 << power for power in (18, 22, 20, 16, 14))
-"""what matters most first: buckets have up to 4 MiB, and the first size foretells what they take"""
 _LINK_BYTES = (1 << 10, 1 << 15, 1 << 18)
 _CHUNKED = 1 << 20
-_SIZES_SHARE, _IN_STEPS_SHARE = 0.6, 0.15
-"""of the seconds, for all sizes alone and for each among computation; crowding takes what it takes, a few seconds"""
+_SIZES_FRACTION, _IN_STEPS_FRACTION = 0.6, 0.15
+"""fractions of the time for all sizes alone and for each size among computation; crowding takes a few seconds more"""
 _IN_STEPS = (1 << 14, 1 << 18)
 """bytes of messages that are timed among computation"""
 _ROUNDS = 8
-"""dependent rounds whose time is that of one chain, so that starting it and the barrier before it cancel out"""
+"""number of dependent rounds of a chain"""
 _BEHIND = 1.25
-"""times the quickest's best: who takes longer drops out of the timings of a size"""
+"""factor of the quickest rival's best time beyond which a rival drops out of the timings of a size"""
 _MOST_TURNS = 9
 _FAN = 8
 _FAN_ROUNDS = 4
@@ -51,7 +51,7 @@ def tune(
 ) -> Profile:
     """Measures the network between the ranks of `group` (None: all), each of which calls it and gets the profile.
 
-    With several `streams` (see `create`) it is for runs that have as many.
+    A profile holds for runs with as many `streams` (see `create`).
     """
     ranks = group_of(group, device)
     if ranks.size == 1:
@@ -64,7 +64,7 @@ def tune(
 
 
 def measure(connection: Connection, seconds: float, short: bool = False) -> Profile:
-    """A profile in about `seconds`: a size that would take longer than what is left of them is not tried.
+    """A profile in about `seconds`; a size that would take longer than the time that is left is not tried.
 
     `short` is the probe before a run without a profile: fewer sizes, rivals and repetitions.
     """
@@ -84,18 +84,19 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     profile = _of_rank_0(connection, profile)
     timings: list[Timing] = []
     known = set[Algorithm | None]()
-    sizes, until = (_SHORT_SIZES, seconds) if short else (_SIZES, _SIZES_SHARE * seconds)
+    sizes, until = (_SHORT_SIZES, seconds) if short else (_SIZES, _SIZES_FRACTION * seconds)
     took: dict[int, float] = {}
     for size in sizes:
         before = time.perf_counter()
         ahead = _foreseen(profile, size, 1 + rivals + 2 * repetitions, took)
+        # The slowest rank's clock decides for all: a rank alone in a timing would wait for the others for ever.
         if took and connection.slowest([before - begin + ahead])[0] > until:
             continue
         timings += _rivals(connection, profile, size, rivals, repetitions, (until - before + begin) / 2, known)
         took[size] = time.perf_counter() - before
     timings.sort(key=lambda timing: timing.size)
     profile = profile.model_copy(update={"timings": tuple(timings)})
-    among, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_SHARE * seconds)
+    among, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_FRACTION * seconds)
     points = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in among)
     profile = profile.model_copy(update={"in_steps": points})
     if not short:
@@ -105,7 +106,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
 
 
 def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float]) -> float:
-    """About the seconds that so many runs at a size take, by what other sizes took, on this rank."""
+    """About the seconds that so many runs at a size take on this rank, from the times of other sizes."""
     if not took:
         return 0.0
     smaller = [known for known in took if known < size]
@@ -114,7 +115,7 @@ def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float])
         return math.sqrt(took[max(smaller)] * took[min(larger)])
     if larger:
         return took[min(larger)]
-    # What the largest took, and the further bytes, which every run moves about twice.
+    # The time of the largest, and the further bytes, which every run moves about twice.
     per_byte = max(link.per_byte for link in (profile.inside, profile.between) if link is not None)
     return took[max(took)] + runs * 2 * per_byte * (size - max(took))
 
@@ -135,37 +136,41 @@ def _rivals(
 ) -> list[Timing]:
     """Times native and the most promising plans in turn: all of them once, and then those that are not far behind.
 
-    The formulas know nothing of what ranks or packets share, so that many plans are let in, and most leave early.
-
     Args:
-        connection: Between the ranks.
-        profile: With its links.
+        connection: The ranks.
+        profile: Its links give the prices by which plans are promising.
         size: Bytes.
-        rivals: So many plans are let in.
-        repetitions: Who stays is timed so often at least.
-        seconds: And large messages, whose times vary most, up to `_MOST_TURNS` times until this rank's time is up.
-        known: What has run before, at other sizes: the first run of each, which connects, doesn't count.
+        rivals: Number of plans beside native.
+        repetitions: Fewest timings of a plan that stays to the end.
+        seconds: Time for further turns of large messages, whose times vary most.
+        known: Plans that have run at other sizes; new ones are added.
     """
     until, effective = time.perf_counter() + seconds, connection.engine.effective
-    # What chunks gain (links that are never idle) is not in the formulas.
+    # The formulas ignore what ranks or packets share, so that many plans enter, and most leave early. They also ignore
+    # what chunks gain (links that are never idle), so that large messages enter in at least their usual chunks.
     ranked = (plan for plan, _ in rank_candidates(size, connection.size, profile.topology))
     plans = _different(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)
     left: list[Algorithm | None] = [None, *plans[:rivals]]
     times = defaultdict[Algorithm | None, list[float]](list)
     for plan in left:
+        # The first run of an algorithm opens connections between its peers, which would count against it.
         if (whole := plan and replace(plan, chunks=1)) not in known:
             known.add(whole)
             _time_sum(connection, size, plan)
     for turn in range(1, 1 + (_MOST_TURNS if size >= _CHUNKED else repetitions)):
-        left = shuffled(left, turn)
+        left = shuffled(left, turn)  # not always after the same one, see `shuffled`
+        # One MAX agrees on all times of the turn and on whether some rank's time is up, so that all ranks drop the same
+        # plans and end at the same turn.
         *took, over = connection.slowest(
             [*(_time_sum(connection, size, plan) for plan in left), time.perf_counter() - until]
         )
         for plan, each in zip(left, took, strict=True):
             times[plan].append(each)
+        # By the best time, which a pause of the machine does not touch. A plan that leaves keeps its timings.
         best = {plan: min(times[plan]) for plan in left}
         left = [plan for plan in left if best[plan] <= _BEHIND * min(best.values())]
         quickest = min(best, key=best.__getitem__)
+        # The number of chunks is tried for the first turn's winner only: for all plans it would triple the turns.
         if turn == 1 and quickest is not None and size >= _CHUNKED:
             others = _different(effective(replace(quickest, chunks=chunks)) for chunks in (1, 2, 4))
             left += [plan for plan in others if plan not in times]
@@ -184,7 +189,7 @@ def _rivals(
 
 
 def _different(plans: Iterable[Algorithm]) -> list[Algorithm]:
-    """Each once: several may come to the same with an engine (`Engine.effective`)."""
+    """The plans, each once: an engine may run several alike (`Engine.effective`)."""
     return list(dict.fromkeys(plans))
 
 
@@ -207,7 +212,7 @@ def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> 
 
 
 def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
-    """Times chains of rounds around the members; ranks outside look on."""
+    """The link around the members, by chains of dependent rounds; other ranks send nothing."""
     points = []
     for size in _LINK_BYTES:
         for _ in range(repetitions):
@@ -215,19 +220,20 @@ def _link(connection: Connection, members: list[int], repetitions: int) -> Link:
                 connection.stopwatch(partial(_shift, connection, members, size, turns)) for turns in (1, 1 + _ROUNDS)
             )
             points.append((size, one, chain))
+    # The difference of a long chain and of one round: the start and the barrier before it cancel out.
     flat = connection.slowest([value for _, one, chain in points for value in (one, chain)])
     each = [(chain - one) / _ROUNDS for one, chain in zip(flat[::2], flat[1::2], strict=True)]
     return fit([size for size, _, _ in points], each)
 
 
 def _shift(connection: Connection, members: list[int], size: int, turns: int) -> None:
-    """Every member sends `size` bytes to the next and waits for the one before, `turns` times; one alone looks on."""
+    """Every member sends `size` bytes to the next and waits for the one before, `turns` times; one alone is idle."""
     tensor = connection.zeros(2 * size * turns)
     rounds = [Round()] * turns
     if connection.rank in members and len(members) > 1:
-        place, half = members.index(connection.rank), tensor.numel() // 2
-        after, before = members[(place + 1) % len(members)], members[place - 1]
-        step = half // turns
+        index, half = members.index(connection.rank), tensor.numel() // 2
+        after, before = members[(index + 1) % len(members)], members[index - 1]
+        step = half // turns  # elements of their own in each round: no round overwrites what another still sends
         rounds = [
             Round(
                 (Message(after, i * step, (i + 1) * step),),
@@ -256,18 +262,16 @@ def _fan(connection: Connection, peers: int, repetitions: int) -> float:
 
 
 def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
-    """Least squares of time = latency + per_byte * size, with standard errors.
-
-    Errors are weighed against the median at their size. A negative term becomes zero and the other is fitted alone.
-    """
+    """Least squares of time = latency + per_byte * size, with standard errors; no term is negative."""
     x, y = np.asarray(sizes, float), np.asarray(times, float)
+    # Errors relative to the median at their size, or the largest messages alone would decide about the latency.
     scale = np.array([max(float(np.median(y[x == size])), 1e-9) for size in x])
     columns, y = np.stack([1 / scale, x / scale], axis=1), y / scale
     terms, errors = _solve(columns, y)
-    for kept, other in ((0, 1), (1, 0)):
-        if terms[other] < 0:
-            alone, error = _solve(columns[:, [kept]], y)
-            terms[kept], terms[other], errors[kept] = alone[0], 0.0, error[0]
+    for one, other in ((0, 1), (1, 0)):
+        if terms[other] < 0:  # zero, and the rest is fitted alone
+            alone, error = _solve(columns[:, [one]], y)
+            terms[one], terms[other], errors[one] = alone[0], 0.0, error[0]
     return Link(
         latency=max(0.0, float(terms[0])),
         latency_error=float(errors[0]),

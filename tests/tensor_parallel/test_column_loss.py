@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from torusgd.tensor_parallel.cross_entropy import block_gradient, block_numbers, join
+from torusgd.tensor_parallel.column_pass import block_gradient, block_numbers, join
 from torusgd.tensor_parallel.tail import cut_columns
 
 

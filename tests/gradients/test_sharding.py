@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torusgd.gradients.block_norms import BlockNorms
 from torusgd.gradients.layout import Slot, lay_out_slots
+from torusgd.gradients.sharding import BlockNorms
 from torusgd.gradients.update import over_tensors
 from torusgd.optim import BLOCK, Lars, layer_norms
 
