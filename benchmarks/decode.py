@@ -29,7 +29,7 @@ from sklearn.datasets import load_sample_image
 from torusgd.data import Pipeline, libturbojpeg, open_sources
 from torusgd.data.augment import draw_changes, random_region
 from torusgd.data.decode import fit
-from torusgd.data.folder import Folder
+from torusgd.data.pictures import Folder
 from torusgd.recipe.data_schema import Augment, Data
 
 SIZE = 224

@@ -19,7 +19,7 @@ from tests.run.runs import sets, train
 from torusgd import hub as hub_module
 from torusgd.data import open_sources
 from torusgd.data.info import describe
-from torusgd.data.shards import open_shards
+from torusgd.data.tar import open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.hub import commit_of, hub_name, pinned

@@ -13,7 +13,7 @@ from tests.data.buckets import KINDS, bucket
 from tests.data.tars import picture, write_shards
 from tests.run.runs import sets, train
 from torusgd import storage
-from torusgd.data.shards import open_shards
+from torusgd.data.tar import open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.storage import Store

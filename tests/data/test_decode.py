@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from tests.data.pictures import encoded, photo, psnr
+from torusgd.data.crop_resize import render, scaled
 from torusgd.data.decode import MAX_PIXELS, Undecodable, decode, decode_region, fit, picture_size
 from torusgd.data.types import Region
-from torusgd.data.view import render, scaled
 
 
 def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:

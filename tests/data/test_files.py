@@ -12,8 +12,8 @@ import pytest
 from tests.data.pictures import encoded, photo, write_folder
 from torusgd.data import ArraySource, CorruptImage, open_sources
 from torusgd.data.arrays import open_arrays
-from torusgd.data.folder import Folder, open_folder
 from torusgd.data.idx import open_idx, read_idx
+from torusgd.data.pictures import Folder, open_folder
 from torusgd.errors import UserError
 from torusgd.recipe.data_schema import Data
 

@@ -22,10 +22,10 @@ from PIL import Image
 
 from tests.data.pictures import encoded, photo
 from torusgd.data import libturbojpeg
+from torusgd.data.crop_resize import render
 from torusgd.data.decode import Undecodable, decode, decode_region, picture_size
 from torusgd.data.libturbojpeg import LibTurboJpeg
 from torusgd.data.types import Pixels, Region
-from torusgd.data.view import render
 
 REAL = libturbojpeg.load(simplejpeg)
 needs_library = pytest.mark.skipif(REAL is None, reason="no libturbojpeg.so.0 of libjpeg-turbo 3")

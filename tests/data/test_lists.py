@@ -9,7 +9,7 @@ import pytest
 from tests.data.pictures import encoded, folder_data, photo, write_folder
 from tests.data.tables import write_lists
 from torusgd.data import CorruptImage, open_sources
-from torusgd.data.identity import data_sha256
+from torusgd.data.fingerprint import data_sha256
 from torusgd.data.info import describe
 from torusgd.data.lists import open_folders, open_list
 from torusgd.errors import UserError

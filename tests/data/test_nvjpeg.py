@@ -15,7 +15,7 @@ from tests.data.pictures import encoded, folder_data, photo, psnr, write_folder
 from torusgd.data.decode import decode, is_common_jpeg
 from torusgd.data.nvjpeg import NvJpeg, decode_on_gpu
 from torusgd.data.pipeline import Pipeline
-from torusgd.data.sources import open_sources
+from torusgd.data.registry import open_sources
 from torusgd.data.types import GpuSource, Int64, Source
 from torusgd.errors import UserError
 from torusgd.recipe.data_schema import Augment, Data

@@ -16,11 +16,11 @@ from tests.data.test_files import arrays, write_arrays
 from torusgd.data import pack as module
 from torusgd.data import tar_index
 from torusgd.data.decode import decode, picture_size
-from torusgd.data.folder import open_folder
 from torusgd.data.imagenet import DEVKIT, PIECES, TRAIN, VAL, prepare_imagenet
 from torusgd.data.info import open_any
 from torusgd.data.pack import Packing, pack
-from torusgd.data.shards import open_shards
+from torusgd.data.pictures import open_folder
+from torusgd.data.tar import open_shards
 from torusgd.data.tar_index import FILE
 from torusgd.errors import RunError, UserError
 from torusgd.locks import held

@@ -10,10 +10,10 @@ from tests.data.pictures import folder_data
 from tests.data.tables import table, write_arrow, write_parquet
 from tests.data.tars import picture
 from torusgd.data import CorruptImage, open_sources, parquet
-from torusgd.data.identity import data_sha256
+from torusgd.data.fingerprint import data_sha256
 from torusgd.data.info import describe
 from torusgd.data.parquet import open_tables
-from torusgd.data.shards import open_shards
+from torusgd.data.tar import open_shards
 from torusgd.errors import UserError
 
 pytestmark = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs pyarrow")

@@ -14,7 +14,7 @@ from tests.data.pictures import folder_data, psnr, write_folder
 from torusgd.data import ArraySource, Pipeline, Source, open_sources
 from torusgd.data import pipeline as module
 from torusgd.data.augment import draw_changes, random_region
-from torusgd.data.view import render, scaled
+from torusgd.data.crop_resize import render, scaled
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.data_schema import Augment, Data
 

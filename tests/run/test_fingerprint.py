@@ -11,9 +11,9 @@ import torch
 from tests.comm.gloo_world import run_ranks
 from tests.run.processes import RECIPE, run_alone
 from torusgd.comm.groups import group_of
-from torusgd.data.folder import Folder
-from torusgd.data.identity import data_sha256
-from torusgd.data.sources import First
+from torusgd.data.fingerprint import data_sha256
+from torusgd.data.pictures import Folder
+from torusgd.data.registry import First
 from torusgd.data.types import Source
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe

@@ -11,9 +11,9 @@ from tests.comm.gloo_world import run_ranks
 from tests.data.pictures import write_folder
 from torusgd.comm.groups import group_of
 from torusgd.comm.liveness import NoLiveness
-from torusgd.data.folder import Folder, open_folder
-from torusgd.data.identity import data_sha256
-from torusgd.data.listing import Arrays, Progress
+from torusgd.data.file_lists import Arrays, Progress
+from torusgd.data.fingerprint import data_sha256
+from torusgd.data.pictures import Folder, open_folder
 from torusgd.errors import UserError
 from torusgd.run import host_share
 from torusgd.run.host_share import HostShare, KeptArrays, MappedArrays

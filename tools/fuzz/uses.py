@@ -11,7 +11,7 @@ import numpy as np
 from torusgd import cli
 from torusgd.comm.tuning.profile import Profile, choose
 from torusgd.data.decode import decode, decode_region
-from torusgd.data.sources import open_sources
+from torusgd.data.registry import open_sources
 from torusgd.data.tar_index import make_index, write_index
 from torusgd.data.types import CorruptImage, Region
 from torusgd.errors import UserError

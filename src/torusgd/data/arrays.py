@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..errors import UserError, in_one_line
 from ..rng import SPLIT, keyed_permutation
 from ..untrusted import check_swelling
-from .listing import Once, make_here
+from .file_lists import Once, make_here
 from .npz import map_array
 from .types import Int64, Pixels
 

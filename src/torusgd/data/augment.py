@@ -12,7 +12,7 @@ import numpy as np
 
 from ..recipe.data_schema import Augment
 from ..rng import ALTERNATE, AUGMENT, keyed_integer, keyed_uniform
-from .policy import draw_policy
+from .autoaugment import draw_policy
 from .types import Bools, Float64, Int64, Pixels, Region
 
 _ATTEMPTS = 10  # at a box that fits, as torchvision's RandomResizedCrop

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..errors import UserError
 from . import libturbojpeg
+from .crop_resize import render, resample
 from .types import Choose, Pixels, Region
-from .view import render, resample
 
 MAX_PIXELS = 250_000_000
 """of a JPEG in one scan, which takes 3 bytes a pixel while it is decoded; the largest cameras make about 200 million"""

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import UserError, in_one_line
 from ..locks import LOCK, held
-from .listing import Arrays, Names, Progress
+from .file_lists import Arrays, Names, Progress
 from .tar_index import FILE, make_index, write_index
 from .tar_pieces import Pieces
 

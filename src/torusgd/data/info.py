@@ -13,13 +13,13 @@ from ..recipe.load import load_recipe, recipe_names
 from ..storage import url_of
 from .arrays import open_arrays
 from .decode import Undecodable
-from .encoded import EncodedImages
-from .folder import open_folder
+from .encoded_source import EncodedImages
 from .idx import open_idx
 from .lists import open_folders, open_list
 from .parquet import SUFFIXES, open_tables
-from .shards import open_shards
-from .sources import open_sources
+from .pictures import open_folder
+from .registry import open_sources
+from .tar import open_shards
 from .types import CorruptImage, Source
 
 _SAMPLE = 200  # pictures of which the size is read

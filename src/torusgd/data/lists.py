@@ -9,8 +9,8 @@ from pathlib import Path
 from ..errors import UserError
 from .classes import number_labels, read_classes
 from .decode import load_decoders
-from .folder import PictureFiles, class_folders, pictures_in
-from .listing import Arrays, Names, Once, Progress, make_here, names_as_arrays
+from .file_lists import Arrays, Names, Once, Progress, make_here, names_as_arrays
+from .pictures import PictureFiles, class_folders, pictures_in
 from .types import Int64
 
 PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "img")

@@ -27,9 +27,9 @@ from ..errors import RunError, UserError
 from ..recipe.data_schema import Data
 from ..recipe.section import ImageSizes
 from ..signals import die_with_launcher, held_back, hold_back, how_it_ended
-from .listing import Once
+from .file_lists import Once
 from .pipeline import Allocate, Batch, Pipeline
-from .sources import open_sources
+from .registry import open_sources
 from .types import Int64
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ..errors import UserError, first_line
 from .decode import Undecodable, decode_region, is_common_jpeg
-from .sources import PICTURES
+from .registry import PICTURES
 from .types import Choose, GpuSource, Pixels, Region, Source
 
 _MOST_AT_ONCE = 64
@@ -89,7 +89,7 @@ class NvJpeg:
 
 
 def _render(pixels: Tensor, region: Region) -> Pixels:
-    """As `view.render`, in float32 and rounded half to even: uint8 [channels, rows, columns] on the host."""
+    """As `crop_resize.render`, in float32 and rounded half to even: uint8 [channels, rows, columns] on the host."""
     box = pixels[:, region.top : region.top + region.height, region.left : region.left + region.width]
     if (region.rows, region.columns) != (region.height, region.width):
         size = (region.rows, region.columns)

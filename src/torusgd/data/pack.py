@@ -21,12 +21,12 @@ from ..locks import LOCK, held
 from ..untrusted import parse_json, read_text
 from ..weights import json_text, replacing, write_text
 from .classes import read_classes
+from .crop_resize import render, scaled
 from .decode import Undecodable, decode, load_decoders, picture_size
-from .encoded import EncodedImages
-from .identity import data_sha256
+from .encoded_source import EncodedImages
+from .fingerprint import data_sha256
 from .tar_index import CLASSES, FILE, count_images, make_index, write_index
 from .types import CorruptImage, Pixels, Source
-from .view import render, scaled
 
 SETTINGS = "pack.json"
 """in the folder of the copies: of which images they are, and how they were made"""

@@ -23,8 +23,8 @@ from ..hub import hub_name, table_folder
 from ..untrusted import parse_json
 from .classes import number_labels
 from .decode import Undecodable, load_decoders
-from .encoded import MOST_BYTES, EncodedImages
-from .listing import files_by_split, files_under, says_split
+from .encoded_source import MOST_BYTES, EncodedImages
+from .file_lists import files_by_split, files_under, says_split
 from .types import Int64
 
 SUFFIXES = (".parquet", ".arrow")

@@ -22,8 +22,10 @@ from ..recipe.section import ImageSizes
 from ..rng import SUBSTITUTE, keyed_integer
 from . import augment as random_changes
 from .augment import Changes
+from .autoaugment import apply_policy
+from .crop_resize import centre, cut_at, render, scaled
+from .geometry import Warps, bend, draw_warps, tone
 from .mixing import erase, mix
-from .policy import apply_policy
 from .types import (
     ArraySource,
     Choose,
@@ -37,8 +39,6 @@ from .types import (
     RegionSource,
     Source,
 )
-from .view import centre, cut_at, render, scaled
-from .warp import Warps, bend, draw_warps, tone
 
 T = TypeVar("T")
 Cut = Callable[[Pixels], Pixels]
@@ -64,8 +64,8 @@ class Batch:
         replaced: How many of these images stand in for undecodable ones.
         partners: int64 [n], the labels that images were mixed with; None where none is mixed.
         shares: float32 [n], the share of each image's own label.
-        table: float32 [channels, 256], what each byte of an image becomes when it is normalised (`upload.place`).
-        message: uint8 [bytes], images and a copy of the targets in one piece (`upload.parts`); None: they lie apart.
+        table: float32 [channels, 256], what each byte of an image becomes when it is normalised (`to_device.place`).
+        message: uint8 [bytes], images and a copy of the targets in one piece (`to_device.parts`); None: they lie apart.
     """
 
     images: torch.Tensor

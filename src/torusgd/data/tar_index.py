@@ -23,7 +23,7 @@ from ..errors import UserError, in_one_line
 from ..untrusted import parse_json
 from ..weights import replacing
 from .classes import number_labels
-from .listing import Arrays, Progress, files_by_split, files_under, names_as_arrays
+from .file_lists import Arrays, Progress, files_by_split, files_under, names_as_arrays
 from .tar_pieces import Images, Pieces
 
 FILE = "index.npz"

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import UserError
 from ..untrusted import check_archive
 from ..weights import replacing
-from .listing import Arrays, Names, names_as_arrays
+from .file_lists import Arrays, Names, names_as_arrays
 from .npz import read_arrays
 
 

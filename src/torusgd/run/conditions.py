@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..data.sources import PICTURES
+from ..data.registry import PICTURES
 from ..recipe.schema import Recipe
 from ..runtime import cpu_flags, cpu_info
 

@@ -10,8 +10,8 @@ from ..data.loader_processes import LoaderProcesses, Opener
 from ..data.nvjpeg import decode_on_gpu
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline, allocate_by_torch
-from ..data.sources import open_sources
-from ..data.upload import BytePipeline, allocate_pinned, can_normalise_later
+from ..data.registry import open_sources
+from ..data.to_device import BytePipeline, allocate_pinned, can_normalise_later
 from ..runtime import loader_threads
 from .host_share import HostShare, KeptArrays, MappedArrays
 from .job import Job, images_at

@@ -35,7 +35,7 @@ class Fingerprint:
     recipe_sha256: str
     train_images: int
     data_sha256: str
-    """names, sizes, labels and a sample, see `data.identity`"""
+    """names, sizes, labels and a sample, see `data.fingerprint`"""
     init_sha256: str
     """of the weights of --init; empty: drawn from the seed"""
     drawn_sha256: str

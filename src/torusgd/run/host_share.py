@@ -18,13 +18,13 @@ import torch
 from ..comm.connection import hosts_of
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
-from ..data.listing import Arrays, Progress
+from ..data.file_lists import Arrays, Progress
 from ..data.npz import read_arrays
 from ..errors import UserError
 
 
 class KeptArrays:
-    """A `data.listing.Once` of a process that starts ranks on its machine: what it makes it keeps for them."""
+    """A `data.file_lists.Once` of a process that starts ranks on its machine: what it makes it keeps for them."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -39,7 +39,7 @@ class KeptArrays:
 
 
 class MappedArrays:
-    """A `data.listing.Once` of a rank alone, which maps what its launcher has made.
+    """A `data.file_lists.Once` of a rank alone, which maps what its launcher has made.
 
     No rank waits for another in it, so it serves those that join a run at work as well.
 
@@ -59,7 +59,7 @@ class MappedArrays:
 
 
 class HostShare:
-    """A `data.listing.Once` of a run's ranks, each of which calls it.
+    """A `data.file_lists.Once` of a run's ranks, each of which calls it.
 
     Args:
         world: All ranks.

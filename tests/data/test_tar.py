@@ -11,9 +11,9 @@ import pytest
 
 from tests.data.tars import picture, samples, tar_bytes, write_shards, write_tar
 from torusgd.data.decode import decode
-from torusgd.data.identity import data_sha256
+from torusgd.data.fingerprint import data_sha256
 from torusgd.data.info import describe
-from torusgd.data.shards import Shards, open_shards
+from torusgd.data.tar import Shards, open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 

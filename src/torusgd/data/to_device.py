@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..kernels import register
 from ..recipe.data_schema import Augment, Data
+from .geometry import Warps
 from .pipeline import Allocate, Batch, Pipeline, allocate_by_torch
 from .types import Pixels, Source
-from .warp import Warps
 
 _TARGET = 8
 """bytes of a target"""

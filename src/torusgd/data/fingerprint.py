@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..rng import DATA_SAMPLE, keyed_integer
-from .listing import Names
+from .file_lists import Names
 from .types import ArraySource, FileSource, Int64, MarkedSource, Source
 
 SAMPLE = 32

@@ -12,8 +12,8 @@ import numpy as np
 from ..errors import UserError
 from .classes import read_classes
 from .decode import Undecodable, load_decoders
-from .encoded import MOST_BYTES, EncodedImages
-from .listing import Arrays, Names, Once, Progress, make_here, names_as_arrays
+from .encoded_source import MOST_BYTES, EncodedImages
+from .file_lists import Arrays, Names, Once, Progress, make_here, names_as_arrays
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 LISTED = ("text", "ends", "labels")

@@ -19,11 +19,11 @@ import numpy as np
 
 from ..errors import UserError, in_one_line
 from ..storage import Store, url_of
+from .bucket_cache import RemoteFiles, cache_bytes, fetch_index
 from .decode import Undecodable, load_decoders
-from .encoded import MOST_BYTES, EncodedImages
-from .listing import Arrays, Names
+from .encoded_source import MOST_BYTES, EncodedImages
+from .file_lists import Arrays, Names
 from .npz import read_arrays
-from .remote import RemoteFiles, cache_bytes, fetch_index
 from .tar_index import BLOCK, FILE, FORMAT, SPLITS
 from .types import Int64
 

@@ -11,14 +11,14 @@ from ..recipe.data_schema import Data
 from ..recipe.section import sides
 from ..storage import url_of
 from .arrays import open_arrays, open_digits
-from .folder import open_folder
+from .file_lists import Once, make_here
 from .frames import open_frames
 from .idx import open_idx
-from .listing import Once, make_here
 from .lists import open_folders, open_list
 from .parquet import open_tables
-from .shards import open_shards
+from .pictures import open_folder
 from .synthetic import open_synthetic
+from .tar import open_shards
 from .types import ArraySource, FileSource, ForeseeingSource, GpuSource, MarkedSource, RegionSource, Source
 
 

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from torusgd.data.geometry import Warps, _cosine_and_sine, _normal, bend, draw_warps, tone
 from torusgd.data.pipeline import Pipeline
-from torusgd.data.sources import open_sources
-from torusgd.data.warp import Warps, _cosine_and_sine, _normal, bend, draw_warps, tone
+from torusgd.data.registry import open_sources
 from torusgd.recipe.data_schema import Augment, Data
 
 ALL = Augment(rotation=0.5, distortion=0.2, brightness=0.1, contrast=1.5, noise=0.05, by_channel=True)
