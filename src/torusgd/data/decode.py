@@ -1,8 +1,7 @@
 """JPEG and PNG bytes to pixels, no more of them than a crop needs.
 
 Two savings make the decoder as fast as training wants it: a JPEG is decoded at a half, a quarter or an eighth of its
-size where the network takes a much smaller image (`fit`), and only down to the lower edge of the crop (`_upper_rows`),
-or, where the machine has a library for that, only within the crop (`_box_alone`).
+size where the network takes a much smaller image (`fit`), and only down to the lower edge of the crop (`_upper_rows`).
 
 The bytes are untrusted: sizes are checked before memory is taken. EXIF orientation is ignored, as by torchvision.
 """
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UserError
-from . import libturbojpeg
 from .crop_resize import render, resample
 from .types import Choose, Pixels, Region
 
@@ -74,7 +72,6 @@ class _Header(NamedTuple):
 
     height: int
     width: int
-    scans: int
     weighted: int
     """pixels, weighted by the memory that they take"""
     frame: int
@@ -103,7 +100,7 @@ def _read_header(data: bytes) -> _Header:
         raise Undecodable(
             f"{scans} scans of {width} x {height} pixels; at most {_MOST_SCANS} are decoded, and 2^30 pixels in all"
         )
-    return _Header(height, width, scans, weight * height * width, frame)
+    return _Header(height, width, weight * height * width, frame)
 
 
 def _scans(data: bytes, frame: int) -> int:
@@ -203,8 +200,8 @@ def _decode_any(cv2: Any, data: bytes, channels: int, shrink: int) -> Pixels:
 def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
     """The region that `choose(height, width)` names, uint8 [channels, rows, columns].
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 where the box has pixels enough (see `fit`), and, if its rows come in one
-    pass, no further down than the box reaches, or no more than the box (`_box_alone`).
+    A JPEG is decoded at 1/2, 1/4 or 1/8 if the box has pixels enough (`fit`), and, if its rows come in one pass, no
+    further down than the box reaches.
 
     Raises:
         Undecodable: As `decode`.
@@ -215,9 +212,6 @@ def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
         return _rendered(decode(data, channels), region)
     shrink, region = fit(region, header.height, header.width)
     top, left, tall, wide = (-(-edge // shrink) for edge in (region.top, region.left, region.height, region.width))
-    pixels = _box_alone(data, header, channels, shrink, (top, left, tall, wide))
-    if pixels is not None:
-        return _rendered(pixels, Region(0, 0, tall, wide, region.rows, region.columns))
     buffer = _scratch(header.height * header.width * channels)
     pixels = _upper_rows(data, header, channels, shrink, region.top + region.height + 2 * shrink, buffer)
     if pixels is None:
@@ -253,31 +247,6 @@ def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
     bottom = min(height, -(-(region.top + region.height) // shrink) * shrink)
     right = min(width, -(-(region.left + region.width) // shrink) * shrink)
     return shrink, Region(top, left, bottom - top, right - left, region.rows, region.columns)
-
-
-def _box_alone(
-    data: bytes, header: _Header, channels: int, shrink: int, box: tuple[int, int, int, int]
-) -> Pixels | None:
-    """The box (top, left, height, width, in decoded pixels) of a JPEG; None where it must be had in another way.
-
-    This needs libjpeg-turbo's own library, and a file of a common kind, in one scan, with its end marker, as
-    `_upper_rows` does. The library reads at least the rows that `_upper_rows` decodes and refuses what has a flaw in
-    them, so files that are damaged come out as they do without it.
-    """
-    frame = header.frame
-    samplings = data[frame + 11 : frame + 10 + 3 * data[frame + 9] : 3]
-    is_plain = data[frame + 1] == 0xC0 and data[frame + 4] == 8 and header.scans == 1 and data.endswith(b"\xff\xd9")
-    if not is_plain or samplings not in _BLOCKS:
-        return None
-    library = libturbojpeg.load(load_decoders()[0])
-    if library is None:
-        return None
-    return library.box(data, (header.height, header.width), _BLOCKS[samplings], shrink, box, channels, _scratch)
-
-
-_BLOCKS = {b"\x11": 8, b"\x11\x11\x11": 8, b"\x21\x11\x11": 16, b"\x22\x11\x11": 16}
-"""Grey, 4:4:4, 4:2:2 and 4:2:0: by how often a block of each colour is repeated across and down (a hexadecimal digit
-each), the width in pixels of what all colours' blocks cover together."""
 
 
 def _upper_rows(
