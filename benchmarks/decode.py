@@ -26,7 +26,7 @@ from sklearn.datasets import load_sample_image
 from torusgd.data import Pipeline, open_sources
 from torusgd.data.augment import draw_changes, random_region
 from torusgd.data.decode import fit
-from torusgd.data.pictures import Folder
+from torusgd.data.pictures import PictureFiles
 from torusgd.recipe.data_schema import Augment, Data
 
 SIZE = 224
@@ -50,7 +50,7 @@ def write_pictures(root: Path, height: int, width: int, quality: int) -> None:
             picture.save(root / split / "photo" / f"{number:02}.jpg", quality=quality, subsampling="4:2:0")
 
 
-def with_pillow(folder: Folder, data: Data, epoch: int) -> torch.Tensor:
+def with_pillow(folder: PictureFiles, data: Data, epoch: int) -> torch.Tensor:
     """What torchvision's Pillow transforms do: open, RandomResizedCrop, RandomHorizontalFlip, ToTensor, Normalize."""
     mean, std = torch.tensor(data.mean)[:, None, None], torch.tensor(data.std)[:, None, None]
     indices = np.arange(len(folder))
@@ -59,7 +59,7 @@ def with_pillow(folder: Folder, data: Data, epoch: int) -> torch.Tensor:
     assert changes.boxes is not None
     images = []
     for index in indices:
-        with Image.open(folder.file(index)) as file:
+        with Image.open(folder.where(index)) as file:
             picture = file.convert("RGB")
         box = random_region(picture.height, picture.width, (SIZE, SIZE), data.augment, changes.boxes[index])
         _, box = fit(box, picture.height, picture.width)  # the box that ours takes, to the pixel
@@ -98,8 +98,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_pictures(Path(folder), args.height, args.width, args.quality)
         source, _ = open_sources(data, Path(folder), seed=0)
-        assert isinstance(source, Folder)
-        size = statistics.mean(Path(source.file(index)).stat().st_size for index in range(PICTURES))
+        assert isinstance(source, PictureFiles)
+        size = statistics.mean(Path(source.where(index)).stat().st_size for index in range(PICTURES))
         pipeline = Pipeline(source, data, seed=0)
         indices = np.arange(PICTURES)
 

@@ -14,7 +14,7 @@ from tests.data.pictures import folder_data
 from tests.data.tars import picture, samples, write_shards, write_tar
 from torusgd.data import Pipeline, open_sources
 from torusgd.data.fingerprint import data_sha256
-from torusgd.data.info import describe
+from torusgd.data.registry import describe
 from torusgd.data.tar import RemoteShards, open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
@@ -92,7 +92,7 @@ def test_the_cache_is_bounded(local: Path, reads: list[str], monkeypatch: pytest
             train, _ = open_shards(URL, 3)
             for index in range(6):
                 assert train.encoded(index) == picture(index)
-        kept = [np.fromfile(file, np.uint32) for file in tmp_path.glob("cache/*/train/kept")]
+        kept = [np.fromfile(file, np.uint32) for file in tmp_path.glob("cache/*/train/checksums")]
         assert sum(int((each != 0).sum()) for each in kept) in range(most, 3)
     assert len(reads) in range(20, 24)
     monkeypatch.setenv("TORUSGD_CACHE_GIB", "much")

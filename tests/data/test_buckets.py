@@ -122,5 +122,5 @@ def test_a_web_server(local: Path) -> None:
         with pytest.raises(UserError, match="there is no index"):
             open_shards(web / "none", 3)
         server.shutdown()
-    with pytest.raises(UserError, match=r"index\.npz: can't be fetched"):
+    with pytest.raises(UserError, match=r"index\.safetensors: can't be fetched"):
         open_shards(Path("http://127.0.0.1:9/x"), 3)

@@ -1,59 +1,40 @@
-"""Which data a run reads, as one hash: names, sizes and labels of all images, and a look at some of them.
+"""One hash of the data that a run reads: names, sizes and labels of all images, and a sample of their content.
 
-Reading a data set whole takes as long as an epoch. So a hash covers what is known without opening an image, and of a
-keyed sample what is in it: other files, another order, other labels or another version of the pictures are found, one
-image that was changed in its place may not be.
+To read a data set whole takes as long as an epoch. So the hash covers what is known without opening an image, and the
+content of a keyed sample: it finds other files, another order, other labels and another version of the pictures; a
+single image that was changed in its place it may miss.
 """
 
 import hashlib
-import os
-from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import UserError
 from ..rng import DATA_SAMPLE, keyed_integer
-from .file_lists import Names
-from .types import ArraySource, FileSource, Int64, MarkedSource, Source
+from .encoded_source import EncodedImages
+from .types import ArraySource, Int64, Source
 
 SAMPLE = 32
-"""images of each split that are looked at"""
+"""images in the sample of each split"""
 
 
 def data_sha256(train: Source, held_out: Source) -> str:
     """One hash of the training and the held-out images.
 
-    Of files it covers all names, and the sizes of a sample; of images in larger files what the source knows of them; of
-    arrays the shape, and the pixels of a sample; of any source the classes and all labels. A source of one's own that
-    has none of these is known by its classes and labels alone.
+    It covers the classes and all labels of any source; of encoded images what `EncodedImages.add_to_hash` adds; of
+    arrays the shape, and the pixels of a sample. A source of your own without `read_many` adds nothing more.
 
     Raises:
         UserError: A file of the sample is not there.
     """
     digest = hashlib.sha256()
     for split, source in enumerate((train, held_out)):
-        digest.update(_joined([str(len(source)), *source.classes]))
+        digest.update("\0".join([str(len(source)), *source.classes]).encode(errors="surrogateescape"))
         digest.update(np.ascontiguousarray(source.labels, dtype="<i8").data)
+        # Keyed by the split alone, so that every run and every rank looks at the same images.
         sample: Int64 = np.unique(keyed_integer(len(source), DATA_SAMPLE, split, np.arange(SAMPLE)))
-        if isinstance(source, FileSource):
-            digest.update(_joined(source.names))
-            digest.update(repr([_size(source.file(int(index))) for index in sample]).encode())
-        elif isinstance(source, MarkedSource):
-            digest.update(source.mark.encode())
+        if isinstance(source, EncodedImages):
+            source.add_to_hash(digest, sample)
         elif isinstance(source, ArraySource):
             digest.update(repr(source.shape).encode())
             digest.update(np.ascontiguousarray(source.read_many(sample)).data)
     return digest.hexdigest()
-
-
-def _joined(names: Sequence[str]) -> bytes | memoryview:
-    """The names with a NUL between two; a long list has them so in memory already."""
-    return names.text.data if isinstance(names, Names) else "\0".join(names).encode(errors="surrogateescape")
-
-
-def _size(path: str) -> int:
-    """Bytes of a file."""
-    try:
-        return os.stat(path).st_size
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}, though it is listed") from error

@@ -20,10 +20,10 @@ from ..errors import RunError, UserError
 from ..locks import LOCK, held
 from ..untrusted import parse_json, read_text
 from ..weights import json_text, replacing, write_text
-from .classes import read_classes
 from .crop_resize import render, scaled
 from .decode import Undecodable, decode, load_decoders, picture_size
 from .encoded_source import EncodedImages
+from .file_lists import read_classes
 from .fingerprint import data_sha256
 from .tar_index import CLASSES, FILE, count_images, make_index, write_index
 from .types import CorruptImage, Pixels, Source

@@ -54,7 +54,7 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedAr
     liveness.outside("the list of images", images_at(job))
     train, held_out = open_sources(recipe.data, job.data, recipe.seed, once)
     if recipe.data.decoder == "nvjpeg":
-        decode_on_gpu((train, held_out), device, job.options.loader_processes)
+        train, held_out = decode_on_gpu((train, held_out), device, job.options.loader_processes)
     is_gpu = device.type == "cuda"
     make = BytePipeline if is_gpu and can_normalise_later(recipe.data.augment) else Pipeline
     allocate = allocate_pinned if is_gpu else allocate_by_torch

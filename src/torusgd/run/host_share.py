@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import torch
+from safetensors.numpy import save
 
 from ..comm.connection import hosts_of
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
-from ..data.file_lists import Arrays, Progress
-from ..data.npz import read_arrays
+from ..data.file_lists import Arrays, Progress, read_arrays
 from ..errors import UserError
 
 
@@ -114,5 +113,5 @@ def _write(arrays: Arrays) -> int:
     """The number of an open file that holds the arrays; in memory until it is closed and nobody maps it any more."""
     file = os.memfd_create("torusgd", os.MFD_CLOEXEC)
     with os.fdopen(os.dup(file), "wb") as stream:
-        np.savez(stream, allow_pickle=False, **arrays)
+        stream.write(save(arrays))
     return file
