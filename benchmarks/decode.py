@@ -55,7 +55,7 @@ def with_pillow(folder: PictureFiles, data: Data, epoch: int) -> torch.Tensor:
     mean, std = torch.tensor(data.mean)[:, None, None], torch.tensor(data.std)[:, None, None]
     indices = np.arange(len(folder))
     epochs = np.full(len(folder), epoch)
-    changes = draw_changes(data.augment, 0, epochs, indices)
+    changes = draw_changes(data.augment, data.channels, 0, epochs, indices)
     assert changes.boxes is not None
     images = []
     for index in indices:

@@ -113,6 +113,7 @@ class Ranges(http.server.SimpleHTTPRequestHandler):
 
 
 def test_a_web_server(local: Path) -> None:
+    pytest.importorskip("aiohttp")
     handler = functools.partial(Ranges, directory=str(local.parent))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,9 +1,9 @@
 """JPEG and PNG bytes to pixels, no more of them than a crop needs.
 
-Two savings make the decoder as fast as training wants it: a JPEG is decoded at a half, a quarter or an eighth of its
-size where the network takes a much smaller image (`fit`), and only down to the lower edge of the crop (`_upper_rows`).
+Two things save time: a JPEG is decoded at a half, a quarter or an eighth of its size if the network takes a much
+smaller image (`fit`), and only down to the lower edge of the crop (`_upper_rows`).
 
-The bytes are untrusted: sizes are checked before memory is taken. EXIF orientation is ignored, as by torchvision.
+The bytes are untrusted: sizes are checked before memory is allocated. EXIF orientation is ignored, as by torchvision.
 """
 
 import threading
@@ -17,19 +17,19 @@ from .crop_resize import render, resample
 from .types import Choose, Pixels, Region
 
 MAX_PIXELS = 250_000_000
-"""of a JPEG in one scan, which takes 3 bytes a pixel while it is decoded; the largest cameras make about 200 million"""
+"""of a JPEG in one scan, 3 bytes each while it is decoded; the largest cameras make about 200 million"""
 _PNG_WEIGHT, _SCANS_WEIGHT = 2, 4
 """A pixel of a PNG takes 6 bytes and counts twice; one of a JPEG in several scans (progressive) takes up to 12 and
-counts four times. So the largest picture takes 750 MB, where a header of a few bytes may claim 65,535 x 65,535."""
+counts four times. So the largest picture takes 750 MB, while a header of a few bytes may claim 65,535 x 65,535."""
 _MOST_SCANS = 100
 """of a JPEG; encoders write 1 to about 15. Each is a pass over the whole picture, for 60 bytes of file."""
 _MOST_SCANNED = 1 << 30
 """pixels times scans: two seconds of decoding; 16 scans of the largest progressive picture"""
 _LARGE = 1 << 26
-"""pixels, so weighted, beyond which a process decodes one picture at a time: threads together need no more memory"""
+"""weighted pixels beyond which a process decodes one picture at a time, which bounds the memory of all threads"""
 
 _COLOURS = {1: "GRAY", 3: "RGB"}
-_LARGEST_SCRATCH = 1 << 24  # bytes that a thread keeps from one picture to the next
+_LARGEST_SCRATCH = 1 << 24  # bytes that a thread reuses for its next picture
 _local = threading.local()
 _one_large = threading.Lock()
 
@@ -68,14 +68,12 @@ def picture_size(data: bytes) -> tuple[int, int]:
 
 
 class _Header(NamedTuple):
-    """What is known of a picture before anything is decoded."""
+    """The facts that a picture's header states."""
 
     height: int
     width: int
-    weighted: int
-    """pixels, weighted by the memory that they take"""
-    frame: int
-    """where a JPEG's start-of-frame marker is"""
+    weighted: int  # pixels, weighted by the memory that they take
+    frame: int  # offset of a JPEG's start-of-frame marker
 
 
 def _read_header(data: bytes) -> _Header:
@@ -104,11 +102,9 @@ def _read_header(data: bytes) -> _Header:
 
 
 def _scans(data: bytes, frame: int) -> int:
-    """How often the marker of a scan stands behind a frame's.
-
-    Coded pixels never hold these two bytes; a thumbnail, which may, lies before the frame. `bytes.count` takes four
-    times as long, which was a fiftieth of all that a picture takes.
-    """
+    """The number of scans, each of which begins with a marker behind the frame's."""
+    # Coded pixels never hold these two bytes; a thumbnail may, but lies before the frame. `bytes.count` takes four
+    # times as long, which was a fiftieth of the time of a picture.
     rest = np.frombuffer(data, np.uint8)[frame:]
     return int(np.count_nonzero((rest[:-1] == 0xFF) & (rest[1:] == 0xDA)))
 
@@ -116,8 +112,8 @@ def _scans(data: bytes, frame: int) -> int:
 def is_common_jpeg(data: bytes) -> bool:
     """Whether a picture is a whole JPEG of the kinds that every decoder knows, and not too large.
 
-    Baseline or progressive, of 8 bits, grey or with luma and chroma, with its end marker. PNGs are none, nor JPEGs that
-    are damaged in their header, cut short, of four colours, or with red, green and blue as they are.
+    That is baseline or progressive, of 8 bits, grey or with luma and chroma, with an undamaged header and an end
+    marker; no PNG, and no JPEG of four colours or of plain red, green and blue.
     """
     try:
         frame = _read_header(data).frame
@@ -125,13 +121,13 @@ def is_common_jpeg(data: bytes) -> bool:
         return False
     if frame < 0 or data[frame + 1] not in (0xC0, 0xC2) or data[frame + 4] != 8 or not data.endswith(b"\xff\xd9"):
         return False
-    adobe = data.find(b"\xff\xee\x00\x0eAdobe", 0, frame)  # its last byte says how the colours are kept
+    adobe = data.find(b"\xff\xee\x00\x0eAdobe", 0, frame)  # its last byte says how the colours are coded
     is_plain_rgb = data[frame + 9] == 3 and adobe >= 0 and data[adobe + 15] == 0
     return data[frame + 9] in (1, 3) and not is_plain_rgb
 
 
 def _jpeg_frame(data: bytes) -> int:
-    """Where the start-of-frame marker is, which precision, height, width and colours follow; -1 if nowhere."""
+    """The offset of the start-of-frame marker, before precision, height, width and colours; -1 if there is none."""
     at = 2
     while (at := data.find(b"\xff", at)) >= 0 and at + 10 <= len(data):
         marker = data[at + 1]
@@ -152,13 +148,13 @@ def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = 
     Args:
         channels: 3 for RGB, 1 for grey; the picture is converted.
         shrink: 1, 2, 4 or 8: a JPEG is decoded at that fraction of its size (rounded up), which is cheaper.
-        buffer: Memory that a JPEG's pixels may be put into, at least as large as they.
+        buffer: Memory that a JPEG's pixels may be written to, at least of their size.
 
     Returns:
         uint8 [height, width, channels].
 
     Raises:
-        Undecodable: Also for a file that is cut short. Flaws that libjpeg only warns of are let pass.
+        Undecodable: Also for a file that is cut short, but not for flaws that libjpeg only warns of.
     """
     header = _read_header(data)
     size = (header.height, header.width)
@@ -220,10 +216,10 @@ def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
 
 
 def _rendered(pixels: Pixels, region: Region) -> Pixels:
-    """As `render`, of pixels in a decoder's order; OpenCV puts three channels apart in a third of numpy's time."""
+    """As `render`, of pixels in a decoder's order."""
     if pixels.shape[2] != 3:
         return render(pixels, region)
-    _, cv2 = load_decoders()
+    _, cv2 = load_decoders()  # OpenCV separates three channels in a third of numpy's time
     planes = np.empty((3, region.rows, region.columns), np.uint8)
     cv2.split(resample(pixels, region), list(planes))
     return planes
@@ -252,15 +248,14 @@ def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
 def _upper_rows(
     data: bytes, header: _Header, channels: int, shrink: int, rows: int, buffer: Pixels | None
 ) -> Pixels | None:
-    """At least the upper `rows` of a JPEG, counted in full size; None where it must be decoded whole.
+    """At least the upper `rows` of a JPEG, counted in full size; None if it must be decoded whole.
 
-    simplejpeg always decodes a whole picture, so it is given a header that says a smaller height. It decodes that many
-    rows, then complains of the data that are left over, which is the sign that the rows are done. The last row may be
-    blurred, as the decoder knows nothing of the rows below; callers ask for some more than they use.
-
-    A progressive file has all rows only at its end, so this is for baseline files. And for those with their end marker
-    in place, since a file that is cut short below the crop would pass as whole otherwise.
+    The last row may be blurred, since the decoder has no rows below it: request some more than you use.
     """
+    # simplejpeg always decodes a whole picture, so it gets a header with a smaller height. It decodes that many rows,
+    # then complains of the data that are left over, which is the sign that the rows are complete.
+    # A progressive file has all rows only at its end, so it is decoded whole. So is a file without its end marker: one
+    # that is cut short below the crop must not pass as whole.
     frame = header.frame
     if data[frame + 1] != 0xC0 or rows >= header.height or not data.endswith(b"\xff\xd9") or buffer is None:
         return None
@@ -276,10 +271,10 @@ def _upper_rows(
 
 
 def _scratch(size: int) -> Pixels | None:
-    """Memory for this thread's next decode, kept from one to the next; none for a very large picture."""
+    """This thread's memory for the next decode, reused each time; None for a very large picture."""
     if size > _LARGEST_SCRATCH:
         return None
-    kept: Pixels | None = getattr(_local, "scratch", None)
-    if kept is None or kept.size < size:
-        kept = _local.scratch = np.empty(size, np.uint8)
-    return kept
+    memory: Pixels | None = getattr(_local, "scratch", None)
+    if memory is None or memory.size < size:
+        memory = _local.scratch = np.empty(size, np.uint8)
+    return memory

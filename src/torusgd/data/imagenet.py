@@ -29,10 +29,8 @@ _MOST_DEVKIT = 1 << 27
 class Devkit:
     """The content of the development kit."""
 
-    images: Mapping[str, int]
-    """number of training pictures by class (its WordNet number), sorted"""
-    labels: Mapping[str, str]
-    """class of each validation picture, by the name of its file"""
+    images: Mapping[str, int]  # number of training pictures by class (its WordNet number), sorted
+    labels: Mapping[str, str]  # class of each validation picture, by the name of its file
 
 
 def prepare_imagenet(path: Path, progress: Progress = lambda done: None) -> Arrays:

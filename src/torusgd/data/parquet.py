@@ -38,10 +38,8 @@ class Part:
     """Rows of a table that are read together."""
 
     rows: int
-    size: int
-    """their bytes in memory; 0 if the file is mapped"""
-    read: Callable[[], Any]
-    """a function that returns their images, a `pyarrow.ChunkedArray` of bytes"""
+    size: int  # bytes in memory; 0 if the file is mapped
+    read: Callable[[], Any]  # returns the images, a `pyarrow.ChunkedArray` of bytes
 
 
 class TableImages(EncodedImages):
@@ -106,10 +104,8 @@ class _File:
     """A table whose schema has been read."""
 
     path: Path
-    arrow: Any
-    """a mapped `pyarrow.Table`; None for a Parquet file"""
-    parquet: Any
-    """a `pyarrow.parquet.ParquetFile`; None for an Arrow file"""
+    arrow: Any  # a mapped `pyarrow.Table`; None for a Parquet file
+    parquet: Any  # a `pyarrow.parquet.ParquetFile`; None for an Arrow file
 
     @cached_property
     def schema(self) -> Any:

@@ -25,7 +25,7 @@ from .augment import Changes
 from .autoaugment import apply_policy
 from .crop_resize import centre, cut_at, render, scaled
 from .encoded_source import EncodedImages
-from .geometry import Warps, bend, draw_warps, tone
+from .geometry import Warps, bend, tone
 from .mixing import erase, mix
 from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 
@@ -131,20 +131,20 @@ class Pipeline:
             RunError: One substitute after the other is undecodable.
             UserError: An image's size or channels don't fit the recipe.
         """
-        drawn = warps = None
+        drawn = None
         if augment:
-            drawn = random_changes.draw_changes(self._data.augment, self._seed, epochs, indices)
-            warps = draw_warps(self._data.augment, self._data.channels, self._seed, epochs, indices)
+            options, channels = self._data.augment, self._data.channels
+            drawn = random_changes.draw_changes(options, channels, self._seed, epochs, indices)
         sizes = sizes or self._sizes
         out, message = self.memory(self._shape(len(indices), sizes))
         used = indices.copy()
         if (images := self._whole_batch(indices, drawn, sizes)) is not None:
-            self._finish(images, drawn, slice(None), out, warps)
+            self._finish(images, drawn, slice(None), out)
         else:
             with self._decoded_together(indices):
                 for at, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
                     image, used[at] = self._image_or_substitute(index, epoch, *self._region_and_cut(drawn, at, sizes))
-                    self._finish(image[None], drawn, slice(at, at + 1), out, warps)
+                    self._finish(image[None], drawn, slice(at, at + 1), out)
         batch = self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
         batch = self.joined(batch, message)
         if not augment:
@@ -214,14 +214,12 @@ class Pipeline:
         images = _retried(lambda: source.read_many(indices))
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
-    def _finish(
-        self, images: Pixels, drawn: Changes | None, at: slice, out: Float32, warps: Warps | None = None
-    ) -> None:
+    def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
         """Changes and normalises the images [m, channels, height, width] at these positions of the batch."""
-        # The order is part of the result: each change works on the pixels that the one before has rounded to bytes.
+        warps = None if drawn is None else drawn.warps
+        # The order is part of the result: each change starts from the bytes that the one before has rounded to.
         if drawn is not None and drawn.moves is not None:
             images = random_changes.shift(images, self._data.augment.shift, drawn.moves[at])
-        places = range(*at.indices(len(out)))
         if warps is not None:
             turns = zip(images, warps.angles[at], warps.distortions[at], strict=True)
             images = np.stack([bend(image, angle, distortion) for image, angle, distortion in turns])
@@ -229,7 +227,7 @@ class Pipeline:
             images = random_changes.mirror(images, drawn.mirrored[at])
             if drawn.policy is not None:
                 images = apply_policy(images, self._data.augment, drawn.policy[at])
-        self._write(images, warps, places, out[at])
+        self._write(images, warps, range(*at.indices(len(out))), out[at])
 
     def _write(self, images: Pixels, warps: Warps | None, places: range, out: Float32) -> None:
         """Changes the tones of finished images, at these positions of their batch, and normalises them."""

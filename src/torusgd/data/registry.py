@@ -35,13 +35,10 @@ _SAMPLE = 200
 class Files:
     """A kind of data set that lies in files."""
 
-    open: Callable[..., Pair]
-    """opens it; takes path, channels, `Once`, and the options by name"""
+    open: Callable[..., Pair]  # arguments: path, channels, `Once`, and the options by name
     options: tuple[str, ...]
-    is_at: Callable[[Path], bool]
-    """recognises its layout"""
-    has_pictures: bool = True
-    """whether images are JPEG and PNG bytes"""
+    is_at: Callable[[Path], bool]  # recognises the layout
+    has_pictures: bool = True  # JPEG and PNG bytes
 
 
 def _holds(*patterns: str) -> Callable[[Path], bool]:
@@ -231,27 +228,16 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """The result of `describe`.
+    """The result of `describe`."""
 
-    Args:
-        path: A path, or the name of a recipe.
-        kind: The source to name in a recipe, such as folder or tar; or the one that the recipe names.
-        images: Number of images by split, `train` and `eval`.
-        classes: Names by label.
-        per_class: Fewest and most training images of a class.
-        sizes: Height and width, and the number of images with them in the sample; the most frequent first.
-        sampled: Images in that sample.
-        channels: 1 or 3; encoded pictures count as 3, since their recipe chooses what pictures are converted to.
-    """
-
-    path: Path
-    kind: str
-    images: dict[str, int]
+    path: Path  # or the name of a recipe
+    kind: str  # the value of data.source
+    images: dict[str, int]  # by split, `train` and `eval`
     classes: tuple[str, ...]
-    per_class: tuple[int, int]
-    sizes: tuple[tuple[tuple[int, int], int], ...]
-    sampled: int
-    channels: int
+    per_class: tuple[int, int]  # fewest and most training images
+    sizes: tuple[tuple[tuple[int, int], int], ...]  # (height, width) and their count, the most frequent first
+    sampled: int  # images whose size was read
+    channels: int  # 3 for encoded pictures: the recipe chooses what they are converted to
 
     def lines(self) -> list[str]:
         """The text of `torusgd data info`."""

@@ -50,8 +50,7 @@ class _Image(NamedTuple):
     shard: int
     offset: int
     size: int
-    header: int
-    """CRC-32 of the member's header"""
+    header: int  # CRC-32 of the member's header
 
 
 class _Member(NamedTuple):
@@ -63,8 +62,7 @@ class _Member(NamedTuple):
 @dataclass
 class _Split:
     shards: list[str]
-    sizes: list[int] = field(default_factory=list)
-    """bytes of each tar file"""
+    sizes: list[int] = field(default_factory=list)  # bytes of each tar file
     images: list[_Image] = field(default_factory=list)
 
     def arrays(self, split: str) -> Arrays:
