@@ -116,6 +116,7 @@ def _read_numpy(path: Path, name: str) -> npt.NDArray[Any]:
             return np.load(file, mmap_mode="r", allow_pickle=False)
         with np.load(file, allow_pickle=False) as archive:
             stored = archive.zip.getinfo(f"{name}.npy")
+            # A few bytes of zeros, compressed, could fill the memory.
             check_swelling(stored.file_size, stored.compress_size)
             return archive[name]
 
@@ -220,6 +221,7 @@ def open_digits() -> Pair:
     # The package's own file, read without importing the package: that takes 2 s, in each rank.
     table = np.loadtxt(Path(package.submodule_search_locations[0], _DIGITS), delimiter=",", dtype=np.int64)
     images = np.round(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)  # values 0..16 in the file
+    # Chosen by a keyed permutation, then in the order of the file.
     order = keyed_permutation(len(table), SPLIT, 0)
     arrays: Arrays = {}
     for split, chosen in (("train", order[HELD_OUT_DIGITS:]), ("eval", order[:HELD_OUT_DIGITS])):

@@ -68,6 +68,7 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
         if 0 < tall <= height and 0 < wide <= width:
             top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
             return Region(top, left, tall, wide, *size)
+    # None of the ten fits: the largest centred box, as in torchvision.
     tall, wide = min(height, max(1, int(width / low))), min(width, max(1, int(height * high)))
     return Region((height - tall) // 2, (width - wide) // 2, tall, wide, *size)
 
@@ -75,6 +76,7 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
 def shift(images: Pixels, pixels: int, moves: Int64) -> Pixels:
     """Images [n, channels, height, width] padded with `pixels` zeros all round, then cut at `moves` [n, 2]."""
     padded = np.pad(images, ((0, 0), (0, 0), (pixels, pixels), (pixels, pixels)))
+    # Views of all windows of the padded images cost no memory; the index copies one for each image.
     windows = np.lib.stride_tricks.sliding_window_view(padded, images.shape[2:], axis=(2, 3))
     return np.ascontiguousarray(windows[np.arange(len(images)), :, moves[:, 0], moves[:, 1]])
 

@@ -51,6 +51,7 @@ def draw_policy(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> I
     if augment.policy == "none":
         return None
     changes = augment.operations if augment.policy == "randaugment" else 1
+    # Three draws a change: which one, how strong, which direction.
     numbers = np.arange(3 * changes)
     draws = keyed_uniform(POLICY, seed, epochs[:, None], indices[:, None], numbers).reshape(-1, changes, 3)
     drawn = (draws * (len(OPERATIONS), STRONGEST + 1, 2)).astype(np.int64)
@@ -136,6 +137,7 @@ def _pick(image: Pixels, rows: Float64, columns: Float64) -> Pixels:
 
 def _blend(image: Pixels, other: Pixels | float, factor: float) -> Pixels:
     """factor * image + (1 - factor) * other, cut to 0..255 and rounded down."""
+    # Two products and a sum in float32, each rounded once: the same bits on every machine.
     mixed = image * np.float32(factor) + np.asarray(other, dtype=np.float32) * np.float32(1 - factor)
     return mixed.clip(0, 255).astype(np.uint8)
 
@@ -163,6 +165,7 @@ def _smooth(image: Pixels) -> Pixels:
     if min(image.shape[1:]) < 3:
         return image
     wide = image.astype(np.int64)
+    # The middle counts five times: four here, once with its neighbours.
     total = 4 * wide[:, 1:-1, 1:-1]
     for down in (0, 1, 2):
         for right in (0, 1, 2):

@@ -55,6 +55,7 @@ def fetch_index(store: Store, name: str = FILE) -> Path:
         UserError: There is none, or it can't be read.
     """
     try:
+        # The version is part of the key: a new index has a new cache, and no old range can enter it.
         key = hashlib.sha256(f"{store.url}\0{name}\0{store.version(name)}".encode()).hexdigest()[:32]
         file = cache_folder() / key / FILE
         if not file.exists():
@@ -167,6 +168,7 @@ class RangeCache:
                 data = os.pread(handle, size, begin)
             finally:
                 os.close(handle)
+            # Another process may be writing this range, or a crash may have left half of it.
             if _sum(data) == expected:
                 return data
         return None
@@ -185,6 +187,7 @@ class RangeCache:
                 os.pwrite(handle, data, begin)
             finally:
                 os.close(handle)
+            # After the data: a crash in between leaves a 0, and the range is fetched again.
             self._sums[number] = _sum(data)
         except OSError as error:
             log.warning("%s: caches no more images: %s", self._folder, error)

@@ -33,6 +33,7 @@ def render(image: Pixels, region: Region) -> Pixels:
 
 def resample(image: Pixels, region: Region) -> Pixels:
     """As `render`, but uint8 [rows, columns, channels]; a view of the image if its size stays."""
+    # Cut first, then scaled: pixels outside the box don't bleed in, as in torchvision.
     box = image[region.top : region.top + region.height, region.left : region.left + region.width]
     if (region.rows, region.columns) == (region.height, region.width):
         return box

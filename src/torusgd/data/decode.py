@@ -159,6 +159,7 @@ def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = 
     header = _read_header(data)
     size = (header.height, header.width)
     height, width = (-(-side // shrink) for side in size) if data.startswith(_JPEG) else size
+    # One large picture may take 750 MB; each thread of a loader could meet one.
     with _one_large if header.weighted > _LARGE else nullcontext():
         return _decode(data, height, width, channels, shrink, buffer)
 
@@ -237,8 +238,10 @@ def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
         shrink: The largest of 1, 2, 4 and 8 at which the box keeps `_MARGIN` pixels for each output pixel.
         region: Its edges moved outwards to multiples of `shrink`, which are whole pixels there.
     """
+    # The smaller of the two directions decides, since both must leave pixels enough.
     most = min(region.height / region.rows, region.width / region.columns) / _MARGIN
     shrink = max(shrink for shrink in (1, 2, 4, 8) if shrink <= max(most, 1))
+    # Outwards, so that no pixel of the box is lost.
     top, left = region.top // shrink * shrink, region.left // shrink * shrink
     bottom = min(height, -(-(region.top + region.height) // shrink) * shrink)
     right = min(width, -(-(region.left + region.width) // shrink) * shrink)
@@ -260,6 +263,7 @@ def _upper_rows(
     if data[frame + 1] != 0xC0 or rows >= header.height or not data.endswith(b"\xff\xd9") or buffer is None:
         return None
     simplejpeg, _ = load_decoders()
+    # The height stands five bytes behind the marker.
     data = data[: frame + 5] + rows.to_bytes(2, "big") + data[frame + 7 :]
     tall, wide = -(-rows // shrink), -(-header.width // shrink)
     try:

@@ -66,6 +66,7 @@ class EncodedImages(ABC):
 
     def first(self, count: int) -> Self:
         """A source of the first `count` images."""
+        # A shallow copy shares readers and caches.
         part = copy(self)
         part.labels = self.labels[:count]
         return part

@@ -73,6 +73,7 @@ def fetch(name: str, out: Path | None = None) -> Path:
         with tempfile.TemporaryDirectory(dir=target, prefix=".fetch-") as scratch:
             files = _get(name, wanted, Path(scratch))
             for file in wanted.files:
+                # Copied beside its place, then renamed: no file is ever there in half.
                 shutil.copyfile(files / file, Path(scratch) / f"{file}.done")
                 (Path(scratch) / f"{file}.done").replace(target / file)
     except OSError as error:
@@ -115,6 +116,7 @@ def _get(name: str, wanted: DataSet, scratch: Path) -> Path:
 
 
 def _from_package(wanted: DataSet, scratch: Path) -> Path:
+    # Neither command needs root, and none of the package's scripts runs.
     _run(["apt-get", "download", "-q", wanted.package], scratch)
     for package in scratch.glob(f"{wanted.package}_*.deb"):
         _run(["dpkg-deb", "-x", package.name, "root"], scratch)

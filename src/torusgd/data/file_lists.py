@@ -149,6 +149,7 @@ def number_labels(
     ('daisy', 'tulip')
     """
     distinct = {split: set(labels) for split, labels in splits.items()}
+    # Labels of ten digits and more are names, such as WordNet's or a shop's numbers.
     if all(label.isascii() and label.isdigit() and len(label) < 10 for label in set().union(*distinct.values())):
         numbers = {split: np.array(list(map(int, labels)), dtype=np.int64) for split, labels in splits.items()}
         largest = max(int(each.max(initial=-1)) for each in numbers.values())
@@ -206,6 +207,7 @@ def files_by_split(path: Path, names: Iterable[str], suffixes: tuple[str, ...]) 
         raise UserError(f"{path}: holds no {' or '.join(suffixes)} file")
     train = [name for name in files if _TRAIN.search(name)]
     rest = [name for name in files if not _TRAIN.search(name)]
+    # Of files named val and test, test stays unused: it is for the last measurement, and often has no labels.
     held_out = [name for name in rest if _EVAL.search(name)] or [name for name in rest if _TEST.search(name)]
     for word, found in (("train", train), ("val", held_out)):
         if not found:

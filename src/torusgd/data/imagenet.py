@@ -98,6 +98,7 @@ def read_devkit(file: Path) -> Devkit:
                 for end in (_META, _TRUTH)
             )
         classes = np.atleast_1d(loadmat(io.BytesIO(table), squeeze_me=True)["synsets"])
+        # Rows with children are groups of classes.
         leaves = {int(each["ILSVRC2012_ID"]): each for each in classes if int(each["num_children"]) == 0}
         images = {str(each["WNID"]): int(each["num_train_images"]) for each in leaves.values()}
         numbers = [int(line) for line in truth.split()]

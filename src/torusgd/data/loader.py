@@ -67,6 +67,7 @@ class Loader:
                 for, and others that were begun before are dropped.
         """
         wanted = [share, *islice(following, self._ahead - 1)]
+        # Shares that follow no longer, since ranks have left or joined, must not fill the bound on memory.
         for stale in self._pending.keys() - set(wanted):
             self._pending.pop(stale).cancel()
         for each in wanted:

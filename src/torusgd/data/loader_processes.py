@@ -110,6 +110,7 @@ class LoaderProcesses:
         try:
             made = process.make((indices, epochs, augment, sizes))
             memory, message = self._pipeline.memory(made.shape)
+            # Copied out, since the process writes its next batch into the same memory.
             np.copyto(memory, process.memory.array(made.shape, self._pipeline.dtype))
         finally:
             self._idle.put(process)
@@ -134,6 +135,7 @@ class SharedMemory:
         """The first bytes of the memory as an array; they are not cleared."""
         kind = np.dtype(dtype)
         size = int(np.prod(shape)) * kind.itemsize
+        # The side that needs more lengthens the file; the other one maps it again once its array is larger.
         if self._map is None or len(self._map) < size:
             if os.fstat(self._file).st_size < size:
                 os.ftruncate(self._file, size)
@@ -216,6 +218,7 @@ def _serve(pipe: Connection, memory: str, opener: Opener) -> None:
     made: _Made | Exception
     while (wanted := pipe.recv()) is not None:
         try:
+            # Opened with the first batch, so that an error reaches the rank as that of a batch does.
             pipeline = pipeline or opener.open(shared.array)
             batch = pipeline.training_batch(*wanted)
             named = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}

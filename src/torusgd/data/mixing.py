@@ -42,6 +42,7 @@ def erase(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: 
             area = height * width * (_AREA[0] + (_AREA[1] - _AREA[0]) * u_area)
             aspect = log_uniform(*_ASPECT, u_aspect)
             tall, wide = math.floor(math.sqrt(area * aspect) + 0.5), math.floor(math.sqrt(area / aspect) + 0.5)
+            # A box smaller than the image both ways, as in torchvision.
             if 0 < tall < height and 0 < wide < width:
                 top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
                 image[:, top : top + tall, left : left + wide] = 0
@@ -67,6 +68,7 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
     if augment.mixup and augment.cutmix:
         pasted = draws[:, _CHOICE] < 0.5
     height, width = images.shape[2:]
+    # A copy, since each image is the partner of one that changes before or after it.
     partners = images[::-1].copy()
     shares = np.empty(len(images), dtype=np.float32)
     for i in range(len(images)):

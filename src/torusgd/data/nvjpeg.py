@@ -81,6 +81,7 @@ class NvJpeg:
                 return list(self._decode(pictures, channels))
         except RuntimeError as error:
             if len(pictures) > 1:
+                # nvJPEG doesn't say which picture failed.
                 half = len(pictures) // 2
                 return self._call(pictures[:half], channels) + self._call(pictures[half:], channels)
             # No fault of the picture: to replace it would make the bits depend on free memory.
@@ -94,6 +95,7 @@ def _render(pixels: Tensor, region: Region) -> Pixels:
     box = pixels[:, region.top : region.top + region.height, region.left : region.left + region.width]
     if (region.rows, region.columns) != (region.height, region.width):
         size = (region.rows, region.columns)
+        # In float32: torch resizes uint8 on CPUs only.
         resized = F.interpolate(box[None].float(), size, mode="bilinear", antialias=True, align_corners=False)
         box = resized[0].round_().clamp_(0, 255).to(torch.uint8)
     return np.array(box.cpu().numpy(), order="C")

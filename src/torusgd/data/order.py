@@ -64,12 +64,14 @@ class StreamOrder:
         """
         if start < 0 or count < 0:
             raise ValueError(f"start and count must not be negative, got {start} and {count}")
+        # Copies first, then epochs, so that an image follows itself.
         places, copies = np.divmod(np.arange(start, start + count, dtype=np.int64), self.repeats)
         epochs, offsets = np.divmod(places, self.length)
         indices = np.empty(count, dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             indices[here] = self._made(epoch).result()[offsets[here]]
+        # A permutation of a million takes a while; at the edge of an epoch every rank would wait for it.
         if count and offsets[-1] >= EARLY * self.length:
             self._made(int(epochs[-1]) + 1)
         return indices, epochs + copies * COPY

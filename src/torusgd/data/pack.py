@@ -137,6 +137,7 @@ def _write_shards(
 def _write_shard(
     file: Path, source: Source, copies: Iterator[tuple[int, bytes]], progress: Callable[[int], object]
 ) -> None:
+    # USTAR headers without times or owners: the same images give the same bytes.
     with replacing(file) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
         for count, (index, data) in enumerate(copies):
             for kind, content in (("jpg", data), ("cls", str(source.labels[index]).encode())):
@@ -150,6 +151,7 @@ def _copies(
     source: Source, indices: range, packing: Packing, pool: ThreadPoolExecutor, leave_out: Callable[[str], object]
 ) -> Iterator[tuple[int, bytes]]:
     for begin in range(0, len(indices), _AT_A_TIME):
+        # `map` encodes all that it gets before the writer is done, so it gets a few at a time.
         some = indices[begin : begin + _AT_A_TIME]
         for index, copy in zip(some, pool.map(partial(_copy, source, packing), some), strict=True):
             if isinstance(copy, bytes):

@@ -91,6 +91,7 @@ class TableImages(EncodedImages):
     def _column(self, number: int) -> Any:
         """The images of a part, cached; the part that was used longest ago leaves the cache first."""
         with self._lock:
+            # Under the lock, so that no two threads unpack one row group at a time.
             if number not in self._cached:
                 self._cached[number] = self._parts[number].read()
                 while len(self._cached) > 1 and sum(self._parts[each].size for each in self._cached) > MOST_CACHED:
@@ -117,6 +118,7 @@ class _File:
 
     def parts(self, name: str) -> list[Part]:
         if self.parquet is None:
+            # A mapped file is one part: the system reads the pages that a row needs.
             return [Part(self.arrow.num_rows, 0, partial(_bytes_of, lambda: self.arrow.column(name), self.path))]
         groups = (self.parquet.metadata.row_group(number) for number in range(self.parquet.num_row_groups))
         return [
@@ -165,6 +167,7 @@ def open_tables(
     texts, parts = dict[str, list[str]](), dict[str, list[Part]]()
     for split, each in files.items():
         try:
+            # Labels are read whole at the start, images only when they are needed.
             texts[split] = [str(value) for file in each for value in file.column(label).to_pylist()]
             parts[split] = [part for file in each for part in file.parts(image)]
         except (OSError, ValueError, KeyError) as error:
@@ -224,6 +227,7 @@ def _bytes_of(read: Callable[[], Any], path: Path) -> Any:
     """A column of images as bytes; Hugging Face stores each as {bytes, path}, and bytes may be left out."""
     import pyarrow as pa
 
+    # Of a struct only the bytes: the path beside them is a name on the machine that made the table.
     column = read()
     if pa.types.is_struct(column.type):
         column = pa.chunked_array(

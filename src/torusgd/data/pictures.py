@@ -173,6 +173,7 @@ def _list_folder(path: Path, classes: str | None, progress: Progress) -> Arrays:
             raise UserError(
                 f"{path / str(classes)}: lists {folder!r}, but there is no folder {roots['train'] / folder}"
             )
+    # A listed subset may leave classes out on purpose; a folder of val/ alone is a mistake.
     if classes is None and (unknown := set(class_folders(roots["eval"])) - set(listed)):
         raise UserError(f"{roots['eval'] / min(unknown)}: a class that {roots['train']} doesn't have")
     found = Names.arrays("folders", [list(listed)]) | Names.arrays("classes", [list(listed.values())])
@@ -267,6 +268,7 @@ def class_folders(root: Path) -> list[str]:
 def _pictures_in(folder: Path) -> list[str]:
     """The names of the picture files in a folder, sorted, its sub-folders left out; none if there is no folder."""
     entries = _entries(folder) if folder.is_dir() else []
+    # Sorted: file systems list in any order, and labels and the stream of samples depend on it.
     return sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES) and _is(entry.is_file))
 
 

@@ -153,6 +153,7 @@ class Pipeline:
         shares = mix(out, self._data.augment, self._seed, epochs, indices)
         if shares is None:
             return batch
+        # `mix` pairs image i with image n - 1 - i.
         return replace(batch, partners=batch.targets.flip(0), shares=torch.from_numpy(shares))
 
     def validation_batch(self, indices: Int64) -> Batch:
@@ -209,6 +210,7 @@ class Pipeline:
         source = self._arrays
         if source is None or source.shape[:2] != sizes.sides:
             return None
+        # Boxes of random size, and a resize, need each image alone.
         if sizes.resize not in (None, min(sizes.sides)) or (drawn is not None and drawn.boxes is not None):
             return None
         images = _retried(lambda: source.read_many(indices))
@@ -232,6 +234,7 @@ class Pipeline:
     def _write(self, images: Pixels, warps: Warps | None, places: range, out: Float32) -> None:
         """Changes the tones of finished images, at these positions of their batch, and normalises them."""
         # Plane by plane, so that the second and third pass over a large image find it in the cache.
+        # A block of small images at a time, for the same reason.
         block = max(1, (1 << 18) // max(1, images[:1].size))
         for start in range(0, len(images), block):
             some = slice(start, start + block)
@@ -263,6 +266,7 @@ class Pipeline:
             except CorruptImage as error:
                 last = error
                 log.warning("replaced in epoch %d: %s", epoch, error)
+                # Keyed: every rank that computes this sample finds the same substitute, without a message.
                 taken = int(keyed_integer(len(self.source), SUBSTITUTE, self._seed, epoch, index, attempt))
         raise RunError(f"{_SUBSTITUTES} substitutes in a row can't be decoded either, the last: {last}") from last
 
@@ -294,6 +298,7 @@ def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:
 
 
 def _retried(read: Callable[[], T]) -> T:
+    # A network disk may fail for a moment. A substitute would change the weights, so the read is repeated.
     for pause in _PAUSES:
         try:
             return read()

@@ -214,6 +214,7 @@ def open_any(path: Path) -> tuple[str, Source, Source]:
     if not path.exists() and str(path) in recipe_names():
         recipe = load_recipe(str(path)).recipe
         return recipe.data.source, *open_sources(recipe.data, None, recipe.seed)
+    # A name of the hub or a URL can't be looked into, and only one kind reads from each.
     kind = "parquet" if hub_name(path) is not None else "tar" if url_of(path) is not None else None
     kind = kind or next((name for name, files in FILES.items() if files.is_at(path)), None)
     if kind is None:

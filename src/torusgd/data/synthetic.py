@@ -72,9 +72,11 @@ class Synthetic:
         height, width, channels = self.shape
         rows = self._moved(indices, height, 0)
         columns = self._moved(indices, width, 1)
+        # First the columns of each tile row, then the rows: two look-ups in place of one of every pixel.
         lines = self._tiles[self.labels[indices][:, None, None], np.arange(_GRID)[:, None], columns[:, None, :]]
         pattern = lines[np.arange(len(indices))[:, None], rows]
         size = height * width * channels
+        # A hash has eight bytes, the noise of eight values; the last word of an image may be cut.
         words = keyed_hash(*self._key, _NOISE, indices[:, None], np.arange(-(-size // 8)))
         noise = words.astype("<u8", copy=False).view(np.uint8)[:, :size].reshape(pattern.shape)
         mixed = pattern * np.uint16(256 - self._noise) + noise * np.uint16(self._noise)
@@ -140,6 +142,7 @@ class Frames:
         height, width, _ = self.shape
         sequence, first = np.divmod(indices[:, None], SEQUENCE)
         frames = first + np.arange(height)
+        # Weights sum to 16, so uint16 holds every partial sum: 16 x 255.
         smooth = np.zeros((len(indices), height, width), np.uint16)
         for offset, weight in enumerate(_AVERAGE):
             smooth += weight * self._means[self._states[sequence, frames + offset]]
@@ -157,9 +160,11 @@ def walk(sequences: Int64, length: int, classes: int, seed: int, split: int) -> 
     path[:, 0] = keyed_integer(units, FRAMES, seed, _FIRST, split, sequences)
     for visit in range(1, visits):
         choice = keyed_integer(_FOLLOWERS, FRAMES, seed, _CHOICE, split, sequences, visit)
+        # A unit has a few followers, the same each time: the chain, unlike free draws, can be learned.
         path[:, visit] = keyed_integer(units, FRAMES, seed, _NEXT, path[:, visit - 1], choice)
     # The last unit may have fewer states than three; it stays in its last one.
     states = np.minimum(_STATES * path[..., None] + np.arange(_STATES), classes - 1).reshape(len(sequences), -1)
+    # How long each state lasts, and from that where each sequence begins in the flat run of all frames.
     places = np.arange(states.shape[1])
     stays = _SHORTEST + keyed_integer(_LONGEST - _SHORTEST + 1, FRAMES, seed, _STAY, split, sequences[:, None], places)
     total = stays.sum(axis=1)

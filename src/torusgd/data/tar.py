@@ -72,6 +72,7 @@ class Shards(EncodedImages):
         size = int(self._size[index])
         if size > MOST_BYTES:
             raise Undecodable(f"{size} bytes; at most {MOST_BYTES} are read")
+        # The first read may come from the cache; after `_forget` the next one goes to the bucket.
         for _ in range(_ATTEMPTS):
             data = self._read(index)
             if len(data) == BLOCK + size and zlib.crc32(data[:BLOCK]) == self._header[index]:
@@ -80,6 +81,7 @@ class Shards(EncodedImages):
         raise self._changed(self._files[self._shard[index]])
 
     def add_to_hash(self, digest: Any, sample: Int64) -> None:
+        # Names and sizes are in the index, so no tar file is read; `sample` is not needed.
         known = hashlib.sha256(self.names.first(len(self.names)).data)
         known.update(np.ascontiguousarray(self._size, dtype="<i8").data)
         digest.update(known.hexdigest().encode())

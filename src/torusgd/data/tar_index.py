@@ -215,11 +215,13 @@ class _Walk:
                 if kind == "json":
                     tree = parse_json(text)
                     value = tree.get("label", tree.get("cls")) if isinstance(tree, dict) else None
+                # To Python a bool is an int, but no label.
                 is_label = isinstance(value, int | str) and not isinstance(value, bool)
                 if is_label and str(value) and "\0" not in str(value):
                     return str(value)
                 raise UserError(f"{self._file}: {sample[kind].name} holds no label")
         folder, _, name = picture.name.rpartition("/")
+        # The folder next to the picture, or the tar file that stands for it.
         label = self._given.get(name, folder.rpartition("/")[2])
         if not label:
             raise UserError(
@@ -258,6 +260,7 @@ def _members(stream: IO[bytes], begin: int, end: int, folder: str) -> Iterator[_
     with tarfile.open(fileobj=cast(IO[bytes], _Bounded(stream)), mode="r:", errors="surrogateescape") as archive:
         while (member := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined] # a list of all members, which may be millions
+            # A header may point anywhere: forwards only, or the walk would never end.
             if member.offset < at or member.offset_data <= member.offset or member.size < 0:
                 raise ValueError("a member lies before the one that precedes it")
             at = member.offset_data + (member.size if member.isreg() else 0)

@@ -66,6 +66,7 @@ class BytePipeline(Pipeline):
     def memory(self, shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], Pixels | None]:
         """As of `Pipeline`; images first, targets after them at a multiple of 8 bytes."""
         pixels = prod(shape)
+        # Rounded up, so that the targets begin where an int64 may begin.
         message = self.allocate((-(-pixels // _TARGET) * _TARGET + _TARGET * shape[0],), self.dtype)
         return message[:pixels].reshape(shape), message
 
@@ -118,6 +119,7 @@ def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
         table: float32 [channels, 256].
         out: float32, shaped like the pixels, contiguous or channels-last.
     """
+    # The tables of all channels in a row, so that one index picks channel and byte.
     firsts = 256 * torch.arange(len(table), dtype=torch.int32, device=pixels.device)
     places = pixels.int().add_(firsts.view(1, -1, 1, 1))
     out.copy_(table.view(-1).index_select(0, places.view(-1)).view(pixels.shape))
@@ -136,7 +138,9 @@ def arriving(images: Tensor, device: torch.device) -> Tensor:
     current = torch.cuda.current_stream(device)
     with torch.cuda.stream(_copies(device)):
         pixels = images.to(device, non_blocking=True)
+    # A wait on the GPU, not of the host.
     current.wait_stream(_copies(device))
+    # Else the allocator could hand out this memory while the computing stream still reads it.
     pixels.record_stream(current)
     return pixels
 
