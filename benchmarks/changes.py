@@ -34,7 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(RO
 
 from tests.run.processes import Process, last_step, until
 
-from torusgd.data.sources import open_sources
+from torusgd.data.registry import open_sources
 from torusgd.launch.local import TOKEN
 from torusgd.recipe.load import load_recipe
 

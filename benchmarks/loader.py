@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from decode import PICTURES, SIZE, write_pictures
 from torusgd.data import Loader, Pipeline, Share, StreamOrder, open_sources
-from torusgd.data.listing import make_here
+from torusgd.data.file_lists import make_here
 from torusgd.data.loader_processes import LoaderProcesses, Opener
 from torusgd.recipe.data_schema import Augment, Data
 

@@ -21,7 +21,7 @@ import cv2
 import numpy as np
 from torch import nn
 
-from torusgd.data.idx import open_idx
+from torusgd.data.arrays import open_mnist
 
 TRAINING, HELD_OUT = 20, 50
 """pictures of each class"""
@@ -36,7 +36,7 @@ def efficientnet_lite0(classes: int, channels: int) -> nn.Module:
 
 def make_pictures(fashion: Path, folder: Path) -> None:
     """Writes train/CLASS/*.png and val/CLASS/*.png, the first so many of each class, once."""
-    for split, source, count in zip(("train", "val"), open_idx(fashion), (TRAINING, HELD_OUT), strict=True):
+    for split, source, count in zip(("train", "val"), open_mnist(fashion), (TRAINING, HELD_OUT), strict=True):
         for label in np.unique(source.labels).tolist():
             place = folder / split / str(label)
             place.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,8 @@ from tests.hub_server import COMMITS, Hub
 from tests.run.runs import sets, train
 from torusgd import hub as hub_module
 from torusgd.data import open_sources
-from torusgd.data.info import describe
-from torusgd.data.shards import open_shards
+from torusgd.data.registry import describe
+from torusgd.data.tar import open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.hub import commit_of, hub_name, pinned
@@ -74,7 +74,7 @@ def test_names() -> None:
 def test_a_data_set_is_read_and_pinned(hub: Hub, tmp_path: Path) -> None:
     first = push_flowers(hub, tmp_path / "set")
     name = Path("hf:garden/flowers")
-    train, held_out = open_sources(folder_data(source="hf"), name, 0)
+    train, held_out = open_sources(folder_data(source="parquet"), name, 0)
     assert train.classes == ("cat", "dog"), "of the features' ClassLabel"
     assert [train.encoded(index) for index in (11, 0)] == [picture(11), picture(0)]  # type: ignore[attr-defined]
     assert len(held_out) == 6
@@ -86,7 +86,7 @@ def test_a_data_set_is_read_and_pinned(hub: Hub, tmp_path: Path) -> None:
     assert str(pinned(name, first)) == f"hf:garden/flowers@{first}", "a run that goes on stays where it began"
     assert str(pinned(Path(f"{name}@{second}"), first)).endswith(second)
     before = hub.requests
-    open_sources(folder_data(source="hf"), pinned(name, first), 0)
+    open_sources(folder_data(source="parquet"), pinned(name, first), 0)
     assert hub.requests == before, "a rank asks for nothing that its launcher has fetched"
 
 
@@ -96,7 +96,7 @@ def test_a_hub_that_is_slow_fails_and_breaks_off(use: Any, tmp_path: Path) -> No
         push_flowers(hub, tmp_path / "set")
         for number in range(2):
             use(hub, f"cache {number}")
-            train, _ = open_sources(folder_data(source="hf"), Path("hf:garden/flowers"), 0)
+            train, _ = open_sources(folder_data(source="parquet"), Path("hf:garden/flowers"), 0)
             assert [train.encoded(i) for i in range(12)] == [picture(i) for i in range(12)]  # type: ignore[attr-defined]
         assert min(hub.faults[kind] for kind in ("http_500", "cut", "slow")) > 0
 
@@ -146,7 +146,7 @@ def test_a_data_set_without_images_or_with_several_sets(hub: Hub, tmp_path: Path
     with pytest.raises(UserError, match=r"which column holds the images\? It has label; say it with"):
         describe(Path("hf:garden/text"))
     hub.push("datasets/garden/sets", files_of(sets))
-    data = folder_data(source="hf")
+    data = folder_data(source="parquet")
     with pytest.raises(UserError, match=r"holds several sets, large, small, text; say which: --set "):
         open_sources(data, Path("hf:garden/sets"), 0)
     chosen = data.model_copy(update={"options": {"subset": "small"}})
@@ -191,7 +191,7 @@ def test_weights_to_begin_with(use: Any, tmp_path: Path) -> None:
 def test_a_run_from_the_hub_has_the_hash_of_one_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = sets(
         "virtual_workers=3", "stages=[{until: 4st, images_per_worker: 4}]", "polish={images_per_batch: 5}",
-        "data={source: hf, image_size: 8, resize: 10, channels: 1, mean: [0.5], std: [0.25]}",
+        "data={source: parquet, image_size: 8, resize: 10, channels: 1, mean: [0.5], std: [0.25]}",
     )  # fmt: skip
     with Hub({"http_500": 11, "cut": 7, "slow": 6}).at_work() as server:
         first = push_flowers(server, tmp_path / "set")

@@ -24,7 +24,7 @@ from torusgd.cuda.graphs import GraphedNetwork
 from torusgd.data.loader import Loader
 from torusgd.data.order import StreamOrder
 from torusgd.data.pipeline import allocate_by_torch
-from torusgd.data.upload import BytePipeline, can_normalise_later
+from torusgd.data.to_device import BytePipeline, can_normalise_later
 from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="needs the extra triton")
 from tests.triton_device import ON_TRITON_DEVICE, seeded
 
 from torusgd.cuda import triton_upload
-from torusgd.data import upload
+from torusgd.data import to_device
 
 pytestmark = ON_TRITON_DEVICE
 
@@ -21,7 +21,7 @@ def test_every_value_stands_where_torchs_look_up_puts_it(
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=seeded(1))
     table = torch.randn(shape[1], 256, generator=seeded(2))
     made = []
-    for form in (triton_upload, upload):
+    for form in (triton_upload, to_device):
         out = torch.empty(shape, memory_format=memory_format).fill_(torch.nan)
         form.look_up(pixels, table, out)  # type: ignore[attr-defined]
         made.append(out)

@@ -5,19 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.data.augment import draw_changes, mirror, power, random_region, shift
+from torusgd.data.augment import draw_changes, mirror, random_region, shift
+from torusgd.data.geometry import power
 from torusgd.recipe.data_schema import Augment
 
 
 def changes(augment: Augment, count: int, seed: int = 0, epoch: int = 0):
-    return draw_changes(augment, seed, np.full(count, epoch), np.arange(count))
+    return draw_changes(augment, 3, seed, np.full(count, epoch), np.arange(count))
 
 
 @given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 500))
 @settings(deadline=None, max_examples=200)
 def test_every_box_lies_in_its_image(height: int, width: int, sample: int) -> None:
     augment = Augment(crop="resized")
-    drawn = draw_changes(augment, 0, np.array([0]), np.array([sample]))
+    drawn = draw_changes(augment, 3, 0, np.array([0]), np.array([sample]))
     region = random_region(height, width, (32, 32), augment, drawn.boxes[0])
     assert region.height >= 1
     assert region.width >= 1
@@ -61,7 +62,7 @@ def test_powers_by_square_roots(base: float, exponent: float) -> None:
 def test_draws_are_keyed_by_seed_epoch_and_sample_only() -> None:
     augment = Augment(crop="resized", flip=0.5)
     whole = changes(augment, 50)
-    part = draw_changes(augment, 0, np.zeros(3, np.int64), np.array([40, 7, 7]))
+    part = draw_changes(augment, 3, 0, np.zeros(3, np.int64), np.array([40, 7, 7]))
     assert np.array_equal(part.boxes, whole.boxes[[40, 7, 7]])
     assert np.array_equal(part.mirrored, whole.mirrored[[40, 7, 7]])
     for other in (changes(augment, 50, seed=1), changes(augment, 50, epoch=1)):
@@ -113,5 +114,5 @@ def test_alternating_mirrors_turn_every_image_each_epoch_and_half_of_them_at_fir
     assert np.array_equal(first, third)
     assert abs(first.mean() - 0.5) < 0.04
     assert not np.array_equal(first, changes(augment, 2000, seed=1).mirrored)
-    mixed = draw_changes(augment, 0, np.arange(4), np.zeros(4, dtype=np.int64)).mirrored
+    mixed = draw_changes(augment, 3, 0, np.arange(4), np.zeros(4, dtype=np.int64)).mirrored
     assert mixed.tolist() == [bool(first[0]) ^ bool(epoch % 2) for epoch in range(4)]

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from tests.data.pictures import encoded, photo, psnr
+from torusgd.data.crop_resize import render, scaled
 from torusgd.data.decode import MAX_PIXELS, Undecodable, decode, decode_region, fit, picture_size
 from torusgd.data.types import Region
-from torusgd.data.view import render, scaled
 
 
 def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
@@ -229,3 +229,10 @@ def test_the_shorter_side_is_scaled_as_torchvision_does() -> None:
     shard = scaled(1, 100_000, 256)  # else 256 x 25,600,000 pixels
     assert (shard.rows, shard.columns) == (256, 1024)
     assert shard.left == (100_000 - 4) // 2
+
+
+def test_a_size_in_the_last_bytes_is_cut_short() -> None:
+    """A width of 0xFFD9 looks like an end marker, and no colours follow."""
+    frame = JPEG.index(b"\xff\xc0")
+    with pytest.raises(Undecodable, match="cut short"):
+        decode_region(JPEG[: frame + 7] + b"\xff\xd9", 3, lambda height, width: Region(0, 0, 1, 1, 1, 1))

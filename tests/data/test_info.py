@@ -5,7 +5,7 @@ import pytest
 
 from tests.data.pictures import encoded, photo, write_folder
 from tests.data.test_files import arrays, write_arrays, write_idx
-from torusgd.data.info import describe, undecodable
+from torusgd.data.registry import describe, undecodable
 from torusgd.errors import UserError
 
 
@@ -28,7 +28,7 @@ def test_a_folder(tmp_path: Path) -> None:
 
 def test_idx_files(tmp_path: Path) -> None:
     info = describe(write_idx(tmp_path, zipped=True))
-    assert (info.kind, info.images, info.channels) == ("idx", {"train": 9, "eval": 4}, 1)
+    assert (info.kind, info.images, info.channels) == ("mnist", {"train": 9, "eval": 4}, 1)
     assert info.sizes == (((6, 5), 9),)
     assert "5 x 6 (9)" in info.lines()[-1]
     assert "3 training images" in info.lines()[-2]
@@ -37,7 +37,7 @@ def test_idx_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["npz", "npy"])
 def test_arrays(tmp_path: Path, kind: str) -> None:
     path = write_arrays(tmp_path, kind, arrays())
-    assert describe(path).kind == "arrays"
+    assert describe(path).kind == "numpy"
     assert list(undecodable(path)) == []
 
 

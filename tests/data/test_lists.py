@@ -9,9 +9,9 @@ import pytest
 from tests.data.pictures import encoded, folder_data, photo, write_folder
 from tests.data.tables import write_lists
 from torusgd.data import CorruptImage, open_sources
-from torusgd.data.identity import data_sha256
-from torusgd.data.info import describe
-from torusgd.data.lists import open_folders, open_list
+from torusgd.data.fingerprint import data_sha256
+from torusgd.data.pictures import open_csv, open_folders
+from torusgd.data.registry import describe
 from torusgd.errors import UserError
 
 
@@ -23,12 +23,12 @@ def test_lists_with_and_without_a_head(tmp_path: Path, head: str) -> None:
             lines = (root / f"{split}.csv").read_text().splitlines()[1:]
             swapped = [",".join(["7", *line.split(",")[::-1]]) for line in lines]
             (root / f"{split}.csv").write_text("\n".join([head, "", *swapped]))
-    train, held_out = open_sources(folder_data(source="list"), root, 0)
+    train, held_out = open_sources(folder_data(source="csv"), root, 0)
     assert train.classes == ("cat", "dog")
     assert train.labels.tolist() == [0] * 6 + [1] * 6
     assert len(held_out) == 8
     assert train.read(7).shape[2] == 3
-    assert describe(root).kind == "list"
+    assert describe(root).kind == "csv"
 
 
 def test_numbers_names_absolute_paths_and_other_files(tmp_path: Path) -> None:
@@ -36,12 +36,12 @@ def test_numbers_names_absolute_paths_and_other_files(tmp_path: Path) -> None:
     (root / "my.tsv").write_text(f"{root}/train/cat/000.jpg\t1\ntrain/dog/001.jpg\t0\n")
     (root / "held out.csv").write_text("val/cat/000.jpg,1\n")
     (root / "names").write_text("dog\ncat\n")
-    data = folder_data(source="list", options={"train": "my.tsv", "eval": "held out.csv", "classes": "names"})
+    data = folder_data(source="csv", options={"train": "my.tsv", "eval": "held out.csv", "classes": "names"})
     train, held_out = open_sources(data, root, 0)
     assert train.classes == ("dog", "cat")
     assert (train.labels.tolist(), held_out.labels.tolist()) == ([1, 0], [1])
     train.read(0)
-    assert open_list(root, 3, "my.tsv", "held out.csv")[0].classes == ("0", "1")
+    assert open_csv(root, 3, train="my.tsv", eval="held out.csv")[0].classes == ("0", "1")
 
 
 @pytest.mark.parametrize(
@@ -60,19 +60,19 @@ def test_a_wrong_list_is_told(tmp_path: Path, text: str, message: str) -> None:
     (root / "classes").write_text("cat\ndog\n")
     (root / "train.csv").write_text(text)
     with pytest.raises(UserError, match=message):
-        open_sources(folder_data(source="list", options={"classes": "classes"}), root, 0)
+        open_sources(folder_data(source="csv", options={"classes": "classes"}), root, 0)
 
 
 def test_missing_and_unreadable_lists_and_files_are_told(tmp_path: Path) -> None:
     root = write_lists(write_folder(tmp_path))
     (root / "val.csv").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(UserError, match=r"val\.csv: can't be read as a list"):
-        open_list(root, 3)
+        open_csv(root, 3)
     (root / "val.csv").unlink()
     with pytest.raises(UserError, match=r"val\.csv: can't be read as a list .*No such file"):
-        open_list(root, 3)
+        open_csv(root, 3)
     (root / "val.csv").write_text("gone.jpg,cat\n")
-    train, held_out = open_list(root, 3)
+    train, held_out = open_csv(root, 3)
     with pytest.raises(UserError, match=r"gone\.jpg: No such file or directory, though it is listed"):
         data_sha256(train, held_out)
 
@@ -81,7 +81,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     root = write_lists(write_folder(tmp_path))
     os.mkfifo(root / "pipe")
     (root / "train.csv").write_text("pipe,cat\n/dev/zero,dog\n")
-    train, _ = open_list(root, 3)
+    train, _ = open_csv(root, 3)
     for index in range(2):
         with pytest.raises(CorruptImage, match="no plain file"):
             train.read(index)
@@ -109,5 +109,5 @@ def test_several_folders_at_once(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, run_cli: Any) -> None:
     root = write_lists(write_folder(tmp_path / "a set"))
     (root / "train.csv").write_text("a\n")
-    code, _, said = run_cli("train", "folder", "--set", "data.source=list", "--data", root, "--out", tmp_path / "run")
+    code, _, said = run_cli("train", "folder", "--set", "data.source=csv", "--data", root, "--out", tmp_path / "run")
     assert (code, said) == (2, f"torusgd: {root}/train.csv: line 1 has no path and label\n")

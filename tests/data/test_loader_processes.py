@@ -13,11 +13,11 @@ import torch
 
 from tests.data.pictures import folder_data, write_folder
 from torusgd.data import Batch, Pipeline, StreamOrder, open_sources
-from torusgd.data.listing import make_here
+from torusgd.data.file_lists import make_here
 from torusgd.data.loader import Loader, Share
 from torusgd.data.loader_processes import LoaderProcesses, Opener
-from torusgd.data.upload import BytePipeline
-from torusgd.data.upload import parts as in_message
+from torusgd.data.to_device import BytePipeline
+from torusgd.data.to_device import parts as in_message
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.data_schema import Augment, Data
 from torusgd.recipe.section import ImageSizes

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tests.data.pictures import encoded, folder_data, photo, psnr, write_folder
 from torusgd.data.decode import decode, is_common_jpeg
+from torusgd.data.encoded_source import EncodedImages
 from torusgd.data.nvjpeg import NvJpeg, decode_on_gpu
 from torusgd.data.pipeline import Pipeline
-from torusgd.data.sources import open_sources
-from torusgd.data.types import GpuSource, Int64, Source
+from torusgd.data.registry import open_sources
+from torusgd.data.types import Int64, Source
 from torusgd.errors import UserError
 from torusgd.recipe.data_schema import Augment, Data
 from torusgd.recipe.load import load_recipe
@@ -45,8 +46,8 @@ def opened(path: Path, decode_many: Any = None, **changes: Any) -> Pipeline:
     data = folder_data(decoder="nvjpeg", **changes)
     train, _ = open_sources(data, path, 0)
     if decode_many is not None:
-        assert isinstance(train, GpuSource)
-        train.decode_with(NvJpeg(decode_many))
+        assert isinstance(train, EncodedImages)
+        train = train.decoded_by(NvJpeg(decode_many))
     return Pipeline(train, data, 0)
 
 
@@ -145,12 +146,11 @@ def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(io=names))
     monkeypatch.setitem(sys.modules, "torchvision.io", names)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
-    decode_on_gpu(sources, GPU, 0)
-    batch(Pipeline(sources[0], folder_data(), 0), [0, 1])
+    batch(Pipeline(decode_on_gpu(sources, GPU, 0)[0], folder_data(), 0), [0, 1])
     assert given == [("colours", GPU, [torch.uint8] * 2)]
     digits = Data(source="digits", image_size=8, channels=1, mean=(0.5,), std=(0.5,), augment=Augment())
     others: tuple[Source, Source] = open_sources(digits, None, 0)
-    with pytest.raises(UserError, match=r"^data.decoder: nvjpeg decodes the pictures of folder, folders, list, tar"):
+    with pytest.raises(UserError, match=r"^data.decoder: nvjpeg decodes the pictures of csv, tar, parquet, folder"):
         decode_on_gpu(others, GPU, 0)
 
 
@@ -168,8 +168,7 @@ def test_on_a_gpu_pixels_are_near_those_of_libjpeg_and_repeat(folder: Path) -> N
     found = []
     for _ in range(2):
         data = folder_data(augment=Augment())
-        sources = open_sources(data, folder, 0)
-        decode_on_gpu(sources, GPU, 0)
+        sources = decode_on_gpu(open_sources(data, folder, 0), GPU, 0)
         found.append(Pipeline(sources[0], data, 0).validation_batch(np.arange(8)).images)
     usual = Pipeline(open_sources(data, folder, 0)[0], data, 0).validation_batch(np.arange(8)).images
     assert torch.equal(*found)

@@ -16,11 +16,11 @@ from tests.data.test_files import arrays, write_arrays
 from torusgd.data import pack as module
 from torusgd.data import tar_index
 from torusgd.data.decode import decode, picture_size
-from torusgd.data.folder import open_folder
-from torusgd.data.imagenet import DEVKIT, PIECES, TRAIN, VAL, prepare_imagenet
-from torusgd.data.info import open_any
+from torusgd.data.imagenet import DEVKIT, TRAIN, VAL, prepare_imagenet
 from torusgd.data.pack import Packing, pack
-from torusgd.data.shards import open_shards
+from torusgd.data.pictures import open_folder
+from torusgd.data.registry import open_any
+from torusgd.data.tar import open_shards
 from torusgd.data.tar_index import FILE
 from torusgd.errors import RunError, UserError
 from torusgd.locks import held
@@ -40,7 +40,7 @@ def test_a_folder_is_scaled_once(tmp_path: Path) -> None:
     assert counts == {"train": 13, "eval": 4}
     assert lines == [f"{root}/train/dog/torn.jpg: neither JPEG nor PNG"]
     assert sorted(os.listdir(tmp_path / "out")) == [
-        "classes.txt", "index.npz", "pack.json", "train-00000.tar", "train-00001.tar", "train-00002.tar",
+        "classes.txt", "index.safetensors", "pack.json", "train-00000.tar", "train-00001.tar", "train-00002.tar",
         "val-00000.tar",
     ]  # fmt: skip
     (before, _), (after, held_out) = open_folder(root, 3), open_shards(tmp_path / "out", 3)
@@ -84,8 +84,8 @@ def test_it_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(module, "_copy", lambda *each: copied.append(each[2]) or copy(*each))
     shards_of(root, out)
     assert sorted(copied) == sorted([*range(8), *range(5, 12)])  # all but the first shard
-    assert {file.name: file.read_bytes() for file in out.iterdir() if file.name != "index.npz"} == {
-        file.name: file.read_bytes() for file in whole.iterdir() if file.name != "index.npz"
+    assert {file.name: file.read_bytes() for file in out.iterdir() if file.name != "index.safetensors"} == {
+        file.name: file.read_bytes() for file in whole.iterdir() if file.name != "index.safetensors"
     }
 
 
@@ -169,52 +169,24 @@ def test_imagenet_is_read_out_of_its_tar_files(tmp_path: Path, run_cli: Any) -> 
     assert counts == {"train": 6, "eval": 4}
 
 
-@pytest.mark.parametrize("kill_at", [1, 2, 3, 4, 5])
-def test_an_imagenet_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int) -> None:
-    """After the first class, the second, the third, all of training, and all of it."""
+def test_an_imagenet_that_was_killed_leaves_no_index_and_can_be_prepared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     undisturbed, root = write_imagenet(tmp_path / "whole"), write_imagenet(tmp_path / "killed")
     prepare_imagenet(undisturbed)
     assert sorted(os.listdir(undisturbed)) == sorted([TRAIN, VAL, DEVKIT, FILE])
-    told = list[int]()
+    monkeypatch.setattr(tar_index, "_EVERY", 1)
 
     def killed(done: int) -> None:
-        told.append(done)
-        if len(told) == kill_at:
+        if done == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare_imagenet(root, killed)
     assert not (root / FILE).exists()
-    kept = sorted((root / PIECES).iterdir())
-    assert len(kept) == min(kill_at, 3)
-    for number, damage in enumerate((b"", kept[-1].read_bytes()[:-100], b"")[: kill_at - 1]):
-        kept[number].write_bytes(damage)
-    (root / PIECES / ".1-x.npz.1234").write_bytes(b"half of one")
-    walked = list[int]()
-    images = tar_index._Walk.images
-    monkeypatch.setattr(
-        tar_index._Walk, "images", lambda self, begin, *rest: walked.append(begin) or images(self, begin, *rest)
-    )
     prepare_imagenet(root)
-    assert len([begin for begin in walked if begin]) == 3 - (len(kept) - min(len(kept), kill_at - 1))
     assert (root / FILE).read_bytes() == (undisturbed / FILE).read_bytes()
     assert sorted(os.listdir(root)) == sorted(os.listdir(undisturbed))
-
-
-def test_pieces_of_a_file_that_was_replaced_are_not_taken(tmp_path: Path) -> None:
-    root = write_imagenet(tmp_path)
-    whole = (root / VAL).read_bytes()
-    write_tar(root / VAL, [("ILSVRC2012_val_00000001.JPEG", picture(1))])
-    with pytest.raises(UserError, match="has 1 pictures"):
-        prepare_imagenet(root)
-    (root / VAL).write_bytes(whole)
-    inner = {
-        f"{name}.tar": tar_bytes({f"{name}_{at}.JPEG": picture(9) for at in range(n)}) for name, n in CLASSES.items()
-    }
-    write_tar(root / TRAIN, inner.items())
-    prepare_imagenet(root)
-    train, _ = open_shards(root, 3)
-    assert [train.encoded(index) for index in range(6)] == [picture(9)] * 6
 
 
 def test_an_imagenet_is_prepared_by_one_command_at_a_time(

@@ -10,10 +10,10 @@ from tests.data.pictures import folder_data
 from tests.data.tables import table, write_arrow, write_parquet
 from tests.data.tars import picture
 from torusgd.data import CorruptImage, open_sources, parquet
-from torusgd.data.identity import data_sha256
-from torusgd.data.info import describe
+from torusgd.data.fingerprint import data_sha256
 from torusgd.data.parquet import open_tables
-from torusgd.data.shards import open_shards
+from torusgd.data.registry import describe
+from torusgd.data.tar import open_shards
 from torusgd.errors import UserError
 
 pytestmark = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs pyarrow")
@@ -21,26 +21,26 @@ pytestmark = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs pyar
 
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])
 def test_rows_in_any_order(tmp_path: Path, write: Any) -> None:
-    train, held_out = open_sources(folder_data(source="hf"), write(tmp_path), 0)
+    train, held_out = open_sources(folder_data(source="parquet"), write(tmp_path), 0)
     assert train.classes == ("cat", "dog")
     assert train.labels.tolist() == [number % 2 for number in range(12)]
     assert isinstance(train, parquet.TableImages)
     assert [train.encoded(index) for index in (11, 0, 5, 6, 3)] == [picture(number) for number in (11, 0, 5, 6, 3)]
     assert held_out.read(5).shape[2] == 3
     info = describe(tmp_path)
-    assert (info.kind, info.images) == ("hf", {"train": 12, "eval": 6})
+    assert (info.kind, info.images) == ("parquet", {"train": 12, "eval": 6})
     assert data_sha256(train, held_out) == data_sha256(*open_tables(tmp_path, 3))
 
 
-def test_row_groups_are_kept_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Any) -> None:
+def test_row_groups_are_cached_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Any) -> None:
     write_parquet(tmp_path / "set")
-    monkeypatch.setattr(parquet, "MOST_KEPT", 20_000)
+    monkeypatch.setattr(parquet, "MOST_CACHED", 20_000)
     with pytest.raises(UserError, match=r"can't be read one by one; pack them first: torusgd data pack"):
-        open_tables(tmp_path / "set", 3)
-    train, _ = open_tables(tmp_path / "set", 3, whole=False)
+        open_sources(folder_data(source="parquet"), tmp_path / "set", 0)
+    train, _ = open_tables(tmp_path / "set", 3)
     for index in (0, 11, 4, 0, 11):
         assert train.encoded(index) == picture(index)
-        assert sum(train._parts[each].size for each in train._kept) <= 20_000
+        assert sum(train._parts[each].size for each in train._cached) <= 20_000
     assert run_cli("data", "pack", tmp_path / "set", tmp_path / "out")[0] == 0
     packed, _ = open_shards(tmp_path / "out", 3)
     assert [packed.encoded(index) for index in range(12)] == [picture(number) for number in range(12)]

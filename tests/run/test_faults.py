@@ -140,7 +140,7 @@ def test_other_data_of_the_same_recipe_are_refused_by_the_ranks(tmp_path: Path) 
         return path
 
     recipe, out = tmp_path / "arrays.yaml", tmp_path / "out"
-    recipe.write_text(RECIPE.replace("tests.run.slow:Slow", "arrays"))
+    recipe.write_text(RECIPE.replace("tests.run.slow:Slow", "numpy"))
     run_alone(out, recipe, data=arrays(tmp_path / "a.npz", 96), max_steps=4)
     process = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", arrays(tmp_path / "b.npz", 100))
     assert process.end() == 2, process.output

@@ -11,9 +11,9 @@ import torch
 from tests.comm.gloo_world import run_ranks
 from tests.run.processes import RECIPE, run_alone
 from torusgd.comm.groups import group_of
-from torusgd.data.folder import Folder
-from torusgd.data.identity import data_sha256
-from torusgd.data.sources import First
+from torusgd.data.file_lists import Names
+from torusgd.data.fingerprint import data_sha256
+from torusgd.data.pictures import PictureFiles, list_pictures
 from torusgd.data.types import Source
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
@@ -80,7 +80,7 @@ def arrays(path: Path, seed: int = 0, shift: int = 0) -> Path:
 
 def test_other_data_of_equal_count_and_other_initial_weights_are_refused(tmp_path: Path) -> None:
     recipe, out = tmp_path / "arrays.yaml", tmp_path / "out"
-    recipe.write_text(RECIPE.replace("tests.run.slow:Slow", "arrays"))
+    recipe.write_text(RECIPE.replace("tests.run.slow:Slow", "numpy"))
     first = arrays(tmp_path / "a.npz")
     told = run_alone(out, recipe, data=first, max_steps=4)
     others = (arrays(tmp_path / "pixels.npz", seed=1), arrays(tmp_path / "labels.npz", shift=1))
@@ -98,13 +98,15 @@ def test_other_data_of_equal_count_and_other_initial_weights_are_refused(tmp_pat
 
 
 def test_names_sizes_labels_and_a_sample_of_pixels_make_the_data(tmp_path: Path) -> None:
-    def made(*files: tuple[str, bytes]) -> Source:
+    def made(*files: tuple[str, bytes]) -> PictureFiles:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         for name, content in files:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        return Folder(folder, ("cat", "dog"), ("cat", "dog"), 3)
+        classes = ("cat", "dog")
+        found = list_pictures(folder, classes, "train")
+        return PictureFiles(folder, Names.of(found, "train"), classes, found["train labels"], 3, classes)
 
     def hash_of(source: Source) -> str:
         return data_sha256(source, source)
@@ -115,7 +117,7 @@ def test_names_sizes_labels_and_a_sample_of_pixels_make_the_data(tmp_path: Path)
         made(("cat/1.png", b"one"), ("cat/4.png", b"two"), ("dog/3.png", b"three")),
         made(("cat/1.png", b"one"), ("dog/2.png", b"two"), ("dog/3.png", b"three")),
         made(("cat/1.png", b"one"), ("cat/2.png", b"twos"), ("dog/3.png", b"three")),
-        First(plain, 2),
+        plain.first(2),
     ]
     assert hash_of(plain) == hash_of(same)
     assert len({hash_of(plain), *map(hash_of, others)}) == 5

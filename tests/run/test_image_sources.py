@@ -30,7 +30,7 @@ RECIPE = (
     "polish={images_per_batch: 5}",
 )
 DATA = "image_size: 8, resize: 10, channels: 1, mean: [0.5], std: [0.25], augment: {crop: resized, flip: 0.5}"
-CASES = {"tar": "shards", "list": "folder", **({"hf": "tables"} if find_spec("pyarrow") else {})}
+CASES = {"tar": "shards", "csv": "folder", **({"parquet": "tables"} if find_spec("pyarrow") else {})}
 """by source: the folder of its images"""
 
 
@@ -38,7 +38,7 @@ def write_images(root: Path) -> None:
     write_shards(root / "shards")
     write_index(root / "shards" / FILE, make_index(root / "shards"))
     write_lists(write_folder(root / "folder"))
-    if "hf" in CASES:
+    if "parquet" in CASES:
         write_parquet(root / "tables")
 
 

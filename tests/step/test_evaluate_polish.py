@@ -13,7 +13,7 @@ from torch import nn
 from torusgd.comm.allreduce import native
 from torusgd.comm.groups import group_of
 from torusgd.data.pipeline import Pipeline
-from torusgd.data.sources import open_sources
+from torusgd.data.registry import open_sources
 from torusgd.models import build_model
 from torusgd.precision import Precision
 from torusgd.recipe.data_schema import Evaluate

@@ -197,7 +197,7 @@ class Fuzz:
         zipped, packed = io.BytesIO(), io.BytesIO()
         np.savez(zipped, **good)
         np.savez_compressed(packed, **good)
-        data = Data(source="arrays", image_size=4, channels=1, mean=(0.5,), std=(0.5,))
+        data = Data(source="numpy", image_size=4, channels=1, mean=(0.5,), std=(0.5,))
         for number in range(count):
             if number % 2:
                 path = self.file(f"set-{number}.npz", damaged(rng, rng.choice((zipped, packed)).getvalue()))
@@ -213,7 +213,7 @@ class Fuzz:
     def idx(self, count: int, rng: random.Random) -> Inputs:
         """Folders as MNIST's, one of the four files damaged."""
         good = arrays_of(8)
-        data = Data(source="idx", image_size=4, channels=1, mean=(0.5,), std=(0.5,))
+        data = Data(source="mnist", image_size=4, channels=1, mean=(0.5,), std=(0.5,))
         for number in range(count):
             path, torn = self.folder / f"idx-{number}", rng.randrange(4)
             for each, (name, array) in enumerate(good.items()):
@@ -244,11 +244,11 @@ class Fuzz:
             if torn == "before":
                 self.file(f"{path.name}/train.tar", damaged(rng, good))
             else:
-                write_index(path / "index.npz", make_index(path))
+                write_index(path / "index.safetensors", make_index(path))
             if torn == "after":
                 self.file(f"{path.name}/train.tar", damaged(rng, good))
             if torn == "index":
-                self.file(f"{path.name}/index.npz", damaged(rng, (path / "index.npz").read_bytes()))
+                self.file(f"{path.name}/index.safetensors", damaged(rng, (path / "index.safetensors").read_bytes()))
             if torn == "list":
                 self.file(f"{path.name}/a.jpg", picture.getvalue())
                 for split in ("train", "val"):

@@ -11,7 +11,7 @@ import numpy as np
 from torusgd import cli
 from torusgd.comm.tuning.profile import Profile, choose
 from torusgd.data.decode import decode, decode_region
-from torusgd.data.sources import open_sources
+from torusgd.data.registry import open_sources
 from torusgd.data.tar_index import make_index, write_index
 from torusgd.data.types import CorruptImage, Region
 from torusgd.errors import UserError
@@ -67,8 +67,8 @@ def read_first(data: Data, path: Path) -> None:
 def read_shards(path: Path, torn: str) -> None:
     """Tar shards or lists as training reads them; an image that can't be decoded would be replaced."""
     if torn == "before":
-        write_index(path / "index.npz", make_index(path))
-    data = Data(source="list" if torn == "list" else "tar", image_size=4)
+        write_index(path / "index.safetensors", make_index(path))
+    data = Data(source="csv" if torn == "list" else "tar", image_size=4)
     for source in open_sources(data, path, 0):
         for index in range(min(8, len(source))):
             with contextlib.suppress(CorruptImage, FileNotFoundError):

@@ -30,13 +30,13 @@ def fetch(
 @app.command()
 def index(
     path: Annotated[Path, Argument(metavar="PATH", help="A folder of tar files: train-0000.tar, val-0000.tar ...")],
-    out: Annotated[Path | None, Option("--out", help="The index. Default: PATH/index.npz.")] = None,
+    out: Annotated[Path | None, Option("--out", help="The index. Default: PATH/index.safetensors.")] = None,
     classes: Annotated[
         Path | None, Option("--classes", help="A list of the classes, one a line. Default: PATH/classes.txt, if any.")
     ] = None,
 ) -> None:
     """Write down where each image of a set of tar files lies, once, so that training reads any of them."""
-    from ..data.classes import read_classes
+    from ..data.file_lists import read_classes
     from ..data.tar_index import CLASSES, FILE, count_images, make_index, write_index
 
     check_here("PATH", path)
@@ -64,8 +64,8 @@ def pack(
     images_per_shard: Annotated[int, Option("--images-per-shard", min=1)] = 5000,
 ) -> None:
     """Copy a data set into tar shards with their index, large images scaled once."""
-    from ..data.info import open_any
     from ..data.pack import Packing, pack
+    from ..data.registry import open_any
 
     check_here("OUT", out)
     _, train, held_out = open_any(path)
@@ -111,7 +111,7 @@ def info(
     check: Annotated[bool, Option("--check", help="Decode every image, and name those that can't be.")] = False,
 ) -> None:
     """Describe a data set: its images, classes and sizes."""
-    from ..data.info import describe, undecodable
+    from ..data.registry import describe, undecodable
 
     for line in describe(path).lines():
         typer.echo(line)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.pipeline import Batch
-from ..data.upload import arriving, on_device, parts, pinned, place
+from ..data.to_device import arriving, on_device, parts, pinned, place
 from ..errors import first_line
 from ..gradients.reducer import Reducer, hook_parameters
 from ..precision import Precision

@@ -29,7 +29,7 @@ def _look_up(pixels, table, out, values, channels, places, IS_LAST: tl.constexpr
 
 
 def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
-    """See `upload.look_up`."""
+    """See `to_device.look_up`."""
     _, channels, height, width = pixels.shape
     values = pixels.numel()
     _look_up[(triton.cdiv(values, BLOCK),)](

@@ -6,7 +6,7 @@ A batch is a function of the recipe and of the samples' positions in the stream,
 from .loader import Loader, Share
 from .order import StreamOrder
 from .pipeline import Batch, Pipeline
-from .sources import open_sources
+from .registry import open_sources
 from .types import ArraySource, Choose, CorruptImage, Region, RegionSource, Source
 
 __all__ = [

@@ -1,11 +1,14 @@
-"""Images in memory or memory-mapped: .npz and .npy files, and the digits that scikit-learn ships."""
+"""Images as arrays: .npz and .npy files (`numpy`), the four files of MNIST (`mnist`), scikit-learn's digits."""
 
+import gzip
+import math
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +16,15 @@ import numpy.typing as npt
 from ..errors import UserError, in_one_line
 from ..rng import SPLIT, keyed_permutation
 from ..untrusted import check_swelling
-from .listing import Once, make_here
-from .npz import map_array
+from .file_lists import MOST_CLASSES, Arrays, Once, Progress, make_here
 from .types import Int64, Pixels
 
 SPLITS = ("train", "eval")
 HELD_OUT_DIGITS = 360
 _DIGITS = "datasets/data/digits.csv.gz"
 """in scikit-learn's package: a row an image, 64 pixels and the label"""
-_MOST_CLASSES = 1_000_000
+_UINT8 = 0x08
+_MOST_BYTES = 1 << 34
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,56 +55,158 @@ class Images:
         return self.images[indices]
 
 
-def class_names(names: str | None, labels: Int64) -> tuple[str, ...]:
-    """The names that an option gives, separated by commas; without it the numbers from 0 to the largest label.
-
-    Raises:
-        UserError: A label that is no class's number.
-    """
-    if names is None:
-        if labels.max(initial=0) >= _MOST_CLASSES:
-            raise UserError(f"data: a label of {labels.max()}; labels are whole numbers from 0, below {_MOST_CLASSES}")
-        return tuple(str(label) for label in range(int(labels.max(initial=-1)) + 1))
-    return tuple(name.strip() for name in names.split(","))
+Pair = tuple[Images, Images]
 
 
-def open_arrays(path: Path, names: str | None = None, once: Once = make_here) -> tuple[Images, Images]:
+def _pair(arrays: Arrays, names: str | None) -> Pair:
+    """Both splits of the arrays `SPLIT_images` and `SPLIT_labels`; see `open_numpy` for `names`."""
+    if names is not None:
+        classes = tuple(name.strip() for name in names.split(","))
+    else:
+        largest = max(int(arrays[f"{split}_labels"].max(initial=-1)) for split in SPLITS)
+        if largest >= MOST_CLASSES:
+            raise UserError(f"data: a label of {largest}; labels are whole numbers from 0, below {MOST_CLASSES}")
+        classes = tuple(map(str, range(largest + 1)))
+    train, held_out = (Images(arrays[f"{split}_images"], arrays[f"{split}_labels"], classes) for split in SPLITS)
+    return train, held_out
+
+
+def open_numpy(path: Path, once: Once = make_here, names: str | None = None) -> Pair:
     """Arrays `train_images`, `train_labels`, `eval_images` and `eval_labels`.
 
     Images are uint8 [n, height, width] or [n, height, width, channels], labels whole numbers [n] from 0.
 
     Args:
-        path: An .npz file, or a folder with one .npy file for each (train_images.npy ...). Both are memory-mapped, so
-            that the processes of a machine share one copy.
-        names: Class names separated by commas.
-        once: Who unpacks an .npz that is compressed.
+        path: A folder with one .npy file for each (train_images.npy ...), which all processes map; or an .npz file,
+            which one process of a machine reads.
+        once: Decides which process reads an .npz.
+        names: Class names separated by commas. None: the numbers from 0 to the largest label.
 
     Raises:
         UserError: An array is missing, damaged, of another type or shape; or would have to be unpickled.
     """
-    keys = [f"{split}_{what}" for split in SPLITS for what in ("images", "labels")]
-    mapped = {key: _map(path, key) for key in keys}
-    found = {key: array for key, array in mapped.items() if array is not None}
-    found |= once(lambda progress: {key: _unpack(path, key) for key in keys if key not in found})
-    pair = []
-    for split in SPLITS:
-        images, labels = found[f"{split}_images"], found[f"{split}_labels"]
-        if images.dtype != np.uint8 or images.ndim not in (3, 4):
-            raise UserError(
-                f"{path}: {split}_images must be uint8 [n, height, width] or [n, height, width, channels],"
-                f" got {images.dtype} {list(images.shape)}"
-            )
-        if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
-            raise UserError(
-                f"{path}: {split}_labels must be {len(images)} whole numbers, got {labels.dtype} {list(labels.shape)}"
-            )
-        pair.append((images if images.ndim == 4 else images[..., None], labels.astype(np.int64)))
-    classes = class_names(names, np.concatenate([labels for _, labels in pair]))
-    train, held_out = (Images(images, labels, classes) for images, labels in pair)
-    return train, held_out
+    if path.is_dir():
+        return _pair({key: array for split in SPLITS for key, array in _load(path, split).items()}, names)
+
+    def make(progress: Progress) -> Arrays:
+        return {key: np.ascontiguousarray(array) for split in SPLITS for key, array in _load(path, split).items()}
+
+    return _pair(once(make), names)
 
 
-def open_digits() -> tuple[Images, Images]:
+def _load(path: Path, split: str) -> Arrays:
+    images, labels = (_read_numpy(path, f"{split}_{what}") for what in ("images", "labels"))
+    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        raise UserError(
+            f"{path}: {split}_images must be uint8 [n, height, width] or [n, height, width, channels],"
+            f" got {images.dtype} {list(images.shape)}"
+        )
+    if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+        raise UserError(
+            f"{path}: {split}_labels must be {len(images)} whole numbers, got {labels.dtype} {list(labels.shape)}"
+        )
+    images = images if images.ndim == 4 else images[..., None]
+    return {f"{split}_images": images, f"{split}_labels": labels.astype(np.int64)}
+
+
+def _read_numpy(path: Path, name: str) -> npt.NDArray[Any]:
+    file = path / f"{name}.npy" if path.is_dir() else path
+    with _named_errors(path, file, name):
+        if path.is_dir():
+            return np.load(file, mmap_mode="r", allow_pickle=False)
+        with np.load(file, allow_pickle=False) as archive:
+            stored = archive.zip.getinfo(f"{name}.npy")
+            # A few bytes of zeros, compressed, could fill the memory.
+            check_swelling(stored.file_size, stored.compress_size)
+            return archive[name]
+
+
+@contextmanager
+def _named_errors(path: Path, file: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: needs the array {file.name}") from error
+    except KeyError as error:
+        raise UserError(f"{path}: has no array {name}; save it with np.savez(path, {name}=...)") from error
+    except Exception as error:  # any exception that numpy's, zipfile's or zlib's parser raises for a foreign file
+        reason = in_one_line(error)
+        raise UserError(f"{file}: can't load {name} ({reason}); arrays of plain numbers are wanted") from error
+
+
+def open_mnist(path: Path, names: str | None = None) -> Pair:
+    """A folder with train-images-idx3-ubyte, train-labels-idx1-ubyte and the same of t10k, each plain or .gz.
+
+    Args:
+        path: The folder.
+        names: As of `open_numpy`.
+
+    Returns:
+        Training and held-out images, uint8 [n, height, width, 1], in memory.
+
+    Raises:
+        UserError: A file is missing, damaged, or does not fit its header.
+    """
+    arrays: Arrays = {}
+    for split, stem in (("train", "train"), ("eval", "t10k")):
+        images = read_idx(find_idx(path, f"{stem}-images", 3), dims=3)
+        labels = read_idx(find_idx(path, f"{stem}-labels", 1), dims=1)
+        if len(images) != len(labels):
+            raise UserError(f"{path}: {len(images)} images but {len(labels)} labels in the files {stem}-*")
+        arrays |= {f"{split}_images": images[..., None], f"{split}_labels": labels.astype(np.int64)}
+    return _pair(arrays, names)
+
+
+def find_idx(path: Path, stem: str, dims: int) -> Path:
+    """The file of that name, as MNIST and its successors spell it, with or without .gz."""
+    for name in (f"{stem}-idx{dims}-ubyte", f"{stem}.idx{dims}-ubyte"):
+        for file in (path / name, path / f"{name}.gz"):
+            if file.is_file():
+                return file
+    raise UserError(f"{path}: has no {stem}-idx{dims}-ubyte, with or without .gz; --data is the folder that holds it")
+
+
+def read_idx(file: Path, dims: int) -> Pixels:
+    """An IDX file of unsigned bytes with so many dims.
+
+    Raises:
+        UserError: Its header says another kind, or another length than the file has.
+    """
+    try:
+        with cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as stream:
+            return _read_idx(file, stream, dims)
+    except UserError:
+        raise
+    except OSError as error:
+        if not isinstance(error, gzip.BadGzipFile):
+            raise UserError(f"{file}: can't be read: {error.strerror}") from error
+        raise UserError(f"{file}: damaged ({error}); fetch it again") from error
+    except (EOFError, zlib.error, MemoryError, ValueError) as error:
+        raise UserError(f"{file}: damaged ({error}); fetch it again") from error
+
+
+def _read_idx(file: Path, stream: IO[bytes], dims: int) -> Pixels:
+    header = stream.read(4 + 4 * dims)
+    if len(header) < 4 + 4 * dims or header[:4] != bytes((0, 0, _UINT8, dims)):
+        raise UserError(f"{file}: no IDX file of unsigned bytes with {dims} dims (its first bytes differ)")
+    shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, 4 + 4 * dims, 4))
+    size, stored = math.prod(shape), file.stat().st_size
+    if size > _MOST_BYTES:
+        raise UserError(f"{file}: its header says {size} bytes, at most {_MOST_BYTES} are read")
+    check_swelling(size, stored)
+    # The header is not trusted with memory: of a plain file the length is known, of a gzip file no more than one byte
+    # beyond what the header says is unpacked.
+    found = stored - len(header)
+    if file.suffix == ".gz" or found == size:
+        content = stream.read(size + 1)
+        found = len(content)
+    if found != size:
+        has = "more" if found > size else f"only {found}"
+        raise UserError(f"{file}: its header {list(shape)} says {size} bytes, it has {has}; fetch it again")
+    return np.frombuffer(content, np.uint8).reshape(shape)
+
+
+def open_digits() -> Pair:
     """The handwritten digits of scikit-learn, real data without a download: 1,437 training and 360 held-out images.
 
     Images are uint8 [8, 8, 1], classes "0" to "9". The split is fixed, so that runs of every seed are measured on the
@@ -116,37 +221,10 @@ def open_digits() -> tuple[Images, Images]:
     # The package's own file, read without importing the package: that takes 2 s, in each rank.
     table = np.loadtxt(Path(package.submodule_search_locations[0], _DIGITS), delimiter=",", dtype=np.int64)
     images = np.round(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)  # values 0..16 in the file
-    labels = table[:, -1]
-    names = tuple(str(digit) for digit in range(10))
-    order = keyed_permutation(len(labels), SPLIT, 0)
-    train, held_out = np.sort(order[HELD_OUT_DIGITS:]), np.sort(order[:HELD_OUT_DIGITS])
-    return Images(images[train], labels[train], names), Images(images[held_out], labels[held_out], names)
-
-
-def _map(path: Path, name: str) -> npt.NDArray[Any] | None:
-    """An array where it lies; None: it is compressed, or not there."""
-    with _telling(path, name):
-        if path.is_dir():
-            return np.load(path / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-        return map_array(path, f"{name}.npy")
-
-
-def _unpack(path: Path, name: str) -> npt.NDArray[Any]:
-    with _telling(path, name), np.load(path, allow_pickle=False) as archive:
-        stored = archive.zip.getinfo(f"{name}.npy")
-        check_swelling(stored.file_size, stored.compress_size)
-        return archive[name]
-
-
-@contextmanager
-def _telling(path: Path, name: str) -> Iterator[None]:
-    member = path / f"{name}.npy" if path.is_dir() else path
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: needs the array {member.name}") from error
-    except KeyError as error:
-        raise UserError(f"{path}: has no array {name}; save it with np.savez(path, {name}=...)") from error
-    except Exception as error:  # whatever a parser of a foreign file comes to, numpy's, zipfile's or zlib's
-        reason = in_one_line(error)
-        raise UserError(f"{member}: can't load {name} ({reason}); arrays of plain numbers are wanted") from error
+    # Chosen by a keyed permutation, then in the order of the file.
+    order = keyed_permutation(len(table), SPLIT, 0)
+    arrays: Arrays = {}
+    for split, chosen in (("train", order[HELD_OUT_DIGITS:]), ("eval", order[:HELD_OUT_DIGITS])):
+        indices = np.sort(chosen)
+        arrays |= {f"{split}_images": images[indices], f"{split}_labels": table[indices, -1]}
+    return _pair(arrays, ",".join("0123456789"))

@@ -1,66 +1,54 @@
-"""Random changes of training images. Each draw is keyed by (seed, epoch, sample), never by a rank or a batch.
-
-Boxes are found with +, *, / and square roots alone: those are exact to the last bit on every machine, where the
-exponentials and logarithms of two mathematics libraries may differ.
-"""
+"""Random changes of training images. Each draw is keyed by (seed, epoch, sample), never by a rank or a batch."""
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from ..recipe.data_schema import Augment
 from ..rng import ALTERNATE, AUGMENT, keyed_integer, keyed_uniform
-from .policy import draw_policy
+from .autoaugment import draw_policy
+from .geometry import Warps, draw_warps, log_uniform
 from .types import Bools, Float64, Int64, Pixels, Region
 
-_ATTEMPTS = 10  # at a box that fits, as torchvision's RandomResizedCrop
-# Each draw of a sample has a number of its own, so that one kind of change moves no other: one for the mirror, two for
-# the shift or the cut, four for each attempt at a box.
+_ATTEMPTS = 10
+"""boxes drawn until one fits, as in torchvision's RandomResizedCrop"""
+# Each draw of a sample has a number of its own, so that no kind of change depends on another: one for the mirror, two
+# for the shift or the cut, four for each attempt at a box; `geometry` has those from 43 on.
 _MIRROR, _DOWN, _RIGHT, _BOX = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What is done to each of n samples.
+    """The changes of n samples; None: the recipe has no such change."""
 
-    Args:
-        boxes: float64 [n, attempts, 4], the draws of `random_region`; None without crop: resized.
-        moves: int64 [n, 2], rows and columns of the padded image to leave out; None without crop: shift.
-        corners: float64 [n, 2] in [0, 1), how far down and right the cut lies; None without crop: random.
-        mirrored: bool [n].
-        policy: int64 [n, changes, 3], see `draw_policy`; None without one.
-    """
-
-    boxes: Float64 | None
-    moves: Int64 | None
-    corners: Float64 | None
-    mirrored: Bools
-    policy: Int64 | None
+    boxes: Float64 | None  # [n, attempts, 4], the draws of `random_region`, with crop: resized
+    moves: Int64 | None  # [n, 2], rows and columns of the padded image to leave out, with crop: shift
+    corners: Float64 | None  # [n, 2] in [0, 1), how far down and right the cut lies, with crop: random
+    warps: Warps | None
+    mirrored: Bools  # [n]
+    policy: Int64 | None  # [n, changes, 3] from `draw_policy`
 
 
-def draw_changes(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Changes:
+def draw_changes(augment: Augment, channels: int, seed: int, epochs: Int64, indices: Int64) -> Changes:
     """The changes of the samples at `indices` [n] in their `epochs` [n]."""
     boxes = moves = corners = None
+    keys, sides = (AUGMENT, seed, epochs[:, None], indices[:, None]), np.array([_DOWN, _RIGHT])
     if augment.crop == "resized":
-        numbers = _BOX + np.arange(4 * _ATTEMPTS)
-        draws = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
-        boxes = draws.reshape(len(indices), _ATTEMPTS, 4)
+        boxes = keyed_uniform(*keys, _BOX + np.arange(4 * _ATTEMPTS)).reshape(len(indices), _ATTEMPTS, 4)
     if augment.crop == "shift":
-        numbers = np.array([_DOWN, _RIGHT])
-        moves = keyed_integer(2 * augment.shift + 1, AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
+        moves = keyed_integer(2 * augment.shift + 1, *keys, sides)
     if augment.crop == "random":
-        numbers = np.array([_DOWN, _RIGHT])
-        corners = keyed_uniform(AUGMENT, seed, epochs[:, None], indices[:, None], numbers)
+        corners = keyed_uniform(*keys, sides)
+    warps = draw_warps(augment, channels, seed, epochs, indices)
     mirrored = _mirrored(augment, seed, epochs, indices)
-    return Changes(boxes, moves, corners, mirrored, draw_policy(augment, seed, epochs, indices))
+    return Changes(boxes, moves, corners, warps, mirrored, draw_policy(augment, seed, epochs, indices))
 
 
 def _mirrored(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Bools:
     if augment.flip != "alternating":
         return keyed_uniform(AUGMENT, seed, epochs, indices, _MIRROR) < augment.flip
-    # The draw knows no epoch: by its parity an image is seen from both sides in any two epochs that follow each other.
+    # The draw has no epoch in its key, and the epoch's parity turns it: two epochs in a row show an image both ways.
     return (keyed_uniform(ALTERNATE, seed, indices) < 0.5) ^ (epochs % 2 == 1)
 
 
@@ -80,40 +68,15 @@ def random_region(height: int, width: int, size: tuple[int, int], augment: Augme
         if 0 < tall <= height and 0 < wide <= width:
             top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
             return Region(top, left, tall, wide, *size)
+    # None of the ten fits: the largest centred box, as in torchvision.
     tall, wide = min(height, max(1, int(width / low))), min(width, max(1, int(height * high)))
     return Region((height - tall) // 2, (width - wide) // 2, tall, wide, *size)
-
-
-def log_uniform(low: float, high: float, draw: float) -> float:
-    """A value from `low` to `high`, uniform in its logarithm, from a uniform draw in [0, 1)."""
-    return low * power(high / low, draw)
-
-
-def power(base: float, exponent: float) -> float:
-    """base ** exponent for an exponent in [0, 1), cut to 16 bits, with the same bits on every machine.
-
-    The exponent's binary digits say which of base ** 1/2, base ** 1/4, ... are multiplied.
-    """
-    result, bits = 1.0, int(exponent * 65536)
-    for root, bit in _roots(base):
-        if bits & bit:
-            result *= root
-    return result
-
-
-@lru_cache(maxsize=16)
-def _roots(base: float) -> tuple[tuple[float, int], ...]:
-    """base ** 1/2, base ** 1/4, ... and the bit of a cut exponent that asks for each; a recipe has one or two bases."""
-    found = []
-    for bit in range(15, -1, -1):
-        base = math.sqrt(base)
-        found.append((base, 1 << bit))
-    return tuple(found)
 
 
 def shift(images: Pixels, pixels: int, moves: Int64) -> Pixels:
     """Images [n, channels, height, width] padded with `pixels` zeros all round, then cut at `moves` [n, 2]."""
     padded = np.pad(images, ((0, 0), (0, 0), (pixels, pixels), (pixels, pixels)))
+    # Views of all windows of the padded images cost no memory; the index copies one for each image.
     windows = np.lib.stride_tricks.sliding_window_view(padded, images.shape[2:], axis=(2, 3))
     return np.ascontiguousarray(windows[np.arange(len(images)), :, moves[:, 0], moves[:, 1]])
 

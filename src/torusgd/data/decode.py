@@ -1,10 +1,9 @@
 """JPEG and PNG bytes to pixels, no more of them than a crop needs.
 
-Two savings make the decoder as fast as training wants it: a JPEG is decoded at a half, a quarter or an eighth of its
-size where the network takes a much smaller image (`fit`), and only down to the lower edge of the crop (`_upper_rows`),
-or, where the machine has a library for that, only within the crop (`_box_alone`).
+Two things save time: a JPEG is decoded at a half, a quarter or an eighth of its size if the network takes a much
+smaller image (`fit`), and only down to the lower edge of the crop (`_upper_rows`).
 
-The bytes are untrusted: sizes are checked before memory is taken. EXIF orientation is ignored, as by torchvision.
+The bytes are untrusted: sizes are checked before memory is allocated. EXIF orientation is ignored, as by torchvision.
 """
 
 import threading
@@ -14,24 +13,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UserError
-from . import libturbojpeg
+from .crop_resize import render, resample
 from .types import Choose, Pixels, Region
-from .view import render, resample
 
 MAX_PIXELS = 250_000_000
-"""of a JPEG in one scan, which takes 3 bytes a pixel while it is decoded; the largest cameras make about 200 million"""
+"""of a JPEG in one scan, 3 bytes each while it is decoded; the largest cameras make about 200 million"""
 _PNG_WEIGHT, _SCANS_WEIGHT = 2, 4
 """A pixel of a PNG takes 6 bytes and counts twice; one of a JPEG in several scans (progressive) takes up to 12 and
-counts four times. So the largest picture takes 750 MB, where a header of a few bytes may claim 65,535 x 65,535."""
+counts four times. So the largest picture takes 750 MB, while a header of a few bytes may claim 65,535 x 65,535."""
 _MOST_SCANS = 100
 """of a JPEG; encoders write 1 to about 15. Each is a pass over the whole picture, for 60 bytes of file."""
 _MOST_SCANNED = 1 << 30
 """pixels times scans: two seconds of decoding; 16 scans of the largest progressive picture"""
 _LARGE = 1 << 26
-"""pixels, so weighted, beyond which a process decodes one picture at a time: threads together need no more memory"""
+"""weighted pixels beyond which a process decodes one picture at a time, which bounds the memory of all threads"""
 
 _COLOURS = {1: "GRAY", 3: "RGB"}
-_LARGEST_SCRATCH = 1 << 24  # bytes that a thread keeps from one picture to the next
+_LARGEST_SCRATCH = 1 << 24  # bytes that a thread reuses for its next picture
 _local = threading.local()
 _one_large = threading.Lock()
 
@@ -70,15 +68,12 @@ def picture_size(data: bytes) -> tuple[int, int]:
 
 
 class _Header(NamedTuple):
-    """What is known of a picture before anything is decoded."""
+    """The facts that a picture's header states."""
 
     height: int
     width: int
-    scans: int
-    weighted: int
-    """pixels, weighted by the memory that they take"""
-    frame: int
-    """where a JPEG's start-of-frame marker is"""
+    weighted: int  # pixels, weighted by the memory that they take
+    frame: int  # offset of a JPEG's start-of-frame marker
 
 
 def _read_header(data: bytes) -> _Header:
@@ -103,15 +98,13 @@ def _read_header(data: bytes) -> _Header:
         raise Undecodable(
             f"{scans} scans of {width} x {height} pixels; at most {_MOST_SCANS} are decoded, and 2^30 pixels in all"
         )
-    return _Header(height, width, scans, weight * height * width, frame)
+    return _Header(height, width, weight * height * width, frame)
 
 
 def _scans(data: bytes, frame: int) -> int:
-    """How often the marker of a scan stands behind a frame's.
-
-    Coded pixels never hold these two bytes; a thumbnail, which may, lies before the frame. `bytes.count` takes four
-    times as long, which was a fiftieth of all that a picture takes.
-    """
+    """The number of scans, each of which begins with a marker behind the frame's."""
+    # Coded pixels never hold these two bytes; a thumbnail may, but lies before the frame. `bytes.count` takes four
+    # times as long, which was a fiftieth of the time of a picture.
     rest = np.frombuffer(data, np.uint8)[frame:]
     return int(np.count_nonzero((rest[:-1] == 0xFF) & (rest[1:] == 0xDA)))
 
@@ -119,8 +112,8 @@ def _scans(data: bytes, frame: int) -> int:
 def is_common_jpeg(data: bytes) -> bool:
     """Whether a picture is a whole JPEG of the kinds that every decoder knows, and not too large.
 
-    Baseline or progressive, of 8 bits, grey or with luma and chroma, with its end marker. PNGs are none, nor JPEGs that
-    are damaged in their header, cut short, of four colours, or with red, green and blue as they are.
+    That is baseline or progressive, of 8 bits, grey or with luma and chroma, with an undamaged header and an end
+    marker; no PNG, and no JPEG of four colours or of plain red, green and blue.
     """
     try:
         frame = _read_header(data).frame
@@ -128,13 +121,13 @@ def is_common_jpeg(data: bytes) -> bool:
         return False
     if frame < 0 or data[frame + 1] not in (0xC0, 0xC2) or data[frame + 4] != 8 or not data.endswith(b"\xff\xd9"):
         return False
-    adobe = data.find(b"\xff\xee\x00\x0eAdobe", 0, frame)  # its last byte says how the colours are kept
+    adobe = data.find(b"\xff\xee\x00\x0eAdobe", 0, frame)  # its last byte says how the colours are coded
     is_plain_rgb = data[frame + 9] == 3 and adobe >= 0 and data[adobe + 15] == 0
     return data[frame + 9] in (1, 3) and not is_plain_rgb
 
 
 def _jpeg_frame(data: bytes) -> int:
-    """Where the start-of-frame marker is, which precision, height, width and colours follow; -1 if nowhere."""
+    """The offset of the start-of-frame marker, before precision, height, width and colours; -1 if there is none."""
     at = 2
     while (at := data.find(b"\xff", at)) >= 0 and at + 10 <= len(data):
         marker = data[at + 1]
@@ -155,17 +148,18 @@ def decode(data: bytes, channels: int, shrink: int = 1, buffer: Pixels | None = 
     Args:
         channels: 3 for RGB, 1 for grey; the picture is converted.
         shrink: 1, 2, 4 or 8: a JPEG is decoded at that fraction of its size (rounded up), which is cheaper.
-        buffer: Memory that a JPEG's pixels may be put into, at least as large as they.
+        buffer: Memory that a JPEG's pixels may be written to, at least of their size.
 
     Returns:
         uint8 [height, width, channels].
 
     Raises:
-        Undecodable: Also for a file that is cut short. Flaws that libjpeg only warns of are let pass.
+        Undecodable: Also for a file that is cut short, but not for flaws that libjpeg only warns of.
     """
     header = _read_header(data)
     size = (header.height, header.width)
     height, width = (-(-side // shrink) for side in size) if data.startswith(_JPEG) else size
+    # One large picture may take 750 MB; each thread of a loader could meet one.
     with _one_large if header.weighted > _LARGE else nullcontext():
         return _decode(data, height, width, channels, shrink, buffer)
 
@@ -203,8 +197,8 @@ def _decode_any(cv2: Any, data: bytes, channels: int, shrink: int) -> Pixels:
 def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
     """The region that `choose(height, width)` names, uint8 [channels, rows, columns].
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 where the box has pixels enough (see `fit`), and, if its rows come in one
-    pass, no further down than the box reaches, or no more than the box (`_box_alone`).
+    A JPEG is decoded at 1/2, 1/4 or 1/8 if the box has pixels enough (`fit`), and, if its rows come in one pass, no
+    further down than the box reaches.
 
     Raises:
         Undecodable: As `decode`.
@@ -215,9 +209,6 @@ def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
         return _rendered(decode(data, channels), region)
     shrink, region = fit(region, header.height, header.width)
     top, left, tall, wide = (-(-edge // shrink) for edge in (region.top, region.left, region.height, region.width))
-    pixels = _box_alone(data, header, channels, shrink, (top, left, tall, wide))
-    if pixels is not None:
-        return _rendered(pixels, Region(0, 0, tall, wide, region.rows, region.columns))
     buffer = _scratch(header.height * header.width * channels)
     pixels = _upper_rows(data, header, channels, shrink, region.top + region.height + 2 * shrink, buffer)
     if pixels is None:
@@ -226,10 +217,10 @@ def decode_region(data: bytes, channels: int, choose: Choose) -> Pixels:
 
 
 def _rendered(pixels: Pixels, region: Region) -> Pixels:
-    """As `render`, of pixels in a decoder's order; OpenCV puts three channels apart in a third of numpy's time."""
+    """As `render`, of pixels in a decoder's order."""
     if pixels.shape[2] != 3:
         return render(pixels, region)
-    _, cv2 = load_decoders()
+    _, cv2 = load_decoders()  # OpenCV separates three channels in a third of numpy's time
     planes = np.empty((3, region.rows, region.columns), np.uint8)
     cv2.split(resample(pixels, region), list(planes))
     return planes
@@ -247,55 +238,32 @@ def fit(region: Region, height: int, width: int) -> tuple[int, Region]:
         shrink: The largest of 1, 2, 4 and 8 at which the box keeps `_MARGIN` pixels for each output pixel.
         region: Its edges moved outwards to multiples of `shrink`, which are whole pixels there.
     """
+    # The smaller of the two directions decides, since both must leave pixels enough.
     most = min(region.height / region.rows, region.width / region.columns) / _MARGIN
     shrink = max(shrink for shrink in (1, 2, 4, 8) if shrink <= max(most, 1))
+    # Outwards, so that no pixel of the box is lost.
     top, left = region.top // shrink * shrink, region.left // shrink * shrink
     bottom = min(height, -(-(region.top + region.height) // shrink) * shrink)
     right = min(width, -(-(region.left + region.width) // shrink) * shrink)
     return shrink, Region(top, left, bottom - top, right - left, region.rows, region.columns)
 
 
-def _box_alone(
-    data: bytes, header: _Header, channels: int, shrink: int, box: tuple[int, int, int, int]
-) -> Pixels | None:
-    """The box (top, left, height, width, in decoded pixels) of a JPEG; None where it must be had in another way.
-
-    This needs libjpeg-turbo's own library, and a file of a common kind, in one scan, with its end marker, as
-    `_upper_rows` does. The library reads at least the rows that `_upper_rows` decodes and refuses what has a flaw in
-    them, so files that are damaged come out as they do without it.
-    """
-    frame = header.frame
-    samplings = data[frame + 11 : frame + 10 + 3 * data[frame + 9] : 3]
-    is_plain = data[frame + 1] == 0xC0 and data[frame + 4] == 8 and header.scans == 1 and data.endswith(b"\xff\xd9")
-    if not is_plain or samplings not in _BLOCKS:
-        return None
-    library = libturbojpeg.load(load_decoders()[0])
-    if library is None:
-        return None
-    return library.box(data, (header.height, header.width), _BLOCKS[samplings], shrink, box, channels, _scratch)
-
-
-_BLOCKS = {b"\x11": 8, b"\x11\x11\x11": 8, b"\x21\x11\x11": 16, b"\x22\x11\x11": 16}
-"""Grey, 4:4:4, 4:2:2 and 4:2:0: by how often a block of each colour is repeated across and down (a hexadecimal digit
-each), the width in pixels of what all colours' blocks cover together."""
-
-
 def _upper_rows(
     data: bytes, header: _Header, channels: int, shrink: int, rows: int, buffer: Pixels | None
 ) -> Pixels | None:
-    """At least the upper `rows` of a JPEG, counted in full size; None where it must be decoded whole.
+    """At least the upper `rows` of a JPEG, counted in full size; None if it must be decoded whole.
 
-    simplejpeg always decodes a whole picture, so it is given a header that says a smaller height. It decodes that many
-    rows, then complains of the data that are left over, which is the sign that the rows are done. The last row may be
-    blurred, as the decoder knows nothing of the rows below; callers ask for some more than they use.
-
-    A progressive file has all rows only at its end, so this is for baseline files. And for those with their end marker
-    in place, since a file that is cut short below the crop would pass as whole otherwise.
+    The last row may be blurred, since the decoder has no rows below it: request some more than you use.
     """
+    # simplejpeg always decodes a whole picture, so it gets a header with a smaller height. It decodes that many rows,
+    # then complains of the data that are left over, which is the sign that the rows are complete.
+    # A progressive file has all rows only at its end, so it is decoded whole. So is a file without its end marker: one
+    # that is cut short below the crop must not pass as whole.
     frame = header.frame
     if data[frame + 1] != 0xC0 or rows >= header.height or not data.endswith(b"\xff\xd9") or buffer is None:
         return None
     simplejpeg, _ = load_decoders()
+    # The height stands five bytes behind the marker.
     data = data[: frame + 5] + rows.to_bytes(2, "big") + data[frame + 7 :]
     tall, wide = -(-rows // shrink), -(-header.width // shrink)
     try:
@@ -307,10 +275,10 @@ def _upper_rows(
 
 
 def _scratch(size: int) -> Pixels | None:
-    """Memory for this thread's next decode, kept from one to the next; none for a very large picture."""
+    """This thread's memory for the next decode, reused each time; None for a very large picture."""
     if size > _LARGEST_SCRATCH:
         return None
-    kept: Pixels | None = getattr(_local, "scratch", None)
-    if kept is None or kept.size < size:
-        kept = _local.scratch = np.empty(size, np.uint8)
-    return kept
+    memory: Pixels | None = getattr(_local, "scratch", None)
+    if memory is None or memory.size < size:
+        memory = _local.scratch = np.empty(size, np.uint8)
+    return memory

@@ -1,4 +1,4 @@
-"""Public data sets by name: found where a package put them, or fetched, and checked."""
+"""Public data sets by name: found in an installed package, or fetched, and checked."""
 
 import hashlib
 import logging
@@ -18,19 +18,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataSet:
-    """Where a data set can be had.
+    """The origins of a data set."""
 
-    Args:
-        package: The Debian and Ubuntu package that ships it.
-        installed: Where that package puts it.
-        site: Where the data set's authors publish the same files.
-        files: SHA-256 by file name.
-    """
-
-    package: str
-    installed: Path
-    site: str
-    files: dict[str, str]
+    package: str  # of Debian and Ubuntu
+    installed: Path  # the folder of that package
+    site: str  # of the data set's authors
+    files: dict[str, str]  # SHA-256 by name
 
 
 DATA_SETS = {
@@ -52,18 +45,18 @@ _SECONDS = 60.0
 
 
 def fetch(name: str, out: Path | None = None) -> Path:
-    """The folder with a data set's files, each checked by its SHA-256; the log says where they came from.
+    """The folder with a data set's files, each checked by its SHA-256; the log names their origin.
 
-    Tried in turn: the files in `out`; where Debian's package puts them, if it is installed; that package, unpacked
-    without root; the authors' site. Files appear in `out` only when they are all there and right.
+    Tried in turn: the files in `out`; the folder of Debian's package, if it is installed; that package, unpacked
+    without root; the authors' site. Files appear in `out` only when all of them are there and right.
 
     Args:
         name: `fashion-mnist`.
-        out: Where the files shall lie. None: where the package put them, or else data/NAME in the current folder.
+        out: The folder for the files. None: the package's folder, or else data/NAME in the current folder.
 
     Raises:
-        UserError: No such data set, or `out` is not a folder that can be written.
-        RunError: None of the ways led to it.
+        UserError: There is no such data set, or `out` is not a folder that can be written.
+        RunError: Every origin failed.
     """
     if name not in DATA_SETS:
         raise UserError(f"data fetch: no data set {name!r}; there are {', '.join(DATA_SETS)}")
@@ -80,6 +73,7 @@ def fetch(name: str, out: Path | None = None) -> Path:
         with tempfile.TemporaryDirectory(dir=target, prefix=".fetch-") as scratch:
             files = _get(name, wanted, Path(scratch))
             for file in wanted.files:
+                # Copied beside its place, then renamed: no file is ever there in half.
                 shutil.copyfile(files / file, Path(scratch) / f"{file}.done")
                 (Path(scratch) / f"{file}.done").replace(target / file)
     except OSError as error:
@@ -122,6 +116,7 @@ def _get(name: str, wanted: DataSet, scratch: Path) -> Path:
 
 
 def _from_package(wanted: DataSet, scratch: Path) -> Path:
+    # Neither command needs root, and none of the package's scripts runs.
     _run(["apt-get", "download", "-q", wanted.package], scratch)
     for package in scratch.glob(f"{wanted.package}_*.deb"):
         _run(["dpkg-deb", "-x", package.name, "root"], scratch)

@@ -1,8 +1,8 @@
 """ImageNet (ILSVRC 2012) read out of the two tar files that people have, without unpacking them.
 
-The training file holds a tar file for each class, the validation file 50,000 pictures without labels; those are in the
-development kit, which also says how many pictures each class has. An index of the two files is all that training needs:
-nothing is copied, and what is missing or cut short is found.
+The training file holds a tar file for each class, the validation file 50,000 pictures without labels; the labels are in
+the development kit, which also says how many pictures each class has. Training needs only an index of the two files:
+nothing is copied, and a missing or shortened file is found.
 """
 
 import gzip
@@ -16,32 +16,25 @@ import numpy as np
 
 from ..errors import UserError, in_one_line
 from ..locks import LOCK, held
-from .listing import Arrays, Names, Progress
+from .file_lists import Arrays, Names, Progress
 from .tar_index import FILE, make_index, write_index
-from .tar_pieces import Pieces
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 _META, _TRUTH = "data/meta.mat", "data/ILSVRC2012_validation_ground_truth.txt"
-PIECES = f".{FILE}.pieces"
-"""a folder beside them until the index is written: what the tar file of each class holds"""
 _MOST_DEVKIT = 1 << 27
 """bytes of the development kit, unpacked; it has 8 million"""
 
 
 @dataclass(frozen=True)
 class Devkit:
-    """What the development kit says."""
+    """The content of the development kit."""
 
-    images: Mapping[str, int]
-    """training pictures of each class, by its WordNet number, sorted"""
-    labels: Mapping[str, str]
-    """the class of each validation picture, by the name of its file"""
+    images: Mapping[str, int]  # number of training pictures by class (its WordNet number), sorted
+    labels: Mapping[str, str]  # class of each validation picture, by the name of its file
 
 
 def prepare_imagenet(path: Path, progress: Progress = lambda done: None) -> Arrays:
     """Writes the index of the two files, once every class has the pictures that the development kit says.
-
-    The same call goes on after a kill: of each class that was walked through, the pictures are kept in `PIECES`.
 
     Args:
         path: The folder with the three files, as they are downloaded.
@@ -58,23 +51,21 @@ def prepare_imagenet(path: Path, progress: Progress = lambda done: None) -> Arra
         if not (path / name).is_file():
             raise UserError(f"{path}: has no {name}; wanted are {TRAIN}, {VAL} and {DEVKIT}, as image-net.org has them")
     kit = read_devkit(path / DEVKIT)
-    pieces = Pieces(path / PIECES)
     try:
         with held(path, str(path)):
-            arrays = _whole_index(path, kit, pieces, progress)
+            arrays = _whole_index(path, kit, progress)
             write_index(path / FILE, arrays)
-            pieces.delete()
             (path / LOCK).unlink()
     except OSError as error:
         raise UserError(f"{path}: can't be written: {error.strerror or error}") from error
     return arrays
 
 
-def _whole_index(path: Path, kit: Devkit, pieces: Pieces, progress: Progress) -> Arrays:
-    """The index's arrays; UserError where they are not of the pictures that the development kit says."""
+def _whole_index(path: Path, kit: Devkit, progress: Progress) -> Arrays:
+    """The index's arrays; UserError if they are not of as many pictures as the development kit says."""
     shards = {"train": [TRAIN], "eval": [VAL]}
-    arrays = make_index(path, {name: name for name in kit.images}, kit.labels, shards, progress, pieces)
-    classes = list(Names(arrays["classes text"], arrays["classes ends"]))
+    arrays = make_index(path, {name: name for name in kit.images}, kit.labels, shards, progress)
+    classes = list(Names.of(arrays, "classes"))
     for name, count in zip(classes, np.bincount(arrays["train labels"], minlength=len(classes)), strict=True):
         if count != kit.images[name]:
             raise UserError(
@@ -107,6 +98,7 @@ def read_devkit(file: Path) -> Devkit:
                 for end in (_META, _TRUTH)
             )
         classes = np.atleast_1d(loadmat(io.BytesIO(table), squeeze_me=True)["synsets"])
+        # Rows with children are groups of classes.
         leaves = {int(each["ILSVRC2012_ID"]): each for each in classes if int(each["num_children"]) == 0}
         images = {str(each["WNID"]): int(each["num_train_images"]) for each in leaves.values()}
         numbers = [int(line) for line in truth.split()]

@@ -28,19 +28,19 @@ class Share:
 class Loader:
     """Makes the batches of shares with a pool of threads, at most `ahead` of them at a time.
 
-    It keeps no ranks and no position: whoever asks for a share says which ones are likely to follow, so that ranks may
+    It knows no ranks and no position: the caller of `take` says which shares are likely to follow, so that ranks may
     come, go and take over virtual workers between two steps. Decoding, resizing and array arithmetic release the
-    interpreter's lock, so that threads keep some cores busy, and no batch is copied between processes; for more cores
-    there is `LoaderProcesses`. Neither it nor `threads` nor `ahead` changes a bit of a batch.
+    interpreter's lock, so that threads use some cores, and no batch is copied between processes; for more cores there
+    is `LoaderProcesses`. Neither it nor `threads` nor `ahead` changes a bit of a batch.
 
     Args:
         pipeline: Makes the batches; as many at a time as there are threads.
-        order: The stream that positions refer to.
+        order: The stream of the positions.
         threads: At least 1.
         ahead: Batches being made or waiting, at least 1; the bound on memory.
 
     Attributes:
-        wait_seconds: For how long the consumer has been kept waiting, in all.
+        wait_seconds: The consumer's time in `take`, in all.
 
     >>> loader = Loader(pipeline, StreamOrder(len(source), seed=0), threads=1, ahead=2)  # doctest: +SKIP
     >>> shares = [Share(step, 0, 32 * step, 32, augment=True) for step in range(10)]  # doctest: +SKIP
@@ -59,19 +59,21 @@ class Loader:
         self._pending: dict[Share, Future[Batch]] = {}
 
     def take(self, share: Share, following: Iterable[Share] = ()) -> Batch:
-        """The batch of a share; raises what making it raised.
+        """The batch of a share; raises any exception of its making.
 
         Args:
             share: Made now, unless it was begun before.
-            following: Likely to be asked for next, in this order; as many are begun as there is room for, and what was
-                begun before and is not among them is dropped.
+            following: The shares that are likely to be taken next, in this order; as many are begun as there is room
+                for, and others that were begun before are dropped.
         """
         wanted = [share, *islice(following, self._ahead - 1)]
+        # Shares that follow no longer, since ranks have left or joined, must not fill the bound on memory.
         for stale in self._pending.keys() - set(wanted):
             self._pending.pop(stale).cancel()
         for each in wanted:
             if each not in self._pending:
                 self._pending[each] = self._pool.submit(self._make, each)
+                # The pool may have no free thread for some time; the reads of a bucket begin at once.
                 if self._pipeline.reads_ahead:
                     self._pipeline.expect(self._order.at(each.start, each.count)[0])
         started = time.perf_counter()

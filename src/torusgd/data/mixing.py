@@ -1,8 +1,8 @@
 """Changes of finished training images: random erasing, and mixup and CutMix with another image of the virtual worker.
 
-An image is mixed with the one at the mirrored place of its virtual worker's images, as in timm: the pair then follows
-from the recipe and the place in the stream, whatever the number of ranks. Each image draws its own share, keyed by
-(seed, epoch, sample); draws are made of products, quotients and square roots, which have the same bits everywhere.
+Image i of a virtual worker's n is mixed with image n - 1 - i, as in timm: so the recipe and the position in the stream
+decide the pair, on any number of ranks. Each image draws its own weight, keyed by (seed, epoch, sample); draws are made
+of products, quotients and square roots, which have the same bits on every machine.
 """
 
 import math
@@ -11,14 +11,14 @@ import numpy as np
 
 from ..recipe.data_schema import Augment
 from ..rng import ERASE, MIX, keyed_uniform
-from .augment import log_uniform
+from .geometry import log_uniform
 from .types import Float32, Float64, Int64
 
 _ATTEMPTS = 32
-"""at a share that Johnk's method accepts; with alpha 1/2, the worst, all fail once in 10 ** 21 images"""
+"""draws until Johnk's method accepts one; with alpha 1/2, the worst, all fail once in 10 ** 21 images"""
 _CHOICE, _ROW, _COLUMN, _SHARE = 0, 1, 2, 3
-
-_BOXES = 10  # attempts at a box that fits, as torchvision's RandomErasing
+_BOXES = 10
+"""boxes drawn until one fits, as in torchvision's RandomErasing"""
 _AREA, _ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
 
 
@@ -28,9 +28,7 @@ def erase(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: 
     Args:
         images: [n, channels, height, width], normalised.
         augment: Its `erase` is the probability.
-        seed: The recipe's.
-        epochs: [n], which with the indices key the draws.
-        indices: [n].
+        seed, epochs, indices: The keys of the draws; epochs and indices [n].
     """
     if not augment.erase:
         return
@@ -44,6 +42,7 @@ def erase(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: 
             area = height * width * (_AREA[0] + (_AREA[1] - _AREA[0]) * u_area)
             aspect = log_uniform(*_ASPECT, u_aspect)
             tall, wide = math.floor(math.sqrt(area * aspect) + 0.5), math.floor(math.sqrt(area / aspect) + 0.5)
+            # A box smaller than the image both ways, as in torchvision.
             if 0 < tall < height and 0 < wide < width:
                 top, left = int(u_top * (height - tall + 1)), int(u_left * (width - wide + 1))
                 image[:, top : top + tall, left : left + wide] = 0
@@ -55,13 +54,11 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
 
     Args:
         images: One virtual worker's, [n, channels, height, width]; changed in place. Image i's partner is n - 1 - i.
-        augment: Its `mixup` and `cutmix`; with both, each image draws which one it gets.
-        seed: The recipe's.
-        epochs: [n], which with the indices key the draws.
-        indices: [n].
+        augment: Its `mixup` and `cutmix`; with both, each image draws one of them.
+        seed, epochs, indices: The keys of the draws; epochs and indices [n].
 
     Returns:
-        float32 [n], the share of each image that is its own; None where the recipe mixes nothing.
+        float32 [n], the weight of each image's own pixels; None if the recipe mixes nothing.
     """
     if not augment.mixup and not augment.cutmix:
         return None
@@ -71,6 +68,7 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
     if augment.mixup and augment.cutmix:
         pasted = draws[:, _CHOICE] < 0.5
     height, width = images.shape[2:]
+    # A copy, since each image is the partner of one that changes before or after it.
     partners = images[::-1].copy()
     shares = np.empty(len(images), dtype=np.float32)
     for i in range(len(images)):
@@ -81,6 +79,7 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
                 for side, number in ((height, _ROW), (width, _COLUMN))
             )
             images[i, :, rows, columns] = partners[i, :, rows, columns]
+            # The edges may have cut the box, so the weight is that of the pixels that were pasted.
             share = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
             shares[i] = share
         else:
@@ -91,10 +90,10 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
 
 
 def beta(alpha: float, draws: Float64) -> float:
-    """A draw from Beta(alpha, alpha), alpha 1 or one over a whole number, by Johnk's method.
+    """A draw from Beta(alpha, alpha) by Johnk's method.
 
     Args:
-        alpha: With u ** (1 / alpha) a product of u's, no library's power or logarithm is asked.
+        alpha: 1, or one over a whole number: then u ** (1 / alpha) is a product of u's, and needs no library's power.
         draws: Uniform in [0, 1), two for each attempt.
 
     >>> beta(1.0, np.array([0.25, 0.5]))

@@ -1,17 +1,16 @@
 """JPEGs decoded by a GPU with NVIDIA's nvJPEG, by way of torchvision (`data.decoder: nvjpeg`).
 
-A GPU has decoders of its own, which a core of a CPU equals a small part of, but only if they get many pictures in one
-call: they work side by side within a call, and torchvision lets in one call at a time. So a thread that makes a batch
-has all its pictures decoded at once (`together`). The box that is wanted is cut out and resampled on the GPU too, and
-what comes back is as large as the network's input.
+A GPU has decoders in hardware, but they are fast only with many pictures in one call: they work in parallel within a
+call, and torchvision runs one call at a time. So a thread that makes a batch has all its pictures decoded in one call
+(`together`). The GPU cuts and resamples the box too, and only pixels of the network's input size come back.
 
-The pixels are not those of libjpeg, so which decoder it is stands in the recipe. Who decodes a picture is decided by
-its own bytes, never by what the GPU says of them or by the other pictures of a batch: nvJPEG decodes those that
-`is_common_jpeg` names, the usual decoder all others.
+The pixels are not those of libjpeg, so the recipe names the decoder. The bytes of a picture alone decide which decoder
+it gets, never the answer of the GPU or the other pictures of a batch: nvJPEG decodes the pictures for which
+`is_common_jpeg` is true, the usual decoder all others.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,23 +21,24 @@ from torch.nn import functional as F
 
 from ..errors import UserError, first_line
 from .decode import Undecodable, decode_region, is_common_jpeg
-from .sources import PICTURES
-from .types import Choose, GpuSource, Pixels, Region, Source
+from .encoded_source import EncodedImages
+from .registry import PICTURES
+from .types import Choose, Pixels, Region, Source
 
 _MOST_AT_ONCE = 64
-"""pictures of one call, which bounds what nvJPEG takes for itself beside their pixels"""
+"""pictures of one call, which bounds the memory of nvJPEG beside their pixels"""
 
 DecodeMany = Callable[[Sequence[bytes], int], Sequence[Tensor]]
-"""from pictures and channels to uint8 [channels, height, width] each; RuntimeError where one can't be decoded"""
+"""from pictures and channels to uint8 [channels, height, width] each; RuntimeError if one can't be decoded"""
 
 
 class NvJpeg:
-    """Decodes what threads ask for, on one GPU.
+    """A `Decoder` on one GPU, for several threads.
 
     Args:
-        decode: Of the pictures of one call.
-        stream: In which a thread's work is done: one for all, since memory that another stream has just given back may
-            still be read there, and torchvision's decoder doesn't wait for that.
+        decode: Decodes the pictures of one call.
+        stream: The context of the CUDA stream for all threads. One stream, since memory that another stream has just
+            freed may still be read there, and torchvision's decoder doesn't wait for that.
     """
 
     def __init__(self, decode: DecodeMany, stream: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
@@ -47,7 +47,7 @@ class NvJpeg:
 
     @contextmanager
     def together(self, pictures: Mapping[int, bytes], channels: int) -> Iterator[None]:
-        """Inside, this thread finds these pictures, by index, decoded."""
+        """Decodes these pictures, by index, in one call; inside the block `region` has them for this thread."""
         common = {index: data for index, data in pictures.items() if is_common_jpeg(data)}
         self._of_thread.decoded = dict(zip(common, self._decoded(list(common.values()), channels), strict=True))
         try:
@@ -56,7 +56,7 @@ class NvJpeg:
             self._of_thread.decoded = {}
 
     def region(self, index: int, encoded: Callable[[], bytes], channels: int, choose: Choose) -> Pixels:
-        """See `decode.decode_region`; a picture that is not among those of `together` is decoded alone."""
+        """As `decode.decode_region`; a picture that is not among those of `together` is decoded alone."""
         found = getattr(self._of_thread, "decoded", {}).get(index)
         if found is None:
             data = encoded()
@@ -75,31 +75,34 @@ class NvJpeg:
         return found
 
     def _call(self, pictures: Sequence[bytes], channels: int) -> list[Tensor | Undecodable]:
-        """One call; if a picture spoils it, one call for each half."""
+        """One call; if it fails because of one picture, a call for each half."""
         try:
             with self._stream():
                 return list(self._decode(pictures, channels))
         except RuntimeError as error:
             if len(pictures) > 1:
+                # nvJPEG doesn't say which picture failed.
                 half = len(pictures) // 2
                 return self._call(pictures[:half], channels) + self._call(pictures[half:], channels)
+            # No fault of the picture: to replace it would make the bits depend on free memory.
             if "out of memory" in str(error):
                 raise
             return [Undecodable(f"nvJPEG can't decode it: {first_line(error)}")]
 
 
 def _render(pixels: Tensor, region: Region) -> Pixels:
-    """As `view.render`, in float32 and rounded half to even: uint8 [channels, rows, columns] on the host."""
+    """As `crop_resize.render`, in float32 and rounded half to even: uint8 [channels, rows, columns] on the host."""
     box = pixels[:, region.top : region.top + region.height, region.left : region.left + region.width]
     if (region.rows, region.columns) != (region.height, region.width):
         size = (region.rows, region.columns)
+        # In float32: torch resizes uint8 on CPUs only.
         resized = F.interpolate(box[None].float(), size, mode="bilinear", antialias=True, align_corners=False)
         box = resized[0].round_().clamp_(0, 255).to(torch.uint8)
     return np.array(box.cpu().numpy(), order="C")
 
 
-def decode_on_gpu(sources: Iterable[Source], device: torch.device, processes: int) -> None:
-    """Has a GPU decode the JPEGs of sources.
+def decode_on_gpu(sources: tuple[Source, Source], device: torch.device, processes: int) -> tuple[Source, Source]:
+    """The same sources with JPEGs decoded by a GPU.
 
     Args:
         sources: Of a recipe with `data.decoder: nvjpeg`.
@@ -113,12 +116,12 @@ def decode_on_gpu(sources: Iterable[Source], device: torch.device, processes: in
         raise UserError("data.decoder: nvjpeg needs a GPU; use --device cuda, or set data.decoder to libjpeg")
     if processes:
         raise UserError("runtime.loader_processes: nvjpeg decodes in the rank itself; set it to 0")
+    train, held_out = sources
+    if not (isinstance(train, EncodedImages) and isinstance(held_out, EncodedImages)):
+        raise UserError(f"data.decoder: nvjpeg decodes the pictures of {', '.join(PICTURES)} only")
     stream = torch.cuda.Stream(device)
     nvjpeg = NvJpeg(_torchvision(device), lambda: torch.cuda.stream(stream))
-    for source in sources:
-        if not isinstance(source, GpuSource):
-            raise UserError(f"data.decoder: nvjpeg decodes the pictures of {', '.join(PICTURES)} only")
-        source.decode_with(nvjpeg)
+    return train.decoded_by(nvjpeg), held_out.decoded_by(nvjpeg)
 
 
 def _torchvision(device: torch.device) -> DecodeMany:

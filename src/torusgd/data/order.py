@@ -9,7 +9,7 @@ from ..rng import ORDER, keyed_permutation
 from .types import Int64
 
 EARLY = 0.9
-"""share of an epoch after which the permutation of the next one is made, so that nobody waits for it at the edge"""
+"""fraction of an epoch after which the next permutation is made, so that no batch waits for it"""
 COPY = 1 << 40
 """added to the epoch of a repeated image's later copies; no run has so many epochs"""
 
@@ -17,15 +17,14 @@ COPY = 1 << 40
 class StreamOrder:
     """An endless stream of sample indices; each epoch is a permutation that depends on (seed, epoch) only.
 
-    Nothing is dropped at an epoch's end: a request goes on into the next epoch. Any process can ask for any stretch
-    of the stream, so a step's samples can be shared out among any number of ranks, and a run resumes in mid-epoch
-    from one integer. Safe to use from several threads.
+    Nothing is dropped at the end of an epoch: a request continues into the next one. Any process can compute any
+    stretch of the stream, so any number of ranks can divide the samples of a step, and a run resumes in mid-epoch from
+    one integer. Safe to use from several threads.
 
     Args:
         length: Samples in an epoch, at least 1.
         seed: The recipe's seed.
-        repeats: Times that each image stands in the stream one after the other (repeated augmentation, Hoffer et al.,
-            arXiv 1901.09335).
+        repeats: Copies of each image in a row (repeated augmentation, Hoffer et al., arXiv 1901.09335).
 
     In a training loop of your own, with `world_size` ranks:
 
@@ -61,26 +60,28 @@ class StreamOrder:
         Returns:
             indices: int64 [count], the samples.
             epochs: int64 [count], the epoch (from 0) that each belongs to; augmentation is keyed by it. Copies after
-                the first have `copy * COPY` added, so that each is changed otherwise.
+                the first have `copy * COPY` added, so that each is augmented differently.
         """
         if start < 0 or count < 0:
             raise ValueError(f"start and count must not be negative, got {start} and {count}")
+        # Copies first, then epochs, so that an image follows itself.
         places, copies = np.divmod(np.arange(start, start + count, dtype=np.int64), self.repeats)
         epochs, offsets = np.divmod(places, self.length)
         indices = np.empty(count, dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             indices[here] = self._made(epoch).result()[offsets[here]]
+        # A permutation of a million takes a while; at the edge of an epoch every rank would wait for it.
         if count and offsets[-1] >= EARLY * self.length:
             self._made(int(epochs[-1]) + 1)
         return indices, epochs + copies * COPY
 
     def _made(self, epoch: int) -> "Future[Int64]":
-        """A permutation that is made, or being made by one thread, however many ask for it."""
+        """A permutation, made by one thread for all that need it."""
         with self._lock:
             if epoch not in self._epochs:
-                # A batch may span two epochs, and the next one is made ahead: three are kept.
-                self._epochs = {kept: made for kept, made in self._epochs.items() if abs(kept - epoch) <= 1}
+                # A batch may span two epochs, and the next permutation is made early: three are in use at most.
+                self._epochs = {each: made for each, made in self._epochs.items() if abs(each - epoch) <= 1}
                 made = self._epochs[epoch] = Future[Int64]()
                 threading.Thread(target=self._make, args=(epoch, made), daemon=True).start()
             return self._epochs[epoch]

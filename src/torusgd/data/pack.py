@@ -20,29 +20,27 @@ from ..errors import RunError, UserError
 from ..locks import LOCK, held
 from ..untrusted import parse_json, read_text
 from ..weights import json_text, replacing, write_text
-from .classes import read_classes
+from .crop_resize import render, scaled
 from .decode import Undecodable, decode, load_decoders, picture_size
-from .encoded import EncodedImages
-from .identity import data_sha256
+from .encoded_source import EncodedImages
+from .file_lists import read_classes
+from .fingerprint import data_sha256
 from .tar_index import CLASSES, FILE, count_images, make_index, write_index
 from .types import CorruptImage, Pixels, Source
-from .view import render, scaled
 
 SETTINGS = "pack.json"
-"""in the folder of the copies: of which images they are, and how they were made"""
+"""a file in the folder of the copies: the hash of their images, and how they were made"""
 _JPEG = b"\xff\xd8\xff"
 _AT_A_TIME = 256
-"""images that are encoded before they are written: as much as is held in memory"""
+"""images that are encoded, and in memory, before they are written"""
 
 
 @dataclass(frozen=True)
 class Packing:
     """How copies are made."""
 
-    shorter_side: int | None
-    """pixels to which a larger image is scaled; None: files are copied as they are"""
-    quality: int
-    """of JPEG, 1 to 100"""
+    shorter_side: int | None  # pixels to which a larger image is scaled; None: files are copied as they are
+    quality: int  # of JPEG, 1 to 100
     images_per_shard: int
 
 
@@ -54,16 +52,16 @@ def pack(
     leave_out: Callable[[str], object],
     progress: Callable[[int], object] = lambda done: None,
 ) -> dict[str, int]:
-    """Writes both splits of a data set as tar shards with their index; where some shards stand already, the others.
+    """Writes both splits of a data set as tar shards with their index; shards that are there already stay.
 
-    A file that is JPEG and not too large is copied as it is; any other image becomes a JPEG. The labels and the order
-    stay, but for images that can't be decoded, which are left out.
+    A JPEG file that is small enough is copied as it is; any other image becomes a JPEG. The labels and the order stay,
+    but images that can't be decoded are left out.
 
     Args:
         train: The training images.
-        held_out: The held-out ones, of the same classes.
+        held_out: The held-out images, of the same classes.
         out: The folder, made if it isn't there.
-        packing: How.
+        packing: Size and quality of the copies.
         leave_out: Called with a line for each image that can't be decoded.
         progress: Called with the number of images done.
 
@@ -72,7 +70,7 @@ def pack(
 
     Raises:
         UserError: The folder holds something else, can't be written, or another command is packing into it.
-        RunError: The disk is full, or an image can't be read; the same call goes on.
+        RunError: The disk is full, or an image can't be read; the same call continues.
     """
     load_decoders()
     settings = {**packing.__dict__, "images": data_sha256(train, held_out)}
@@ -83,8 +81,12 @@ def pack(
     _refuse_others(out, settings)
     try:
         with held(out, str(out)):
-            _refuse_others(out, settings)  # what another command has left there since
-            _write_shards(train, held_out, out, packing, settings, leave_out, progress)
+            _refuse_others(out, settings)  # again: another command may have packed into it until now
+            # The settings first: they say later which copies a folder with a few shards holds.
+            write_text(out / SETTINGS, json_text(settings, indent=1))
+            names = (" ".join(name.splitlines()) for name in train.classes)
+            write_text(out / CLASSES, "".join(f"{label}\t{name}\n" for label, name in enumerate(names)))
+            _write_shards({"train": train, "val": held_out}, out, packing, leave_out, progress)
             arrays = make_index(out, read_classes(out / CLASSES))
             write_index(out / FILE, arrays)
             (out / LOCK).unlink()
@@ -94,7 +96,7 @@ def pack(
 
 
 def _refuse_others(out: Path, settings: Mapping[str, Any]) -> None:
-    """UserError where the folder is none, or holds what is not of copies so made."""
+    """UserError unless the folder is empty or holds copies of the same images, made in the same way."""
     file = out / SETTINGS
     try:
         names = sorted(entry.name for entry in os.scandir(out) if not entry.name.startswith("."))
@@ -111,23 +113,18 @@ def _refuse_others(out: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _write_shards(
-    train: Source,
-    held_out: Source,
+    sources: Mapping[str, Source],
     out: Path,
     packing: Packing,
-    settings: Mapping[str, Any],
     leave_out: Callable[[str], object],
     progress: Callable[[int], object],
 ) -> None:
-    """Writes what lacks of the copies, after what they are of; see `pack`."""
-    for partial_file in out.glob(".*.tar.*"):
+    """Writes the shards that are not there yet, by the name of their split."""
+    for partial_file in out.glob(".*.tar.*"):  # left by a command that was killed
         partial_file.unlink()
-    write_text(out / SETTINGS, json_text(settings, indent=1))
-    names = (" ".join(name.splitlines()) for name in train.classes)
-    write_text(out / CLASSES, "".join(f"{label}\t{name}\n" for label, name in enumerate(names)))
     done = 0
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pack") as pool:
-        for split, source in (("train", train), ("val", held_out)):
+        for split, source in sources.items():
             for number, begin in enumerate(range(0, len(source), packing.images_per_shard)):
                 shard = range(begin, min(begin + packing.images_per_shard, len(source)))
                 file = out / f"{split}-{number:05d}.tar"
@@ -140,6 +137,7 @@ def _write_shards(
 def _write_shard(
     file: Path, source: Source, copies: Iterator[tuple[int, bytes]], progress: Callable[[int], object]
 ) -> None:
+    # USTAR headers without times or owners: the same images give the same bytes.
     with replacing(file) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
         for count, (index, data) in enumerate(copies):
             for kind, content in (("jpg", data), ("cls", str(source.labels[index]).encode())):
@@ -153,6 +151,7 @@ def _copies(
     source: Source, indices: range, packing: Packing, pool: ThreadPoolExecutor, leave_out: Callable[[str], object]
 ) -> Iterator[tuple[int, bytes]]:
     for begin in range(0, len(indices), _AT_A_TIME):
+        # `map` encodes all that it gets before the writer is done, so it gets a few at a time.
         some = indices[begin : begin + _AT_A_TIME]
         for index, copy in zip(some, pool.map(partial(_copy, source, packing), some), strict=True):
             if isinstance(copy, bytes):
@@ -192,7 +191,7 @@ def _scaled(image: Pixels, shorter_side: int | None) -> Pixels:
 
 
 def encode(image: Pixels, quality: int) -> bytes:
-    """An image uint8 [height, width, 1 or 3] as JPEG, colours at half the resolution as cameras keep them."""
+    """An image uint8 [height, width, 1 or 3] as JPEG, colours at half the resolution as in a camera's files."""
     simplejpeg, _ = load_decoders()
     if image.shape[2] == 1:
         return simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality, "GRAY", "Gray")

@@ -1,7 +1,7 @@
-"""Images in the tables of a Hugging Face data set, Parquet or Arrow files: the source `hf`.
+"""Images in the tables of a Hugging Face data set, Parquet or Arrow files: the source `parquet`.
 
-An Arrow file is mapped, so any of its rows is at hand. To have one row of a Parquet file its whole row group, up to
-some 100 MB, must be unpacked. So row groups are kept once they are read, and a larger set is packed into tar shards
+An Arrow file is mapped, so a row is read in place. A row of a Parquet file costs its whole row group, up to some 100 MB
+that must be unpacked. So row groups stay in memory once they are read, and a larger set must be packed into tar shards
 before it is trained on.
 """
 
@@ -21,17 +21,16 @@ import numpy as np
 from ..errors import UserError, in_one_line, suggest
 from ..hub import hub_name, table_folder
 from ..untrusted import parse_json
-from .classes import number_labels
 from .decode import Undecodable, load_decoders
-from .encoded import MOST_BYTES, EncodedImages
-from .listing import files_by_split, files_under, says_split
+from .encoded_source import MOST_BYTES, EncodedImages
+from .file_lists import Once, files_by_split, files_under, make_here, number_labels, says_split
 from .types import Int64
 
 SUFFIXES = (".parquet", ".arrow")
 _IMAGES = ("image", "img", "jpg", "png", "picture")
 _LABELS = ("label", "labels", "cls", "class", "fine_label", "target")
-MOST_KEPT = 1 << 30
-"""bytes of unpacked row groups that a process keeps"""
+MOST_CACHED = 1 << 30
+"""bytes of unpacked row groups in the memory of a process"""
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,8 @@ class Part:
     """Rows of a table that are read together."""
 
     rows: int
-    size: int
-    """bytes that they take in memory; 0 where they are mapped"""
-    read: Callable[[], Any]
-    """their images, a `pyarrow.ChunkedArray` of bytes"""
+    size: int  # bytes in memory; 0 if the file is mapped
+    read: Callable[[], Any]  # returns the images, a `pyarrow.ChunkedArray` of bytes
 
 
 class TableImages(EncodedImages):
@@ -50,23 +47,33 @@ class TableImages(EncodedImages):
 
     Args:
         parts: The rows, in their order.
-        file: Where they lie, for people.
-        mark: See `MarkedSource`.
-        classes, labels, channels: See `EncodedImages`.
+        path: The folder or name of the data set, for messages.
+        files: The tables.
+        classes, labels, channels: As of `EncodedImages`.
     """
 
     def __init__(
-        self, parts: Sequence[Part], file: Path, mark: str, classes: Sequence[str], labels: Int64, channels: int
+        self,
+        parts: Sequence[Part],
+        path: Path,
+        files: Sequence[Path],
+        classes: Sequence[str],
+        labels: Int64,
+        channels: int,
     ) -> None:
         super().__init__(classes, labels, channels)
-        self.mark = mark
-        self._parts, self._file = parts, file
+        self._parts, self._path, self._files = parts, path, files
         self._begins = np.concatenate([[0], np.cumsum([part.rows for part in parts])]).tolist()
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._cached: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
 
+    @property
+    def memory(self) -> int:
+        """Bytes that all parts together take."""
+        return sum(part.size for part in self._parts)
+
     def where(self, index: int) -> str:
-        return f"{self._file}: row {index}"
+        return f"{self._path}: row {index}"
 
     def encoded(self, index: int) -> bytes:
         number = bisect.bisect_right(self._begins, index) - 1
@@ -75,25 +82,31 @@ class TableImages(EncodedImages):
             raise Undecodable("no image" if data is None else f"{len(data)} bytes; at most {MOST_BYTES} are read")
         return data
 
+    def add_to_hash(self, digest: Any, sample: Int64) -> None:
+        known = hashlib.sha256()
+        for file in self._files:
+            known.update(f"{file.name}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
+        digest.update(known.hexdigest().encode())
+
     def _column(self, number: int) -> Any:
-        """The images of a part; of those read before the latest ones are kept."""
+        """The images of a part, cached; the part that was used longest ago leaves the cache first."""
         with self._lock:
-            if number not in self._kept:
-                self._kept[number] = self._parts[number].read()
-                while len(self._kept) > 1 and sum(self._parts[each].size for each in self._kept) > MOST_KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(number)
-            return self._kept[number]
+            # Under the lock, so that no two threads unpack one row group at a time.
+            if number not in self._cached:
+                self._cached[number] = self._parts[number].read()
+                while len(self._cached) > 1 and sum(self._parts[each].size for each in self._cached) > MOST_CACHED:
+                    self._cached.popitem(last=False)
+            self._cached.move_to_end(number)
+            return self._cached[number]
 
 
 @dataclass(frozen=True)
 class _File:
-    """A table, its schema read."""
+    """A table whose schema has been read."""
 
     path: Path
-    arrow: Any
-    """the `pyarrow.Table` of a file that is mapped; None: it is Parquet"""
-    parquet: Any
+    arrow: Any  # a mapped `pyarrow.Table`; None for a Parquet file
+    parquet: Any  # a `pyarrow.parquet.ParquetFile`; None for an Arrow file
 
     @cached_property
     def schema(self) -> Any:
@@ -105,6 +118,7 @@ class _File:
 
     def parts(self, name: str) -> list[Part]:
         if self.parquet is None:
+            # A mapped file is one part: the system reads the pages that a row needs.
             return [Part(self.arrow.num_rows, 0, partial(_bytes_of, lambda: self.arrow.column(name), self.path))]
         groups = (self.parquet.metadata.row_group(number) for number in range(self.parquet.num_row_groups))
         return [
@@ -118,27 +132,30 @@ class _File:
         return self.parquet.read_row_group(number, [name], use_threads=False).column(name)
 
 
+Pair = tuple[TableImages, TableImages]
+
+
 def open_tables(
     path: Path,
     channels: int,
+    once: Once = make_here,
     image: str | None = None,
     label: str | None = None,
     subset: str | None = None,
-    whole: bool = True,
-) -> tuple[TableImages, TableImages]:
+) -> Pair:
     """Training and held-out images of a data set in Parquet or Arrow files, in the order of the files' names.
 
     Args:
-        path: Its folder, as `Dataset.save_to_disk` or the hub lay it out, or its name on the hub (`hub.hub_name`); a
-            file's own name or its folder's says its split, as for tar files.
-        channels: See `EncodedImages`.
-        image: The column of the images, encoded. None: found.
-        label: That of the labels, numbers or names. None: found.
-        subset: The folder to read, where there are several sets beside one another, which the hub calls subsets.
-        whole: Images are wanted in any order, so Parquet files must fit into memory.
+        path: Its folder, in the layout of `Dataset.save_to_disk` or of the hub, or its name on the hub
+            (`hub.hub_name`); the name of a file or of its folder says its split, as for tar files.
+        channels: As of `EncodedImages`.
+        once: Not needed, since every process reads the tables.
+        image: The column of the encoded images. None: found by name and type.
+        label: The column of the labels, numbers or names. None: found by name and type.
+        subset: The folder to read if several sets stand side by side, which the hub calls subsets.
 
     Raises:
-        UserError: There are no such files of both splits, they are damaged or too large, or a column is not found.
+        UserError: There are no such files of both splits, they are damaged, or a column is not found.
     """
     load_decoders()
     root = path if hub_name(path) is None else table_folder(path)
@@ -150,26 +167,31 @@ def open_tables(
     texts, parts = dict[str, list[str]](), dict[str, list[Part]]()
     for split, each in files.items():
         try:
+            # Labels are read whole at the start, images only when they are needed.
             texts[split] = [str(value) for file in each for value in file.column(label).to_pylist()]
             parts[split] = [part for file in each for part in file.parts(image)]
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{path}: the tables of {split} can't be read ({in_one_line(error)})") from error
-    if whole and (size := sum(part.size for each in parts.values() for part in each)) > MOST_KEPT:
-        raise UserError(
-            f"{path}: {size:,} bytes of Parquet, whose rows can't be read one by one; pack them first: "
-            f"torusgd data pack {quote(str(path))} OUT"
-        )
     names = _names(first.schema, label)
     classes, labels = number_labels(texts, None if names is None else dict(zip(names, names, strict=True)), str(path))
     train, held_out = (
-        TableImages(parts[split], path, _mark(files[split]), classes, labels[split], channels)
-        for split in ("train", "eval")
+        TableImages(parts[split], path, [file.path for file in each], classes, labels[split], channels)
+        for split, each in files.items()
     )
     return train, held_out
 
 
+def check_memory(path: Path, train: TableImages, held_out: TableImages) -> None:
+    """UserError if the tables are too large for images in any order, since Parquet files must fit into memory."""
+    if (size := train.memory + held_out.memory) > MOST_CACHED:
+        raise UserError(
+            f"{path}: {size:,} bytes of Parquet, whose rows can't be read one by one; pack them first: "
+            f"torusgd data pack {quote(str(path))} OUT"
+        )
+
+
 def _of_subset(path: Path, names: Sequence[str], subset: str | None) -> list[str]:
-    """The files of one of the sets that stand beside one another, each a folder with splits of its own."""
+    """The files of one of the sets that stand side by side, each a folder with splits of its own."""
     tables = (name.partition("/") for name in names if name.endswith(SUFFIXES))
     sets = sorted({folder for folder, _, rest in tables if says_split(rest) and not says_split(folder)})
     if subset is not None:
@@ -188,7 +210,7 @@ def _open(path: Path) -> _File:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UserError(f"data.source: hf needs pyarrow ({error}); pip install 'torusgd[hf]'") from error
+        raise UserError(f"data.source: parquet needs pyarrow ({error}); pip install 'torusgd[hf]'") from error
     try:
         if path.suffix == ".parquet":
             return _File(path, None, pq.ParquetFile(path))
@@ -202,9 +224,10 @@ def _open(path: Path) -> _File:
 
 
 def _bytes_of(read: Callable[[], Any], path: Path) -> Any:
-    """A column of images as bytes; Hugging Face keeps each as {bytes, path}, and bytes may be left out."""
+    """A column of images as bytes; Hugging Face stores each as {bytes, path}, and bytes may be left out."""
     import pyarrow as pa
 
+    # Of a struct only the bytes: the path beside them is a name on the machine that made the table.
     column = read()
     if pa.types.is_struct(column.type):
         column = pa.chunked_array(
@@ -216,7 +239,7 @@ def _bytes_of(read: Callable[[], Any], path: Path) -> Any:
 
 
 def _column(file: _File, name: str | None, what: str, known: Sequence[str], fits: Callable[[Any], bool]) -> str:
-    """The column that is asked for, or the only one that can be meant."""
+    """The column with this name; without a name the first known one, or the only one of a fitting type."""
     fields = {field.name: field.type for field in file.schema}
     if name is not None:
         if name not in fields or not fits(fields[name]):
@@ -246,17 +269,10 @@ def _is_label(kind: Any) -> bool:
 
 
 def _names(schema: Any, label: str) -> list[str] | None:
-    """The names of the classes, which `datasets` writes into the schema as JSON; None where it didn't."""
+    """The names of the classes, which `datasets` writes into the schema as JSON; None if it didn't."""
     try:
         features = parse_json((schema.metadata or {})[b"huggingface"].decode())["info"]["features"]
         names = features[label]["names"]
         return [str(name) for name in names] if isinstance(names, list) and len(set(names)) == len(names) else None
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _mark(files: Sequence[_File]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.path.name}\0{file.path.stat().st_size}\0".encode(errors="surrogateescape"))
-    return digest.hexdigest()

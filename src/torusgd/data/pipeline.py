@@ -1,7 +1,7 @@
 """From sample indices to a batch of tensors: read, decode, augment, normalise.
 
-An image's tensor depends on (seed, epoch, index) alone, bit for bit: never on the other images of its batch, on
-the thread, or on which of a source's reading methods was used. Only mixing joins images, those of one virtual worker.
+The tensor of an image depends on (seed, epoch, index) alone, bit for bit: never on the other images of its batch, on
+the thread, or on the method by which a source reads it. Only mixing joins images, those of one virtual worker.
 """
 
 import logging
@@ -22,34 +22,25 @@ from ..recipe.section import ImageSizes
 from ..rng import SUBSTITUTE, keyed_integer
 from . import augment as random_changes
 from .augment import Changes
+from .autoaugment import apply_policy
+from .crop_resize import centre, cut_at, render, scaled
+from .encoded_source import EncodedImages
+from .geometry import Warps, bend, tone
 from .mixing import erase, mix
-from .policy import apply_policy
-from .types import (
-    ArraySource,
-    Choose,
-    CorruptImage,
-    Float32,
-    ForeseeingSource,
-    GpuSource,
-    Int64,
-    Pixels,
-    Region,
-    RegionSource,
-    Source,
-)
-from .view import centre, cut_at, render, scaled
-from .warp import Warps, bend, draw_warps, tone
+from .types import ArraySource, Choose, CorruptImage, Float32, Int64, Pixels, Region, RegionSource, Source
 
 T = TypeVar("T")
 Cut = Callable[[Pixels], Pixels]
-"""from an image [channels, height, width] to what the network takes of it"""
+"""from an image [channels, height, width] to the part of it that the network takes"""
 Allocate = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
-"""a new array of a shape and dtype, whatever is in it"""
+"""allocates an array of a shape and dtype, not cleared"""
 
 log = logging.getLogger(__name__)
 
-_PAUSES = (0.1, 0.5)  # seconds before a failed read is tried again
-_SUBSTITUTES = 16  # undecodable images in a row; then something else is wrong
+_PAUSES = (0.1, 0.5)
+"""seconds before a failed read is tried again"""
+_SUBSTITUTES = 16
+"""undecodable images in a row, after which the run stops"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +50,13 @@ class Batch:
     Args:
         images: float32 [n, channels, height, width], contiguous, normalised; or uint8, with `table`.
         targets: int64 [n], labels.
-        kept: int64 [n], the positions of these images in the request; shorter than the request only where
-            evaluation left out undecodable ones.
-        replaced: How many of these images stand in for undecodable ones.
-        partners: int64 [n], the labels that images were mixed with; None where none is mixed.
-        shares: float32 [n], the share of each image's own label.
-        table: float32 [channels, 256], what each byte of an image becomes when it is normalised (`upload.place`).
-        message: uint8 [bytes], images and a copy of the targets in one piece (`upload.parts`); None: they lie apart.
+        kept: int64 [n], the positions of these images in the request; shorter than the request only if evaluation
+            left out undecodable ones.
+        replaced: The number of these images that stand in for undecodable ones.
+        partners: int64 [n], the labels that images were mixed with; None without mixing.
+        shares: float32 [n], the weight of each image's own label.
+        table: float32 [channels, 256], the normalised value of each byte of an image (`to_device.place`).
+        message: uint8 [bytes], images and a copy of the targets in one piece (`to_device.parts`); None: in two pieces.
     """
 
     images: torch.Tensor
@@ -79,8 +70,8 @@ class Batch:
 
 
 def allocate_by_torch(shape: tuple[int, ...], dtype: npt.DTypeLike, is_pinned: bool = False) -> npt.NDArray[Any]:
-    """A new array in torch's memory, since numpy asks the kernel for huge pages, which cost more to clear than an image
-    to make."""
+    """A new array in torch's memory, not cleared."""
+    # numpy requests huge pages of the kernel, which take longer to clear than an image takes to make.
     return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), pin_memory=is_pinned).numpy()
 
 
@@ -91,11 +82,11 @@ class Pipeline:
         source: Training or held-out images.
         data: The recipe's section.
         seed: The recipe's seed.
-        allocate: Gives the memory of each batch's images.
+        allocate: Allocates the memory of each batch's images.
 
     Attributes:
         dtype: Of the images.
-        table: See `Batch`.
+        table: As of `Batch`.
     """
 
     dtype: ClassVar[npt.DTypeLike] = np.float32
@@ -105,9 +96,8 @@ class Pipeline:
         self.source = source
         self.allocate = allocate
         self._arrays = source if isinstance(source, ArraySource) else None
-        self._foreseeing = source if isinstance(source, ForeseeingSource) else None
         self._regions = source if isinstance(source, RegionSource) else None
-        self._together = source.together if isinstance(source, GpuSource) else _one_by_one
+        self._encoded = source if isinstance(source, EncodedImages) else None
         self._data = data
         self._sizes = data.sizes
         self._seed = seed
@@ -118,43 +108,43 @@ class Pipeline:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether it is of use to `expect` images."""
-        return self._foreseeing is not None
+        """Whether `expect` makes reading faster."""
+        return self._encoded is not None and self._encoded.reads_ahead
 
     def expect(self, indices: Int64) -> None:
-        """Says that the images at `indices` [n] will be wanted soon."""
-        if self._foreseeing is not None:
-            self._foreseeing.expect(indices)
+        """Starts to read the images at `indices` [n], which are needed soon."""
+        if self._encoded is not None:
+            self._encoded.expect(indices)
 
     def training_batch(self, indices: Int64, epochs: Int64, augment: bool, sizes: ImageSizes | None = None) -> Batch:
         """The images at `indices` [n] as epoch `epochs` [n] sees them.
 
-        An undecodable image is replaced by one that a hash of (seed, epoch, index, attempt) names, and counted.
+        A hash of (seed, epoch, index, attempt) names the substitute of an undecodable image, which is counted.
 
         Args:
+            indices, epochs: As above.
             augment: False: with the validation preprocessing (Final Polishing).
-            sizes: How large to make them; None: as the recipe's `data` says. No draw depends on it.
+            sizes: Height and width; None: as the recipe's `data` says. No draw depends on it.
 
         Raises:
             OSError: An image can't be read, after further attempts.
             RunError: One substitute after the other is undecodable.
             UserError: An image's size or channels don't fit the recipe.
         """
-        drawn = warps = None
+        drawn = None
         if augment:
-            drawn = random_changes.draw_changes(self._data.augment, self._seed, epochs, indices)
-            warps = draw_warps(self._data.augment, self._data.channels, self._seed, epochs, indices)
+            options, channels = self._data.augment, self._data.channels
+            drawn = random_changes.draw_changes(options, channels, self._seed, epochs, indices)
         sizes = sizes or self._sizes
         out, message = self.memory(self._shape(len(indices), sizes))
         used = indices.copy()
         if (images := self._whole_batch(indices, drawn, sizes)) is not None:
-            self._finish(images, drawn, slice(None), out, warps)
+            self._finish(images, drawn, slice(None), out)
         else:
-            with self._together(indices):
+            with self._decoded_together(indices):
                 for at, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
-                    region, cut = self._region(drawn, at, sizes), self._cut(drawn, at, sizes)
-                    image, used[at] = self._image_or_substitute(index, epoch, region, cut)
-                    self._finish(image[None], drawn, slice(at, at + 1), out, warps)
+                    image, used[at] = self._image_or_substitute(index, epoch, *self._region_and_cut(drawn, at, sizes))
+                    self._finish(image[None], drawn, slice(at, at + 1), out)
         batch = self._batch(out, used, np.arange(len(indices)), int((used != indices).sum()))
         batch = self.joined(batch, message)
         if not augment:
@@ -163,12 +153,13 @@ class Pipeline:
         shares = mix(out, self._data.augment, self._seed, epochs, indices)
         if shares is None:
             return batch
+        # `mix` pairs image i with image n - 1 - i.
         return replace(batch, partners=batch.targets.flip(0), shares=torch.from_numpy(shares))
 
     def validation_batch(self, indices: Int64) -> Batch:
         """The images at `indices` [n], shorter side scaled to `data.resize`, middle `data.image_size` cut out.
 
-        Undecodable images are left out and named in the log; `kept` names those that remain.
+        Undecodable images are left out and named in the log; `kept` has the positions of the others.
 
         Raises:
             OSError: An image can't be read, after further attempts.
@@ -182,10 +173,10 @@ class Pipeline:
             self._finish(images, None, slice(None), out)
         else:
             decodable = np.ones(len(indices), dtype=bool)
-            with self._together(indices):
+            with self._decoded_together(indices):
                 for at, index in enumerate(indices.tolist()):
                     try:
-                        image = self._image(index, self._whole_region(sizes), self._centre(sizes))
+                        image = self._image(index, *self._region_and_cut(None, at, sizes))
                     except CorruptImage as error:
                         decodable[at] = False
                         log.warning("left out of evaluation: %s", error)
@@ -196,13 +187,16 @@ class Pipeline:
         return self._batch(out, indices[kept], kept, 0)
 
     def memory(self, shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], Pixels | None]:
-        """New memory for the images of a batch, and for the message that they are a part of, where they are of one."""
+        """New memory for the images of a batch, and the message that this memory is a part of, if any."""
         return self.allocate(shape, self.dtype), None
 
     def joined(self, batch: Batch, message: Pixels | None) -> Batch:
-        """A batch whose images lie in the message that `memory` gave, and its targets then too."""
+        """The batch, joined with the message that `memory` returned: its targets are copied into it."""
         assert message is None
         return batch
+
+    def _decoded_together(self, indices: Int64) -> AbstractContextManager[None]:
+        return nullcontext() if self._encoded is None else self._encoded.together(indices)
 
     def _shape(self, count: int, sizes: ImageSizes) -> tuple[int, ...]:
         return count, self._data.channels, *sizes.sides
@@ -212,22 +206,22 @@ class Pipeline:
         return Batch(torch.from_numpy(out), torch.from_numpy(targets), kept, replaced, table=self.table)
 
     def _whole_batch(self, indices: Int64, drawn: Changes | None, sizes: ImageSizes) -> Pixels | None:
-        """The images at their final size without a loop, uint8 [n, channels, height, width], where that can be."""
+        """The images at their final size without a loop, uint8 [n, channels, height, width]; None if they need one."""
         source = self._arrays
         if source is None or source.shape[:2] != sizes.sides:
             return None
+        # Boxes of random size, and a resize, need each image alone.
         if sizes.resize not in (None, min(sizes.sides)) or (drawn is not None and drawn.boxes is not None):
             return None
         images = _retried(lambda: source.read_many(indices))
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
-    def _finish(
-        self, images: Pixels, drawn: Changes | None, at: slice, out: Float32, warps: Warps | None = None
-    ) -> None:
-        """Shift, warp, mirror and normalise the images [m, channels, height, width] at these positions of the batch."""
+    def _finish(self, images: Pixels, drawn: Changes | None, at: slice, out: Float32) -> None:
+        """Changes and normalises the images [m, channels, height, width] at these positions of the batch."""
+        warps = None if drawn is None else drawn.warps
+        # The order is part of the result: each change starts from the bytes that the one before has rounded to.
         if drawn is not None and drawn.moves is not None:
             images = random_changes.shift(images, self._data.augment.shift, drawn.moves[at])
-        places = range(*at.indices(len(out)))
         if warps is not None:
             turns = zip(images, warps.angles[at], warps.distortions[at], strict=True)
             images = np.stack([bend(image, angle, distortion) for image, angle, distortion in turns])
@@ -235,11 +229,12 @@ class Pipeline:
             images = random_changes.mirror(images, drawn.mirrored[at])
             if drawn.policy is not None:
                 images = apply_policy(images, self._data.augment, drawn.policy[at])
-        self._write(images, warps, places, out[at])
+        self._write(images, warps, range(*at.indices(len(out))), out[at])
 
     def _write(self, images: Pixels, warps: Warps | None, places: range, out: Float32) -> None:
-        """Changes the tones of finished images, at these places of their batch, and normalises them."""
-        # Plane by plane, so that the three passes over a large image meet in the cache.
+        """Changes the tones of finished images, at these positions of their batch, and normalises them."""
+        # Plane by plane, so that the second and third pass over a large image find it in the cache.
+        # A block of small images at a time, for the same reason.
         block = max(1, (1 << 18) // max(1, images[:1].size))
         for start in range(0, len(images), block):
             some = slice(start, start + block)
@@ -252,23 +247,16 @@ class Pipeline:
                 plane *= self._scale[channel]
                 plane += self._offset[channel]
 
-    def _region(self, drawn: Changes | None, at: int, sizes: ImageSizes) -> Choose:
-        if drawn is None or drawn.boxes is None:
-            return self._whole_region(sizes)
-        augment, draws = self._data.augment, drawn.boxes[at]
-        return partial(random_changes.random_region, size=sizes.sides, augment=augment, draws=draws)
-
-    def _cut(self, drawn: Changes | None, at: int, sizes: ImageSizes) -> Cut:
-        if drawn is None or drawn.corners is None:
-            return self._centre(sizes)
-        down, right = drawn.corners[at].tolist()
-        return partial(cut_at, size=sizes.sides, corner=(down, right))
-
-    def _centre(self, sizes: ImageSizes) -> Cut:
-        return partial(centre, size=sizes.sides)
-
-    def _whole_region(self, sizes: ImageSizes) -> Choose:
-        return partial(_validation_region, sizes=sizes)
+    def _region_and_cut(self, drawn: Changes | None, at: int, sizes: ImageSizes) -> tuple[Choose, Cut]:
+        """The part of an image to read, and what to cut out of it."""
+        choose: Choose = partial(_validation_region, sizes=sizes)
+        if drawn is not None and drawn.boxes is not None:
+            augment, draws = self._data.augment, drawn.boxes[at]
+            choose = partial(random_changes.random_region, size=sizes.sides, augment=augment, draws=draws)
+        if drawn is not None and drawn.corners is not None:
+            down, right = drawn.corners[at].tolist()
+            return choose, partial(cut_at, size=sizes.sides, corner=(down, right))
+        return choose, partial(centre, size=sizes.sides)
 
     def _image_or_substitute(self, index: int, epoch: int, choose: Choose, cut: Cut) -> tuple[Pixels, int]:
         taken = index
@@ -278,6 +266,7 @@ class Pipeline:
             except CorruptImage as error:
                 last = error
                 log.warning("replaced in epoch %d: %s", epoch, error)
+                # Keyed: every rank that computes this sample finds the same substitute, without a message.
                 taken = int(keyed_integer(len(self.source), SUBSTITUTE, self._seed, epoch, index, attempt))
         raise RunError(f"{_SUBSTITUTES} substitutes in a row can't be decoded either, the last: {last}") from last
 
@@ -296,11 +285,6 @@ class Pipeline:
         return cut(image)
 
 
-def _one_by_one(indices: Int64) -> AbstractContextManager[None]:
-    """Of a source to which it makes no difference which images are read together."""
-    return nullcontext()
-
-
 def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:
     rows, columns = sizes.sides
     if sizes.resize is not None:
@@ -314,6 +298,7 @@ def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:
 
 
 def _retried(read: Callable[[], T]) -> T:
+    # A network disk may fail for a moment. A substitute would change the weights, so the read is repeated.
     for pause in _PAUSES:
         try:
             return read()

@@ -1,35 +1,57 @@
-"""Images made on the fly from their index, learnable and of any size, so that every recipe runs anywhere."""
+"""Images made on the fly from their index, so that every recipe runs anywhere: tiles (`synthetic`) and `frames`.
+
+Both can be learned, are of any size, and are made with integers alone: the same bits on every machine.
+"""
 
 import numpy as np
 
 from ..errors import UserError
-from ..rng import SYNTHETIC, keyed_hash, keyed_integer
-from .types import Int64, Pixels
+from ..rng import FRAMES, SYNTHETIC, keyed_hash, keyed_integer
+from .types import Int32, Int64, Pixels
 
 _PATTERN, _MOVE, _NOISE = range(3)
-_GRID = 4  # a class is a pattern of 4 x 4 tiles
-_BLOCK = 1 << 15  # random words made at a time, so that they stay in the cache
+_GRID = 4
+"""tiles a side in the pattern of a class"""
+_BLOCK = 1 << 15
+"""random words made at a time: more would not stay in the cache"""
+
+SEQUENCE = 200
+"""frames of a sequence: two seconds of speech at 100 frames a second"""
+_MEAN, _FIRST, _NEXT, _CHOICE, _STAY, _FRAME_NOISE = range(6)
+_STATES = 3  # of a unit
+_FOLLOWERS = 16  # units that may come after a unit
+_SHORTEST, _LONGEST = 3, 9  # frames in one state
+_AVERAGE = np.array([1, 4, 6, 4, 1], np.uint16)  # weights of the means of five frames, in sixteenths
+_REACH = len(_AVERAGE) // 2
+_SEQUENCES = 1 << 12  # made at a time
+
+
+def _amount(noise: float) -> int:
+    """The option `noise` in 256ths; UserError unless it is a number from 0 to 1."""
+    if isinstance(noise, bool | str) or not 0 <= noise <= 1:
+        raise UserError(f"data.options.noise: a number from 0 to 1, got {noise!r}")
+    return round(noise * 256)
 
 
 class Synthetic:
-    """An `ArraySource`: a pattern of coloured tiles for each class, moved round by a keyed offset, in keyed noise.
+    """An `ArraySource`: a pattern of coloured tiles for each class, rolled by a keyed offset, in keyed noise.
 
-    An image is a pure function of (seed, split, index), made with integers alone. Labels take turns.
+    An image is a pure function of (seed, split, index). Labels take turns.
 
     Args:
         shape: Height, width and channels.
-        split: 0 for training, 1 for held-out images; they share their classes' patterns.
-        noise: The noise's share of a pixel, from 0 to 1 (noise alone).
+        split: 0 for training, 1 for held-out images; the classes have the same patterns in both.
+        noise: The weight of the noise in a pixel, from 0 to 256 (noise alone).
     """
 
     def __init__(
-        self, count: int, classes: int, shape: tuple[int, int, int], seed: int, split: int, noise: float
+        self, count: int, classes: int, shape: tuple[int, int, int], seed: int, split: int, noise: int
     ) -> None:
         self.labels: Int64 = np.arange(count, dtype=np.int64) % classes
         self.classes = tuple(str(label) for label in range(classes))
         self.shape = shape
         self._key = (SYNTHETIC, seed, split)
-        self._noise = round(noise * 256)
+        self._noise = noise
         tile = np.ogrid[:classes, :_GRID, :_GRID, : shape[2]]
         self._tiles = keyed_integer(256, SYNTHETIC, seed, _PATTERN, *tile).astype(np.uint8)
 
@@ -50,9 +72,11 @@ class Synthetic:
         height, width, channels = self.shape
         rows = self._moved(indices, height, 0)
         columns = self._moved(indices, width, 1)
+        # First the columns of each tile row, then the rows: two look-ups in place of one of every pixel.
         lines = self._tiles[self.labels[indices][:, None, None], np.arange(_GRID)[:, None], columns[:, None, :]]
         pattern = lines[np.arange(len(indices))[:, None], rows]
         size = height * width * channels
+        # A hash has eight bytes, the noise of eight values; the last word of an image may be cut.
         words = keyed_hash(*self._key, _NOISE, indices[:, None], np.arange(-(-size // 8)))
         noise = words.astype("<u8", copy=False).view(np.uint8)[:, :size].reshape(pattern.shape)
         mixed = pattern * np.uint16(256 - self._noise) + noise * np.uint16(self._noise)
@@ -72,9 +96,89 @@ def open_synthetic(
     Raises:
         UserError: `noise` is not a number from 0 to 1.
     """
-    if isinstance(noise, bool | str) or not 0 <= noise <= 1:
-        raise UserError(f"data.options.noise: a number from 0 to 1, got {noise!r}")
-    train, held_out = (
-        Synthetic(count, classes, shape, seed, split, noise) for split, count in enumerate((train_images, eval_images))
-    )
-    return train, held_out
+    amount = _amount(noise)
+    train = Synthetic(train_images, classes, shape, seed, 0, amount)
+    return train, Synthetic(eval_images, classes, shape, seed, 1, amount)
+
+
+class Frames:
+    """An `ArraySource` like speech: windows of consecutive frames, labelled with the state of the middle frame.
+
+    A sequence walks through units, as speech through phones in context. A unit is three states from left to right, each
+    held for a few frames; a Markov chain chooses the next unit. Every state (a class) has a mean vector; a frame is the
+    binomial average of the means around it, so that states run into each other, in keyed noise. A window is a pure
+    function of (seed, split, index); sample i is frame i of all sequences end to end. Each of them has further frames
+    before its first and after its last sample, for windows alone.
+
+    Args:
+        window: Frames of a sample and values of a frame, the height and the width of the image.
+        split: 0 for training, 1 for held-out frames; units, their followers and means are the same in both.
+        noise: The weight of the noise in a value, from 0 to 256 (noise alone).
+    """
+
+    def __init__(self, count: int, classes: int, window: tuple[int, int], seed: int, split: int, noise: int) -> None:
+        self.classes = tuple(str(label) for label in range(classes))
+        self.shape = (*window, 1)
+        self._key = (FRAMES, seed, split)
+        self._noise = noise
+        means = keyed_integer(256, FRAMES, seed, _MEAN, *np.ogrid[:classes, : window[1]])
+        self._means = means.astype(np.uint8)
+        sequences = -(-count // SEQUENCE)
+        length = SEQUENCE + window[0] - 1 + 2 * _REACH
+        self._states = np.empty((sequences, length), np.int32)
+        for start in range(0, sequences, _SEQUENCES):
+            block = np.arange(start, min(start + _SEQUENCES, sequences))
+            self._states[block] = walk(block, length, classes, seed, split)
+        middle = _REACH + window[0] // 2
+        self.labels: Int64 = self._states[:, middle : middle + SEQUENCE].reshape(-1)[:count].astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> Pixels:
+        return self.read_many(np.array([index]))[0]
+
+    def read_many(self, indices: Int64) -> Pixels:
+        height, width, _ = self.shape
+        sequence, first = np.divmod(indices[:, None], SEQUENCE)
+        frames = first + np.arange(height)
+        # Weights sum to 16, so uint16 holds every partial sum: 16 x 255.
+        smooth = np.zeros((len(indices), height, width), np.uint16)
+        for offset, weight in enumerate(_AVERAGE):
+            smooth += weight * self._means[self._states[sequence, frames + offset]]
+        words = keyed_hash(*self._key, _FRAME_NOISE, sequence[..., None], frames[..., None], np.arange(-(-width // 8)))
+        noise = words.astype("<u8", copy=False).view(np.uint8)[..., :width]
+        mixed = (smooth >> np.uint16(4)) * np.uint16(256 - self._noise) + noise * np.uint16(self._noise)
+        return (mixed >> np.uint16(8)).astype(np.uint8)[..., None]
+
+
+def walk(sequences: Int64, length: int, classes: int, seed: int, split: int) -> Int32:
+    """The state of each frame of some sequences, int32 [len(sequences), length]."""
+    units = -(-classes // _STATES)
+    visits = -(-length // (_STATES * _SHORTEST))  # enough even if every state is left at once
+    path = np.empty((len(sequences), visits), np.int64)
+    path[:, 0] = keyed_integer(units, FRAMES, seed, _FIRST, split, sequences)
+    for visit in range(1, visits):
+        choice = keyed_integer(_FOLLOWERS, FRAMES, seed, _CHOICE, split, sequences, visit)
+        # A unit has a few followers, the same each time: the chain, unlike free draws, can be learned.
+        path[:, visit] = keyed_integer(units, FRAMES, seed, _NEXT, path[:, visit - 1], choice)
+    # The last unit may have fewer states than three; it stays in its last one.
+    states = np.minimum(_STATES * path[..., None] + np.arange(_STATES), classes - 1).reshape(len(sequences), -1)
+    # How long each state lasts, and from that where each sequence begins in the flat run of all frames.
+    places = np.arange(states.shape[1])
+    stays = _SHORTEST + keyed_integer(_LONGEST - _SHORTEST + 1, FRAMES, seed, _STAY, split, sequences[:, None], places)
+    total = stays.sum(axis=1)
+    starts = np.cumsum(total) - total
+    return np.repeat(states.ravel(), stays.ravel())[starts[:, None] + np.arange(length)].astype(np.int32)
+
+
+def open_frames(
+    train: int, held_out: int, classes: int, window: tuple[int, int], seed: int, noise: float = 0.5
+) -> tuple[Frames, Frames]:
+    """So many training and held-out windows of the same classes, uint8 [frames, values, 1].
+
+    Raises:
+        UserError: `noise` is not a number from 0 to 1.
+    """
+    amount = _amount(noise)
+    return Frames(train, classes, window, seed, 0, amount), Frames(held_out, classes, window, seed, 1, amount)

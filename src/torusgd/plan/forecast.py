@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.sources import open_sources
+from ..data.registry import open_sources
 from ..errors import UserError
 from ..models.registry import construct
 from ..recipe.schedule import Schedule

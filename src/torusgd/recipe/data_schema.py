@@ -81,7 +81,7 @@ class Data(Section):
     """Where images come from and how they become tensors."""
 
     source: str
-    """digits, synthetic, frames, idx, folder, folders, list, tar, hf, arrays, or package.module:factory"""
+    """digits, synthetic, frames, csv, tar, parquet, folder, folders, numpy, mnist, or package.module:factory"""
     options: Options = {}  # noqa: RUF012, since pydantic copies a default
     """arguments of the source, such as noise for synthetic"""
     decoder: Literal["libjpeg", "nvjpeg"] = "libjpeg"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..data.pipeline import Pipeline
-from ..data.upload import place
+from ..data.to_device import place
 from ..precision import Precision
 from ..recipe.schema import Recipe
 from ..runtime import loader_threads

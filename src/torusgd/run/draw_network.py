@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data.identity import data_sha256
+from ..data.fingerprint import data_sha256
 from ..gradients.layout import Slot
 from ..gradients.reducer import parameter_slots
 from ..hub import commit_of

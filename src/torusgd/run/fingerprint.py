@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from ..comm.groups import Group
-from ..data.sources import PICTURES
+from ..data.registry import PICTURES
 from ..errors import UserError
 from ..recipe.schema import Recipe
 from ..runtime import cpu_flags, cpu_info
@@ -147,7 +147,7 @@ class Fingerprint:
     recipe_sha256: str
     train_images: int
     data_sha256: str
-    """names, sizes, labels and a sample, see `data.identity`"""
+    """names, sizes, labels and a sample, see `data.fingerprint`"""
     init_sha256: str
     """of the weights of --init; empty: drawn from the seed"""
     drawn_sha256: str

@@ -12,19 +12,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import torch
+from safetensors.numpy import save
 
 from ..comm.connection import hosts_of
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
-from ..data.listing import Arrays, Progress
-from ..data.npz import read_arrays
+from ..data.file_lists import Arrays, Progress, read_arrays
 from ..errors import UserError
 
 
 class KeptArrays:
-    """A `data.listing.Once` of a process that starts ranks on its machine: what it makes it keeps for them."""
+    """A `data.file_lists.Once` of a process that starts ranks on its machine: what it makes it keeps for them."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -39,7 +38,7 @@ class KeptArrays:
 
 
 class MappedArrays:
-    """A `data.listing.Once` of a rank alone, which maps what its launcher has made.
+    """A `data.file_lists.Once` of a rank alone, which maps what its launcher has made.
 
     No rank waits for another in it, so it serves those that join a run at work as well.
 
@@ -59,7 +58,7 @@ class MappedArrays:
 
 
 class HostShare:
-    """A `data.listing.Once` of a run's ranks, each of which calls it.
+    """A `data.file_lists.Once` of a run's ranks, each of which calls it.
 
     Args:
         world: All ranks.
@@ -114,5 +113,5 @@ def _write(arrays: Arrays) -> int:
     """The number of an open file that holds the arrays; in memory until it is closed and nobody maps it any more."""
     file = os.memfd_create("torusgd", os.MFD_CLOEXEC)
     with os.fdopen(os.dup(file), "wb") as stream:
-        np.savez(stream, allow_pickle=False, **arrays)
+        stream.write(save(arrays))
     return file

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..data.sources import SOURCES, open_sources
+from ..data.registry import SOURCES, open_sources
 from ..data.types import Source
 from ..errors import UserError
 from ..models import is_built_in, model_of

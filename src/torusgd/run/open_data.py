@@ -10,8 +10,8 @@ from ..data.loader_processes import LoaderProcesses, Opener
 from ..data.nvjpeg import decode_on_gpu
 from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline, allocate_by_torch
-from ..data.sources import open_sources
-from ..data.upload import BytePipeline, allocate_pinned, can_normalise_later
+from ..data.registry import open_sources
+from ..data.to_device import BytePipeline, allocate_pinned, can_normalise_later
 from ..runtime import loader_threads
 from .host_share import HostShare, KeptArrays, MappedArrays
 from .job import Job, images_at
@@ -54,7 +54,7 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedAr
     liveness.outside("the list of images", images_at(job))
     train, held_out = open_sources(recipe.data, job.data, recipe.seed, once)
     if recipe.data.decoder == "nvjpeg":
-        decode_on_gpu((train, held_out), device, job.options.loader_processes)
+        train, held_out = decode_on_gpu((train, held_out), device, job.options.loader_processes)
     is_gpu = device.type == "cuda"
     make = BytePipeline if is_gpu and can_normalise_later(recipe.data.augment) else Pipeline
     allocate = allocate_pinned if is_gpu else allocate_by_torch

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..data.identity import data_sha256
-from ..data.listing import Once, make_here
-from ..data.sources import open_sources
+from ..data.file_lists import Once, make_here
+from ..data.fingerprint import data_sha256
+from ..data.registry import open_sources
 from ..errors import RunError
 from ..hub import commit_of
 from ..recipe.schedule import Schedule

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import NARROW, decode
 from ..cuda.operators import operators
-from ..data.upload import pinned
+from ..data.to_device import pinned
 from ..errors import RunError
 
 VERSION = 5

@@ -19,7 +19,7 @@ from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
 from ..data.pipeline import Batch, Pipeline
-from ..data.upload import pinned, place
+from ..data.to_device import pinned, place
 from ..errors import DiskError, RunError, is_transient
 from ..precision import Precision
 from ..recipe.data_schema import Evaluate

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..comm.groups import Group
 from ..cuda.shadow import ShadowWeights
 from ..data.pipeline import Batch
-from ..data.upload import pinned, place
+from ..data.to_device import pinned, place
 from ..gradients.reducer import Reducer
 from ..precision import Precision
 from ..recipe.schedule import Step

@@ -21,7 +21,7 @@ from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
 from ..data.pipeline import Pipeline
-from ..data.upload import place
+from ..data.to_device import place
 from ..models.freeze import is_frozen
 from ..precision import Precision
 from ..recipe.schema import Recipe

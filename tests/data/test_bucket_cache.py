@@ -13,9 +13,9 @@ pytest.importorskip("fsspec")
 from tests.data.pictures import folder_data
 from tests.data.tars import picture, samples, write_shards, write_tar
 from torusgd.data import Pipeline, open_sources
-from torusgd.data.identity import data_sha256
-from torusgd.data.info import describe
-from torusgd.data.shards import RemoteShards, open_shards
+from torusgd.data.fingerprint import data_sha256
+from torusgd.data.registry import describe
+from torusgd.data.tar import RemoteShards, open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.storage import Store, url_of
@@ -87,12 +87,12 @@ def test_what_was_read_is_kept_on_disk_for_all_processes(local: Path, reads: lis
 def test_the_cache_is_bounded(local: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for gib, most in (("0", 0), ("0.000002", 1)):
         monkeypatch.setenv("TORUSGD_CACHE_GIB", gib)
-        monkeypatch.setattr("torusgd.data.remote._COUNT_EVERY", 1)
+        monkeypatch.setattr("torusgd.data.bucket_cache._COUNT_EVERY", 1)
         for _ in range(2):
             train, _ = open_shards(URL, 3)
             for index in range(6):
                 assert train.encoded(index) == picture(index)
-        kept = [np.fromfile(file, np.uint32) for file in tmp_path.glob("cache/*/train/kept")]
+        kept = [np.fromfile(file, np.uint32) for file in tmp_path.glob("cache/*/train/checksums")]
         assert sum(int((each != 0).sum()) for each in kept) in range(most, 3)
     assert len(reads) in range(20, 24)
     monkeypatch.setenv("TORUSGD_CACHE_GIB", "much")

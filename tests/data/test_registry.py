@@ -8,7 +8,7 @@ import pytest
 from tests.data.own import Stripes
 from tests.data.pictures import folder_data, write_folder
 from torusgd.data import ArraySource, RegionSource, Source, open_sources
-from torusgd.data.frames import SEQUENCE, walk
+from torusgd.data.synthetic import SEQUENCE, walk
 from torusgd.errors import UserError
 from torusgd.recipe.data_schema import Data
 
@@ -182,7 +182,7 @@ def test_a_source_of_ones_own() -> None:
 
 
 MISTAKES = {
-    "unknown source": (grey("digit"), "digits, synthetic, frames, idx"),
+    "unknown source": (grey("digit"), "digits, synthetic, frames, csv"),
     "path for digits": (grey("digits"), "take no --data"),
     "option of digits": (grey("digits", options={"noise": 1}), r"data.options.noise: .* takes none"),
     "option of synthetic": (synthetic(options={"nois": 1}), "it takes noise"),
@@ -194,7 +194,7 @@ MISTAKES = {
     "frames in colour": (frames(channels=3, mean=(0.5,) * 3, std=(0.5,) * 3), "the training images have 1"),
     "option of frames": (frames(options={"nois": 1}), "it takes noise"),
     "noise of frames": (frames(options={"noise": -1}), "from 0 to 1"),
-    "no path": (grey("idx"), "--data PATH"),
+    "no path": (grey("mnist"), "--data PATH"),
     "no path for a folder": (folder_data(), "--data PATH"),
     "classes": (grey("digits", classes=11), r"data.classes: the recipe says 11, .* have 10"),
     "channels": (Data(source="digits", image_size=8), "data.channels: the recipe says 3, .* have 1"),

@@ -11,9 +11,9 @@ import pytest
 
 from tests.data.tars import picture, samples, tar_bytes, write_shards, write_tar
 from torusgd.data.decode import decode
-from torusgd.data.identity import data_sha256
-from torusgd.data.info import describe
-from torusgd.data.shards import Shards, open_shards
+from torusgd.data.fingerprint import data_sha256
+from torusgd.data.registry import describe
+from torusgd.data.tar import Shards, open_shards
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 
@@ -89,7 +89,7 @@ def test_a_missing_or_damaged_index_names_the_command(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "another version": {"format": np.array([2])},
+    "another version": {"format": np.array([1])},
     "float offsets": {"train offset": np.zeros(12)},
     "fewer labels": {"eval labels": np.zeros(5, np.int64)},
     "beyond the end": {"train offset": np.full(12, 1 << 40)},
@@ -97,7 +97,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "no such tar file": {"train shard": np.full(12, 2, np.int32)},
     "names that overlap": {"train names ends": np.full(12, 5)},
     "a path out": {
-        "eval shards text": np.frombuffer(b"../v.tar", np.uint8), "eval shards ends": np.array([8]),
+        "eval shards text": np.array(bytearray(b"../v.tar")), "eval shards ends": np.array([8]),
         "eval shard sizes": np.array([1 << 40]),
     },
 }  # fmt: skip
@@ -217,7 +217,7 @@ def test_the_command(tmp_path: Path, run_cli: Any) -> None:
     write_shards(tmp_path / "my set")
     (tmp_path / "my set" / "classes.txt").write_text("cat\ndog\n")
     code, out, _ = run_cli("data", "index", tmp_path / "my set")
-    assert (code, out.splitlines()[-1]) == (0, f"{tmp_path}/my set/index.npz: 12 training images, 6 held out")
+    assert (code, out.splitlines()[-1]) == (0, f"{tmp_path}/my set/index.safetensors: 12 training images, 6 held out")
     assert open_shards(tmp_path / "my set", 3)[0].classes == ("cat", "dog")
     code, out, _ = run_cli("data", "info", tmp_path / "my set", "--check")
     assert code == 0

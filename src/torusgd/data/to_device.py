@@ -1,11 +1,9 @@
 """Batches on their way to a device, and images that are normalised there.
 
-A GPU takes images as bytes, a quarter of what they are as float32, from memory that is pinned, on a stream beside the
-one that computes: while it computes, the images of the next passes arrive. What a CPU does last, a product and a sum
-for each value, is a look-up there: a byte has 256 values, and the table of what each becomes is made on the CPU by the
-same two roundings. So the network sees the same bits.
-
-Images and targets lie in one piece of memory, so that one copy brings both (`parts`).
+A GPU receives images as bytes, a quarter of their size as float32, from pinned memory, on a stream of their own: while
+it computes, the images of the next passes arrive. The CPU's last operation, a product and a sum for each value, is a
+look-up there: a byte has 256 values, and the CPU makes the table of their normalised values by the same two roundings.
+So the network sees the same bits. Images and targets lie in one piece of memory, so that one copy moves both (`parts`).
 """
 
 from collections.abc import Sequence
@@ -21,9 +19,9 @@ from torch import Tensor
 
 from ..kernels import register
 from ..recipe.data_schema import Augment, Data
+from .geometry import Warps
 from .pipeline import Allocate, Batch, Pipeline, allocate_by_torch
 from .types import Pixels, Source
-from .warp import Warps
 
 _TARGET = 8
 """bytes of a target"""
@@ -32,32 +30,29 @@ _TARGET = 8
 def can_normalise_later(augment: Augment) -> bool:
     """Whether normalising is the last change of an image, so that it is a function of each byte.
 
-    Brightness, contrast and noise change an image that has no bytes any more; erased boxes hold the mean, and mixed
-    images what is between two bytes.
+    Brightness, contrast and noise change values that are not bytes any more; erased boxes hold the mean, and mixed
+    images hold values between two bytes.
     """
     changes = (augment.brightness, augment.noise, augment.erase, augment.mixup, augment.cutmix)
     return not any(changes) and augment.contrast <= 1
 
 
 def allocate_pinned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A new array, in pinned memory where there is a GPU."""
-    # torch's allocator keeps pinned memory, and hands out again what no copy reads any more: a ring.
+    """A new array, in pinned memory if there is a GPU."""
+    # torch's allocator uses pinned memory again once no copy reads it any more, so that this is a ring of buffers.
     return allocate_by_torch(shape, dtype, is_pinned=torch.cuda.is_available())
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host as it may go to a device: for a GPU in pinned memory.
+    """A small tensor of the host, ready to be copied to a device: for a GPU in pinned memory.
 
-    Of other memory the driver may make the host wait for all that the GPU has been given before.
+    From other memory the driver may make the host wait for everything that was queued on the GPU before.
     """
     return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
 
 
 class BytePipeline(Pipeline):
-    """A pipeline that leaves normalising to the device; for recipes of which `can_normalise_later` is true.
-
-    Its images are uint8, and come with the table for `place`. The arguments are those of `Pipeline`.
-    """
+    """A `Pipeline` of uint8 images and the table with which `place` normalises them; see `can_normalise_later`."""
 
     dtype = np.uint8
 
@@ -69,18 +64,19 @@ class BytePipeline(Pipeline):
         self.table = torch.from_numpy(table.reshape(256, data.channels).T.copy())
 
     def memory(self, shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], Pixels | None]:
-        """See `Pipeline`; the images come first in their message."""
+        """As of `Pipeline`; images first, targets after them at a multiple of 8 bytes."""
         pixels = prod(shape)
+        # Rounded up, so that the targets begin where an int64 may begin.
         message = self.allocate((-(-pixels // _TARGET) * _TARGET + _TARGET * shape[0],), self.dtype)
         return message[:pixels].reshape(shape), message
 
     def joined(self, batch: Batch, message: Pixels | None) -> Batch:
-        """See `Pipeline`."""
+        """As of `Pipeline`."""
         assert message is not None
         whole = torch.from_numpy(message)
         parts(whole, batch.images.shape)[1].copy_(batch.targets)
-        # The batch's own targets stay where they are: torch knows pinned memory by its beginning alone, and would take
-        # what it finds further on for free before a copy of it has ended.
+        # The batch's targets keep memory of their own: torch knows a pinned block by its first address alone, and would
+        # free the block before a copy from a view further on has ended.
         return replace(batch, message=whole)
 
     def _write(self, images: Pixels, warps: Warps | None, places: range, out: Any) -> None:
@@ -104,7 +100,7 @@ def parts(message: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 def place(batch: Batch, device: torch.device, memory_format: torch.memory_format) -> Tensor:
     """A batch's images, normalised, on a device: float32 [n, channels, height, width] in that memory format.
 
-    The host waits for nothing where the batch lies in pinned memory.
+    The host waits for nothing if the batch lies in pinned memory.
     """
     # A new tensor, since one channel counts as both formats and the first convolution would choose the other.
     placed = torch.empty(batch.images.shape, device=device, memory_format=memory_format)
@@ -116,13 +112,14 @@ def place(batch: Batch, device: torch.device, memory_format: torch.memory_format
 
 
 def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
-    """Writes what a table has for each byte.
+    """Writes the table's value for each byte.
 
     Args:
         pixels: uint8 [n, channels, height, width].
         table: float32 [channels, 256].
         out: float32, shaped like the pixels, contiguous or channels-last.
     """
+    # The tables of all channels in a row, so that one index picks channel and byte.
     firsts = 256 * torch.arange(len(table), dtype=torch.int32, device=pixels.device)
     places = pixels.int().add_(firsts.view(1, -1, 1, 1))
     out.copy_(table.view(-1).index_select(0, places.view(-1)).view(pixels.shape))
@@ -134,14 +131,16 @@ register("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()", look_up, 
 def arriving(images: Tensor, device: torch.device) -> Tensor:
     """The images of a batch, or its message, on a device.
 
-    On a GPU they are copied beside what it computes, and waited for by what it is given next.
+    On a GPU a second stream copies them while it computes, and all that is queued from now on waits for the copy.
     """
     if device.type != "cuda":
         return images.to(device)
     current = torch.cuda.current_stream(device)
     with torch.cuda.stream(_copies(device)):
         pixels = images.to(device, non_blocking=True)
+    # A wait on the GPU, not of the host.
     current.wait_stream(_copies(device))
+    # Else the allocator could hand out this memory while the computing stream still reads it.
     pixels.record_stream(current)
     return pixels
 
@@ -152,11 +151,11 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 _tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-"""by table and device, the table and its copy"""
+"""a table and its copy, by the table's id and the device"""
 
 
 def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """A pipeline's table on a device, where it stays."""
+    """A pipeline's table on a device, copied once."""
     key = (id(table), device)
     if key not in _tables:
         _tables[key] = (table, table.to(device))

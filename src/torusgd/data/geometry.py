@@ -1,50 +1,79 @@
-"""Rotation, distortion, brightness, contrast and noise of training images, keyed as the changes of `augment`.
+"""Rotation, distortion, brightness, contrast and noise of training images, and the portable arithmetic of all draws.
 
 The formulas are those of NNabla's ImageAugmentation (sony/nnabla, image_augmentation.cpp), the framework of Sony's
-records. Two things differ: a box is cut out first (`augment`), so that what a rotation would bring in from outside it
-is its border's pixel; and the noise is the sum of four uniform draws, which is normal enough and the same on every
-machine. Only +, *, / and square roots are used, as in `augment`.
+records, with two differences: a box is cut out first (`augment`), so a rotation repeats the box's border where it would
+bring in pixels from outside; and noise is the sum of four uniform draws, normal enough and the same on every machine.
+
+Only +, *, / and square roots are used: they are exact to the last bit on every machine, while two mathematics libraries
+may round an exponential, a logarithm or a cosine differently.
 """
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from ..recipe.data_schema import Augment
 from ..rng import AUGMENT, NOISE, keyed_hash, keyed_uniform
-from .augment import power
 from .types import Float32, Float64, Int64, Pixels
 
 # Numbers of a sample's draws, after those of `augment`.
 _ROTATION, _DISTORTION, _NOISE, _BRIGHTNESS, _CONTRAST = 43, 44, 45, 46, 56
 _CENTRE = 0.5
-"""the grey that contrast leaves as it is; of NNabla's ImageNet example"""
+"""the grey that contrast does not change, from NNabla's ImageNet example"""
+_TERMS = 30
+"""terms of the series for the angle of a rotation, at most pi"""
+
+
+def power(base: float, exponent: float) -> float:
+    """base ** exponent for an exponent in [0, 1), cut to 16 bits, with the same bits on every machine."""
+    # The binary digits of the exponent select factors from base ** 1/2, base ** 1/4, ...
+    result, bits = 1.0, int(exponent * 65536)
+    for root, bit in _roots(base):
+        if bits & bit:
+            result *= root
+    return result
+
+
+@lru_cache(maxsize=16)  # a recipe has a few bases
+def _roots(base: float) -> tuple[tuple[float, int], ...]:
+    """base ** 1/2, base ** 1/4, ... each with its bit of an exponent."""
+    found = []
+    for bit in range(15, -1, -1):
+        base = math.sqrt(base)
+        found.append((base, 1 << bit))
+    return tuple(found)
+
+
+def log_uniform(low: float, high: float, draw: float) -> float:
+    """A value from `low` to `high`, uniform in its logarithm, from a uniform draw in [0, 1)."""
+    return low * power(high / low, draw)
+
+
+def cosine_and_sine(angle: float, terms: int) -> tuple[float, float]:
+    """By their series, with the same bits on every machine; `terms` must be enough for the largest angle."""
+    term, sums = 1.0, [0.0, 0.0]
+    for k in range(terms):
+        sums[k % 2] += term if k % 4 < 2 else -term
+        term *= angle / (k + 1)
+    return sums[0], sums[1]
 
 
 @dataclass(frozen=True)
 class Warps:
-    """What is done to each of n samples.
+    """The changes of n samples in shape and tone."""
 
-    Args:
-        angles: float64 [n], radians.
-        distortions: float64 [n], above -1: 0 leaves straight lines straight, above it the middle grows.
-        brightness: float64 [n, channels], added to values in 0..1.
-        contrast: float64 [n, channels], factors about a middle grey.
-        noise: float64 [n], standard deviations for values in 0..1.
-        keys: int64 [n, 3], seed, epoch and index of each sample, for its pixels' noise.
-    """
-
-    angles: Float64
-    distortions: Float64
-    brightness: Float64
-    contrast: Float64
-    noise: Float64
-    keys: Int64
+    angles: Float64  # [n], radians
+    distortions: Float64  # [n], above -1; at 0 straight lines stay straight, above it the middle grows
+    brightness: Float64  # [n, channels], added to values in 0..1
+    contrast: Float64  # [n, channels], factors about a middle grey
+    noise: Float64  # [n], standard deviations for values in 0..1
+    keys: Int64  # [n, 3], seed, epoch and index of each sample, for the noise of its pixels
 
 
 def draw_warps(augment: Augment, channels: int, seed: int, epochs: Int64, indices: Int64) -> Warps | None:
-    """The warps of the samples at `indices` [n] in their `epochs` [n]; None where the recipe asks for none."""
+    """The warps of the samples at `indices` [n] in their `epochs` [n]; None if the recipe has none."""
     if not (augment.rotation or augment.distortion or augment.brightness or augment.noise or augment.contrast > 1):
         return None
 
@@ -58,14 +87,13 @@ def draw_warps(augment: Augment, channels: int, seed: int, epochs: Int64, indice
     widest = power(math.e, augment.distortion)
     distortions = [power(widest * widest, u) / widest - 1 for u in draw(_DISTORTION).tolist()]
     contrast = [[power(augment.contrast**2, u) / augment.contrast for u in row] for row in by_channel(_CONTRAST)]
-    keys = np.stack([np.full_like(indices, seed), epochs, indices], axis=1)
     return Warps(
         angles=augment.rotation * (2 * draw(_ROTATION) - 1),
         distortions=np.array(distortions),
         brightness=augment.brightness * (2 * by_channel(_BRIGHTNESS) - 1),
         contrast=np.array(contrast),
         noise=augment.noise * draw(_NOISE),
-        keys=keys,
+        keys=np.stack([np.full_like(indices, seed), epochs, indices], axis=1),
     )
 
 
@@ -77,10 +105,11 @@ def bend(image: Pixels, angle: float, distortion: float) -> Pixels:
     middle_y, middle_x = (rows - 1) / 2, (columns - 1) / 2
     y = (np.arange(rows)[:, None] - middle_y) / (rows / 2)
     x = (np.arange(columns)[None, :] - middle_x) / (columns / 2)
-    # A point's distance from the middle grows with its square, and the corners' scale is that of the border.
+    # The distance of a point from the middle grows with its square; division keeps the corners at their own scale.
     scale = (1 + distortion * (x * x + y * y)) / (1 + distortion)
-    cosine, sine = _cosine_and_sine(angle)
+    cosine, sine = cosine_and_sine(angle, _TERMS)
     x, y = x * scale * (columns / 2), y * scale * (rows / 2)
+    # For each pixel of the result the point of the image that it shows; beyond an edge the edge's pixel is repeated.
     from_x = np.clip(cosine * x - sine * y + middle_x, 0, columns - 1)
     from_y = np.clip(sine * x + cosine * y + middle_y, 0, rows - 1)
     left, top = from_x.astype(np.int64), from_y.astype(np.int64)
@@ -92,7 +121,7 @@ def bend(image: Pixels, angle: float, distortion: float) -> Pixels:
 
 
 def tone(plane: Float32, warps: Warps, at: int, channel: int) -> None:
-    """Brightness, contrast and noise of one channel of the sample `at`, in place: float32 [height, width], 0 to 255."""
+    """Changes brightness, contrast and noise of a channel of sample `at`, in place: float32 [height, width], to 255."""
     contrast = warps.contrast[at, channel]
     plane *= np.float32(contrast)
     plane += np.float32(255 * ((warps.brightness[at, channel] - _CENTRE) * contrast + _CENTRE))
@@ -102,19 +131,8 @@ def tone(plane: Float32, warps: Warps, at: int, channel: int) -> None:
 
 
 def _normal(shape: tuple[int, ...], *words: int) -> Float64:
-    """Draws of mean 0 and variance 1: sums of the four 16-bit parts of a hash for each pixel."""
+    """Draws of mean 0 and variance 1: for each pixel the sum of the four 16-bit parts of a hash."""
     bits = keyed_hash(NOISE, *words, np.arange(math.prod(shape)))
     total = sum(((bits >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.float64) for shift in (0, 16, 32, 48))
+    # Each part has the mean 32,767.5 and the variance 65,536^2 / 12, so four have the deviation 65,536 / sqrt(3).
     return np.asarray((total - 4 * 32767.5) * (math.sqrt(3) / 65536)).reshape(shape)
-
-
-def _cosine_and_sine(angle: float) -> tuple[float, float]:
-    """By their series, of an angle from -pi to pi: to a last bit the same on every machine."""
-    cosine, sine, term = 1.0, 0.0, 1.0
-    for degree in range(1, 30):
-        term *= angle / degree
-        if degree % 2:
-            sine += term if degree % 4 == 1 else -term
-        else:
-            cosine += term if degree % 4 == 0 else -term
-    return cosine, sine

@@ -1,9 +1,9 @@
 """RandAugment and TrivialAugment: changes of a finished training image in form and colour, drawn for each sample.
 
 The 14 changes and their ranges are torchvision's (RandAugment: Cubuk et al., arXiv 1909.13719; TrivialAugmentWide:
-Mueller and Hutter, arXiv 2103.10158), with pixels from the nearest place and black beyond the edges. They are made of
-integers, and of products and sums that are rounded once each: so the bits are the same on every machine, where the
-mathematics libraries and image libraries round each in their own way. A grey level may differ by one from theirs.
+Mueller and Hutter, arXiv 2103.10158), with nearest-neighbour pixels and black beyond the edges. They are made of
+integers, and of products and sums that are rounded once each: so the bits are the same on every machine, while
+mathematics and image libraries round in their own ways. A grey level may differ by one from theirs.
 """
 
 import math
@@ -13,33 +13,29 @@ import numpy as np
 
 from ..recipe.data_schema import Augment
 from ..rng import POLICY, keyed_uniform
+from .geometry import cosine_and_sine
 from .types import Float64, Int64, Pixels
 
 STRONGEST = 30
-"""strengths go from 0 to it"""
+"""the largest strength; 0 is the smallest"""
 OPERATIONS = (
     "identity", "shear-x", "shear-y", "translate-x", "translate-y", "rotate", "brightness", "color", "contrast",
     "sharpness", "posterize", "solarize", "autocontrast", "equalize",
 )  # fmt: skip
 _TERMS = 32
-"""of the series for sine and cosine: more than a float64 can tell apart at 135 degrees"""
+"""terms of the series for cosine and sine: more than a float64 resolves at 135 degrees"""
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """How far a change goes at the strongest."""
+    """The extent of each change at the largest strength."""
 
-    shear: float
-    """columns a row, and rows a column"""
-    pixels: int
-    """moved aside"""
-    share: float
-    """of the side moved aside, instead of `pixels` where that is 0"""
+    shear: float  # columns a row, and rows a column
+    pixels: int  # length of a shift
+    share: float  # length of a shift as a fraction of the side, if `pixels` is 0
     degrees: float
-    factor: float
-    """of brightness, colour, contrast and sharpness, more or less than 1"""
-    bits: int
-    """of eight that posterizing takes"""
+    factor: float  # distance from 1 of the factor of brightness, colour, contrast and sharpness
+    bits: int  # of eight, removed by posterizing
 
 
 RAND = Ranges(shear=0.3, pixels=0, share=150 / 331, degrees=30.0, factor=0.9, bits=4)
@@ -47,14 +43,15 @@ TRIVIAL = Ranges(shear=0.99, pixels=32, share=0.0, degrees=135.0, factor=0.99, b
 
 
 def draw_policy(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> Int64 | None:
-    """What is done to the samples at `indices` [n] in their `epochs` [n].
+    """The changes of the samples at `indices` [n] in their `epochs` [n].
 
     Returns:
-        int64 [n, changes, 3]: place in `OPERATIONS`, strength and sign (0 or 1) of each; None without a policy.
+        int64 [n, changes, 3]: index in `OPERATIONS`, strength and sign (0 or 1) of each; None without a policy.
     """
     if augment.policy == "none":
         return None
     changes = augment.operations if augment.policy == "randaugment" else 1
+    # Three draws a change: which one, how strong, which direction.
     numbers = np.arange(3 * changes)
     draws = keyed_uniform(POLICY, seed, epochs[:, None], indices[:, None], numbers).reshape(-1, changes, 3)
     drawn = (draws * (len(OPERATIONS), STRONGEST + 1, 2)).astype(np.int64)
@@ -64,7 +61,7 @@ def draw_policy(augment: Augment, seed: int, epochs: Int64, indices: Int64) -> I
 
 
 def apply_policy(images: Pixels, augment: Augment, drawn: Int64) -> Pixels:
-    """Images [n, channels, height, width] after the changes that `draw_policy` gave for them, as a new array."""
+    """Images [n, channels, height, width] after the changes that `draw_policy` returned for them, as a new array."""
     ranges = RAND if augment.policy == "randaugment" else TRIVIAL
     out = np.empty_like(images)
     for place, (image, changes) in enumerate(zip(images, drawn.tolist(), strict=True)):
@@ -79,11 +76,11 @@ def change(image: Pixels, operation: str, strength: int, sign: int, ranges: Rang
     """One change of an image, uint8 [channels, height, width].
 
     Args:
-        image: Left alone.
+        image: Not changed in place.
         operation: Of `OPERATIONS`.
         strength: 0 to `STRONGEST`.
-        sign: 0 or 1, which of two directions, where there are two.
-        ranges: What the strongest is.
+        sign: 0 or 1, the direction of a change that has two.
+        ranges: The extent at the largest strength.
     """
     share = (strength if sign else -strength) / STRONGEST
     if operation in ("shear-x", "shear-y", "translate-x", "translate-y", "rotate"):
@@ -110,8 +107,9 @@ def _levels(image: Pixels, operation: str, strength: int, ranges: Ranges) -> Pix
 
 
 def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixels:
-    """Each pixel from the nearest place that the shift, shear or turn brings to it."""
+    """The image shifted, sheared or rotated, by nearest neighbours."""
     height, width = image.shape[1:]
+    # Coordinates of pixel centres; each pixel of the result shows the point that the change would bring to it.
     rows, columns = np.meshgrid(np.arange(height) + 0.5, np.arange(width) + 0.5, indexing="ij")
     if operation == "shear-x":
         columns = columns + ranges.shear * share * rows
@@ -122,13 +120,14 @@ def _moved(image: Pixels, operation: str, share: float, ranges: Ranges) -> Pixel
     elif operation == "translate-y":
         rows = rows + int((ranges.pixels or ranges.share * height) * share)
     else:
-        cosine, sine = _turn(ranges.degrees * share)
+        cosine, sine = cosine_and_sine(ranges.degrees * share * math.pi / 180, _TERMS)
         down, right = rows - height / 2, columns - width / 2
         rows, columns = down * cosine + right * sine + height / 2, right * cosine - down * sine + width / 2
     return _pick(image, rows, columns)
 
 
 def _pick(image: Pixels, rows: Float64, columns: Float64) -> Pixels:
+    """The pixels at these points, black outside the image."""
     height, width = image.shape[1:]
     down, right = np.floor(rows).astype(np.int64), np.floor(columns).astype(np.int64)
     inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)
@@ -136,23 +135,15 @@ def _pick(image: Pixels, rows: Float64, columns: Float64) -> Pixels:
     return np.where(inside, picked, np.uint8(0))
 
 
-def _turn(degrees: float) -> tuple[float, float]:
-    """Cosine and sine by their series, since two mathematics libraries may differ in the last bit."""
-    angle, term, parts = degrees * math.pi / 180, 1.0, [0.0, 0.0]
-    for k in range(_TERMS):
-        parts[k % 2] += term if k % 4 < 2 else -term
-        term *= angle / (k + 1)
-    return parts[0], parts[1]
-
-
 def _blend(image: Pixels, other: Pixels | float, factor: float) -> Pixels:
     """factor * image + (1 - factor) * other, cut to 0..255 and rounded down."""
+    # Two products and a sum in float32, each rounded once: the same bits on every machine.
     mixed = image * np.float32(factor) + np.asarray(other, dtype=np.float32) * np.float32(1 - factor)
     return mixed.clip(0, 255).astype(np.uint8)
 
 
 def _opposite(image: Pixels, operation: str) -> Pixels | float:
-    """What an image without any brightness, colour, contrast or sharpness is."""
+    """The image without any brightness, colour, contrast or sharpness, towards or away from which it is blended."""
     if operation == "brightness":
         return 0.0
     if operation == "sharpness":
@@ -170,16 +161,17 @@ def _grey(image: Pixels) -> Pixels:
 
 
 def _smooth(image: Pixels) -> Pixels:
-    """Each pixel with 5/13 of itself and 1/13 of each neighbour; the edge stays as it is."""
+    """Each pixel mixed of 5/13 of itself and 1/13 of each neighbour; the edge stays as it is."""
     if min(image.shape[1:]) < 3:
         return image
     wide = image.astype(np.int64)
+    # The middle counts five times: four here, once with its neighbours.
     total = 4 * wide[:, 1:-1, 1:-1]
     for down in (0, 1, 2):
         for right in (0, 1, 2):
             total += wide[:, down : wide.shape[1] - 2 + down, right : wide.shape[2] - 2 + right]
     out = image.copy()
-    out[:, 1:-1, 1:-1] = (2 * total + 13) // 26
+    out[:, 1:-1, 1:-1] = (2 * total + 13) // 26  # total / 13, rounded to the nearest
     return out
 
 
@@ -192,8 +184,9 @@ def _stretched(plane: Pixels) -> Pixels:
 
 
 def _equalized(plane: Pixels) -> Pixels:
-    """The values of a plane spread so that each range of them has as many pixels, as Pillow does it."""
+    """The values of a plane spread so that ranges of equal length have as many pixels, as in Pillow's equalize."""
     counts = np.bincount(plane.reshape(-1), minlength=256)
+    # The brightest level is left out of the step: it would map beyond 255.
     step = int(counts.sum() - counts[counts.nonzero()[0][-1]]) // 255
     if step == 0:
         return plane

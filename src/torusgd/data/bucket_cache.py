@@ -1,10 +1,10 @@
-"""Tar shards in a bucket: ranges of them are read ahead, and kept on a local disk that a machine's ranks share.
+"""Tar shards in a bucket: their images are read ahead, and cached on a local disk that a machine's ranks share.
 
-What is kept is found again by the image's number in the index and a CRC-32 of its bytes, so that nothing has to be
-agreed upon between the processes that write, and what a crash has left half written is fetched again.
+The cache finds an image by its number in the index and verifies a CRC-32 of its bytes: so processes that write need no
+agreement, and an image that a crash left half written is fetched again.
 
-In each epoch every image is read once, so no image is worth more than another: a cache that is full stays as it is,
-which spares as much as any other rule, and more than to throw out what was not read for the longest time.
+Every epoch reads every image once, so no image is worth more than another: a full cache stays as it is. That saves as
+many reads as any other rule, and more than to evict the image that was not read for the longest time.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ from ..errors import UserError
 from ..storage import CACHE, Store, cache_folder
 from ..weights import replacing
 from .tar_index import FILE
-from .types import Int64
+from .types import Int32, Int64
 
 THREADS = 32
-"""ranges under way at a time: a bucket answers after 20 to 50 ms, whatever is asked"""
+"""concurrent reads: a bucket answers after 20 to 50 ms, whatever the size"""
 _MOST_AHEAD = 4096
-"""images that are read before they are asked for"""
+"""images that are read before they are needed"""
 _CACHE_GIB = "TORUSGD_CACHE_GIB"
 _DEFAULT_GIB = 64.0
 _COUNT_EVERY = 256
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 
 def cache_bytes() -> int:
-    """How much of one split of a data set is kept: TORUSGD_CACHE_GIB, or else 64 GiB."""
+    """The size of the cache of one split of a data set: TORUSGD_CACHE_GIB, or else 64 GiB."""
     text = os.environ.get(_CACHE_GIB, str(_DEFAULT_GIB))
     try:
         if (gib := float(text)) < 0:
             raise ValueError
     except ValueError:
-        raise UserError(f"{_CACHE_GIB} = {text}: must be a number of GiB, 0 to keep nothing") from None
+        raise UserError(f"{_CACHE_GIB} = {text}: must be a number of GiB, 0 for no cache") from None
     return int(gib * 2**30)
 
 
@@ -55,6 +55,7 @@ def fetch_index(store: Store, name: str = FILE) -> Path:
         UserError: There is none, or it can't be read.
     """
     try:
+        # The version is part of the key: a new index has a new cache, and no old range can enter it.
         key = hashlib.sha256(f"{store.url}\0{name}\0{store.version(name)}".encode()).hexdigest()[:32]
         file = cache_folder() / key / FILE
         if not file.exists():
@@ -72,76 +73,74 @@ def fetch_index(store: Store, name: str = FILE) -> Path:
 
 
 class RemoteFiles:
-    """The tar files of one split in a store.
+    """Byte ranges of the files of one split in a store, each read ahead, and cached on a local disk.
 
     Args:
-        store: Where they are.
+        store: Where the files are.
         names: Theirs.
-        offsets, sizes, shards: Of each image: its place, as the index has it, and the number of its tar file.
-        folder: Of the cache; a new index makes a new one.
-        most: Bytes that the cache may take.
+        files, begins, sizes: Of each range: the number of its file, its first byte, its length.
+        head: Bytes before each range that are read with it.
+        folder: Of the cache; a new index has a new one.
     """
 
     def __init__(
-        self, store: Store, names: Sequence[str], shards: Int64, offsets: Int64, sizes: Int64, folder: Path, most: int
+        self, store: Store, names: Sequence[str], files: Int32, begins: Int64, sizes: Int64, head: int, folder: Path
     ) -> None:
-        self._store, self._names = store, names
-        self._shards, self._offsets, self._sizes = shards, offsets, sizes
+        self._store, self._names, self._head = store, names, head
+        self._files, self._begins, self._sizes = files, begins, sizes
+        most = cache_bytes()
         self._cache = RangeCache(folder, sizes, most) if most else None
         self._ahead: OrderedDict[int, Future[bytes]] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS, "torusgd-bucket")
 
-    def where(self, shard: int) -> str:
-        """A tar file, for people."""
-        return f"{self._store.url}/{self._names[shard]}"
-
     def lengths(self) -> list[int]:
-        """The bytes of each tar file; raises as `Store.size`."""
+        """The bytes of each file; raises as `Store.size`."""
         listed = self._store.sizes()
         if set(self._names) <= listed.keys():
             return [listed[name] for name in self._names]
         return list(self._pool.map(self._store.size, self._names))
 
-    def read(self, index: int, head: int) -> bytes:
-        """An image with the `head` bytes before it; raises as `Store.read`."""
+    def read(self, index: int) -> bytes:
+        """One range and its head, shorter if its file ends before; raises as `Store.read`."""
         with self._lock:
             ahead = self._ahead.pop(index, None)
-        return ahead.result() if ahead is not None else self._read(index, head)
+        return ahead.result() if ahead is not None else self._fetch(index)
 
-    def expect(self, indices: Iterable[int], head: int) -> None:
-        """Begins to read images that will be asked for soon."""
+    def expect(self, indices: Iterable[int]) -> None:
+        """Starts to read ranges that are needed soon."""
         with self._lock:
             for index in indices:
                 if index not in self._ahead:
-                    self._ahead[index] = self._pool.submit(self._read, index, head)
-            while len(self._ahead) > _MOST_AHEAD:  # of shares that nobody came for
+                    self._ahead[index] = self._pool.submit(self._fetch, index)
+            # The oldest go first: a plan that changed, as when ranks leave, has left them behind.
+            while len(self._ahead) > _MOST_AHEAD:
                 self._ahead.popitem(last=False)[1].cancel()
 
     def forget(self, index: int) -> None:
-        """Drops what is kept of an image, since it was not what it must be."""
+        """Drops a range from the cache, since its bytes were not the right ones."""
         if self._cache is not None:
             self._cache.drop(index)
 
-    def _read(self, index: int, head: int) -> bytes:
-        shard, begin = int(self._shards[index]), int(self._offsets[index]) - head
-        size = int(self._sizes[index]) + head
-        if self._cache is not None and (kept := self._cache.get(index, shard, begin, size)) is not None:
-            return kept
-        data = self._store.read(self._names[shard], begin, begin + size)
+    def _fetch(self, index: int) -> bytes:
+        file, begin = int(self._files[index]), int(self._begins[index]) - self._head
+        size = int(self._sizes[index]) + self._head
+        if self._cache is not None and (cached := self._cache.get(index, file, begin, size)) is not None:
+            return cached
+        data = self._store.read(self._names[file], begin, begin + size)
         if self._cache is not None:
-            self._cache.put(index, shard, begin, data)
+            self._cache.put(index, file, begin, data)
         return data
 
 
 class RangeCache:
     """Ranges of files on a local disk, by number; several processes use one folder at a time.
 
-    Each file stands here as a sparse one, in which the ranges lie where they lie in the original.
+    Each file has a sparse copy here, in which a range has the offset that it has in the original.
 
     Args:
         folder: Made if it isn't there.
-        sizes: Bytes of each range, about.
+        sizes: Bytes of each range.
         most: Bytes in all.
     """
 
@@ -150,16 +149,16 @@ class RangeCache:
         self._puts = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / "kept", "ab") as file:
+            with open(folder / "checksums", "ab") as file:
                 if file.tell() != 4 * len(sizes):
                     file.truncate(4 * len(sizes))
-            self._sums = np.memmap(folder / "kept", np.uint32, "r+", 0, (len(sizes),))
+            self._sums = np.memmap(folder / "checksums", np.uint32, "r+", 0, (len(sizes),))
         except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: can't keep copies there ({error}); set {CACHE} to another folder") from error
+            raise UserError(f"{folder}: can't hold a cache ({error}); set {CACHE} to another folder") from error
         self._is_full = False
 
     def get(self, number: int, file: int, begin: int, size: int) -> bytes | None:
-        """The bytes of a range; None: they are not kept."""
+        """The bytes of a range; None: it is not cached."""
         expected = int(self._sums[number])
         if not expected:
             return None
@@ -169,12 +168,14 @@ class RangeCache:
                 data = os.pread(handle, size, begin)
             finally:
                 os.close(handle)
+            # Another process may be writing this range, or a crash may have left half of it.
             if _sum(data) == expected:
                 return data
         return None
 
     def put(self, number: int, file: int, begin: int, data: bytes) -> None:
-        """Keeps a range, while there is room."""
+        """Stores a range, while there is room."""
+        # To add up all sizes takes milliseconds with a million images, so the bound is checked now and then.
         if self._puts % _COUNT_EVERY == 0:
             self._is_full = self._is_full or int(self._sizes[self._sums != 0].sum()) >= self._most
         self._puts += 1
@@ -186,13 +187,14 @@ class RangeCache:
                 os.pwrite(handle, data, begin)
             finally:
                 os.close(handle)
+            # After the data: a crash in between leaves a 0, and the range is fetched again.
             self._sums[number] = _sum(data)
         except OSError as error:
-            log.warning("%s: keeps no more copies: %s", self._folder, error)
+            log.warning("%s: caches no more images: %s", self._folder, error)
             self._is_full = True
 
     def drop(self, number: int) -> None:
-        """Forgets a range."""
+        """Removes a range."""
         self._sums[number] = 0
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from torusgd.data.pipeline import Pipeline
-from torusgd.data.sources import open_sources
-from torusgd.data.upload import BytePipeline, allocate_pinned, can_normalise_later, parts, pinned, place
+from torusgd.data.registry import open_sources
+from torusgd.data.to_device import BytePipeline, allocate_pinned, can_normalise_later, parts, pinned, place
 from torusgd.recipe.data_schema import Augment, Data
 
 CPU = torch.device("cpu")

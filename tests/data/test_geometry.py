@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from torusgd.data.geometry import _TERMS, Warps, _normal, bend, cosine_and_sine, draw_warps, tone
 from torusgd.data.pipeline import Pipeline
-from torusgd.data.sources import open_sources
-from torusgd.data.warp import Warps, _cosine_and_sine, _normal, bend, draw_warps, tone
+from torusgd.data.registry import open_sources
 from torusgd.recipe.data_schema import Augment, Data
 
 ALL = Augment(rotation=0.5, distortion=0.2, brightness=0.1, contrast=1.5, noise=0.05, by_channel=True)
@@ -52,7 +52,7 @@ def test_draws_are_keyed_by_seed_epoch_and_sample() -> None:
 
 @pytest.mark.parametrize("angle", [-math.pi, -1.0, 0.0, 0.3, math.pi])
 def test_cosine_and_sine_by_their_series(angle: float) -> None:
-    assert _cosine_and_sine(angle) == pytest.approx((math.cos(angle), math.sin(angle)), abs=1e-12)
+    assert cosine_and_sine(angle, _TERMS) == pytest.approx((math.cos(angle), math.sin(angle)), abs=1e-12)
 
 
 def test_a_quarter_turn_turns_a_square_image() -> None:

@@ -1,7 +1,4 @@
-"""Which box of an image becomes the network's input, and the resampling that makes it so.
-
-Random boxes are drawn in `augment`; here everything is a function of sizes.
-"""
+"""The box of an image that becomes the network's input, and its resampling; `augment` draws random boxes."""
 
 import numpy as np
 import torch
@@ -12,8 +9,8 @@ from .types import Pixels, Region
 def scaled(height: int, width: int, shorter: int) -> Region:
     """The whole image with its shorter side scaled to `shorter` (the longer one rounded down, as torchvision does).
 
-    Of an image more than four times as long as wide only the middle is taken, so that a shard of one row can't
-    demand gigabytes; the centre crop that follows never sees the rest.
+    Of an image more than four times as long as wide only the middle is taken: the centre crop that follows never shows
+    more, and an image of a single row would need gigabytes.
     """
     side = min(height, width)
     tall, wide = min(height, 4 * side), min(width, 4 * side)
@@ -35,16 +32,17 @@ def render(image: Pixels, region: Region) -> Pixels:
 
 
 def resample(image: Pixels, region: Region) -> Pixels:
-    """As `render`, but uint8 [rows, columns, channels]; a view of the image where its size stays."""
+    """As `render`, but uint8 [rows, columns, channels]; a view of the image if its size stays."""
+    # Cut first, then scaled: pixels outside the box don't bleed in, as in torchvision.
     box = image[region.top : region.top + region.height, region.left : region.left + region.width]
     if (region.rows, region.columns) == (region.height, region.width):
         return box
     # torch's kernel for uint8 runs on the calling thread alone and releases the interpreter's lock, so that the threads
-    # of the loader resize side by side.
+    # of the loader resize in parallel.
     planes = torch.from_numpy(np.require(box, requirements=["C", "W"])[None]).permute(0, 3, 1, 2)
     resized = np.empty((1, region.rows, region.columns, box.shape[2]), np.uint8)
-    # This is torch.nn.functional.interpolate(planes, ..., mode="bilinear", antialias=True), which can't be told where
-    # its result goes: then the kernel ends by putting the channels apart, pixel by pixel.
+    # As torch.nn.functional.interpolate(planes, ..., mode="bilinear", antialias=True), which has no `out`: without it
+    # the kernel ends by separating the channels, pixel by pixel.
     torch.ops.aten._upsample_bilinear2d_aa.out(
         planes, resized.shape[1:3], False, None, None, out=torch.from_numpy(resized).permute(0, 3, 1, 2)
     )
@@ -52,7 +50,7 @@ def resample(image: Pixels, region: Region) -> Pixels:
 
 
 def cut_at(image: Pixels, size: tuple[int, int], corner: tuple[float, float]) -> Pixels:
-    """Rows x columns out of [..., height, width]; `corner` in [0, 1) picks one of the places for it, each way."""
+    """Rows x columns out of [..., height, width]; `corner` in [0, 1) says how far down and right."""
     rows, columns = size
     height, width = image.shape[-2:]
     top, left = int(corner[0] * (height - rows + 1)), int(corner[1] * (width - columns + 1))

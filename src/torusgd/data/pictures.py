@@ -1,0 +1,287 @@
+"""JPEG and PNG files on a disk: the sources `folder`, `folders` and `csv`."""
+
+import csv
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from .decode import Undecodable, load_decoders
+from .encoded_source import MOST_BYTES, EncodedImages
+from .file_lists import Arrays, Names, Once, Progress, make_here, number_labels, read_classes
+from .types import Int64
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "img")
+LABELS = ("label", "labels", "class", "class_name", "target", "category")
+"""column names of a CSV file, in small letters; the first one that the file has counts"""
+_EVERY = 10_000
+"""files between two reports of progress"""
+
+Rows = tuple[list[str], list[str]]
+"""paths, and the label of each as a text"""
+
+
+class PictureFiles(EncodedImages):
+    """A source of picture files.
+
+    Args:
+        root: The folder that all names start from.
+        names: The file of each image, as a path from `root` or, with `folders`, from the folder of its class.
+        classes, labels, channels: As of `EncodedImages`.
+        folders: The folder of each class, by label; None: the names say it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        names: Names,
+        classes: Sequence[str],
+        labels: Int64,
+        channels: int,
+        folders: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(classes, labels, channels)
+        self.root, self.names = root, names
+        self._folders = folders
+
+    def where(self, index: int) -> str:
+        # The folder of a class is stored once, not with each name: 14 million names would grow by a half.
+        folder = self._folders[self.labels[index]] if self._folders is not None else ""
+        return os.path.join(self.root, folder, self.names[index])
+
+    def encoded(self, index: int) -> bytes:
+        return read_picture(self.where(index))
+
+    def add_to_hash(self, digest: Any, sample: Int64) -> None:
+        digest.update(self.names.first(len(self)).data)
+        digest.update(repr([_size(self.where(index)) for index in sample.tolist()]).encode())
+
+
+Pair = tuple[PictureFiles, PictureFiles]
+
+
+def _size(file: str) -> int:
+    try:
+        return os.stat(file).st_size
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}, though it is listed") from error
+
+
+def read_picture(file: str) -> bytes:
+    """The bytes of a picture's file; raises as `EncodedImages.encoded`."""
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
+    with open(file, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
+        found = os.fstat(stream.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise Undecodable("no plain file")
+        if found.st_size > MOST_BYTES:
+            raise Undecodable(f"{found.st_size} bytes; at most {MOST_BYTES} are read")
+        return stream.readall()
+
+
+def open_folder(path: Path, channels: int, once: Once = make_here, classes: str | None = None) -> Pair:
+    """Training images from PATH/train/CLASS/, held-out ones from PATH/val/CLASS/, sorted by name.
+
+    Args:
+        path: The folder.
+        channels: As of `EncodedImages`.
+        once: Decides which process lists the files.
+        classes: A file in PATH that lists the class folders, for `read_classes`; other folders are left out. None: all
+            folders of train/, sorted.
+
+    Raises:
+        UserError: The layout is another one, a class has no training image, or simplejpeg and OpenCV are missing.
+    """
+    return _open((path / "train", path / "val"), channels, once, partial(_list_folder, path, classes))
+
+
+def open_folders(path: Path, channels: int, once: Once = make_here, classes: str | None = None) -> Pair:
+    """Images of several data sets, PATH/SET/train/CLASS/*.jpg and PATH/SET/val/CLASS/*.jpg, set by set.
+
+    Folders of one name in several sets are one class. A set may be a link to a folder elsewhere.
+
+    Args:
+        path, channels, once, classes: As of `open_folder`, but each set may lack some of the classes.
+
+    Raises:
+        UserError: No set has training images, or none held-out ones, or an image is of a class that is not listed.
+    """
+    return _open((path, path), channels, once, partial(_list_folders, path, path / classes if classes else None))
+
+
+def open_csv(
+    path: Path,
+    channels: int,
+    once: Once = make_here,
+    train: str = "train.csv",
+    eval: str = "val.csv",
+    classes: str | None = None,
+) -> Pair:
+    """Images that two CSV files list, in their order.
+
+    A file has a column of paths, which start from its folder, and one of labels, numbers or names. A head line may name
+    them (`PATHS`, `LABELS`); without one they are the first two columns. In a file named .tsv, tabs separate columns.
+
+    Args:
+        path: The folder of the two files.
+        channels, once: As of `open_folder`.
+        train: The list of training images, as a path from that folder.
+        eval: The list of held-out images.
+        classes: A file in the folder that lists the classes, for `read_classes`. None: numbers, or sorted names.
+
+    Raises:
+        UserError: A file is missing or is no such list, or a label is not among the classes.
+    """
+    lists = {"train": path / train, "eval": path / eval}
+
+    def look(progress: Progress) -> Arrays:
+        rows = {split: _read_csv(file, progress) for split, file in lists.items()}
+        return _numbered(rows, path / classes if classes else None, path)
+
+    return _open((path, path), channels, once, look)
+
+
+def _open(roots: tuple[Path, Path], channels: int, once: Once, look: Callable[[Progress], Arrays]) -> Pair:
+    load_decoders()
+    found = once(look)
+    classes = list(Names.of(found, "classes"))
+    folders = list(Names.of(found, "folders")) if "folders text" in found else None
+    train, held_out = (
+        PictureFiles(root, Names.of(found, split), classes, found[f"{split} labels"], channels, folders)
+        for root, split in zip(roots, ("train", "eval"), strict=True)
+    )
+    return train, held_out
+
+
+def _list_folder(path: Path, classes: str | None, progress: Progress) -> Arrays:
+    roots = {"train": path / "train", "eval": path / "val"}
+    for root in roots.values():
+        if not root.is_dir():
+            raise UserError(f"{path}: has no folder {root.name}; wanted are train/CLASS/*.jpg and val/CLASS/*.jpg")
+    inferred = class_folders(roots["train"])
+    listed = {name: name for name in inferred} if classes is None else read_classes(path / classes)
+    for folder in listed:
+        if Path(folder).name != folder:
+            raise UserError(f"{path / str(classes)}: {folder!r} is no plain folder name; one class folder a line")
+        if folder not in inferred:
+            raise UserError(
+                f"{path / str(classes)}: lists {folder!r}, but there is no folder {roots['train'] / folder}"
+            )
+    # A listed subset may leave classes out on purpose; a folder of val/ alone is a mistake.
+    if classes is None and (unknown := set(class_folders(roots["eval"])) - set(listed)):
+        raise UserError(f"{roots['eval'] / min(unknown)}: a class that {roots['train']} doesn't have")
+    found = Names.arrays("folders", [list(listed)]) | Names.arrays("classes", [list(listed.values())])
+    for split, root in roots.items():
+        found |= list_pictures(root, list(listed), split, progress)
+    counts = np.bincount(found["train labels"], minlength=len(listed))
+    if not counts.all():
+        empty = roots["train"] / list(listed)[int(counts.argmin())]
+        raise UserError(f"{empty}: no JPEG or PNG file; remove the folder or fill it")
+    return found
+
+
+def list_pictures(root: Path, folders: Sequence[str], split: str, progress: Progress = lambda done: None) -> Arrays:
+    """The picture files in class folders: `Names.arrays` under the name of the split, and `SPLIT labels`, int64."""
+    counts = []
+
+    def runs() -> Iterator[list[str]]:
+        for number, folder in enumerate(folders):
+            names = _pictures_in(root / folder)
+            counts.append(len(names))
+            progress(number)
+            yield names
+
+    found = Names.arrays(split, runs())
+    return found | {f"{split} labels": np.repeat(np.arange(len(folders), dtype=np.int64), counts)}
+
+
+def _list_folders(path: Path, listed: Path | None, progress: Progress) -> Arrays:
+    rows: dict[str, Rows] = {"train": ([], []), "eval": ([], [])}
+    for split, name in (("train", "train"), ("eval", "val")):
+        files, labels = rows[split]
+        for one in class_folders(path):
+            root = path / one / name
+            for folder in class_folders(root) if root.is_dir() else ():
+                found = _pictures_in(root / folder)
+                files += [f"{one}/{name}/{folder}/{file}" for file in found]
+                labels += [folder] * len(found)
+                progress(len(files))
+        if not files:
+            raise UserError(f"{path}: no image in {path}/SET/{name}/CLASS/*.jpg of any SET")
+    return _numbered(rows, listed, path)
+
+
+def _numbered(rows: Mapping[str, Rows], listed: Path | None, path: Path) -> Arrays:
+    names = read_classes(listed) if listed is not None else None
+    classes, labels = number_labels({split: each[1] for split, each in rows.items()}, names, str(path))
+    arrays = Names.arrays("classes", [classes])
+    for split, (files, _) in rows.items():
+        arrays |= Names.arrays(split, [files]) | {f"{split} labels": labels[split]}
+    return arrays
+
+
+def _read_csv(file: Path, progress: Progress) -> Rows:
+    paths, labels = list[str](), list[str]()
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            rows = csv.reader(stream, delimiter="\t" if file.suffix == ".tsv" else ",")
+            column, label_column = 0, 1
+            for number, row in enumerate(rows):
+                cells = [cell.strip() for cell in row]
+                if number == 0 and (columns := _columns([cell.lower() for cell in cells])) is not None:
+                    column, label_column = columns
+                elif any(cells):
+                    most = max(column, label_column)
+                    if len(cells) <= most or not cells[column] or not cells[label_column] or "\0" in cells[column]:
+                        raise UserError(f"{file}: line {rows.line_num} has no path and label")
+                    paths.append(cells[column])
+                    labels.append(cells[label_column])
+                if number % _EVERY == 0:
+                    progress(number)
+    except UserError:
+        raise
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{file}: can't be read as a list of paths and labels ({error})") from error
+    return paths, labels
+
+
+def _columns(head: Sequence[str]) -> tuple[int, int] | None:
+    """The indices of the paths' and the labels' columns; None: this is no head line."""
+    found = [next((head.index(name) for name in known if name in head), None) for known in (PATHS, LABELS)]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def class_folders(root: Path) -> list[str]:
+    """The names of the folders in `root`, sorted, without hidden ones; UserError if there is none."""
+    names = sorted(entry.name for entry in _entries(root) if _is(entry.is_dir))
+    if not names:
+        raise UserError(f"{root}: has no class folders; wanted is {root.name}/CLASS/*.jpg")
+    return names
+
+
+def _pictures_in(folder: Path) -> list[str]:
+    """The names of the picture files in a folder, sorted, its sub-folders left out; none if there is no folder."""
+    entries = _entries(folder) if folder.is_dir() else []
+    # Sorted: file systems list in any order, and labels and the stream of samples depend on it.
+    return sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES) and _is(entry.is_file))
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise UserError(f"{folder}: can't be listed ({error.strerror})") from error
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    try:
+        return kind()
+    except OSError:  # a link that leads to itself
+        return False

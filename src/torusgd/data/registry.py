@@ -1,0 +1,296 @@
+"""The kinds of data sets: how each is opened and recognised, which options it takes, and what it holds."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from ..hub import hub_name
+from ..importing import import_factory
+from ..recipe.data_schema import Data
+from ..recipe.load import load_recipe, recipe_names
+from ..recipe.section import sides
+from ..storage import url_of
+from .arrays import open_digits, open_mnist, open_numpy
+from .decode import Undecodable
+from .encoded_source import EncodedImages
+from .file_lists import Once, make_here
+from .parquet import SUFFIXES, TableImages, check_memory, open_tables
+from .pictures import open_csv, open_folder, open_folders
+from .synthetic import open_frames, open_synthetic
+from .tar import open_shards
+from .types import ArraySource, CorruptImage, RegionSource, Source
+
+Pair = tuple[Source, Source]
+"""training and held-out images"""
+_SAMPLE = 200
+"""pictures whose size `describe` reads"""
+
+
+@dataclass(frozen=True)
+class Files:
+    """A kind of data set that lies in files."""
+
+    open: Callable[..., Pair]  # arguments: path, channels, `Once`, and the options by name
+    options: tuple[str, ...]
+    is_at: Callable[[Path], bool]  # recognises the layout
+    has_pictures: bool = True  # JPEG and PNG bytes
+
+
+def _holds(*patterns: str) -> Callable[[Path], bool]:
+    return lambda path: path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns)
+
+
+_TABLES = tuple(f"{folder}*{suffix}" for folder in ("", "*/") for suffix in SUFFIXES)
+FILES = {
+    "csv": Files(open_csv, ("train", "eval", "classes"), _holds("train.csv")),
+    "tar": Files(open_shards, ("index",), _holds("*.tar", "*/*.tar")),
+    "parquet": Files(open_tables, ("image", "label", "subset"), _holds(*_TABLES)),
+    "folder": Files(open_folder, ("classes",), _holds("train/")),
+    "folders": Files(open_folders, ("classes",), _holds("*/train/")),
+    "numpy": Files(
+        lambda path, channels, once, **options: open_numpy(path, once, **options), ("names",),
+        lambda path: path.suffix == ".npz" or (path / "train_images.npy").is_file(), has_pictures=False,
+    ),
+    "mnist": Files(
+        lambda path, channels, once, **options: open_mnist(path, **options), ("names",),
+        _holds("train-images*idx3-ubyte*"), has_pictures=False,
+    ),
+}  # fmt: skip
+"""in the order in which a layout is looked for: a folder of lists or of tables may have a folder `train` as well"""
+PICTURES = tuple(name for name, kind in FILES.items() if kind.has_pictures)
+
+
+def _digits(data: Data, seed: int) -> Pair:
+    return open_digits()
+
+
+def _synthetic(data: Data, seed: int, **options: Any) -> Pair:
+    height, width = sides(data.resize or data.image_size)
+    return open_synthetic(*_amounts(data), (height, width, data.channels), seed, **options)
+
+
+def _frames(data: Data, seed: int, **options: Any) -> Pair:
+    if data.resize is not None:
+        raise UserError("data.resize: frames are made at data.image_size, [frames, values of a frame]; leave it null")
+    return open_frames(*_amounts(data), sides(data.image_size), seed, **options)
+
+
+def _amounts(data: Data) -> tuple[int, int, int]:
+    """Training and held-out images and classes, for a source that makes as many as the recipe says."""
+    if data.train_images is None or data.eval_images is None or data.classes is None:
+        raise UserError(f"data.source: {data.source} needs data.train_images, data.eval_images and data.classes")
+    return data.train_images, data.eval_images, data.classes
+
+
+MADE: dict[str, tuple[Callable[..., Pair], tuple[str, ...]]] = {
+    "digits": (_digits, ()),
+    "synthetic": (_synthetic, ("noise",)),
+    "frames": (_frames, ("noise",)),
+}
+"""sources that need no path, and their options"""
+SOURCES = (*MADE, *FILES)
+
+
+def open_sources(data: Data, path: Path | None, seed: int, once: Once = make_here) -> Pair:
+    """The training and the held-out images that a recipe's `data` names.
+
+    Args:
+        data: The recipe's section.
+        path: The folder or file of `--data`; None if the source needs none.
+        seed: The recipe's seed; it makes the images of `synthetic` and `frames` and touches no other source.
+        once: Decides which of several processes lists files and unpacks arrays.
+
+    Raises:
+        UserError: The path, its layout, an option, the number of images, classes or channels is not what the
+            recipe says, or a package is missing.
+    """
+    name = data.source
+    for place, reader in ((url_of(path), "tar"), (hub_name(path), "parquet")):
+        if place is not None and name != reader:
+            raise UserError(f"--data {place}: only data.source {reader} reads from there, not {name}")
+    if path is not None and url_of(path) is None and hub_name(path) is None and not path.exists():
+        raise UserError(f"--data {path}: there is no such file or folder")
+    if name in FILES:
+        if path is None:
+            raise UserError(f"data.source: {name} reads files; say where they are with --data PATH")
+        pair = FILES[name].open(path, data.channels, once, **_options(data, FILES[name].options))
+        if isinstance(pair[0], TableImages) and isinstance(pair[1], TableImages):
+            check_memory(path, pair[0], pair[1])
+    elif name in MADE:
+        if name == "digits" and path is not None:
+            raise UserError(f"data.source: digits come with scikit-learn and take no --data, got {path}")
+        make, known = MADE[name]
+        pair = make(data, seed, **_options(data, known))
+    elif ":" in name:
+        pair = _own(data, path)
+    else:
+        own = "or package.module:factory of your own"
+        raise UserError(f"data.source: no source {name!r}; take {', '.join(SOURCES)}, {own}")
+    for source, word in zip(pair, ("training", "held-out"), strict=True):
+        _check(source, word, data)
+    if pair[0].classes != pair[1].classes:
+        raise UserError(f"data.source: {name} has other classes in training than in held-out images")
+    return _first(pair[0], data.train_images, "train_images"), _first(pair[1], data.eval_images, "eval_images")
+
+
+def _options(data: Data, known: tuple[str, ...]) -> dict[str, Any]:
+    for key in data.options:
+        if key not in known:
+            allowed = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise UserError(f"data.options.{key}: the source {data.source} has no such option; {allowed}")
+    return dict(data.options)
+
+
+def _own(data: Data, path: Path | None) -> Pair:
+    factory = import_factory(data.source, key="data.source")
+    train, held_out = (factory(path, split=split, **data.options) for split in ("train", "eval"))
+    for source in (train, held_out):
+        if not isinstance(source, Source):
+            raise UserError(
+                f"data.source: {data.source} gave a {type(source).__name__}, which is no torusgd.data.Source"
+                " (classes, labels, __len__, read)"
+            )
+    return train, held_out
+
+
+def _check(source: Source, word: str, data: Data) -> None:
+    classes, labels = len(source.classes), source.labels
+    if len(source) == 0:
+        raise UserError(f"data.source: {data.source} has no {word} images")
+    if data.classes is not None and classes != data.classes:
+        raise UserError(f"data.classes: the recipe says {data.classes}, the {word} images have {classes}")
+    if len(labels) != len(source) or labels.min() < 0 or labels.max() >= classes:
+        raise UserError(f"data.source: labels of the {word} images must be {len(source)} numbers in 0..{classes - 1}")
+    if isinstance(source, ArraySource) and 0 in source.shape:
+        raise UserError(
+            f"data.source: the {word} images of {data.source} have no pixels, their shape is {source.shape}"
+        )
+    if isinstance(source, ArraySource) and source.shape[2] != data.channels:
+        raise UserError(
+            f"data.channels: the recipe says {data.channels}, the {word} images have {source.shape[2]};"
+            f" set data.channels, data.mean and data.std for {source.shape[2]}"
+        )
+
+
+class First:
+    """The first `count` images of a source that is not `EncodedImages`."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self.classes = source.classes
+        self.labels = source.labels[:count]
+        self.read = source.read
+        # Only what the source has, since `isinstance` of a protocol looks for the attributes.
+        if isinstance(source, ArraySource):
+            self.shape, self.read_many = source.shape, source.read_many
+        if isinstance(source, RegionSource):
+            self.read_region = source.read_region
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def _first(source: Source, count: int | None, key: str) -> Source:
+    if count is None or count == len(source):
+        return source
+    if count > len(source):
+        raise UserError(f"data.{key}: the recipe wants {count} images, the source has {len(source)}")
+    return source.first(count) if isinstance(source, EncodedImages) else First(source, count)
+
+
+def open_any(path: Path) -> tuple[str, Source, Source]:
+    """The kind of a data set, by its layout or by a recipe, and its training and held-out images.
+
+    Args:
+        path: A data set, or the name of a built-in recipe that makes its images.
+
+    Raises:
+        UserError: The path holds no data set in a known layout, or a damaged one.
+    """
+    if not path.exists() and str(path) in recipe_names():
+        recipe = load_recipe(str(path)).recipe
+        return recipe.data.source, *open_sources(recipe.data, None, recipe.seed)
+    # A name of the hub or a URL can't be looked into, and only one kind reads from each.
+    kind = "parquet" if hub_name(path) is not None else "tar" if url_of(path) is not None else None
+    kind = kind or next((name for name, files in FILES.items() if files.is_at(path)), None)
+    if kind is None:
+        raise UserError(
+            f"{path}: no data set that is known; wanted is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, one of"
+            " such folders, one with lists (train.csv, val.csv), with tar files (train-0000.tar ...), with Parquet or"
+            " Arrow files, with MNIST's files (train-images-idx3-ubyte.gz ...), or with train_images.npy ...; an .npz"
+            " file; hf:ORG/NAME on the hub; or a built-in recipe that makes its own images, such as digits"
+        )
+    return kind, *FILES[kind].open(path, 3, make_here)
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """The result of `describe`."""
+
+    path: Path  # or the name of a recipe
+    kind: str  # the value of data.source
+    images: dict[str, int]  # by split, `train` and `eval`
+    classes: tuple[str, ...]
+    per_class: tuple[int, int]  # fewest and most training images
+    sizes: tuple[tuple[tuple[int, int], int], ...]  # (height, width) and their count, the most frequent first
+    sampled: int  # images whose size was read
+    channels: int  # 3 for encoded pictures: the recipe chooses what they are converted to
+
+    def lines(self) -> list[str]:
+        """The text of `torusgd data info`."""
+        names = ", ".join(self.classes[:10]) + (", ..." if len(self.classes) > 10 else "")
+        few, many = self.per_class
+        sizes = ", ".join(f"{width} x {height} ({count})" for (height, width), count in self.sizes[:5])
+        sizes += f", and {len(self.sizes) - 5} other sizes" if len(self.sizes) > 5 else ""
+        return [
+            f"{self.path}: data.source {self.kind}, {self.channels} channel{'s' if self.channels > 1 else ''}",
+            f"images    {self.images['train']} for training, {self.images['eval']} held out",
+            f"classes   {len(self.classes)}: {names}",
+            f"per class {few} to {many} training images" if few != many else f"per class {few} training images",
+            f"sizes     {sizes or 'none could be read'} (width x height, of {self.sampled} looked at)",
+        ]
+
+
+def describe(path: Path) -> DataInfo:
+    """Kind, number of images, classes and sizes of a data set; no picture is decoded.
+
+    Raises:
+        UserError: As `open_any`.
+    """
+    kind, train, held_out = open_any(path)
+    counts = np.bincount(train.labels, minlength=len(train.classes))
+    sample = np.linspace(0, len(train) - 1, min(_SAMPLE, len(train))).astype(int).tolist()
+    sizes: Counter[tuple[int, int]] = Counter()
+    for index in sample:
+        try:
+            sizes[train.size(index) if isinstance(train, EncodedImages) else train.read(index).shape[:2]] += 1
+        except Undecodable:
+            continue
+    return DataInfo(
+        path=path,
+        kind=kind,
+        images={"train": len(train), "eval": len(held_out)},
+        classes=train.classes,
+        per_class=(int(counts.min()), int(counts.max())),
+        sizes=tuple(sizes.most_common()),
+        sampled=len(sample),
+        channels=3 if isinstance(train, EncodedImages) else train.read(0).shape[2],
+    )
+
+
+def undecodable(path: Path) -> Iterator[str]:
+    """Decodes every image of a data set and names those that can't be decoded.
+
+    Raises:
+        UserError: As `open_any`.
+    """
+    for source in open_any(path)[1:]:
+        for index in range(len(source)):
+            try:
+                source.read(index)
+            except CorruptImage as error:
+                yield error.reason
