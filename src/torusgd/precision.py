@@ -44,10 +44,6 @@ class Precision:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
-        return loss * self.loss_scale if self._is_scaling else loss
-
     def accept(self, parameters: Sequence[Tensor]) -> None:
         """Takes the loss scale out of the gradients, and lets it grow after enough good steps."""
         if not self._is_scaling:

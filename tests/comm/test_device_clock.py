@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torusgd.comm.device_clock import DeviceClock
+from torusgd.comm.monitor import DeviceClock
 
 
 class Gpu:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
 
-from torusgd.comm.device_clock import DeviceClock
 from torusgd.comm.groups import group_of
+from torusgd.comm.monitor import DeviceClock
 from torusgd.step.stats import StepClock
 from torusgd.step.stragglers import EVERY, LinkProbe, Stragglers, slowest
 

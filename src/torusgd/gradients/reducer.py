@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.base import AllReduce, Work
-from ..comm.device_clock import DeviceClock, Mark
+from ..comm.monitor import DeviceClock, Mark
 from ..comm.reduce_scatter import ShardCollectives
 from ..errors import RunError
 from .float_sum import FloatGradientSum

@@ -111,14 +111,6 @@ def build_optimizer(
     return Lamb(described, lr, settings.momentum, settings.beta2, settings.eps or 1e-6, norms=norms)
 
 
-def set_hyperparameters(optimizer: Optimizer, *, lr: float, momentum: float, weight_decay_factor: float = 1.0) -> None:
-    """Sets in every group the values of the coming step, times its own `rate_factor` and `base_weight_decay`."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("rate_factor", 1.0)
-        group["momentum"] = momentum
-        group["weight_decay"] = group["base_weight_decay"] * weight_decay_factor
-
-
 def _layer(name: str) -> str:
     numbered = re.match(r"(?:[^.]+\.)*?(?:[^.]*_)?[0-9]+(?=\.)", name)
     return numbered[0] if numbered else name.rpartition(".")[0]

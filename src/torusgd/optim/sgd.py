@@ -101,3 +101,11 @@ def _walk_alike(tensors: Sequence[Tensor]) -> bool:
     return tensors[0].numel() % _VECTOR == 0 and all(
         tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors
     )
+
+
+def set_hyperparameters(optimizer: Optimizer, *, lr: float, momentum: float, weight_decay_factor: float = 1.0) -> None:
+    """Sets in every group the values of the coming step, times its own `rate_factor` and `base_weight_decay`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("rate_factor", 1.0)
+        group["momentum"] = momentum
+        group["weight_decay"] = group["base_weight_decay"] * weight_decay_factor

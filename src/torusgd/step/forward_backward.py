@@ -107,7 +107,9 @@ class WholeNetwork:
         """See `ForwardBackward`."""
         assert self._loss is not None
         loss, self._loss = self._loss, None
-        self.precision.scaled(loss).backward()
+        # Small gradients would underflow in float16; the factor is taken out of the mean again.
+        scale = self.precision.loss_scale
+        (loss if scale == 1.0 else loss * scale).backward()
 
 
 class SharedTail:

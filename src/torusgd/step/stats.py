@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from math import isnan
 from typing import Any
 
-from ..comm.device_clock import Mark
-from ..comm.monitor import Monitor, hidden_share
+from ..comm.monitor import Mark, Monitor, hidden_share
 from ..data.loader import Loader
 from ..recipe.schedule import Step
 from .balance import Balance
