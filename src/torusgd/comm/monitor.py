@@ -153,6 +153,7 @@ class _WatchedAllReduce:
         self._monitor, self._allreduce = monitor, allreduce
 
     def start(self, tensor: torch.Tensor) -> Work:
+        # Gradient 6: a message leaves; from here on its time is measured and late ranks are found.
         left = time.perf_counter()
         return self._monitor.watch(self._allreduce.start(tensor), left)
 

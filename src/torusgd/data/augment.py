@@ -32,6 +32,7 @@ class Changes:
 
 def draw_changes(augment: Augment, channels: int, seed: int, epochs: Int64, indices: Int64) -> Changes:
     """The changes of the samples at `indices` [n] in their `epochs` [n]."""
+    # Batch 5: each draw is a function of (seed, epoch, index), never of a rank or a clock.
     boxes = moves = corners = None
     keys, sides = (AUGMENT, seed, epochs[:, None], indices[:, None]), np.array([_DOWN, _RIGHT])
     if augment.crop == "resized":

@@ -66,6 +66,7 @@ class Loader:
             following: The shares that are likely to be taken next, in this order; as many are begun as there is room
                 for, and others that were begun before are dropped.
         """
+        # Batch 2: made by a thread before anyone needs it.
         wanted = [share, *islice(following, self._ahead - 1)]
         # Shares that follow no longer, since ranks have left or joined, must not fill the bound on memory.
         for stale in self._pending.keys() - set(wanted):

@@ -64,7 +64,7 @@ class StreamOrder:
         """
         if start < 0 or count < 0:
             raise ValueError(f"start and count must not be negative, got {start} and {count}")
-        # Copies first, then epochs, so that an image follows itself.
+        # Batch 3: positions become samples. Copies first, then epochs, so that an image follows itself.
         places, copies = np.divmod(np.arange(start, start + count, dtype=np.int64), self.repeats)
         epochs, offsets = np.divmod(places, self.length)
         indices = np.empty(count, dtype=np.int64)

@@ -131,6 +131,7 @@ class Pipeline:
             RunError: One substitute after the other is undecodable.
             UserError: An image's size or channels don't fit the recipe.
         """
+        # Batch 4: images are read and decoded, each with the changes that its key draws (Batch 5, `draw_changes`).
         drawn = None
         if augment:
             options, channels = self._data.augment, self._data.channels

@@ -188,6 +188,7 @@ class IntegerGradientSum:
 
     def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
         """Adds one virtual worker's gradient (float32) to a slot; `hash_into` takes its integers too."""
+        # Gradient 4: scaled by a power of two, rounded and added as integers, whose sum has no order.
         flat = gradient.reshape(-1)
         torch.aminmax(flat, out=(self._low_items[slot], self._high_items[slot]))
         total = self._views[slot]

@@ -303,11 +303,13 @@ class Reducer:
             work.wait()
 
     def _finish(self) -> SumReport:
+        # Gradient 7: all messages have arrived, and with them the same status on every rank.
         self.wait()
         return self.sum.finish(self._trailers).read(self._to_host)
 
     def _send_full(self, after: Callable[[int], AbstractContextManager[object]] = nullcontext) -> None:
         """Sends what is full, in the buckets' order, which is the same on all ranks whatever order autograd takes."""
+        # Gradient 5: a bucket that is full leaves, unless one before it in the order has not left yet.
         count = len(self.layout.buckets)
         while len(self._works) < count and not self._missing[len(self._works)]:
             with after(len(self._works)):
@@ -351,6 +353,7 @@ def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) ->
     """
 
     def hook(slot: int) -> Callable[[Tensor], None]:
+        # Gradient 3: autograd has a parameter's gradient; once added it is dropped, so that one copy is in memory.
         def take(leaf: Tensor) -> None:
             assert leaf.grad is not None
             reducer.add(slot, leaf.grad)

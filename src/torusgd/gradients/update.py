@@ -110,6 +110,7 @@ class Update:
 
     def step(self) -> None:
         """Updates the weights that this rank owns, and begins to gather the others' shards."""
+        # Gradient 9: the optimizer has the schedule's rates, and updates what this rank owns.
         (self._flat or self.optimizer).step()
         self._is_whole = False
         if self._gather is not None:

@@ -138,6 +138,7 @@ class Lars(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns the closure's value, if any."""
         loss = value_of(closure)
+        # Gradient 10: the new weight; each layer's rate follows the norms of its weights and of its gradient.
         for group in self.param_groups:
             hyper = {key: group[key] for key in _HYPER}
             with_grad = [(p, s) for p, s in zip(group["params"], group["scaled"], strict=True) if p.grad is not None]

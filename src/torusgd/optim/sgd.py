@@ -44,6 +44,7 @@ class Sgd(SGD):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns the closure's value, if any."""
         loss = value_of(closure)
+        # Gradient 10: the new weight, by elementwise operations that may be cut anywhere.
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             buffers = [momentum_buffer(self, p) for p in params]

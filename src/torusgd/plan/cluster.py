@@ -240,6 +240,7 @@ def load_cluster(name: str) -> Cluster:
     >>> load_cluster("abci").devices_per_node
     4
     """
+    # Plan 2: the figures of the cluster, and below those of the program.
     return _load("clusters", "cluster", name, Cluster)
 
 

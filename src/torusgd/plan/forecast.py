@@ -161,6 +161,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
     Raises:
         UserError: More devices than virtual workers.
     """
+    # Plan 4: the schedule's stages, each with the cost of the network at its size of images.
     workers = min(stage.workers for stage in workload.stages)
     if devices > workers:
         raise UserError(

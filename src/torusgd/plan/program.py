@@ -48,6 +48,7 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     >>> program.communication.algorithm, program.communication.grids, program.sharded_update
     ('torus:halving/ring', ((16, 4),), True)
     """
+    # Plan 3: what the recipe and the options say goes before the profile.
     assert runtime.workers is not None, "a plan is of so many devices"
     given = runtime.model_fields_set
     changes: dict[str, Any] = {"wire_bits": 8 * _wire_dtype(recipe).itemsize, "wide_norms": recipe.has_wide_norms}

@@ -97,6 +97,7 @@ def run_time(
         quantile: As in `step_time`.
         eval_cost: Of the network at the size of the held-out images; None: `cost`.
     """
+    # Plan 7: steps, evaluations and the start, of the device for which all others wait.
     steps = tuple(_step(stage.cost or cost, cluster, software, devices, stage, quantile) for stage in stages)
     training = sum(stage.steps * step.seconds for stage, step in zip(stages, steps, strict=True))
     share = math.ceil(eval_images / devices)

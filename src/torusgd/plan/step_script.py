@@ -89,6 +89,7 @@ def compose(
         passes: Virtual workers of a device, one after another.
         work: Times of one pass.
     """
+    # Plan 5: a step as a list; a rehearsal plays the same one.
     step = _Step()
     if devices > 1:
         if software.communication.statistic_bytes:

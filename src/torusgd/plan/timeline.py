@@ -87,6 +87,7 @@ def step_time(
         passes: Virtual workers of a device, one after another; only the last one's backward hides communication.
         quantile: Of the slowest device's speed: 0.5 for the expected step, 0.05 and 0.95 for a band.
     """
+    # Plan 6: walk the list; each message has the price by which a run's `auto` chooses too.
     split = split_layers(cost, software, devices)
     work = step_work(cost, cluster, software, devices, images)
     forward, backward = work.forward * passes, work.backward * passes

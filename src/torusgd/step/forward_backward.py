@@ -79,6 +79,7 @@ class WholeNetwork:
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership, part: int = 0) -> Tensor:
         """See `ForwardBackward`; `part` counts the passes of a virtual worker in a step (`local_steps`)."""
+        # Batch 6: the batch goes to the device.
         self.begin(step, worker, part)
         self._loss = self.loss_of_images(place(batch, self._device, self.precision.memory_format), batch)
         return self._loss
@@ -107,7 +108,7 @@ class WholeNetwork:
         """See `ForwardBackward`."""
         assert self._loss is not None
         loss, self._loss = self._loss, None
-        # Small gradients would underflow in float16; the factor is taken out of the mean again.
+        # Gradient 2: autograd runs. Small gradients would underflow in float16; the factor is taken out of the mean again.
         scale = self.precision.loss_scale
         (loss if scale == 1.0 else loss * scale).backward()
 

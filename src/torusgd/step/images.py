@@ -49,6 +49,7 @@ class ImageReader:
 
     def take(self, step: Step, worker: int, membership: Membership) -> Batch:
         """The images of a virtual worker; OSError or RunError if they can't be read."""
+        # Batch 1: the images of a virtual worker, and which ones will follow.
         share = _share(step, worker)
         with record_function("wait for images"):
             return self._loader.take(share, self._following(share, membership))

@@ -141,6 +141,7 @@ class TrainStep:
         if skipped:
             precision.skip(step.index, skipped)
         else:
+            # Gradient 8: the step is accepted, the integers become the mean gradient.
             self._check_batch_norm(step, control)
             self.reducer.apply_mean(control.counts.contributions)
             for watcher in self.watchers:
@@ -184,6 +185,7 @@ class TrainStep:
         """
         if self.pass_thread is not None:
             self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
+        # Gradient 1: this rank takes its virtual workers one after the other; the last one lets the messages go.
         self.control.clear()
         work, own_done, sent = self._work(entry, view.membership), None, None
         self.clock.begin_work(self.reducer.clock.mark())
