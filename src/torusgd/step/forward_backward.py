@@ -108,7 +108,7 @@ class WholeNetwork:
         """See `ForwardBackward`."""
         assert self._loss is not None
         loss, self._loss = self._loss, None
-        # Gradient 2: autograd runs. Small gradients would underflow in float16; the factor is taken out of the mean again.
+        # Gradient 2: autograd runs. In float16 small gradients would underflow; `accept` takes the factor out again.
         scale = self.precision.loss_scale
         (loss if scale == 1.0 else loss * scale).backward()
 
