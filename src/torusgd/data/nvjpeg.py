@@ -98,21 +98,16 @@ def _render(pixels: Tensor, region: Region) -> Pixels:
     return np.array(box.cpu().numpy(), order="C")
 
 
-def decode_on_gpu(sources: Iterable[Source], device: torch.device, processes: int) -> None:
+def decode_on_gpu(sources: Iterable[Source], device: torch.device) -> None:
     """Has a GPU decode the JPEGs of sources.
 
     Args:
         sources: Of a recipe with `data.decoder: nvjpeg`.
-        device: Of this rank.
-        processes: `runtime.loader_processes`.
+        device: A GPU, of this rank.
 
     Raises:
-        UserError: There is no GPU or no torchvision, a source has no JPEGs, or other processes make the batches.
+        UserError: There is no torchvision, or a source has no JPEGs.
     """
-    if device.type != "cuda":
-        raise UserError("data.decoder: nvjpeg needs a GPU; use --device cuda, or set data.decoder to libjpeg")
-    if processes:
-        raise UserError("runtime.loader_processes: nvjpeg decodes in the rank itself; set it to 0")
     stream = torch.cuda.Stream(device)
     nvjpeg = NvJpeg(_torchvision(device), lambda: torch.cuda.stream(stream))
     for source in sources:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from .compatibility import check_recipe
 from .data_schema import Data, Evaluate, Polish
 from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage, WeightAverage
 from .section import Count, Fraction, ImageSizes, Options, Positive, Section, sides
@@ -97,42 +98,16 @@ class Recipe(Section):
             raise ValueError("stages.0.momentum: the first stage's momentum is optimizer.momentum")
         if self.stages[0].momentum is not None and self.noise_scale.batch is None:
             raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it keeps")
-        if self.loss_scale != LossScale() and self.precision != "float16":
-            raise ValueError("loss_scale: has a meaning with precision: float16 only")
         for number, stage in enumerate(self.stages):
             size, resize = self.training_sizes(stage)
             if resize is not None and resize < max(size):
                 raise ValueError(f"stages.{number}.resize: must be at least its image_size, {max(size)}")
-        if self.compile and (self.column_blocks > 1 or self.synchrony.form != "synchronous"):
-            raise ValueError("compile: true takes whole networks in synchronous steps; set it to false")
-        if self.loss != "cross-entropy" and self.column_blocks > 1:
-            raise ValueError("loss: binary-cross-entropy is computed by a whole network only; set column_blocks: 1")
         held_out = self.held_out_data
         if held_out.resize is not None and held_out.resize < max(sides(held_out.image_size)):
             raise ValueError(f"evaluate.resize: must be at least its image_size, {max(sides(held_out.image_size))}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_column_blocks(self) -> "Recipe":
-        if self.column_blocks == 1:
-            return self
-        if self.reduction != "exact":
-            raise ValueError("column_blocks: above 1 it needs reduction: exact")
-        if self.model.freeze:
-            raise ValueError("model.freeze: needs column_blocks: 1")
-        if self.data.augment.mixup or self.data.augment.cutmix:
-            raise ValueError("data.augment: mixup and cutmix need column_blocks: 1")
-        return self
-
-    @model_validator(mode="after")
-    def _check_synchrony(self) -> "Recipe":
-        if self.synchrony.form == "local":
-            if self.clip_grad_norm is not None:
-                raise ValueError("clip_grad_norm: has no meaning with synchrony.form: local, whose copies don't clip")
-            if self.optimizer.needs_head or self.optimizer.name not in ("sgd", "lars"):
-                raise ValueError("optimizer: synchrony.form: local takes sgd or lars, with one rate for all layers")
+        check_recipe(self)
         images = tuple(stage.images_per_worker for stage in self.stages)
-        self.synchrony.check_recipe(self.virtual_workers, images, self.reduction, self.column_blocks)
+        self.synchrony.check_counts(self.virtual_workers, images)
         return self
 
     def training_sizes(self, stage: Stage) -> ImageSizes:

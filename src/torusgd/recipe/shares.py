@@ -9,8 +9,6 @@ import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 
-from .schema import Recipe
-
 
 def even_counts(virtual_workers: int, ranks: int) -> tuple[int, ...]:
     """Sizes that differ by one at most.
@@ -45,14 +43,3 @@ def best_counts(virtual_workers: int, seconds: Sequence[float]) -> tuple[int, ..
 def slowest_rank(counts: Sequence[int], seconds: Sequence[float]) -> float:
     """Seconds until the last rank is done, of ranks that take so many virtual workers of so many seconds each."""
     return max(count * each for count, each in zip(counts, seconds, strict=True))
-
-
-def why_even(recipe: Recipe) -> str:
-    """Why the shares of a recipe can't follow the ranks' speed; empty where they can."""
-    if recipe.reduction != "exact":
-        return f"sums in {recipe.reduction} depend on who computes what"
-    if recipe.column_blocks > 1:
-        return "ranks that share layers in column blocks take as many virtual workers each"
-    if recipe.synchrony.form != "synchronous":
-        return f"with synchrony.form = {recipe.synchrony.form} time decides other things than shares"
-    return ""

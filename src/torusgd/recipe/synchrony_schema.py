@@ -116,20 +116,8 @@ class Synchrony(Section):
         """Whether a run writes down whose gradients, or changes, entered each update."""
         return self.leaves_out or self.form == "local"
 
-    def check_recipe(
-        self, virtual_workers: int, images_per_worker: tuple[int, ...], reduction: str, blocks: int
-    ) -> None:
-        """ValueError where the rest of a recipe doesn't go with it; `images_per_worker` are those of the stages."""
-        if self.form == "synchronous":
-            return
-        if reduction != "exact":
-            raise ValueError(
-                f"synchrony.form = {self.form}: needs reduction: exact, so that a replay has the same bits"
-            )
-        if blocks > 1:
-            raise ValueError(
-                f"synchrony.form = {self.form}: needs column_blocks: 1, since ranks that share layers wait"
-            )
+    def check_counts(self, virtual_workers: int, images_per_worker: tuple[int, ...]) -> None:
+        """ValueError if a recipe has too few virtual workers, or images of each in a stage that can't be divided."""
         least = self.backups + 1 if self.backups is not None else self.count if isinstance(self.count, int) else 1
         if least > virtual_workers:
             key = "backups" if self.form == "backup" else "count"

@@ -29,12 +29,12 @@ import torch
 
 from ..comm.groups import Group
 from ..errors import RunError, UserError, warn
+from ..recipe.compatibility import fixed_ranks
 from ..rundir.checkpoint import Checkpoint, CheckpointWriter, list_checkpoints, read_checkpoint
 from ..step.model_state import StepState
 from ..weights import weights_sha256
-from .job import Job
+from .job import Job, setup_of
 from .progress import RunState, as_checkpoint, tensors_of
-from .survival import obstacle
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SECONDS = 1.0
@@ -114,7 +114,7 @@ class Newest:
 def node_memory(job: Job) -> NodeMemory | None:
     """The memory of this rank's node; None where nobody starts ranks again, or copies of a state are not enough."""
     agent = torchrun_agent()
-    if not agent or not job.options.node_memory or obstacle(job):
+    if not agent or not job.options.node_memory or fixed_ranks(setup_of(job)):
         return None
     if job.recipe.synchrony.keeps_journal:  # its journal is on the disk alone, and may end before a copy
         return None

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from ..errors import UserError
+from ..recipe.compatibility import allowed_parallel
 from .tail import ColumnLayer
 from .volume import Linear, best_groups
 
@@ -71,52 +71,14 @@ def choose_parallel(
         virtual_workers: V of the recipe.
         batch: Images of a step.
         ranks: In all.
-
-    Raises:
-        UserError: So many ranks can't work together.
     """
     if asked != "auto":
-        check_parallel(asked, ranks, blocks, virtual_workers)
         return [asked] * len(layers)
     if virtual_workers % ranks:
         return [1] * len(layers)
     groups = [ranks // parallel for parallel in allowed_parallel(ranks, blocks)]
     shapes = [Linear(layer.inputs, layer.outputs) for layer in layers]
     return [ranks // best_groups(shape, ranks, batch, among=groups) for shape in shapes]
-
-
-def allowed_parallel(ranks: int, blocks: int) -> list[int]:
-    """The numbers of model-parallel ranks that give the same bits: divisors of both, a power of two of blocks each.
-
-    (Or all blocks on one rank.) `sum_in_tree` adds pairs of neighbours, so that blocks on a rank must be a branch.
-
-    >>> allowed_parallel(8, 8), allowed_parallel(6, 12), allowed_parallel(4, 1)
-    ([1, 2, 4, 8], [1, 3, 6], [1])
-    """
-    fitting = [m for m in range(1, blocks + 1) if ranks % m == 0 and blocks % m == 0]
-    return [m for m in fitting if m == 1 or (blocks // m).bit_count() == 1]
-
-
-def check_parallel(parallel: int, ranks: int, blocks: int, virtual_workers: int) -> None:
-    """UserError where so many model-parallel ranks can't work together."""
-    if parallel == 1:
-        return
-    if blocks == 1:
-        raise UserError(
-            f"model_parallel = {parallel}: the recipe computes its linear layers whole; set its column_blocks to "
-            f"{parallel} or a multiple by a power of two (this changes the weights that it trains)"
-        )
-    allowed = allowed_parallel(ranks, blocks)
-    if parallel not in allowed:
-        raise UserError(
-            f"model_parallel = {parallel}: must divide {ranks} ranks and {blocks} column blocks, with a power of two "
-            f"of blocks on each rank; use one of {', '.join(map(str, allowed))}, or auto"
-        )
-    if virtual_workers % ranks:
-        raise UserError(
-            f"model_parallel = {parallel}: {ranks} ranks can't share {virtual_workers} virtual workers evenly, and the "
-            f"ranks of a group work in step; use a number of workers that divides {virtual_workers}"
-        )
 
 
 def sum_in_tree(addends: Iterable[Tensor]) -> Tensor:
