@@ -31,6 +31,13 @@ def ranks_are_given() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
+def launcher_name() -> str:
+    """`torchrun` or `other`, if such a launcher has started the ranks; empty: torusgd starts its own."""
+    if not ranks_are_given():
+        return ""
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other"
+
+
 def resolve_device(options: RuntimeOptions) -> str:
     """`cpu` or `cuda`; UserError when CUDA is asked for and missing."""
     if options.device == "cuda" and not torch.cuda.is_available():

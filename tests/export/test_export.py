@@ -91,7 +91,7 @@ def test_a_card_says_how_to_train_the_same_elsewhere(run: Path) -> None:
          "torusgd train recipe.yaml --data hf:a/b@main --init timm --max-steps 3\n"),
         ({"data": "hf:a/b <script>"}, "torusgd train recipe.yaml --data PATH\n"),
     ):  # fmt: skip
-        assert f"    {command}" in card(replace(record, told=told), None)
+        assert f"    {command}" in card(replace(record, status=told), None)
 
 
 def test_the_hubs_own_reader_takes_the_card(run: Path) -> None:

@@ -67,7 +67,7 @@ COMMANDS: Commands = {
     "data": DATA,
 }
 HELP = {"bench": "Measure what a run is made of, on these ranks.", "data": "Get and look at data sets."}
-"""of commands that have commands of their own"""
+"""help of commands that have commands of their own"""
 HIDDEN = {"scale"}
 """earlier names"""
 

@@ -61,7 +61,7 @@ _MORE = {
     "allreduce": f" The others are {listed(SCHEDULED)}; name the methods of both axes as in torus:halving/ring, of "
     f"{listed(METHODS)}. plan also prices those of other programs: {listed(OTHER_PROGRAMS)}."
 }
-"""what the help of a flag adds to an option's text, since it stands in a higher room"""
+"""end of a flag's help, of names that stand in higher rooms than the option"""
 
 
 class RuntimeFlags:

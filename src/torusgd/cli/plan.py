@@ -146,7 +146,7 @@ class Planned:
     """names of options that describe what `software` is known to have done, and so do not override it"""
     cluster: "Cluster"
     software: "Software"
-    """the profile as it stands in its file"""
+    """profile as it stands in its file"""
     measured: Path | None
 
     @classmethod
@@ -316,7 +316,7 @@ def _show_accuracy(
         }
     if devices > most_devices():
         terminal.print(
-            f"note: up to {most_devices():,} devices only: beyond, no batch of known epochs keeps all of them busy"
+            f"note: up to {most_devices():,} devices only: beyond, no batch of known epochs occupies all of them"
         )
     counts = device_counts(min(devices, most_devices()), devices)
     curve = sweep_to_accuracy(planned.recipe, planned.workload, cluster, planned.program_on, counts)

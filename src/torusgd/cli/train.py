@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import UserError
 from ..signals import EXIT_AGAIN, stop_after
 from ..text import milliseconds, percent, plural
 from .options import OUTPUT, RECIPE, DataPath, InitialWeights, Overrides, RecipeName, RuntimeFlags, option
@@ -148,22 +147,19 @@ def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror 
     from ..hub import pinned
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
-    from ..recipe.compatibility import LISTENS, check
+    from ..recipe.compatibility import DELETES, LISTENS, check
     from ..run.job import setup_of
     from ..rundir.run_dir import RunDir
-    from ..runtime import ranks_are_given
+    from ..runtime import launcher_name
 
-    is_joined, is_mirrored = ranks_are_given(), mirror is not None and is_first()
-    if is_joined:
-        check(replace(setup_of(job, listens=entrance is not None), is_joined=True), {LISTENS})
-    if is_joined and begins and job.bucket and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UserError(
-            f"--fresh: torchrun may start the ranks again, and each time {job.bucket} would be deleted; choose another "
-            "--out, or delete that run yourself"
-        )
+    launcher, is_mirrored = launcher_name(), mirror is not None and is_first()
+    if launcher:
+        deletes = job.bucket if begins and job.bucket else ""
+        setup = setup_of(job, listens=entrance is not None, launcher=launcher, deletes=deletes)
+        check(setup, {LISTENS, DELETES})
     with mirror.held(begins) if mirror is not None and is_mirrored else nullcontext():
         job = replace(job, data=pinned(job.data, "" if begins else RunDir(job.out).data_revision()))
-        result = join_and_train(job, begins) if is_joined else launch(job, begins, entrance)
+        result = join_and_train(job, begins) if launcher else launch(job, begins, entrance)
         if mirror is not None and is_mirrored:
             mirror.put_result()
     return result

@@ -30,15 +30,17 @@ class Setup:
     device: str = "cpu"
     """cpu or cuda; empty: not known, as in a plan"""
     ranks: int | None = None
-    """None: not known yet"""
+    """number of ranks; None: not known yet"""
     delays: str = ""
-    """a model of delays that ranks sleep, of --delays"""
+    """model of the delays that ranks sleep, of --delays"""
     is_replay: bool = False
-    """whether a journal decides what is left out"""
+    """true if a journal decides what is left out"""
     listens: bool = False
-    """whether other machines may join"""
-    is_joined: bool = False
-    """whether another launcher has started the ranks"""
+    """true if other machines may join"""
+    launcher: str = ""
+    """torchrun, or other; empty: torusgd starts its ranks itself"""
+    deletes: str = ""
+    """URL of a run that --fresh deletes"""
 
     @property
     def allowed(self) -> str:
@@ -67,9 +69,9 @@ class Part:
     """A value of a recipe, an option, a flag or a circumstance."""
 
     key: str
-    """of the recipe or the options, or a flag; empty: of neither, and in no error's beginning"""
+    """key of the recipe or of the options, or a flag, with which errors begin; empty: a circumstance"""
     words: str
-    """in the table of the docs"""
+    """words of the table in the docs"""
     is_in: Callable[[Setup], bool]
 
 
@@ -81,7 +83,7 @@ class Rule:
     other: Part
     why: str
     remedy: str
-    """in both, `{0.NAME}` stands for what the setup has under that name"""
+    """way out; `{0.NAME}` in it, and in `why`, stands for what the setup has under that name"""
 
     def is_broken(self, setup: Setup) -> bool:
         """Whether a setup has both parts."""
@@ -208,7 +210,9 @@ MIXED_RANKS = Part("mixed", "`mixed: true`", lambda s: s.options.mixed)
 RANGE = Part("--workers MIN:MAX", "`--workers MIN:MAX`", lambda s: s.options.workers_range is not None)
 LISTENS = Part("--listen", "`--listen`", lambda s: s.listens)
 DELAYS = Part("--delays", "`--delays`", lambda s: bool(s.delays))
-JOINED = Part("", "ranks that another launcher has started", lambda s: s.is_joined)
+DELETES = Part("--fresh", "`--fresh` of a run in a bucket", lambda s: bool(s.deletes))
+JOINED = Part("", "ranks that another launcher has started", lambda s: bool(s.launcher))
+TORCHRUN = Part("", "torchrun", lambda s: s.launcher == "torchrun")
 TRAINED = Part("", "`torusgd train`", lambda s: True)
 
 RECIPE_RULES = (
@@ -277,6 +281,8 @@ RUN_RULES = (
     Rule(NVJPEG, ON_CPU, "needs a GPU", "use --device cuda, or set it to libjpeg"),
     Rule(LOADER_PROCESSES, NVJPEG, "nvjpeg decodes in the rank itself", "set it to 0"),
     Rule(LISTENS, JOINED, "another launcher has started these ranks, and brings others", "leave it out"),
+    Rule(DELETES, TORCHRUN, "torchrun may start the ranks again, and each time {0.deletes} would be deleted",
+         "choose another --out, or delete that run yourself"),
     *(Rule(part, other, f"its ranks can't change: {why}", "leave it out")
       for part in (RANGE, LISTENS) for other, why in _FIXED_RANKS),
 )  # fmt: skip

@@ -28,9 +28,9 @@ class Loaded(NamedTuple):
 
 
 _DEEPEST = 20
-"""lists and tables inside one another in a YAML text; a recipe has 5"""
+"""deepest nesting of lists and tables in a YAML text; a recipe has 5"""
 _MOST_NODES = 100_000
-"""values of a YAML text with each alias written out"""
+"""most values of a YAML text with each alias written out"""
 
 
 class _Loader(yaml.SafeLoader):

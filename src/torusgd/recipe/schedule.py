@@ -30,7 +30,7 @@ class Span:
     """samples consumed before its first step"""
     batch: int
     lr: float
-    """the rate before warm-up and decay"""
+    """rate before warm-up and decay"""
     momentum: float
     sizes: ImageSizes
 
@@ -56,7 +56,7 @@ class Step:
     lr: float
     momentum: float
     weight_decay_factor: float
-    """on the recipe's weight decay; 1.0 unless ramp_weight_decay"""
+    """factor on the recipe's weight decay; 1.0 unless ramp_weight_decay"""
     augment: bool
     sizes: ImageSizes
 
@@ -188,16 +188,16 @@ class Schedule:
         return spans
 
     def _momentum(self, number: int, batch: int, lr: float, first_batch: int) -> float:
-        """A stage's own, or that which keeps the noise scale (`schema.NoiseScale`) with its batch and rate."""
+        """A stage's own, or the one with which the noise scale (`NoiseScale`) stays as it is."""
         given, base = self.recipe.stages[number].momentum, self.recipe.optimizer.momentum
         if given is None:
             return base
         if isinstance(given, float | int):
             return float(given)
-        kept = self.recipe.noise_scale
-        base = base if kept.momentum is None else kept.momentum
-        images, reference = self._per_noise(batch), self._per_noise(kept.batch or first_batch)
-        momentum = 1 - (lr / images) * (reference * (1 - base) / (kept.lr or self.recipe.rate.lr))
+        noise = self.recipe.noise_scale
+        base = base if noise.momentum is None else noise.momentum
+        images, reference = self._per_noise(batch), self._per_noise(noise.batch or first_batch)
+        momentum = 1 - (lr / images) * (reference * (1 - base) / (noise.lr or self.recipe.rate.lr))
         if not 0 <= momentum < 1:
             raise UserError(
                 f"stages.{number}.momentum = noise-scale: comes to {momentum:.4g} for a batch of {batch} at "
@@ -206,7 +206,7 @@ class Schedule:
         return momentum
 
     def _per_noise(self, batch: int) -> float:
-        """By what the noise of a batch falls: N times the inverse of N / B - 1, or B where that is near enough."""
+        """By what the noise of a batch falls: N times the inverse of N / B - 1, or B if that is near enough."""
         if not self.recipe.noise_scale.exact:
             return batch
         if batch >= self.train_images:

@@ -1,7 +1,7 @@
 """How many virtual workers each rank takes, evenly or by speed: the same sizes for a run and for a plan.
 
 A step is as long as its slowest rank, so the best sizes are found by handing each next virtual worker to the rank that
-would be done first (ours; list scheduling goes back to Graham, 1969). Where sums are exact, the sizes change no bit of
+would be done first (ours; list scheduling goes back to Graham, 1969). If sums are exact, the sizes change no bit of
 the weights.
 """
 

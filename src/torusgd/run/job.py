@@ -87,17 +87,10 @@ class Job:
         return {"data": data, "init": self.init, "max_steps": self.max_steps, "runtime": options}
 
 
-def setup_of(job: Job, ranks: int | None = None, device: str = "", listens: bool = False) -> Setup:
-    """What the table of compatibility looks at; `device` if it is not that of the job."""
-    return Setup(
-        job.recipe,
-        job.options,
-        device or job.device,
-        ranks,
-        job.delays,
-        is_replay=job.replay is not None,
-        listens=listens,
-    )
+def setup_of(job: Job, ranks: int | None = None, **more: Any) -> Setup:
+    """What the table of compatibility looks at; `more` replaces fields of `Setup`."""
+    setup = Setup(job.recipe, job.options, job.device, ranks, job.delays, is_replay=job.replay is not None)
+    return replace(setup, **more)
 
 
 def is_live(job: Job) -> bool:

@@ -50,9 +50,9 @@ class Moment:
     time: float
     """virtual seconds"""
     gradients: int
-    """that went into the weights so far"""
+    """gradients in the weights so far"""
     weights: Callable[[], Tensor]
-    """makes those that would be evaluated now, float32 [weights]; only until the next moment is asked for"""
+    """maker of the weights to evaluate now, float32 [weights]; valid until the next moment is taken"""
 
 
 def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
@@ -76,7 +76,7 @@ def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
 def threshold(workers: Workers, parts: int, tau: float) -> Iterator[Moment]:
     """Synchronous steps of `parts` micro-batches a worker; those that end after `tau` seconds are left out.
 
-    The step is the mean over what arrived, and takes tau seconds where anything was left out. A step in which nothing
+    The step is the mean over what arrived, and takes tau seconds if anything was left out. A step in which nothing
     arrives changes nothing.
     """
     weights = workers.passes.initial.clone()

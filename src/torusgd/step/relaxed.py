@@ -1,4 +1,4 @@
-"""What relaxed synchrony adds to the parts of a run: passes in a thread, local steps, and what it can't go with."""
+"""What relaxed synchrony adds to the parts of a run: passes in a thread, and local steps."""
 
 from torch import nn
 from torch.optim import Optimizer
