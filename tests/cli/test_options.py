@@ -180,7 +180,9 @@ def test_every_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(
         command = ("plan", file, "--cluster", "aws-c4.8xlarge", "--software", "torusgd", "--json", found)
         code, _, err = run_cli(*command)
         assert code == 0, err
-        return dict(json.loads(found.read_text()))
+        plan = dict(json.loads(found.read_text()))
+        plan["notes"] = [note for note in plan["notes"] if not note.startswith("torusgd train refuses")]
+        return plan
 
     assert CHANGED[name] != RuntimeOptions.model_fields[name].default
     assert (planned(**{name: CHANGED[name]}) == planned()) == (name in NEUTRAL)

@@ -75,8 +75,10 @@ class Stage(Section):
 
 
 class NoiseScale(Section):
-    """The noise scale that `momentum: noise-scale` holds constant: g = lr * (N / B - 1) / (1 - momentum), N images an
-    epoch, B a step. Source: Smith and Le, arXiv 1710.06451."""
+    """The noise scale that `momentum: noise-scale` holds constant.
+
+    g = lr * (N / B - 1) / (1 - momentum), with N images an epoch and B a step. Source: Smith and Le, arXiv 1710.06451.
+    """
 
     exact: bool = False
     """g as it stands; false: without the - 1, as for a batch that is small against the epoch"""
