@@ -191,7 +191,7 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int)
 
 
 def _ranks_asked_for(asked: Asked, job: Job, fewest: int, most: int) -> int | None:
-    """With how many ranks `torusgd scale` asks a run to go on, within what it allows; None: with no other number."""
+    """With how many ranks `torusgd resize` asks a run to go on, within what it allows; None: with no other number."""
     workers = None if fixed_ranks(setup_of(job)) else asked.workers()
     return None if workers is None else max(fewest, min(workers, most))
 
