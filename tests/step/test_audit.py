@@ -29,12 +29,8 @@ from torusgd.run.run import Run
 from torusgd.rundir.checkpoint import list_checkpoints, read_checkpoint
 from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
-<<<<<<< HEAD
-from torusgd.step.audit import Audit, check_audit
-from torusgd.step.control_vector import ControlVector, Counts
-=======
 from torusgd.step.audit import Audit
->>>>>>> 2757dae (Attribute docstrings of recipe, report, export and simulate are phrases with a noun; tests of the table of compatibility)
+from torusgd.step.control_vector import ControlVector, Counts
 from torusgd.step.journal import synchronous
 from torusgd.step.membership import Membership, even_shares
 from torusgd.step.requests import Requests
