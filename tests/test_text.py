@@ -15,7 +15,7 @@ def test_durations() -> None:
 
 def test_sizes_are_read_and_shown() -> None:
     assert [text.parse_size("--sizes", size) for size in ("4KiB", "1 MiB", "512", "2MB")] == [4096, 1 << 20, 512, 2e6]
-    assert [text.size(count) for count in (4096, 1 << 20, 100, 5 << 29)] == ["4 KiB", "1 MiB", "100 B", "2.5 GiB"]
+    assert [text.byte_size(count) for count in (4096, 1 << 20, 100, 5 << 29)] == ["4 KiB", "1 MiB", "100 B", "2.5 GiB"]
     with refused("a size in furlongs", "--sizes"):
         text.parse_size("--sizes", "4 furlongs")
 
@@ -23,7 +23,7 @@ def test_sizes_are_read_and_shown() -> None:
 @given(st.integers(0, 2**40))
 def test_a_size_that_is_shown_is_read_again_to_four_digits(count: int) -> None:
     assert text.parse_size("", f"{count}") == count
-    value, unit = text.size(count).split()
+    value, unit = text.byte_size(count).split()
     assert float(value) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit] == pytest.approx(count, rel=1e-3)
 
 

@@ -42,10 +42,10 @@ def milliseconds(seconds: object) -> str:
     return f"{1e3 * seconds:.1f} ms" if is_number(seconds) else NONE
 
 
-def size(count: float) -> str:
+def byte_size(count: float) -> str:
     """A number of bytes, in the largest unit of which it has one.
 
-    >>> size(4096), size(100), size(1.5 * 2**30)
+    >>> byte_size(4096), byte_size(100), byte_size(1.5 * 2**30)
     ('4 KiB', '100 B', '1.5 GiB')
     """
     for name in ("GiB", "MiB", "KiB"):

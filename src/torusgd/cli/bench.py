@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..comm.algorithms import SCHEDULED
-from ..text import parse_size, size
+from ..text import byte_size, listed, parse_size
 from .options import NETWORK, OUTPUT, JsonFile, RuntimeFlags, option
 from .output import check_writable, console, write_json
 
@@ -23,7 +23,7 @@ def allreduce(
         option("--sizes", "Sum tensors of these sizes. Default: 4KiB to 16MiB.", NETWORK, metavar="4KiB,..."),
     ] = None,
     algorithms: Annotated[
-        str, option("--algorithms", f"Compare these of native, auto, {', '.join(SCHEDULED)}.", NETWORK)
+        str, option("--algorithms", f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK)
     ] = ",".join(_COMPARED),
     repetitions: Annotated[int, option("-n", "Time each this many times.", OUTPUT, min=1)] = 7,
     json_file: JsonFile = None,
@@ -78,7 +78,7 @@ def show_records(records: "Sequence[Record]") -> None:
     for record in records:
         ratio = native[record.bytes] / record.median_s if record.bytes in native else None
         table.add_row(
-            size(record.bytes),
+            byte_size(record.bytes),
             record.runs if record.algorithm == "auto" else record.algorithm,
             f"{1e3 * record.median_s:.4g}",
             f"{1e3 * record.min_s:.3g}-{1e3 * record.max_s:.3g}",

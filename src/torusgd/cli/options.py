@@ -101,11 +101,10 @@ class RuntimeFlags:
         nor does a block that itself names this number of ranks: these are mistakes, which the run refuses.
         """
         left_out = [] if block.workers == ranks else [n for n in options.unfit(ranks) if n not in self.given]
+        # One process speaks for all ranks of a launcher.
         if left_out and os.environ.get("RANK", "0") == "0":
-            listed = ", ".join(f"{name} = {getattr(options, name)}" for name in left_out)
-            _log.warning(
-                "the recipe's runtime block is for another number of ranks than %d: left out %s", ranks, listed
-            )
+            names = listed(f"{name} = {getattr(options, name)}" for name in left_out)
+            _log.warning("the recipe's runtime block is for another number of ranks than %d: left out %s", ranks, names)
         return options.without(left_out)
 
 
@@ -125,6 +124,7 @@ def runtime_flags(command: str) -> Iterator[inspect.Parameter]:
 
     for name, field in RuntimeOptions.model_fields.items():
         flag, names = flags_of(name)
+        # The values stay as they were typed: `validate` checks them as it checks those of a recipe file.
         if flag is None or command not in flag.commands:
             continue
         kind, words = _kind_of(field.annotation)
@@ -226,6 +226,7 @@ def expand(command: Callable[..., object], name: str) -> Callable[..., object]:
         }
         return command(**values, **made)
 
+    # Typer reads the signature and, beside it, the annotations.
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat

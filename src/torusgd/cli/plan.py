@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from ..errors import UserError
-from ..text import size
+from ..text import byte_size
 from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, RuntimeFlags, option
 from .output import check_writable, console, write_file, write_json
 
@@ -363,7 +363,7 @@ def _notes(planned: Planned, workload: "Workload", memory: float, program: "Soft
     setup = Setup(planned.recipe, planned.runtime, planned.runtime.device or "", ranks)
     notes += [f"torusgd train refuses this: {line}" for line in refusals(setup)]
     if cluster.device.memory is not None and memory > cluster.device.memory:
-        notes.append(f"more than the {size(cluster.device.memory)} of a device; fewer images a worker fit")
+        notes.append(f"more than the {byte_size(cluster.device.memory)} of a device; fewer images a worker fit")
     if cluster.nodes is not None and devices > cluster.nodes * cluster.devices_per_node:
         notes.append(f"{cluster.name} has {cluster.nodes * cluster.devices_per_node:,} devices")
     return notes

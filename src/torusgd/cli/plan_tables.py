@@ -13,7 +13,7 @@ from ..plan.published import Prediction, base_of, counted_groups, left_out, summ
 from ..plan.relaxed import RelaxedForecast
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
 from ..plan.time_to_accuracy import AccuracyPlan, AccuracySweep, quickest
-from ..text import change, duration, listed, number, size
+from ..text import byte_size, change, duration, listed, number
 
 _PARTS = ("forward", "backward", "exposed", "contention", "exchange", "coordination", "update", "input", "jitter")
 _SHORT = {
@@ -52,7 +52,7 @@ def show_forecast(console: Console, forecast: Forecast, price: float | None) -> 
     run = forecast.run
     console.print(
         f"{forecast.images_per_second:,.0f} images/s, efficiency {forecast.efficiency:.1%} of one device's; "
-        f"about {size(forecast.memory)} a device"
+        f"about {byte_size(forecast.memory)} a device"
     )
     console.print(
         f"time to train {duration(run.seconds)} ({duration(forecast.low)} to {duration(forecast.high)}): "

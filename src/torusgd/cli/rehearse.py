@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..comm.algorithms import parse_algorithm
 from ..errors import RunError, UserError
-from ..text import size
+from ..text import byte_size
 from .options import DataPath, JsonFile, Overrides, PlannedMachine, RecipeName, RuntimeFlags, option
 from .output import check_writable, console, write_json
 from .plan import Planned
@@ -82,7 +82,7 @@ def show_rehearsal(found: "Rehearsal") -> None:
     terminal.print(
         f"lab: {found.scale}; it carries {8e-6 * found.ceiling.rate:.0f} Mb/s a host, "
         f"{1e3 * found.ceiling.round:.2f} ms a round",
-        f"{found.allreduce}; {size(found.bytes)} of messages a rank and step",
+        f"{found.allreduce}; {byte_size(found.bytes)} of messages a rank and step",
         sep="\n",
     )
     table = Table(box=box.SIMPLE, pad_edge=False)

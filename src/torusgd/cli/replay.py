@@ -8,6 +8,7 @@ import typer
 from typer import Argument
 
 from ..errors import RunError, UserError
+from ..text import listed
 from .options import OUTPUT, DataPath, InitialWeights, RuntimeFlags, option
 from .output import check_out, console
 from .train import show_result
@@ -79,5 +80,5 @@ def compare(run: Path, original: dict[str, Any], replayed: dict[str, Any]) -> No
         console().print(f"{run}: the same weights, bit for bit", markup=False)
     else:
         differing = [key for key in ("data_sha256", "init_sha256", "conditions") if original.get(key) != replayed[key]]
-        reason = f"the two differ in {', '.join(differing)}" if differing else "the same data under the same conditions"
+        reason = f"the two differ in {listed(differing)}" if differing else "the same data under the same conditions"
         raise RunError(f"{run}: its weights are {original['weights_sha256']}, not those of the replay; {reason}")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..text import size
+from ..text import byte_size
 from .options import OUTPUT, RuntimeFlags, option
 from .output import check_writable, console, write_file
 
@@ -53,10 +53,10 @@ def show_profile(profile: "Profile") -> None:
     for each in sorted({timing.size for timing in profile.timings}):
         best = min((timing for timing in profile.timings if timing.size == each), key=lambda timing: timing.median)
         algorithm = best.as_algorithm(len(profile.hosts)) or "native"
-        terminal.print(f"{size(each):>8}: {algorithm}, {1e3 * best.median:.3g} ms")
+        terminal.print(f"{byte_size(each):>8}: {algorithm}, {1e3 * best.median:.3g} ms")
     if profile.crowding:
         most = profile.crowding[-1]
         terminal.print(f"{most.ranks} ranks at once compute {most.slowdown:.2f} times as long as one")
     for point in profile.in_steps:
         slows, waits = 1e3 * point.hidden, 1e3 * point.waited
-        terminal.print(f"in a step {size(point.size)}: {waits:.2g} ms if waited for, {slows:.2g} ms if hidden")
+        terminal.print(f"in a step {byte_size(point.size)}: {waits:.2g} ms if waited for, {slows:.2g} ms if hidden")

@@ -11,6 +11,7 @@ from ..errors import UserError
 from ..hub import hub_name
 from ..recipe.load import load_recipe, recipe_names
 from ..storage import url_of
+from ..text import plural
 from .arrays import open_arrays
 from .decode import Undecodable
 from .encoded import EncodedImages
@@ -56,7 +57,7 @@ class DataInfo:
         sizes = ", ".join(f"{width} x {height} ({count})" for (height, width), count in self.sizes[:5])
         sizes += f", and {len(self.sizes) - 5} other sizes" if len(self.sizes) > 5 else ""
         return [
-            f"{self.path}: data.source {self.kind}, {self.channels} channel{'s' if self.channels > 1 else ''}",
+            f"{self.path}: data.source {self.kind}, {plural(self.channels, 'channel')}",
             f"images    {self.images['train']} for training, {self.images['eval']} held out",
             f"classes   {len(self.classes)}: {names}",
             f"per class {few} to {many} training images" if few != many else f"per class {few} training images",

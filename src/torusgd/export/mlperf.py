@@ -36,6 +36,7 @@ def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
     if run.recipe.optimizer.name not in ("sgd", "lars"):
         raise UserError(f"{run.folder}: MLPerf's rules know sgd and lars, not {run.recipe.optimizer.name}")
     try:
+        # The summary is written at the end, and its own clock says how long before that the run began.
         begin = (run.folder / "summary.json").stat().st_mtime - float(run.summary["seconds"])
         lines = [_line(begin, entry) for entry in _entries(run, division)]
     except (KeyError, TypeError, ValueError) as error:

@@ -15,6 +15,7 @@ from ..recipe.duration import Duration
 from ..recipe.optimizer_schema import Stage
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
+from ..text import byte_size
 from .cluster import Cluster, Software
 from .epochs import LARGEST, SCHEDULE, SMALLEST, curve, spread
 from .forecast import Workload
@@ -104,7 +105,7 @@ def plan_to_accuracy(
     if not found:
         raise UserError(
             f"--to with {devices:,} devices: {IMAGES[0]} images of the network don't fit into a device's memory "
-            f"({(cluster.device.memory or 0) / 2**30:.0f} GiB)"
+            f"({byte_size(cluster.device.memory or 0)})"
         )
     # Two errors that have nothing to do with each other: of the seconds of a step, and of the number of epochs.
     error, plans = math.hypot(software.error, spread()), []

@@ -49,6 +49,7 @@ class Setup:
 
     def value(self, key: str) -> str:
         """An option, or a value of the recipe by its dotted key, as YAML writes it."""
+        # Ranks are counted by whoever starts them, and not by the option.
         if key == "workers" or key.startswith("--"):
             found: Any = {"workers": self.ranks, "--delays": self.delays}.get(key)
         else:
@@ -132,6 +133,7 @@ def allowed_parallel(ranks: int, blocks: int) -> list[int]:
     >>> allowed_parallel(8, 8), allowed_parallel(6, 12), allowed_parallel(4, 1)
     ([1, 2, 4, 8], [1, 3, 6], [1])
     """
+    # One rank of a group holds blocks / m neighbours; only a power of two of them is a branch of the tree of sums.
     fitting = [m for m in range(1, blocks + 1) if ranks % m == 0 and blocks % m == 0]
     return [m for m in fitting if m == 1 or (blocks // m).bit_count() == 1]
 
@@ -215,6 +217,7 @@ JOINED = Part("", "ranks that another launcher has started", lambda s: bool(s.la
 TORCHRUN = Part("", "torchrun", lambda s: s.launcher == "torchrun")
 TRAINED = Part("", "`torusgd train`", lambda s: True)
 
+# The order decides which of several broken rules is reported.
 RECIPE_RULES = (
     Rule(SCALED_LOSS, NO_FLOAT16, "has a meaning with precision: float16 only", "leave it out"),
     Rule(COMPILED, IN_BLOCKS, "takes whole networks", "set it to false"),

@@ -143,6 +143,7 @@ class Recipe(Section):
         So a key that a later version adds does not move the hash of a recipe that leaves it at its default, whose
         checkpoints can still be resumed.
         """
+        # Sorted keys without spaces: one text for equal recipes, however their files were written.
         changed = self.model_dump(mode="json", exclude_defaults=True)
         text = json.dumps({"schema": SCHEMA, **changed}, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

@@ -16,6 +16,7 @@ def even_counts(virtual_workers: int, ranks: int) -> tuple[int, ...]:
     >>> even_counts(8, 3)
     (2, 3, 3)
     """
+    # Cuts at the rounded-down multiples of V / N; neighbours differ by one at most.
     edges = [place * virtual_workers // ranks for place in range(ranks + 1)]
     return tuple(high - low for low, high in pairwise(edges))
 
@@ -30,6 +31,7 @@ def best_counts(virtual_workers: int, seconds: Sequence[float]) -> tuple[int, ..
     >>> best_counts(12, [1.0, 1.0, 2.0])
     (5, 5, 2)
     """
+    # A heap of (time at which the rank ends with one more, rank): the least one takes the next virtual worker.
     counts = [1] * len(seconds)
     ends = [(2 * each, place) for place, each in enumerate(seconds)]
     heapq.heapify(ends)

@@ -123,6 +123,7 @@ def line_chart(
     shown = [(each, points) for each, points in shown if points]
     if not shown:
         return None
+    # Axes span what is shown of all series, so that their lines can be compared.
     xs = [x for _, points in shown for x, _ in points]
     ys = [y for _, points in shown for _, y in points]
     across = Axis(*_span(min(xs), max(xs), log_x), LEFT, WIDTH - RIGHT, log_x)
@@ -152,6 +153,7 @@ def _span(low: float, high: float, log: bool) -> tuple[float, float]:
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
     """At most COLUMNS points: of neighbours the mean."""
+    # Means of equal runs and not every n-th point, or a spike would come and go with the length of the run.
     size = math.ceil(len(points) / COLUMNS)
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     return [(sum(x for x, _ in each) / len(each), sum(y for _, y in each) / len(each)) for each in groups]
@@ -159,6 +161,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 def _step(low: float, high: float, count: int) -> float:
     """1, 2, 2.5 or 5 times a power of ten, of which about `count` lie between the bounds."""
+    # The least round step that leaves at most `count` of them; 0.999 for a quotient that rounding left below.
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)

@@ -101,6 +101,7 @@ def find_mistakes(
             entry = (-float(own[row]), -int(chunk[batch.kept[row]]), int(batch.targets[row]), int(chosen[row]))
             # Clone: the pipeline reuses the batch's memory for the next images.
             heapq.heappush(worst, (*entry, batch.images[row].clone()))
+            # The heap holds one more than the sheet: the least wrong image goes.
             if len(worst) > MOST_IMAGES:
                 heapq.heappop(worst)
     images = [

@@ -126,6 +126,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     try:
         check_regular(path)
         with path.open("rb") as file:
+            # Bounded: a line without an end would fill the memory.
             while line := file.readline(MOST_EVENT):
                 yield line
     except FileNotFoundError:  # stopped before its first step

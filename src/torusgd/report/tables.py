@@ -178,6 +178,7 @@ def time_shares(run: RunRecord) -> list[TimeShare]:
         return []
     data, sync, update = (sum(run.numbers(f"{name}_seconds")) for name in ("data", "sync", "update"))
     steps = sum(run.numbers("step_seconds"))
+    # What a step does not wait for is computation; what lies between steps is no part of any.
     parts = {
         "compute": steps - data - sync - update,
         "waiting for images": data,

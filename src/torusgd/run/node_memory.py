@@ -32,6 +32,7 @@ from ..errors import RunError, UserError, warn
 from ..recipe.compatibility import fixed_ranks
 from ..rundir.checkpoint import Checkpoint, CheckpointWriter, list_checkpoints, read_checkpoint
 from ..step.model_state import StepState
+from ..text import byte_size
 from ..weights import weights_sha256
 from .job import Job, setup_of
 from .progress import RunState, as_checkpoint, tensors_of
@@ -75,7 +76,7 @@ class NodeMemory:
         size = sum(tensor.nbytes for tensor in tensors.values())
         try:
             if shutil.disk_usage(self._folder).free < 2 * size:
-                raise RunError(f"{SHARED_MEMORY} has no room for {2 * size / 1e6:.0f} MB")
+                raise RunError(f"{SHARED_MEMORY} has no room for {byte_size(2 * size)}")
             self.writer.save(as_checkpoint(state, tensors))
         except (OSError, RunError) as error:
             warn(f"the state is not kept in this node's memory any more: {error}")

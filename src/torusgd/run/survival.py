@@ -28,6 +28,7 @@ from ..errors import UserError, warn
 from ..observe.trackers import Trackers
 from ..recipe.compatibility import fixed_ranks
 from ..recipe.runtime_options import RuntimeOptions
+from ..text import named
 from ..weights import Tensors
 from .draw_network import Network, draw_network, fingerprint_of
 from .fingerprint import Fingerprint
@@ -91,8 +92,8 @@ class Agreed:
     def others(self, world: Group) -> str:
         """A line that says who does not hold the state; empty where all do."""
         ranks = [str(rank) for place, rank in enumerate(world.ranks) if place not in self.holders]
-        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
-        return "" if not ranks else f"all waited while the state of step {self.state.step} was sent to {who}"
+        sent_to = named("rank", ranks)
+        return "" if not ranks else f"all waited while the state of step {self.state.step} was sent to {sent_to}"
 
 
 def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Kept:

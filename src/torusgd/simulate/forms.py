@@ -140,6 +140,7 @@ def gossip(workers: Workers, chance: float) -> Iterator[Moment]:
         for worker, step in ended:
             own[worker] = own[worker] - workers.lr * _gradient(workers, own[worker], worker, step)
         gradients += len(ended)
+        # All take means of the weights after the steps, or the order of workers would matter.
         stepped = list(own)
         for worker, step in ended:
             if workers.count > 1 and keyed_uniform(PEER, workers.seed, worker, step, 0) < chance:
@@ -159,6 +160,7 @@ def elastic(workers: Workers, every: int, beta: float) -> Iterator[Moment]:
     gradients = 0
     for time, ended in _ends(workers):
         for worker, step in ended:
+            # The gradient is of the weights before the pull.
             gradient = _gradient(workers, own[worker], worker, step)
             if step % every == 0:
                 pull = (own[worker] - centre) * (beta / workers.count)

@@ -14,6 +14,7 @@ from ..recipe.synchrony_schema import Outer, Synchrony
 from ..synchrony.barriers import Barrier, barrier
 from ..synchrony.delays import delay_model
 from ..synchrony.limits import Limits, each_alone
+from ..text import listed
 from ..weights import weights_sha256
 from . import forms
 from .forms import Moment, Workers
@@ -127,6 +128,7 @@ def simulate(
     for moment in run(workers):
         drawn = moment.gradients * passes.images
         progress = max(moment.time / seconds, drawn / images)
+        # Errors are taken evenly over whichever of time and images runs out first.
         if progress >= len(found) / points:
             weights = moment.weights()
             found.append(Point(moment.time, drawn, passes.error(weights)))
@@ -196,4 +198,4 @@ def moments(form: str) -> Callable[[Workers], Iterator[Moment]]:
             # A number needs no steps that wait for all, to learn from; a recipe takes two at least.
             known = {"warmup": 2} if key in ("backups", "count") and value != "predicted" else {}
             return recipe_moments(Synchrony.model_validate(settings | outer | known))
-    raise UserError(f"simulate: no form {form!r}; write {', '.join(FORMS)}")
+    raise UserError(f"simulate: no form {form!r}; write {listed(FORMS)}")
