@@ -4,7 +4,7 @@
     .venv/bin/python benchmarks/changes.py --recipe fashion --data data/fashion-mnist --changes 50 --max-steps 600
 
 A run with one rank on this machine listens on loopback. A seeded draw says what happens next: a rank is lost (SIGKILL),
-ranks join (`torusgd scale`, or an agent of `torusgd join`), both at once, one is lost while others join, the newest is
+ranks join (`torusgd resize`, or an agent of `torusgd join`), both at once, one is lost while others join, the newest is
 lost, or an agent joins, is killed and another one comes at once. Images take their time until all changes are done, and
 the weights must be those of the same recipe without any of it.
 """

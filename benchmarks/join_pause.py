@@ -7,7 +7,7 @@
         source: synthetic, train_images: 4000, eval_images: 16, image_size: 32, channels: 3, classes: 1000,
         mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25]}"    # 25.6 million weights, 102 MB; in one line
 
-Ranks are asked for one after another by `torusgd scale`, from 2 on. In events.jsonl stand the run's seconds at each
+Ranks are asked for one after another by `torusgd resize`, from 2 on. In events.jsonl stand the run's seconds at each
 step, which count on while ranks change, and what the step itself took: the rest is the pause. In it all ranks meet,
 connect and build the network anew, the newcomer is sent weights and momentum, and a checkpoint is written where the
 newest is of another step. What happens while the others train on (the process, imports, images) is not in it.

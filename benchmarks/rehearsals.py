@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from torusgd.cli.options import PlannedMachine, RuntimeFlags
 from torusgd.cli.rehearse import rehearse
 
 TABLE = Path(__file__).parents[1] / "tools" / "calibrate_planner" / "rehearsed.csv"
@@ -88,10 +89,12 @@ def play(name: str, devices: int, idea: str, steps: int, date: str) -> dict[str,
     if system.recipe == "resnet50":
         sets = [f"virtual_workers={devices}", f"stages=[{{until: 90ep, images_per_worker: {share}}}]"]
     seconds = SPLIT_SECONDS if "model_parallel" in IDEAS[idea] else system.seconds
+    flags = dict(IDEAS[idea])
+    overlap = flags.pop("overlap", True)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         rehearse(
-            recipe=system.recipe, overrides=sets, cluster=system.cluster, workers=devices, steps=steps,
-            seconds=seconds, json_file=Path(file.name), **IDEAS[idea],
+            system.recipe, PlannedMachine(system.cluster), RuntimeFlags(workers=devices, **flags),
+            overrides=sets, overlap=bool(overlap), steps=steps, seconds=seconds, json_file=Path(file.name),
         )  # fmt: skip
         found = json.loads(Path(file.name).read_text())
     groups = found["linear_groups"]

@@ -104,7 +104,6 @@ def test_rooms_files_and_functions_are_of_a_readable_size() -> None:
 STILL_LONG = {
     ("run/build.py", "build"),
     ("step/step.py", "run"),
-    ("cli/train.py", "train"),
     ("comm/fixed_point.py", "exact_all_reduce"),
 }
 STILL_WIDE = {"run/build.py", "run/run.py"}

@@ -169,7 +169,7 @@ def write_table(page: Path, rows: dict[str, str]) -> None:
 
 def run(names: Sequence[str]) -> dict[str, str]:
     """`rows_of` on three ranks of this machine."""
-    rows: dict[str, str] = on_ranks(RANKS, "cpu", rows_of, list(names))
+    rows: dict[str, str] = on_ranks(RuntimeOptions(workers=RANKS, device="cpu"), rows_of, list(names))
     return rows
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from .errors import UserError
+from .recipe.compatibility import WORKERS, Setup, check
 from .recipe.runtime_options import RuntimeOptions
 from .recipe.schema import Recipe
 
@@ -28,6 +29,13 @@ _NEVER = -1
 def ranks_are_given() -> bool:
     """Whether a launcher (torchrun, Slurm scripts) has set the variables of a process group."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def launcher_name() -> str:
+    """`torchrun` or `other`, if such a launcher has started the ranks; empty: torusgd starts its own."""
+    if not ranks_are_given():
+        return ""
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other"
 
 
 def resolve_device(options: RuntimeOptions) -> str:
@@ -48,11 +56,11 @@ def resolve_workers(options: RuntimeOptions, device: str, recipe: Recipe, begins
         fewest, most = options.workers_range
         if fewest > most:
             raise UserError(f"workers = {fewest}:{most}: give the smaller number first")
-        check_world_size(most, recipe)
+        check(Setup(recipe, ranks=most), {WORKERS})
         return max(fewest if begins_alone else 1, min(available, most))
     if options.workers is None:
         return max(1, min(available, recipe.virtual_workers))
-    check_world_size(options.workers, recipe)
+    check(Setup(recipe, ranks=options.workers), {WORKERS})
     if device == "cuda" and options.workers > available:
         raise UserError(
             f"workers = {options.workers}: this machine has {gpus} GPUs; use at most {available}, "
@@ -65,15 +73,6 @@ def expected_ranks(options: RuntimeOptions, device: str, recipe: Recipe) -> int:
     """Ranks of the coming run: those that a launcher has announced, else those to start on this machine."""
     announced = os.environ.get("WORLD_SIZE", "")
     return int(announced) if ranks_are_given() and announced.isdigit() else resolve_workers(options, device, recipe)
-
-
-def check_world_size(size: int, recipe: Recipe) -> None:
-    """Each rank needs a virtual worker to compute."""
-    if size > recipe.virtual_workers:
-        raise UserError(
-            f"workers = {size}: the recipe has {recipe.virtual_workers} virtual workers to share; "
-            f"use at most {recipe.virtual_workers}"
-        )
 
 
 def prepare_process(recipe: Recipe, device: torch.device) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from tests.run.runs import command
 
-from torusgd.cli.bench import parse_size, show_size
 from torusgd.cli.scaling import compare
 from torusgd.comm.tuning.profile import Link, Profile
-from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 
@@ -78,13 +76,6 @@ def test_a_mistake_that_ranks_find_is_one_line_and_exit_code_2() -> None:
     assert done.returncode == 2
     assert "torrus" in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_sizes_are_read_and_shown() -> None:
-    assert [parse_size(text) for text in ("4KiB", "1 MiB", "512", "2MB")] == [4096, 1 << 20, 512, 2_000_000]
-    assert [show_size(size) for size in (4096, 1 << 20, 100)] == ["4 KiB", "1 MiB", "100 B"]
-    with pytest.raises(UserError, match="4 furlongs"):
-        parse_size("4 furlongs")
 
 
 def a_run(folder: Path, ranks: int, seconds: float) -> Path:

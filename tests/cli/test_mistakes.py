@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from tests.data.tars import write_shards
+from tests.messages import refused
 
-from torusgd.errors import UserError
 from torusgd.weights import load_weights
 
 Run = Callable[..., tuple[int, str, str]]
@@ -74,15 +74,15 @@ def test_a_recipe_may_be_a_file_of_any_name(run_cli: Run, tmp_path: Path, monkey
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("content", [b"", b"hello\n", b"\x80\x04"])
-def test_a_file_that_holds_no_weights_is_told_without_an_unpicklers_words(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_holds_no_weights_is_reported_without_an_unpicklers_words(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "weights.pth"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"can't be read as weights \(it is damaged, or holds more than tensors\)"):
+    with refused("a file without weights", f"{path}:", TMP=tmp_path):
         load_weights(path)
 
 
 @pytest.mark.parametrize("words", [("train", "digits", "--out"), ("bench", "allreduce", "--json")])
-def test_a_wrong_profile_is_told_before_ranks_are_started(
+def test_a_wrong_profile_is_reported_before_ranks_are_started(
     run_cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("torusgd.ranks.supervisor.Supervisor.__init__", None)

@@ -6,24 +6,23 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import typer
 import yaml
+from tests.messages import refused
 
-from torusgd.cli.options import RuntimeFlags, takes_groups
+from torusgd.cli.options import RuntimeFlags, expand
 from torusgd.comm.algorithms import OTHER_PROGRAMS, SCHEDULED
 from torusgd.comm.tuning.profile import Link, Profile
-from torusgd.errors import UserError
 from torusgd.recipe.load import recipe_source
-from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.runtime_options import STEPS, RuntimeOptions, flags_of
 
 Run = Callable[..., tuple[int, str, str]]
 COMMANDS = (
-    "train", "status", "stop", "scale", "replay", "eval", "polish", "plan", "rehearse", "simulate", "recipes", "tune",
+    "train", "status", "stop", "resize", "replay", "eval", "polish", "plan", "rehearse", "simulate", "recipes", "tune",
     "bench allreduce", "data fetch", "data info",
 )  # fmt: skip
 PANELS = {
@@ -33,6 +32,7 @@ PANELS = {
     "plan": {"Cluster", "Recipe", "Data", "Runtime", "Network", "Output"},
     "rehearse": {"Cluster", "Recipe", "Data", "Runtime", "Network", "Output"},
     "simulate": {"Recipe", "Data", "Output"},
+    "report": {"Data", "Runtime", "Output"},
     "bench allreduce": {"Runtime", "Network", "Output"},
     "tune": {"Runtime", "Network", "Output"},
 }
@@ -114,7 +114,7 @@ def test_help_has_every_options_meaning_in_its_panel(
     if command in PANELS:  # nothing but --help is left over
         left_over = re.search(r"^╭─ Options ─.*?╰", text, re.MULTILINE | re.DOTALL)
         options = re.findall(r"--[a-z-]+", left_over[0]) if left_over else []
-        assert set(options) <= {"--help", "--seconds"}
+        assert set(options) <= {"--help", "--seconds", "--mistakes"}
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "rehearse"])
@@ -128,25 +128,40 @@ def test_bench_names_every_algorithm(run_cli: Run, monkeypatch: pytest.MonkeyPat
     assert {name for name in ("native", "auto", *SCHEDULED) if name not in text} == set()
 
 
-def test_train_plan_and_rehearse_have_every_flag_of_the_runtime(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {field.name for field in fields(RuntimeFlags)}
-    # The rest is of a run's folder, as flags of train, or stands in recipe files only.
+def test_commands_that_plan_have_a_flag_of_each_option_that_changes_a_plan() -> None:
+    flags = {name for name in RuntimeOptions.model_fields if "plan" in getattr(flags_of(name)[0], "commands", ())}
     assert set(RuntimeOptions.model_fields) - flags == NEUTRAL.keys() - {"device", "streams"} | {"software"}
-    for command in ("train", "plan", "rehearse"):
-        text = help_of(run_cli, monkeypatch, command)
-        assert all(f"--{flag.replace('_', '-')}" in text for flag in flags)
+
+
+@pytest.mark.parametrize("command", [*STEPS, "bench allreduce", "tune", "eval", "polish", "report"])
+def test_a_command_has_the_flags_that_its_options_name_with_their_text_as_help(
+    command: str, run_cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = re.sub(r"[\s│]+", " ", help_of(run_cli, monkeypatch, command))
+    for name, field in RuntimeOptions.model_fields.items():
+        flag, names = flags_of(name)
+        has_it = flag is not None and command in flag.commands
+        assert (" ".join(str(field.description).split()) in text) == has_it
+        assert not has_it or all(f" {each}" in text or f",{each}" in text for each in names)
+
+
+def test_the_earlier_name_of_resize_is_hidden_and_works(run_cli: Run, tmp_path: Path) -> None:
+    assert "scale" not in run_cli("--help")[1]
+    lines = [run_cli(name, tmp_path, "--workers", 2)[2] for name in ("resize", "scale")]
+    assert lines[0] == lines[1]
+    assert "holds no run" in lines[0]
 
 
 def test_flags_are_checked_as_a_recipe_file_is_and_override_it() -> None:
     block = RuntimeOptions(update="sharded", grid="2x2")
-    found = RuntimeFlags(grid="4x4", buckets="[1, 2]", model_parallel="auto", profile=Path("a/b")).over(block)
+    found = RuntimeFlags(grid="4x4", buckets="[1, 2]", model_parallel="auto", profile="a/b").over(block)
     assert found.model_dump(exclude_unset=True) == {
         "update": "sharded", "grid": "4x4", "buckets": (1, 2), "model_parallel": "auto", "profile": "a/b",
     }  # fmt: skip
     assert RuntimeFlags(buckets="8", model_parallel="2").over(block).buckets == 8
-    assert RuntimeFlags().over(block, track=["wandb"]).track == ("wandb",)
-    for wrong, message in (("many", "buckets"), ("[", "--buckets")):
-        with pytest.raises(UserError, match=message):
+    assert RuntimeFlags(track=["wandb"]).over(block).track == ("wandb",)
+    for wrong, about in (("many", "flags: buckets"), ("[", "--buckets")):
+        with refused(f"--buckets {wrong}", about):
             RuntimeFlags(buckets=wrong).over(block)
 
 
@@ -165,7 +180,9 @@ def test_every_runtime_option_changes_a_plan_or_is_neutral_with_a_reason(
         command = ("plan", file, "--cluster", "aws-c4.8xlarge", "--software", "torusgd", "--json", found)
         code, _, err = run_cli(*command)
         assert code == 0, err
-        return dict(json.loads(found.read_text()))
+        plan = dict(json.loads(found.read_text()))
+        plan["notes"] = [note for note in plan["notes"] if not note.startswith("torusgd train refuses")]
+        return plan
 
     assert CHANGED[name] != RuntimeOptions.model_fields[name].default
     assert (planned(**{name: CHANGED[name]}) == planned()) == (name in NEUTRAL)
@@ -219,24 +236,21 @@ def test_a_group_becomes_options_of_its_own() -> None:
     app = typer.Typer()
     seen: list[object] = []
 
-    @app.command()
-    @takes_groups
     def command(runtime: RuntimeFlags, name: Annotated[str, typer.Option("--name")] = "x") -> None:
-        seen.extend((runtime, name))
+        seen.extend((runtime.given, name))
 
-    app(["--devices", "3", "--name", "y"], standalone_mode=False)
-    assert seen == [RuntimeFlags(workers=3), "y"]
-    command(update="sharded")
-    assert seen[2:] == [RuntimeFlags(update="sharded"), "x"]
+    app.command()(expand(command, "plan"))
+    app(["--devices", "3", "--name", "y", "--no-weights-first"], standalone_mode=False)
+    assert seen == [{"workers": "3", "weights_first": False}, "y"]
 
 
 @pytest.mark.parametrize("name", ["DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE"])
-def test_an_environment_that_lowers_the_precision_is_left_aside(
+def test_an_environment_that_lowers_the_precision_is_ignored(
     run_cli: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "BF16")
     code, _, err = run_cli("recipes")
-    assert (code, err) == (0, f"torusgd: {name} is left aside: the recipe decides the precision\n")
+    assert (code, err) == (0, f"torusgd: {name} is ignored: the recipe decides the precision\n")
     assert name not in os.environ
 
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.messages import refused
 from tests.run.runs import command
 
 from torusgd import cli
 from torusgd.cli.output import console, write_file, write_json
-from torusgd.errors import UserError
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_cut_one(
 ) -> None:
     path = tmp_path / "page"
     path.write_text("old")
-    with full_disk(), pytest.raises(UserError, match=f"{flag} {path}: can't be written: File too large"):
+    with refused("a full disk", f"{flag} {path}:", FLAG=flag, TMP=tmp_path), full_disk():
         write(path)
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["page"]

@@ -21,9 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torusgd.cuda import cuda_streams
-from torusgd.cuda.cuda_streams import CudaGraph, GraphMemory, MainStream, SideStream, check_cuda_streams
-from torusgd.errors import UserError
-from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.cuda.cuda_streams import CudaGraph, GraphMemory, MainStream, SideStream
 
 MAIN = "main"
 
@@ -150,17 +148,6 @@ def test_passes_on_two_streams_have_the_bits_of_one_and_share_no_memory_that_eit
 @pytest.mark.parametrize("change", [{"waits": False}, {"is_waited_for": False}])
 def test_a_stream_that_does_not_wait_is_found_out(change: dict[str, bool]) -> None:
     assert races(SGD, **change)[0].found
-
-
-def test_a_cpu_has_none_and_other_steps_take_none() -> None:
-    options = RuntimeOptions(cuda_streams=2)
-    with pytest.raises(UserError, match=r"^runtime.cuda_streams: 2: a CPU has no CUDA streams; set it to 1$"):
-        make_trainer(True, SGD, options=options)
-    gpu = torch.device("cuda", 0)
-    with pytest.raises(UserError, match=r"^runtime.cuda_streams: 2: only exact sums take passes at once, with sgd or"):
-        check_cuda_streams(options, gpu, is_ahead=False)
-    check_cuda_streams(options, gpu, is_ahead=True)
-    check_cuda_streams(RuntimeOptions(), gpu, is_ahead=False)
 
 
 class Generator:

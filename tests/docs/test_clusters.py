@@ -18,7 +18,7 @@ KUBERNETES = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
 
 
 def options_of(command: str) -> set[str]:
-    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    found = typer.main.get_command(app()).commands[command]  # type: ignore[attr-defined]
     return {name for parameter in found.params for name in parameter.opts}
 
 

@@ -40,8 +40,9 @@ def test_torch_export_gives_the_same_logits_for_any_batch(run: Path, tmp_path: P
 
 def test_a_graph_with_other_logits_is_not_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "TOLERANCE", -1.0)
-    with pytest.raises(RunError, match="differ"):
+    with pytest.raises(RunError) as caught:  # of how much, no sentence can be compared
         formats.export_torch(open_model(run), tmp_path / "model.pt2")
+    assert "differ" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -84,14 +85,14 @@ def test_a_card_has_what_the_hub_reads_and_what_was_measured(run: Path, tmp_path
 
 def test_a_card_says_how_to_train_the_same_elsewhere(run: Path) -> None:
     record = read_run(run)
-    for told, command in (
+    for status, command in (
         ({}, "torusgd train recipe.yaml\n"),
         ({"data": "/home/me/flowers", "init": "w.pth"}, "torusgd train recipe.yaml --data PATH --init WEIGHTS\n"),
         ({"data": "hf:a/b@main", "init": "timm", "max_steps": 3},
          "torusgd train recipe.yaml --data hf:a/b@main --init timm --max-steps 3\n"),
         ({"data": "hf:a/b <script>"}, "torusgd train recipe.yaml --data PATH\n"),
     ):  # fmt: skip
-        assert f"    {command}" in card(replace(record, told=told), None)
+        assert f"    {command}" in card(replace(record, status=status), None)
 
 
 def test_the_hubs_own_reader_takes_the_card(run: Path) -> None:

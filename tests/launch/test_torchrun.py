@@ -25,9 +25,7 @@ from tests.run.processes import (
     wait_for_step,
 )
 
-from torusgd.cli.train import check_flags_of_joined
 from torusgd.comm import groups
-from torusgd.errors import UserError
 from torusgd.launch import torchrun as torchrun_ranks
 from torusgd.ranks.roll_call import Limits
 
@@ -178,11 +176,3 @@ def test_ranks_that_never_meet_end_with_one_line(tmp_path: Path, recipe: Path) -
     (line,) = process.err.splitlines()
     assert line.startswith("torusgd: rank 1 on ")
     assert f"the ranks did not meet at 127.0.0.1:{told['MASTER_PORT']} within 2 s: " in line
-
-
-def test_what_torchrun_would_do_at_each_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(UserError, match="each time s3://bucket/run would be deleted"):
-        check_flags_of_joined(None, begins=True, bucket="s3://bucket/run")
-    check_flags_of_joined(None, begins=False, bucket="s3://bucket/run")
-    check_flags_of_joined(None, begins=True, bucket="")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.messages import refused
 
-from torusgd.errors import UserError
 from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe, parse_yaml
 from torusgd.recipe.schedule import Schedule
@@ -37,9 +37,8 @@ ALIASES = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     ids=lambda value: value[:12],
 )
 def test_yaml_that_stands_for_much_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(UserError, match=reason) as error:
+    with refused(f"YAML: {reason}", "file:") as error:
         parse_yaml(text, "file")
-    assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
 
 
@@ -67,13 +66,15 @@ def test_yaml_within_the_bounds_is_read_with_its_aliases() -> None:
     ],
 )
 def test_a_recipe_holds_no_number_that_nothing_can_be_made_of(item: str) -> None:
-    with pytest.raises(UserError, match=item.partition("=")[0].replace("runtime.", "")):
+    key = item.partition("=")[0]
+    about = "runtime: " * key.startswith("runtime.") + key.removeprefix("runtime.")
+    with refused(f"no number: {item}", f"recipe digits: {about}"):
         load_recipe("digits", [item])
 
 
 def test_a_tiny_interval_is_refused_and_not_counted_out() -> None:
     schedule = Schedule(load_recipe("digits").recipe, 1437)
-    with pytest.raises(UserError, match=r"an interval of 0\.0000001ep passes more than 1000000 times"):
+    with refused("an interval that is too short", "an interval of 0.0000001ep"):
         schedule.boundaries(Duration.parse("0.0000001ep"))
 
 
@@ -83,14 +84,14 @@ def test_a_tiny_duration_is_written_as_it_can_be_read() -> None:
 
 def test_texts_have_an_end(tmp_path: Path) -> None:
     (tmp_path / "long").write_bytes(b"x" * 11)
-    with pytest.raises(ValueError, match="longer than 10"):
+    with refused("a text of 11 bytes", kind=ValueError):
         read_text(tmp_path / "long", 10)
-    with pytest.raises(ValueError, match="longer than"):
+    with refused("an endless text", kind=ValueError):
         read_text(Path("/dev/zero"))
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=r"zero\.yaml: can't be read: longer than"):
+    with refused("an endless recipe", f"recipe {tmp_path}/zero.yaml:", TMP=tmp_path):
         load_recipe(str(tmp_path / "zero.yaml"))
-    with pytest.raises(ValueError, match="nested too deeply"):
+    with refused("lists in lists", kind=ValueError):
         parse_json("[" * 100_000)
 
 
@@ -104,12 +105,12 @@ def test_an_archive_of_weights_is_no_larger_inside_than_it_is(tmp_path: Path) ->
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members.items():
             archive.writestr(name, bytes(1 << 22) if name == storage else data)
-    with pytest.raises(UserError, match=r"w\.pth: can't be read as weights \(\d+ bytes would become \d+"):
+    with refused("weights that swell", f"{path}:", TMP=tmp_path, STORED=path.stat().st_size):
         load_weights(path)
 
 
 def test_compressed_data_may_not_swell_beyond_what_images_do() -> None:
     check_swelling(size=1 << 28, stored=1000)
     check_swelling(size=1 << 33, stored=1 << 30)
-    with pytest.raises(ValueError, match="would become"):
+    with refused("data that swell", kind=ValueError):
         check_swelling(size=(1 << 28) + 1, stored=1000)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.messages import refused
 
 from torusgd.data import Pipeline, open_sources
-from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.simulate import Setting, Simulation, simulate
 from torusgd.simulate.forms import Moment, Workers
@@ -119,7 +119,7 @@ def test_a_threshold_that_leaves_work_out_ends_its_steps_at_the_threshold() -> N
     "elastic:0", "cutoff:0", "cutoff:guessed",
 ])  # fmt: skip
 def test_a_wrong_form_is_one_line(form: str) -> None:
-    with pytest.raises(UserError, match=r"^simulate: no form "):
+    with refused("a form that is none", f"simulate: no form {form!r};", FORM=repr(form)):
         moments(form)
 
 

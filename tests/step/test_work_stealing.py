@@ -5,10 +5,8 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
 from tests.run.processes import assert_told_once, last_step, results, run_alone, summary, torusgd, until
@@ -16,7 +14,6 @@ from tests.run.runs import TINY, events, run_here
 from torch import Tensor
 
 from torusgd.comm.groups import group_of
-from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.job import Job
@@ -104,25 +101,6 @@ def test_what_was_saved_is_until_the_late_rank_would_have_been_ready() -> None:
     assert TakenOver.read(torch.zeros(0, dtype=torch.int64), [0, 1]) is None
 
 
-@pytest.mark.parametrize(
-    ("overrides", "options", "device", "why"),
-    [
-        (["reduction=float32"], {}, "cpu", "sums in float32 depend on who computes what"),
-        (["synchrony={form: cutoff, count: 3}"], {}, "cpu", "with synchrony.form = cutoff time decides other things"),
-        ([], {"audit": 0.5}, "cpu", "audit = 0.5 must know beforehand who computes what"),
-        ([], {"update": "sharded"}, "cpu", "with update = sharded new weights arrive"),
-        ([], {}, "cuda", "a GPU is given its passes in advance"),
-    ],
-)
-def test_what_it_does_not_go_with_is_one_line(
-    overrides: list[str], options: dict[str, Any], device: str, why: str
-) -> None:
-    world = cast(Any, SimpleNamespace(device=torch.device(device), size=4))
-    with pytest.raises(UserError, match=f"work_stealing = true: {why}"):
-        work_stealing(RuntimeOptions(work_stealing=True, **options), load_recipe("digits", overrides).recipe, world)
-
-
 def test_nobody_helps_a_rank_alone_or_unasked() -> None:
-    digits = load_recipe("digits", []).recipe
-    assert work_stealing(RuntimeOptions(work_stealing=True), digits, group_of()) is None
-    assert work_stealing(RuntimeOptions(), digits, group_of()) is None
+    assert work_stealing(RuntimeOptions(work_stealing=True), group_of()) is None
+    assert work_stealing(RuntimeOptions(), group_of()) is None

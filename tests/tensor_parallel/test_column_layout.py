@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.errors import UserError
-from torusgd.tensor_parallel.column_layout import Layout, allowed_parallel, check_parallel, sum_in_tree
+from torusgd.recipe.compatibility import allowed_parallel
+from torusgd.tensor_parallel.column_layout import Layout, sum_in_tree
 
 
 @settings(deadline=None, max_examples=100)
@@ -33,22 +33,3 @@ def test_every_piece_is_held_once(parts: int, blocks: int) -> None:
     for rank in range(ranks):
         assert {piece.owner for piece in layout.activations(rank)} == set(layout.owners(rank))
         assert rank in layout.owners(rank)
-
-
-@pytest.mark.parametrize(
-    ("parts", "ranks", "blocks", "workers", "message"),
-    [
-        (2, 4, 1, 8, "set its column_blocks to 2"),
-        (3, 4, 12, 12, "must divide 4 ranks"),
-        (4, 4, 12, 12, "use one of 1, or auto"),
-        (8, 8, 4, 8, "use one of 1, 2, 4"),
-        (2, 4, 4, 6, "can't share 6 virtual workers evenly"),
-    ],
-)
-def test_parts_that_do_not_fit_are_told(parts: int, ranks: int, blocks: int, workers: int, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_parallel(parts, ranks, blocks, workers)
-
-
-def test_data_parallelism_always_fits() -> None:
-    check_parallel(1, 7, 1, 9)

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from torusgd.plan.published import Prediction, Row, number, percent, predict_row
+from torusgd.plan.published import Prediction, Row, predict_row
+from torusgd.text import change, number
 
 _RATES = {
     "das_vgga_128": "das_vgga_128_rate",
@@ -60,8 +61,8 @@ def rates(fitted: Sequence[Prediction], further: Sequence[Prediction]) -> list[s
         planned = predict_row(alone(rate.row)).predicted
         lines.append(
             f"| {rate.row.id} | {number(rate.row.value)} | {number(speedup.row.value)} | {number(node)} "
-            f"| {number(planned)} | {percent(planned / node - 1)} | {percent(speedup.error)} "
-            f"| {percent(rate.error)} |"
+            f"| {number(planned)} | {change(planned / node - 1)} | {change(speedup.error)} "
+            f"| {change(rate.error)} |"
         )
     return lines
 

@@ -14,11 +14,10 @@ from torusgd.plan.published import (
     base_of,
     counted_groups,
     left_out,
-    number,
-    percent,
     read_rows,
     summary,
 )
+from torusgd.text import change, number
 
 from .findings import section as findings
 
@@ -105,7 +104,7 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction], s
         alone = "" if (row.cluster, row.software) in groups else " (fitted)"
         free = left_out(row)
         best = best_of(played, row.id)
-        alone = f"{percent(None if free is None else free / row.value - 1)}{alone}"
+        alone = f"{change(None if free is None else free / row.value - 1)}{alone}"
         lines.append(f"{_line(prediction)} {alone} | {'' if best is None else f'{best.speedup:.3g}'} |")
     lines += [
         "",
@@ -121,7 +120,7 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction], s
     for row in [p.row for p in predictions if p.row.id in others]:
         value = others[row.id]
         lines.append(
-            f"| {row.id} | {row.model} | {number(row.value)} | {number(value)} | {percent(value / row.value - 1)} |"
+            f"| {row.id} | {row.model} | {number(row.value)} | {number(value)} | {change(value / row.value - 1)} |"
         )
     lines += ["", "## Relative to what", ""]
     for base in sorted({base_of(p.row) for p in predictions} - {""}):
@@ -194,7 +193,7 @@ def _line(prediction: Prediction) -> str:
     band = f"{number(prediction.low)} to {number(prediction.high)}"
     return (
         f"| {row.id} | {row.devices:,} | {images} | {row.metric}, {row.unit} | {number(row.value)} | "
-        f"{number(prediction.predicted)} | {band} | {percent(prediction.error)} |"
+        f"{number(prediction.predicted)} | {band} | {change(prediction.error)} |"
     )
 
 

@@ -6,6 +6,7 @@ Modules here import torch, pydantic and what needs them only once a command runs
 import atexit
 import os
 import sys
+from collections.abc import Callable, Container, Mapping
 from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -16,24 +17,92 @@ from ..errors import RunError, UserError, end, tell_exit
 from ..importing import remove_empty_cache
 from ..ranks.slurm import adopt_step
 from ..storage import check_scheme
-from . import bench, control, data, eval, export, join, plan, recipes, rehearse, replay, report, simulate, train, tune
+from . import (
+    bench,
+    control,
+    data,
+    eval,
+    export,
+    join,
+    plan,
+    recipes,
+    rehearse,
+    replay,
+    report,
+    scaling,
+    simulate,
+    train,
+    tune,
+)
+from .options import expand
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
 
 OTHER_PRECISION = ("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE")
-"""with these oneDNN, which reads them when torch is imported, computes float32 in fewer bits than a recipe asks for"""
+"""variables by which oneDNN, which reads them when torch is imported, computes float32 in fewer bits than a recipe's"""
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+Commands = Mapping[str, "Callable[..., object] | Commands"]
+BENCH: Commands = {"allreduce": bench.allreduce, "scaling": scaling.scaling}
+DATA: Commands = {
+    "fetch": data.fetch, "index": data.index, "pack": data.pack, "prepare": data.prepare, "info": data.info,
+}  # fmt: skip
+COMMANDS: Commands = {
+    "train": train.train,
+    "join": join.join,
+    "replay": replay.replay,
+    "status": control.status,
+    "stop": control.stop,
+    "resize": control.resize,
+    "scale": control.resize,
+    "eval": eval.evaluate,
+    "polish": eval.polish,
+    "report": report.report,
+    "export": export.export,
+    "plan": plan.plan,
+    "rehearse": rehearse.rehearse,
+    "simulate": simulate.simulate,
+    "recipes": recipes.recipes,
+    "tune": tune.tune,
+    "bench": BENCH,
+    "data": DATA,
+}
+HELP = {"bench": "Measure what a run is made of, on these ranks.", "data": "Get and look at data sets."}
+"""help of commands that have commands of their own"""
+HIDDEN = {"scale"}
+"""earlier names"""
 
 
-def show_version(asked: bool) -> None:
+def app(words: Container[str] = COMMANDS) -> typer.Typer:
+    """The command line.
+
+    Args:
+        words: Of the commands in it the options are made; the others have only the line that `torusgd --help` shows,
+            so that it takes no seconds.
+    """
+    found = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    found.callback(help=ABOUT)(common)
+    for name, command in COMMANDS.items():
+        if name not in words:
+            text = command.__doc__ if callable(command) else HELP[name]
+            found.command(name, help=text, hidden=name in HIDDEN)(lambda: None)
+        elif callable(command):
+            found.command(name, hidden=name in HIDDEN)(expand(command, name))
+        else:
+            group = typer.Typer(help=HELP[name], no_args_is_help=True)
+            for inner, each in command.items():
+                assert callable(each)
+                group.command(inner)(expand(each, f"{name} {inner}"))
+            found.add_typer(group, name=name)
+    return found
+
+
+def show_version(is_wanted: bool) -> None:
     """Prints the version of the installed package and ends the command."""
-    if asked:
+    if is_wanted:
         print(f"torusgd {version('torusgd')}")
         raise typer.Exit
 
 
-@app.callback(help=ABOUT)
 def common(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
@@ -41,24 +110,6 @@ def common(
 ) -> None:
     """What stands before a command."""
 
-
-app.command()(train.train)
-app.command()(join.join)
-app.command()(replay.replay)
-app.command()(control.status)
-app.command()(control.stop)
-app.command()(control.scale)
-app.command("eval")(eval.evaluate)
-app.command()(eval.polish)
-app.command()(report.report)
-app.command()(export.export)
-app.command()(plan.plan)
-app.command()(rehearse.rehearse)
-app.command()(simulate.simulate)
-app.command()(recipes.recipes)
-app.command()(tune.tune)
-app.add_typer(bench.app, name="bench")
-app.add_typer(data.app, name="data")
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, of which some versions of typer hold a copy of their own
 
@@ -68,7 +119,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what goes wrong there comes back as an exception
     for name in OTHER_PRECISION:
         if os.environ.pop(name, None) is not None and os.environ.get("RANK", "0") == "0":
-            print(f"torusgd: {name} is left aside: the recipe decides the precision", file=sys.stderr)
+            print(f"torusgd: {name} is ignored: the recipe decides the precision", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":  # a name may have letters that it lacks
             stream.reconfigure(errors="backslashreplace")
@@ -77,7 +128,7 @@ def main() -> None:
         for word in sys.argv[1:]:
             _check_word(word)
         adopt_step()
-        code = app(standalone_mode=False) or 0
+        code = app(sys.argv[1:])(standalone_mode=False) or 0
         if sys.stdout is not None:
             sys.stdout.flush()
         tell_exit(code, "stopped; a checkpoint is written" if code else "done")

@@ -19,10 +19,8 @@ from .options import TrainedWeights
 
 TIMEOUT = 1800.0
 """seconds that ranks of an evaluation wait for one another"""
-
-
 MOST_CLASSES = 4096
-"""whose confusion matrix is counted: 128 MiB"""
+"""classes up to which a confusion matrix is counted: 128 MiB"""
 
 
 class Assessment:
@@ -32,8 +30,8 @@ class Assessment:
         UserError: There are no weights, or they do not fit their network or the data.
     """
 
-    def __init__(self, weights: TrainedWeights) -> None:
-        device = resolve_device(RuntimeOptions.model_validate({"device": weights.device}))
+    def __init__(self, weights: TrainedWeights, options: RuntimeOptions) -> None:
+        device = resolve_device(options)
         self.trained = open_trained(
             local_run(weights.checkpoint), weights.data, weights.model, weights.classes, weights.overrides or []
         )
@@ -44,11 +42,11 @@ class Assessment:
         self.precision = Precision(self.recipe, self.world.device)
 
     def evaluate(self, observe: Callable[[Tensor, Tensor], object] = lambda logits, targets: None) -> Evaluation:
-        """Classifies every held-out image; `observe` is called as by `train.evaluate.evaluate`."""
+        """Classifies every held-out image; `observe` takes the logits and targets of each chunk."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.held_out_data, self.recipe.seed)
         settings, allreduce = self.recipe.evaluate, native(self.world)
         result = evaluate(self.model, pipeline, settings, self.world, allreduce, self.precision, observe=observe)
-        assert result is not None, "nobody asks an assessment to stop"
+        assert result is not None, "no assessment is stopped"
         return result
 
     def evaluate_classes(self) -> tuple[Evaluation, Confusion | None]:

@@ -1,4 +1,4 @@
-"""`torusgd status`, `torusgd stop` and `torusgd scale`: look at a run and ask it for something, through its folder."""
+"""`torusgd status`, `torusgd stop` and `torusgd resize`: look at a run, or change it, through its folder."""
 
 import json
 import time
@@ -6,21 +6,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from ..errors import RunError, UserError
+from ..text import percent, plural
+from .options import option
 from .output import console
 
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="The run's folder or URL, that of --out.")]
 _MOST_SHOWN = 16
-"""ranks whose shares stand in a line"""
+"""ranks whose virtual workers stand in a line"""
 
 
 def status(
     run: RunFolder,
-    as_json: Annotated[bool, Option("--json", help="Print all of it as JSON.")] = False,
+    as_json: Annotated[bool, option("--json", "Print all of it as JSON.")] = False,
 ) -> None:
-    """Show how a run is: its step, rate, ranks and their shares, slow ranks, time left."""
+    """Show a run's step, speed, ranks and their virtual workers, slow ranks and time left."""
     from ..rundir.run_view import RunView
     from ..rundir.status import gone
 
@@ -44,9 +46,9 @@ def status(
 
 def stop(
     run: RunFolder,
-    seconds: Annotated[float, Option("--seconds", min=0, help="Wait for its end so long; 0: don't wait.")] = 120.0,
+    seconds: Annotated[float, option("--seconds", "Wait so long for its end; 0: don't wait.", min=0)] = 120.0,
 ) -> None:
-    """Ask a run for a checkpoint and its end; the same `torusgd train` goes on with it."""
+    """Have a run write a checkpoint and end; the same `torusgd train` goes on with it."""
     from ..rundir.run_view import RunView
     from ..rundir.status import STOP, gone
 
@@ -61,22 +63,22 @@ def stop(
     elif found.state != "running":
         typer.echo(f"{view.name}: {gone(found)}")
     elif seconds:
-        raise RunError(f"{view.name}: was asked to stop, and has not within {seconds:g} s; it ends after its step")
+        raise RunError(f"{view.name}: has not stopped within {seconds:g} s; it ends after its step")
 
 
-def scale(
+def resize(
     run: RunFolder,
-    workers: Annotated[int, Option("--workers", min=1, metavar="N", help="Ranks to go on with.")],
+    workers: Annotated[int, option("--workers", "Go on with this many ranks.", min=1, metavar="N")],
 ) -> None:
-    """Ask a run on one machine to go on with another number of ranks, to the same weights."""
+    """Have a run on one machine go on with another number of ranks, to the same weights."""
     from ..rundir.run_view import RunView
     from ..rundir.status import WORKERS
 
     view = RunView(run)
-    found = view.running("scale")
+    found = view.running("resize")
     most = found.told.get("virtual_workers", workers)
     if workers > most:
-        raise UserError(f"--workers {workers}: the recipe has {most} virtual workers to share; ask for at most {most}")
+        raise UserError(f"--workers {workers}: the recipe has {most} virtual workers to share; give at most {most}")
     fewest, greatest = (found.told.get("runtime") or {}).get("workers_range") or (1, most)
     if not fewest <= workers <= greatest:
         raise UserError(f"--workers {workers}: the run takes {fewest} to {greatest} ranks, as its --workers said")
@@ -85,22 +87,22 @@ def scale(
             f"{view.name}: its ranks can't change: {why}; stop it, and give the same command with other --workers"
         )
     view.ask(WORKERS, str(workers))
-    typer.echo(f"{view.name}: asked to go on with {workers} ranks; torusgd status {view.name} shows when it does")
+    typer.echo(f"{view.name}: will go on with {plural(workers, 'rank')}; torusgd status {view.name} shows when it does")
 
 
-def _lines(state: str, told: dict[str, Any], age: float) -> list[str]:
+def _lines(state: str, run: dict[str, Any], age: float) -> list[str]:
     if state == "finished":
-        return [f"finished: {told['steps']} steps, top-1 {told['top1']:.2%}, weights_sha256 {told['weights_sha256']}"]
-    if "images_per_second" not in told:
-        return [f"{told.get('recipe', 'a run')}: {told.get('phase', 'starting')}"]
-    shares, slow = told["shares"], told.get("slow_ranks", {})
+        return [f"finished: {run['steps']} steps, top-1 {percent(run['top1'])}, weights_sha256 {run['weights_sha256']}"]
+    if "images_per_second" not in run:
+        return [f"{run.get('recipe', 'a run')}: {run.get('phase', 'starting')}"]
+    shares, slow = run["shares"], run.get("slow_ranks", {})
     few = len(shares) <= _MOST_SHOWN
     counts = "/".join(map(str, shares.values())) if few else f"{min(shares.values())} to {max(shares.values())}"
     lines = [
-        f"{told['recipe']}: {told['phase']}, step {told['step']} of {told['steps']}, epoch {told['epoch']:.2f}, "
-        f"loss {told['loss']:.4f}",
-        f"{told['images_per_second']:,.0f} images/s, {told['seconds_left']} s left, told {age:.0f} s ago by "
-        f"process {told['process']} on {told['host']}",
-        f"{len(shares)} ranks, virtual workers {counts} of {told['virtual_workers']}",
+        f"{run['recipe']}: {run['phase']}, step {run['step']} of {run['steps']}, epoch {run['epoch']:.2f}, "
+        f"loss {run['loss']:.4f}",
+        f"{run['images_per_second']:,.0f} images/s, {run['seconds_left']} s left, reported {age:.0f} s ago by "
+        f"process {run['process']} on {run['host']}",
+        f"{plural(len(shares), 'rank')}, virtual workers {counts} of {run['virtual_workers']}",
     ]
     return lines + [f"rank {rank} is slow: {times:g} times the median" for rank, times in slow.items()]

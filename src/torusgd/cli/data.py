@@ -6,17 +6,15 @@ from shlex import quote
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
+from .options import option
 from .output import check_here, console
 
-app = typer.Typer(help="Get and look at data sets.", no_args_is_help=True)
 
-
-@app.command()
 def fetch(
     name: Annotated[str, Argument(metavar="NAME", help="fashion-mnist")],
-    out: Annotated[Path | None, Option("--out", help="Folder to put it in.")] = None,
+    out: Annotated[Path | None, option("--out", "Put it into this folder.")] = None,
 ) -> None:
     """Find or fetch a public data set, and check its files."""
     from ..data.fetch import fetch as get
@@ -27,15 +25,17 @@ def fetch(
     typer.echo(f"{name} is in {folder}; train with --data {folder}")
 
 
-@app.command()
 def index(
     path: Annotated[Path, Argument(metavar="PATH", help="A folder of tar files: train-0000.tar, val-0000.tar ...")],
-    out: Annotated[Path | None, Option("--out", help="The index. Default: PATH/index.safetensors.")] = None,
+    out: Annotated[
+        Path | None, option("--out", "Write the index to this file. Default: PATH/index.safetensors.")
+    ] = None,
     classes: Annotated[
-        Path | None, Option("--classes", help="A list of the classes, one a line. Default: PATH/classes.txt, if any.")
+        Path | None,
+        option("--classes", "Read the classes from this list, one a line. Default: PATH/classes.txt, if any."),
     ] = None,
 ) -> None:
-    """Write down where each image of a set of tar files lies, once, so that training reads any of them."""
+    """List where each image of a set of tar files lies, once, so that training can read any of them."""
     from ..data.file_lists import read_classes
     from ..data.tar_index import CLASSES, FILE, count_images, make_index, write_index
 
@@ -53,15 +53,14 @@ def index(
     typer.echo(f"{out or path / FILE}: {counts['train']} training images, {counts['eval']} held out")
 
 
-@app.command()
 def pack(
     path: Annotated[Path, Argument(metavar="PATH", help="A data set's folder or file.")],
     out: Annotated[Path, Argument(metavar="OUT", help="A folder for the tar shards; the same again goes on.")],
     size: Annotated[
-        int | None, Option("--size", min=1, help="Shorter side, in pixels, of larger images. Default: as they are.")
+        int | None, option("--size", "Scale larger images to this shorter side, in pixels. Default: leave them.", min=1)
     ] = None,
-    quality: Annotated[int, Option("--quality", min=1, max=100, help="Of JPEG.")] = 90,
-    images_per_shard: Annotated[int, Option("--images-per-shard", min=1)] = 5000,
+    quality: Annotated[int, option("--quality", "Write JPEGs of this quality.", min=1, max=100)] = 90,
+    images_per_shard: Annotated[int, option("--images-per-shard", "Put this many images into a shard.", min=1)] = 5000,
 ) -> None:
     """Copy a data set into tar shards with their index, large images scaled once."""
     from ..data.pack import Packing, pack
@@ -84,7 +83,6 @@ def pack(
     typer.echo(f"train with --set data.source=tar --data {quote(str(out))}")
 
 
-@app.command()
 def prepare(
     name: Annotated[str, Argument(metavar="NAME", help="imagenet")],
     path: Annotated[Path, Argument(metavar="PATH", help="The folder with the files as they are downloaded.")],
@@ -100,15 +98,14 @@ def prepare(
     with console().status(f"{path}: looking for images") as status:
         arrays = prepare_imagenet(path, lambda done: status.update(f"{path}: {done:,} images"))
     counts = count_images(arrays)
-    typer.echo(f"{path}: {counts['train']} training images and {counts['eval']} held out, as many as there must be")
+    typer.echo(f"{path}: {counts['train']} training images and {counts['eval']} held out, as many as there should be")
     here = quote(str(path))
     typer.echo(f"train with --set data.source=tar --data {here}, or scale copies first: torusgd data pack {here} OUT")
 
 
-@app.command()
 def info(
     path: Annotated[Path, Argument(metavar="PATH", help="A data set's folder or file, or a recipe's name.")],
-    check: Annotated[bool, Option("--check", help="Decode every image, and name those that can't be.")] = False,
+    check: Annotated[bool, option("--check", "Decode every image, and name those that can't be decoded.")] = False,
 ) -> None:
     """Describe a data set: its images, classes and sizes."""
     from ..data.registry import describe, undecodable

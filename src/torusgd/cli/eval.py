@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 from rich.text import Text
-from typer import Option
 
 from ..errors import UserError
-from .options import OUTPUT, JsonFile, TrainedWeights, takes_groups
+from .options import OUTPUT, JsonFile, RuntimeFlags, TrainedWeights, option
 from .output import check_out, check_writable, console, write_json
 
 if TYPE_CHECKING:
@@ -18,39 +17,37 @@ if TYPE_CHECKING:
 
 
 FEW_CLASSES = 20
-"""as many as a terminal shows side by side; --json has the table of any number"""
+"""classes that a terminal shows side by side; --json has the table of any number"""
 
 
-@takes_groups
-def evaluate(weights: TrainedWeights, json_file: JsonFile = None) -> None:
-    """Print the accuracy of trained weights on held-out images, and of each class where there are few."""
+def evaluate(weights: TrainedWeights, runtime: RuntimeFlags, json_file: JsonFile = None) -> None:
+    """Print the accuracy of trained weights on held-out images, and of each class if there are few."""
     from .assessment import Assessment
 
     check_writable("--json", json_file)
-    assessment = Assessment(weights)
+    assessment = Assessment(weights, runtime.over())
     result, confusion = assessment.evaluate_classes()
     if assessment.world.rank != 0:
         return
     terminal = console()
     terminal.print(f"{assessment.trained.path}: {describe(result)}", markup=False)
-    told: dict[str, Any] = {**result.as_summary()}
+    summary: dict[str, Any] = {**result.as_summary()}
     if confusion is not None:
         names, accuracies, counts = assessment.trained.train.classes, confusion.accuracies(), confusion.counts.tolist()
-        # A recipe may have more classes than its data: those are numbers.
+        # A recipe may have more classes than its data; these have numbers as names.
         names = (*names, *map(str, range(len(names), len(accuracies))))
         if len(names) <= FEW_CLASSES:
             terminal.print(confusion_table(names, accuracies, counts))
         classes = [{"name": name, "top1": top1} for name, top1 in zip(names, accuracies, strict=True)]
-        told |= {"classes": classes, "confusion": counts}
-    write_json(json_file, told)
+        summary |= {"classes": classes, "confusion": counts}
+    write_json(json_file, summary)
 
 
-@takes_groups
 def polish(
     weights: TrainedWeights,
+    runtime: RuntimeFlags,
     out: Annotated[
-        Path | None,
-        Option("--out", help="Weight file to write. Default: NAME-polished.safetensors.", rich_help_panel=OUTPUT),
+        Path | None, option("--out", "Write the weights to this file. Default: NAME-polished.safetensors.", OUTPUT)
     ] = None,
 ) -> None:
     """Give trained weights exact batch-norm statistics, from un-augmented training images (Final Polishing)."""
@@ -60,7 +57,7 @@ def polish(
     from .assessment import Assessment
 
     check_out(out, weights.checkpoint)
-    assessment = Assessment(weights)
+    assessment = Assessment(weights, runtime.over())
     trained, recipe = assessment.trained, assessment.recipe
     target = out or trained.path.with_name(f"{trained.path.stem}-polished.safetensors")
     check_writable("--out", target)
@@ -94,8 +91,8 @@ def confusion_table(names: Sequence[str], accuracies: Sequence[float | None], co
     for column in table.columns[1:]:
         column.justify = "right"
     for number, (name, top1, row) in enumerate(zip(names, accuracies, counts, strict=True)):
-        share = "-" if top1 is None else f"{top1:.1%}"
-        table.add_row(Text(f"{number} {name}"), share, *("" if count == 0 else str(count) for count in row))
+        accuracy = "-" if top1 is None else f"{top1:.1%}"
+        table.add_row(Text(f"{number} {name}"), accuracy, *("" if count == 0 else str(count) for count in row))
     return table
 
 

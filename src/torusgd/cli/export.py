@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from ..errors import UserError
-from .options import OUTPUT, Overrides
+from ..text import listed
+from .options import OUTPUT, Overrides, option
 from .output import check_out, console
 
 FORMATS = ("onnx", "torch", "hub", "mlperf")
@@ -18,22 +19,22 @@ def export(
     ],
     formats: Annotated[
         list[str] | None,
-        Option("--format", metavar="|".join(FORMATS), help="What to write; repeatable. Default: onnx."),
+        option("--format", "Write this; repeatable. Default: onnx.", metavar="|".join(FORMATS)),
     ] = None,
-    out: Annotated[
-        Path | None, Option("--out", help="Folder to write to. Default: RUN/export.", rich_help_panel=OUTPUT)
-    ] = None,
+    out: Annotated[Path | None, option("--out", "Write to this folder. Default: RUN/export.", OUTPUT)] = None,
     license_name: Annotated[
-        str | None, Option("--license", help="Of the weights, in the hub's words, such as apache-2.0.")
+        str | None, option("--license", "Name this licence of the weights, in the hub's words, such as apache-2.0.")
     ] = None,
-    division: Annotated[str, Option("--division", metavar="open|closed", help="Of the MLPerf log.")] = "open",
+    division: Annotated[
+        str, option("--division", "Write the MLPerf log for this division.", metavar="open|closed")
+    ] = "open",
     overrides: Overrides = None,
 ) -> None:
     """Write a run for other programs; graphs are checked to give the same logits."""
     wanted = dict.fromkeys(formats or ["onnx"])
     for name in wanted:
         if name not in FORMATS:
-            raise UserError(f"--format {name}: choose among {', '.join(FORMATS)}")
+            raise UserError(f"--format {name}: choose among {listed(FORMATS)}")
     if division not in ("open", "closed"):
         raise UserError(f"--division {division}: open or closed")
     check_out(out, run)

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from .options import RUNTIME, DataPath
+from .options import RUNTIME, DataPath, option
 
 
 def join(
     address: Annotated[str, Argument(metavar="HOST:PORT", help="Where the run listens: its --listen.")],
     token_file: Annotated[
-        Path, Option("--token-file", help="A copy of the run's token, for your eyes only (chmod 600).")
+        Path, option("--token-file", "Show this copy of the run's token, for your eyes only (chmod 600).")
     ],
     data: DataPath = None,
     workers: Annotated[
         int | None,
-        Option("--workers", metavar="N", min=1, help="Ranks. Default: as many as cores.", rich_help_panel=RUNTIME),
+        option("--workers", "Bring this many ranks. Default: as many as cores.", RUNTIME, metavar="N", min=1),
     ] = None,
 ) -> None:
     """Bring ranks of this machine to a run that torusgd train --listen has started.

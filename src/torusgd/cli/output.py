@@ -16,13 +16,13 @@ def console() -> Console:
 
 
 def check_here(flag: str, path: Path | None) -> None:
-    """UserError where a bucket is given for what must lie on this machine."""
+    """UserError if a bucket is given for what must lie on this machine."""
     if (url := url_of(path)) is not None:
         raise UserError(f"{flag} {url}: must be on this machine, not in a bucket; name a place here")
 
 
 def check_out(out: Path | None, run: Path) -> None:
-    """UserError where --out is a bucket, or is missing and the result can't lie beside its run, which is in one."""
+    """UserError if --out is a bucket, or is missing and the result can't lie beside its run, which is in one."""
     check_here("--out", out)
     if out is None and (url := url_of(run)) is not None:
         raise UserError(f"{url}: what is made of it is written to this machine; say where with --out")
@@ -40,7 +40,7 @@ def check_writable(flag: str, path: Path | None) -> None:
 
 
 def write_file(flag: str, path: Path, text: str) -> None:
-    """Writes what a flag asks for, whole or not at all; a device or a pipe takes it as it comes.
+    """Writes the file of a flag, whole or not at all; a device or a pipe takes it as it comes.
 
     Raises:
         UserError: The file can't be written.
@@ -57,7 +57,7 @@ def write_file(flag: str, path: Path, text: str) -> None:
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Writes what --json asks for; None: nothing was asked for. UserError as by `write_file`."""
+    """Writes a value to the file of --json, if there is one. UserError as by `write_file`."""
     if path is not None:
         from ..weights import json_text
 

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument
 
 from ..errors import UserError
-from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, RuntimeFlags, takes_groups
+from ..text import byte_size
+from .options import OUTPUT, DataPath, JsonFile, Overrides, PlannedMachine, RuntimeFlags, option
 from .output import check_writable, console, write_file, write_json
 
 if TYPE_CHECKING:
@@ -22,10 +23,9 @@ if TYPE_CHECKING:
     from ..recipe.runtime_options import RuntimeOptions
     from ..recipe.schema import Recipe
 
-ASKED = "What to find"
+WANTED = "What to find"
 
 
-@takes_groups
 def plan(
     machine: PlannedMachine,
     runtime: RuntimeFlags,
@@ -33,50 +33,47 @@ def plan(
     data: DataPath = None,
     overrides: Overrides = None,
     sweep: Annotated[
-        bool,
-        Option("--sweep", help="Also for 1 to N devices, with the knee of the curve.", rich_help_panel=ASKED),
+        bool, option("--sweep", "Also plan for 1 to N devices, and find the knee of the curve.", WANTED)
     ] = False,
-    best: Annotated[bool, Option("--best", help="Also look for better settings.", rich_help_panel=ASKED)] = False,
+    best: Annotated[bool, option("--best", "Also look for better settings.", WANTED)] = False,
     to: Annotated[
         str | None,
-        Option(
+        option(
             "--to",
+            "Find time, cost and best batch to an accuracy, such as 75.9%; with --sweep over numbers of devices.",
+            WANTED,
             metavar="TOP1",
-            help="Time, cost and best batch to an accuracy, such as 75.9%; with --sweep over numbers of devices.",
-            rich_help_panel=ASKED,
         ),
     ] = None,
     synchrony: Annotated[
         str | None,
-        Option(
+        option(
             "--synchrony",
+            "Also plan steps that leave out late work, or exchange every H steps; needs --delays.",
+            WANTED,
             metavar="cutoff|backup:B|local:H",
-            help="Also the throughput of steps that leave out late work, or exchange every H steps; needs --delays.",
-            rich_help_panel=ASKED,
         ),
     ] = None,
     delays: Annotated[
         str | None,
-        Option(
+        option(
             "--delays",
+            "Take ranks to be so late: lognormal, exponential@0.05, or as in a run's folder; with --best try every "
+            "form.",
+            WANTED,
             metavar="MODEL|RUN",
-            help="How late ranks are: lognormal, exponential@0.05, or a run's folder; with --best every form is tried.",
-            rich_help_panel=ASKED,
         ),
     ] = None,
     cost: Annotated[
-        float | None, Option("--cost", metavar="PRICE", help="Price of a device and hour.", rich_help_panel=ASKED)
+        float | None,
+        option("--cost", "Add the cost at this price of a device and hour.", WANTED, metavar="PRICE"),
     ] = None,
     published: Annotated[
-        Path | None,
-        Option("--published", help="Predict every row of a table of published results.", rich_help_panel=ASKED),
+        Path | None, option("--published", "Predict every row of a table of published results.", WANTED)
     ] = None,
-    plot: Annotated[
-        Path | None, Option("--plot", help="Picture of the sweep, .svg or .png.", rich_help_panel=OUTPUT)
-    ] = None,
+    plot: Annotated[Path | None, option("--plot", "Draw the sweep as .svg or .png.", OUTPUT)] = None,
     report: Annotated[
-        Path | None,
-        Option("--report", help="The plan as a page of HTML, with the sweep of --sweep.", rich_help_panel=OUTPUT),
+        Path | None, option("--report", "Write the plan as a page of HTML, with the sweep of --sweep.", OUTPUT)
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -87,27 +84,8 @@ def plan(
         return
     if recipe is None:
         raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")
-    if cost is not None and not 0 <= cost < math.inf:
-        raise UserError(f"--cost {cost}: needs the price of a device and hour, a number of 0 or more")
-    if (synchrony is not None and delays is None) or (delays is not None and synchrony is None and not best):
-        raise UserError("plan: --synchrony and --delays go together, such as --synchrony cutoff --delays lognormal")
-    if plot is not None:
-        from ..plan.plot import check_plot
-
-        check_plot(plot)
-        check_writable("--plot", plot)
-    if report is not None:
-        from ..report.page import check_jinja
-
-        check_jinja()
-        check_writable("--report", report)
-        sweep = True
-    if to is not None and best:
-        raise UserError("--best: looks for settings at the recipe's batch, --to looks for a batch; give one of them")
-    if to is not None and delays is not None:
-        raise UserError(
-            "--delays: relaxed synchrony is planned at the recipe's batch, --to looks for one; leave out one"
-        )
+    _check(best, to, synchrony, delays, cost, plot, report)
+    sweep = sweep or report is not None
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
     if to is not None:
         found = _show_accuracy(planned, _top1(to), sweep, cost, plot)
@@ -125,6 +103,38 @@ def plan(
     _write_report(report, found)
 
 
+def _check(
+    best: bool,
+    to: str | None,
+    synchrony: str | None,
+    delays: str | None,
+    cost: float | None,
+    plot: Path | None,
+    report: Path | None,
+) -> None:
+    """UserError if flags don't go together, or a file can't be written."""
+    if cost is not None and not 0 <= cost < math.inf:
+        raise UserError(f"--cost {cost}: needs the price of a device and hour, a number of 0 or more")
+    if (synchrony is not None and delays is None) or (delays is not None and synchrony is None and not best):
+        raise UserError("plan: --synchrony and --delays go together, such as --synchrony cutoff --delays lognormal")
+    if plot is not None:
+        from ..plan.plot import check_plot
+
+        check_plot(plot)
+        check_writable("--plot", plot)
+    if report is not None:
+        from ..report.page import check_jinja
+
+        check_jinja()
+        check_writable("--report", report)
+    if to is not None and best:
+        raise UserError("--best: looks for settings at the recipe's batch, --to looks for a batch; give one of them")
+    if to is not None and delays is not None:
+        raise UserError(
+            "--delays: relaxed synchrony is planned at the recipe's batch, --to looks for one; leave out one"
+        )
+
+
 @dataclass(frozen=True)
 class Planned:
     """What plan and rehearse read from their arguments."""
@@ -133,10 +143,10 @@ class Planned:
     workload: "Workload"
     runtime: "RuntimeOptions"
     as_published: frozenset[str]
-    """the names of the options that describe what `software` is known to have done, and so don't go before it"""
+    """names of options that describe what `software` is known to have done, and so do not override it"""
     cluster: "Cluster"
     software: "Software"
-    """the profile as it stands in its file"""
+    """profile as it stands in its file"""
     measured: Path | None
 
     @classmethod
@@ -165,7 +175,7 @@ class Planned:
             cluster = local_cluster(Profile.load(Path(runtime.profile)))
         else:
             raise UserError(
-                f"--profile {runtime.profile}: goes with --cluster local, not {machine.cluster}; where it stands in "
+                f"--profile {runtime.profile}: goes with --cluster local, not {machine.cluster}; if it stands in "
                 "the recipe, --set runtime.profile=null leaves it out"
             )
         if runtime.profile is not None and machine.measured is None:
@@ -176,7 +186,7 @@ class Planned:
         record = None if machine.cluster == "local" else block.software
         software = load_software(machine.software or record or cluster.software)
         is_record = record is not None and machine.software in (None, record)
-        published = block.model_fields_set - flags.names() if is_record else ()
+        published = block.model_fields_set - flags.given.keys() if is_record else ()
         workload = workload_of(recipe, path=data)
         return cls(recipe, workload, runtime, frozenset(published), cluster, software, machine.measured)
 
@@ -187,7 +197,7 @@ class Planned:
         return self.runtime.workers
 
     def program(self, runtime: "RuntimeOptions") -> "Software":
-        """What trains by these options; see `torusgd.plan.program`."""
+        """The program that trains by these options."""
         from ..plan.local import measured_software
         from ..plan.program import program_for, resolve_model_parallel
 
@@ -199,14 +209,14 @@ class Planned:
         return measured_software(self.workload, self.cluster, program, self.measured)
 
     def program_on(self, devices: int) -> "Software":
-        """What trains on another number of devices, to which the grid that was asked for does not apply."""
+        """What trains on another number of devices, to which a given grid does not apply."""
         if devices == self.devices:
             return self.program(self.runtime)
         return self.program(self.runtime.model_copy(update={"workers": devices, "grid": None}))
 
 
 def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, plot: Path | None) -> dict[str, Any]:
-    """Prints a plan, with the curve and the search that were asked for; all of it as plain values."""
+    """Prints a plan, its curve and its search if wanted; all of it as plain values."""
     from ..plan.forecast import forecast
     from ..plan.plot import plot_sweep
     from ..plan.search import device_counts, fixed_batch, search_settings
@@ -260,7 +270,7 @@ def _write_report(path: Path | None, found: dict[str, Any]) -> None:
 
 
 def _relaxed(planned: Planned, form: str | None, delays: str, best: bool) -> "list[RelaxedForecast]":
-    """What relaxed synchrony brings with delays, beside synchronous steps: the form that was asked for, or all."""
+    """What relaxed synchrony brings with delays, beside synchronous steps: the given form, or all."""
     from ..plan.forecast import forecast
     from ..plan.relaxed import candidate_forms, measured_delays, relaxed_forecasts
     from ..plan.search import fixed_batch
@@ -278,7 +288,7 @@ def _relaxed(planned: Planned, form: str | None, delays: str, best: bool) -> "li
 def _show_accuracy(
     planned: Planned, target: float, sweep: bool, price: float | None, plot: Path | None
 ) -> dict[str, Any]:
-    """Prints time, batch and cost to an accuracy, with the curve over devices if asked for; all as plain values."""
+    """Prints time, batch and cost to an accuracy, with the curve over devices if wanted; all as plain values."""
     from ..plan.plot import plot_accuracy
     from ..plan.search import device_counts
     from ..plan.time_to_accuracy import check_known, most_devices, plan_to_accuracy, quickest, sweep_to_accuracy
@@ -305,7 +315,7 @@ def _show_accuracy(
         }
     if devices > most_devices():
         terminal.print(
-            f"note: up to {most_devices():,} devices only: beyond, no batch of known epochs keeps all of them busy"
+            f"note: up to {most_devices():,} devices only: beyond, no batch of known epochs occupies all of them"
         )
     counts = device_counts(min(devices, most_devices()), devices)
     curve = sweep_to_accuracy(planned.recipe, planned.workload, cluster, planned.program_on, counts)
@@ -333,7 +343,9 @@ def _top1(text: str) -> float:
 
 
 def _notes(planned: Planned, workload: "Workload", memory: float, program: "Software") -> list[str]:
-    """What is planned otherwise than it stands in the recipe, what will not fit, and what nobody has measured."""
+    """How the plan departs from the recipe, what a run would refuse, what will not fit, and what is not measured."""
+    from ..recipe.compatibility import Setup, refusals
+
     cluster, devices, notes = planned.cluster, planned.devices, list[str]()
     if program.measured_on is not None and cluster.device.name not in program.measured_on:
         notes.append(
@@ -346,14 +358,11 @@ def _notes(planned: Planned, workload: "Workload", memory: float, program: "Soft
             f"the recipe has {planned.workload.stages[0].workers} virtual workers; planned with its batch cut for "
             f"{devices:,} devices, {images} images each at most. For a larger batch: --set virtual_workers={devices}"
         )
-    ranks = planned.runtime.model_parallel
-    if ranks != "auto" and planned.recipe.column_blocks % ranks:
-        notes.append(
-            f"to train with --model-parallel {ranks} the recipe needs column_blocks of {ranks} or a multiple by a "
-            "power of two"
-        )
+    ranks = devices if devices <= planned.recipe.virtual_workers else None
+    setup = Setup(planned.recipe, planned.runtime, planned.runtime.device or "", ranks)
+    notes += [f"torusgd train refuses this: {line}" for line in refusals(setup)]
     if cluster.device.memory is not None and memory > cluster.device.memory:
-        notes.append(f"more than the {cluster.device.memory / 2**30:.0f} GiB of a device; fewer images a worker fit")
+        notes.append(f"more than the {byte_size(cluster.device.memory)} of a device; fewer images a worker fit")
     if cluster.nodes is not None and devices > cluster.nodes * cluster.devices_per_node:
         notes.append(f"{cluster.name} has {cluster.nodes * cluster.devices_per_node:,} devices")
     return notes

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..plan.forecast import Forecast
-from ..plan.published import Prediction, base_of, counted_groups, left_out, number, percent, summary
+from ..plan.published import Prediction, base_of, counted_groups, left_out, summary
 from ..plan.relaxed import RelaxedForecast
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
 from ..plan.time_to_accuracy import (
@@ -21,7 +21,7 @@ from ..plan.time_to_accuracy import (
     leave_one_out,
     quickest,
 )
-from ..report.tables import duration
+from ..text import byte_size, change, duration, listed, number
 
 _PARTS = ("forward", "backward", "exposed", "contention", "exchange", "coordination", "update", "input", "jitter")
 _SHORT = {
@@ -36,7 +36,7 @@ _NAMES = {"exposed": "exposed communication", "exchange": "exchange within layer
 
 
 def price_of(forecast: Forecast, price: float) -> float:
-    """Of the whole run, at a price of a device and hour."""
+    """The price of the whole run, at a price of a device and hour."""
     return forecast.devices * forecast.run.seconds / 3600 * price
 
 
@@ -60,7 +60,7 @@ def show_forecast(console: Console, forecast: Forecast, price: float | None) -> 
     run = forecast.run
     console.print(
         f"{forecast.images_per_second:,.0f} images/s, efficiency {forecast.efficiency:.1%} of one device's; "
-        f"about {forecast.memory / 2**30:.1f} GiB a device"
+        f"about {byte_size(forecast.memory)} a device"
     )
     console.print(
         f"time to train {duration(run.seconds)} ({duration(forecast.low)} to {duration(forecast.high)}): "
@@ -200,14 +200,14 @@ def show_published(console: Console, predictions: Sequence[Prediction]) -> None:
             row.id,
             number(row.value),
             number(prediction.predicted),
-            percent(prediction.error),
-            percent(None if free is None else free / row.value - 1),
+            change(prediction.error),
+            change(None if free is None else free / row.value - 1),
             _SHORT.get(row.metric, row.metric) + ("" if (row.cluster, row.software) in groups else " *"),
         )
     console.print(table)
     console.print("left out: predicted by the fit of all other rows.  *: the only row of its system, fitted")
     for base in sorted({base_of(p.row) for p in predictions} - {""}):
-        console.print(f"relative to {base}: {', '.join(p.row.id for p in predictions if base_of(p.row) == base)}")
+        console.print(f"relative to {base}: {listed(p.row.id for p in predictions if base_of(p.row) == base)}")
     known = [p.row for p in predictions if left_out(p.row) is not None]
     if counted_groups(known):
         console.print(summary(known))

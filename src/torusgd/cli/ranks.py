@@ -10,10 +10,10 @@ import torch
 
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
+from ..errors import UserError
 from ..launch.torchrun import run_joined
 from ..ranks.roll_call import Limits
 from ..ranks.supervisor import RankFailed, Supervisor
-from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
 from ..runtime import ranks_are_given, resolve_device
 from ..signals import StopFlag, end_on_stop
@@ -21,14 +21,13 @@ from ..signals import StopFlag, end_on_stop
 TIMEOUT = 60.0
 
 
-def on_ranks(workers: int | None, device: str | None, function: Callable[..., Any], *arguments: Any) -> Any:
+def on_ranks(options: RuntimeOptions, function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of `function(*arguments, world)` on rank 0, run on every rank.
 
     None on the other ranks of somebody else's launcher.
 
     Args:
-        workers: Ranks to start here, where nobody's launcher did; None: as many as GPUs, else as cores.
-        device: `cpu`, `cuda`, or None: cuda where there is a GPU.
+        options: The device, and the number of ranks to start here unless a launcher has started them.
         function: Of a module's top level, for it travels to the ranks by name; it returns a JSON value.
         arguments: Pickled between our own processes.
 
@@ -36,7 +35,7 @@ def on_ranks(workers: int | None, device: str | None, function: Callable[..., An
         UserError: A rank found a user's mistake, or the device is not there.
         RunError: A rank was lost, or the function can't go on.
     """
-    target = resolve_device(validate(RuntimeOptions, {"device": device}, "flags"))
+    target = resolve_device(options)
     on_rank = partial(_on_rank, function, arguments)
     # Measurements report no progress: only a rank without heartbeats is given up.
     limits = Limits(beat=TIMEOUT, start=TIMEOUT, stuck=inf)
@@ -44,8 +43,10 @@ def on_ranks(workers: int | None, device: str | None, function: Callable[..., An
         result = run_joined(on_rank, target, limits)
         return result if os.environ["RANK"] == "0" else None
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.workers_range is not None:
+        raise UserError("--workers: a measurement takes one number of ranks")
     available = torch.cuda.device_count() if target == "cuda" else len(os.sched_getaffinity(0))
-    with Supervisor(workers or available, target, limits) as supervisor:
+    with Supervisor(options.workers or available, target, limits) as supervisor:
         try:
             return supervisor.run(on_rank)[0]
         except RankFailed as error:
@@ -60,7 +61,7 @@ def _on_rank(
     restarts: int,
     liveness: Liveness,
 ) -> Any:
-    """A measurement on one rank; it asks nobody for late ranks, and a stop ends it as it is."""
+    """A measurement on one rank, without a search for late ranks; a stop ends it as it is."""
     torch.set_num_threads(1)
     end_on_stop()
     return function(*arguments, world)

@@ -3,12 +3,16 @@
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
+
+from .options import option
 
 
 def recipes(
     name: Annotated[str | None, Argument(help="Show this one with its source.")] = None,
-    keys: Annotated[bool, Option("--keys", help="Print every key of a recipe, as Markdown.")] = False,
+    keys: Annotated[
+        bool, option("--keys", "Print every key of a recipe, and what does not go with what, as Markdown.")
+    ] = False,
 ) -> None:
     """List the built-in recipes, show one with its source, or print every key."""
     from ..recipe.load import load_recipe, recipe_names, recipe_source

@@ -3,11 +3,10 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
-
 from ..comm.algorithms import parse_algorithm
 from ..errors import RunError, UserError
-from .options import DataPath, JsonFile, Overrides, PlannedMachine, RecipeName, RuntimeFlags, takes_groups
+from ..text import byte_size
+from .options import DataPath, JsonFile, Overrides, PlannedMachine, RecipeName, RuntimeFlags, option
 from .output import check_writable, console, write_json
 from .plan import Planned
 
@@ -17,23 +16,16 @@ if TYPE_CHECKING:
 PLAYED = "What to play"
 
 
-@takes_groups
 def rehearse(
     recipe: RecipeName,
     machine: PlannedMachine,
     runtime: RuntimeFlags,
     data: DataPath = None,
     overrides: Overrides = None,
-    overlap: Annotated[
-        bool, Option("--overlap/--no-overlap", help="Buckets leave during backward.", rich_help_panel=PLAYED)
-    ] = True,
-    steps: Annotated[
-        int,
-        Option("--steps", min=1, help="Steps to rehearse, after one that warms up.", rich_help_panel=PLAYED),
-    ] = 3,
+    overlap: Annotated[bool, option("--overlap/--no-overlap", "Send buckets during backward.", PLAYED)] = True,
+    steps: Annotated[int, option("--steps", "Rehearse this many steps, after one that warms up.", PLAYED, min=1)] = 3,
     seconds: Annotated[
-        float,
-        Option("--seconds", min=0.1, help="About how long a step may take in the lab.", rich_help_panel=PLAYED),
+        float, option("--seconds", "Let a step take about so long in the lab, at most.", PLAYED, min=0.1)
     ] = 10.0,
     json_file: JsonFile = None,
 ) -> None:
@@ -71,14 +63,12 @@ def rehearse(
 
 def _check(planned: Planned) -> None:
     """Refuses what can be planned and not played: one device, fewer virtual workers, other programs' all-reduces."""
+    from ..recipe.compatibility import WORKERS, Setup, check
+
     devices, allreduce = planned.devices, planned.runtime.allreduce
     if devices < 2:
         raise UserError(f"--devices {devices}: one device sends nothing; a rehearsal needs at least 2")
-    workers = min(stage.workers for stage in planned.workload.stages)
-    if devices > workers:
-        raise UserError(
-            f"--devices {devices}: the recipe has {workers} virtual workers; --set virtual_workers={devices}"
-        )
+    check(Setup(planned.recipe, ranks=devices), {WORKERS})
     if allreduce not in ("auto", "native"):
         parse_algorithm(allreduce, devices)
 
@@ -92,7 +82,7 @@ def show_rehearsal(found: "Rehearsal") -> None:
     terminal.print(
         f"lab: {found.scale}; it carries {8e-6 * found.ceiling.rate:.0f} Mb/s a host, "
         f"{1e3 * found.ceiling.round:.2f} ms a round",
-        f"{found.allreduce}; {found.bytes / 1e6:.1f} MB of messages a rank and step",
+        f"{found.allreduce}; {byte_size(found.bytes)} of messages a rank and step",
         sep="\n",
     )
     table = Table(box=box.SIMPLE, pad_edge=False)

@@ -5,34 +5,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from ..errors import RunError, UserError
-from .options import DATA, OUTPUT, DataPath, RuntimeFlags, takes_groups
+from ..text import listed
+from .options import OUTPUT, DataPath, InitialWeights, RuntimeFlags, option
 from .output import check_out, console
 from .train import show_result
 
 
-@takes_groups
 def replay(
     run: Annotated[Path, Argument(metavar="RUN", help="A run's folder or URL.")],
     runtime: RuntimeFlags,
     data: DataPath = None,
-    init: Annotated[
-        str | None,
-        Option(
-            "--init",
-            metavar="FILE|timm|hf:REPO",
-            help="The weights that the run started from.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
+    init: InitialWeights = None,
     out: Annotated[
-        Path | None, Option("--out", help="The replay's folder. Default: RUN-replay.", rich_help_panel=OUTPUT)
+        Path | None, option("--out", "Write the replay to this folder. Default: RUN-replay.", OUTPUT)
     ] = None,
-    fresh: Annotated[
-        bool, Option("--fresh", help="Delete an earlier replay in --out and begin anew.", rich_help_panel=OUTPUT)
-    ] = False,
+    fresh: Annotated[bool, option("--fresh", "Delete an earlier replay in --out and begin anew.", OUTPUT)] = False,
 ) -> None:
     """Train a run again from its recipe and journal, and compare the weights."""
     from ..ranks.forkserver import start_forkserver
@@ -43,7 +33,6 @@ def replay(
     from ..launch.local import launch
     from ..launch.torchrun import join_and_train
     from ..recipe.load import read_run_recipe
-    from ..recipe.runtime_options import RuntimeOptions
     from ..run.job import Job
     from ..rundir.run_dir import RunDir
     from ..rundir.run_view import local_run
@@ -55,19 +44,19 @@ def replay(
     original = RunDir(run)
     if not original.recipe.is_file():
         raise UserError(f"{run}: holds no run; give the folder that torusgd train wrote")
-    recipe, told = read_run_recipe(original.recipe), original.told() or {}
+    recipe, status = read_run_recipe(original.recipe), original.told() or {}
     folder = out or run.with_name(f"{run.name}-replay")
     if folder.resolve() == run.resolve():
         raise UserError(f"--out {folder}: is the run itself; choose another folder")
-    options = runtime.over(RuntimeOptions())
-    journaled, steps = None, told.get("steps")
+    options = runtime.over()
+    journaled, steps = None, status.get("steps")
     if recipe.synchrony.keeps_journal:
         journaled = read_journal(
             original.journal,
             recipe.sha256(),
             recipe.virtual_workers,
-            told.get("journal"),
-            original.journal_reached() if not told else None,
+            status.get("journal"),
+            original.journal_reached() if not status else None,
         )
         steps = len(journaled.left_out)
     if steps == 0:
@@ -79,17 +68,17 @@ def replay(
         show_result(result.summary, str(folder))
         updates, seconds = result.summary["steps"], result.summary["seconds"]
         console().print(f"replayed {updates} updates in {seconds:.1f} s, {updates / max(seconds, 1e-9):.1f} a second")
-        compare(run, told, result.summary)
+        compare(run, status, result.summary)
     raise typer.Exit(result.code)
 
 
-def compare(run: Path, told: dict[str, Any], replayed: dict[str, Any]) -> None:
-    """Says that a replay has the weights of the run; RunError where it hasn't, with what differs between the two."""
-    if "weights_sha256" not in told:
+def compare(run: Path, original: dict[str, Any], replayed: dict[str, Any]) -> None:
+    """Prints that a replay has the weights of the run; RunError with what differs between the two if it has not."""
+    if "weights_sha256" not in original:
         console().print(f"{run}: not finished, so there are no weights to compare with", markup=False)
-    elif told["weights_sha256"] == replayed["weights_sha256"]:
+    elif original["weights_sha256"] == replayed["weights_sha256"]:
         console().print(f"{run}: the same weights, bit for bit", markup=False)
     else:
-        differing = [key for key in ("data_sha256", "init_sha256", "conditions") if told.get(key) != replayed[key]]
-        reason = f"the two differ in {', '.join(differing)}" if differing else "the same data under the same conditions"
-        raise RunError(f"{run}: its weights are {told['weights_sha256']}, not those of the replay; {reason}")
+        differing = [key for key in ("data_sha256", "init_sha256", "conditions") if original.get(key) != replayed[key]]
+        reason = f"the two differ in {listed(differing)}" if differing else "the same data under the same conditions"
+        raise RunError(f"{run}: its weights are {original['weights_sha256']}, not those of the replay; {reason}")

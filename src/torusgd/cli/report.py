@@ -1,26 +1,26 @@
-"""`torusgd report`: runs as a page of HTML, side by side where there are several."""
+"""`torusgd report`: runs as a page of HTML, side by side if there are several."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
-from .options import OUTPUT, DataPath, Device, TrainedWeights
+from .options import OUTPUT, DataPath, RuntimeFlags, TrainedWeights, option
 from .output import check_writable, console, write_file
 
 if TYPE_CHECKING:
+    from ..recipe.runtime_options import RuntimeOptions
     from ..report.mistakes import Mistakes
 
 
 def report(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders or URLs of runs, finished or not.")],
-    out: Annotated[Path, Option("--out", help="The page to write.", rich_help_panel=OUTPUT)] = Path("report.html"),
+    runtime: RuntimeFlags,
+    out: Annotated[Path, option("--out", "Write the page to this file.", OUTPUT)] = Path("report.html"),
     mistakes: Annotated[
-        bool,
-        Option("--mistakes", help="Also classify the held-out images: the worst classes, the most wrong images."),
+        bool, option("--mistakes", "Also classify the held-out images: the worst classes, the most wrong images.")
     ] = False,
     data: DataPath = None,
-    device: Device = None,
 ) -> None:
     """Write a page about runs: what was trained, how well, where the time went; --data implies --mistakes."""
     from ..report.page import check_jinja, run_page
@@ -32,16 +32,16 @@ def report(
     folders = [local_run(run) for run in runs]
     records = [read_run(folder) for folder in folders]
     wanted = mistakes or data is not None
-    found = [_mistakes(run, data, device) if wanted else None for run in folders]
+    found = [_mistakes(run, data, runtime.over()) if wanted else None for run in folders]
     write_file("--out", out, run_page(records, found))
     console().print(f"wrote {out}", markup=False)
 
 
-def _mistakes(run: Path, data: Path | None, device: str | None) -> "Mistakes":
+def _mistakes(run: Path, data: Path | None, options: "RuntimeOptions") -> "Mistakes":
     from ..data.pipeline import Pipeline
     from ..report.mistakes import find_mistakes
     from .assessment import Assessment
 
-    opened = Assessment(TrainedWeights(run, data, device=device))
+    opened = Assessment(TrainedWeights(run, data), options)
     pipeline = Pipeline(opened.trained.held_out, opened.recipe.held_out_data, opened.recipe.seed)
     return find_mistakes(opened.model, pipeline, opened.recipe, opened.trained.train.classes, opened.precision)

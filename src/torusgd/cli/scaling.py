@@ -6,10 +6,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Exit, Option
+from typer import Exit
 
 from ..errors import UserError
-from .options import OUTPUT, DataPath, JsonFile, Overrides, RecipeName, RuntimeFlags, takes_groups
+from .options import OUTPUT, DataPath, JsonFile, Overrides, RecipeName, RuntimeFlags, option
 from .output import check_writable, console, write_json
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..recipe.schema import Recipe
 
 _SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")
-"""what is not a step is left out, but for one image that is classified at the end"""
+"""overrides that leave out all but steps, and one image that is classified at the end"""
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,21 @@ class Point:
     """median of the steps but the first"""
     images_per_second: float
     efficiency: float
-    """images a second of a rank, against those of the run with one rank"""
+    """images a second of a rank, relative to those of the run with one rank"""
     planned_step_seconds: float
     planned_efficiency: float
     error: float
-    """of the planned step, relative to the measured one"""
+    """relative error of the planned step against the measured one"""
 
 
-@takes_groups
 def scaling(
     recipe: RecipeName,
     runtime: RuntimeFlags,
     data: DataPath = None,
     overrides: Overrides = None,
-    steps: Annotated[
-        int, Option("--steps", min=3, help="Of each run; a few do where they take long.", rich_help_panel=OUTPUT)
-    ] = 30,
+    steps: Annotated[int, option("--steps", "Train each run for this many steps.", OUTPUT, min=3)] = 30,
     seconds: Annotated[
-        float, Option("--seconds", min=1.0, help="How long the network is measured, without --profile.")
+        float, option("--seconds", "Measure the network for so long, unless --profile gives it.", min=1.0)
     ] = 10.0,
     json_file: JsonFile = None,
 ) -> None:
@@ -61,12 +58,12 @@ def scaling(
     check_writable("--json", json_file)
     if ranks_are_given():
         raise UserError("bench scaling: starts 1, 2, 4 ... ranks itself; give the command without torchrun")
-    asked, block = load_recipe(recipe, [*(overrides or []), *_SHORT])
+    written, block = load_recipe(recipe, [*(overrides or []), *_SHORT])
     options = runtime.over(block)
     if options.workers_range is not None:
         raise UserError("--workers: bench scaling takes one number, the most ranks")
     device = resolve_device(options)
-    resolved = resolve_auto(asked, device)
+    resolved = resolve_auto(written, device)
     most = resolve_workers(options, device, resolved)
     if most == 1:
         raise UserError("bench scaling: compares several ranks with one; give --workers of 2 or more")
@@ -102,12 +99,12 @@ def compare(
     profile: "Profile",
     data: Path | None,
 ) -> list[Point]:
-    """Measured and planned steps by number of ranks; the first of them is the run with one.
+    """Measured and planned steps by number of ranks, of which the first is one.
 
     Args:
-        recipe: That was trained.
-        options: By number of ranks, those of its run.
-        runs: By number of ranks, its folder.
+        recipe: The one that was trained.
+        options: The options of each run, by its number of ranks.
+        runs: The folder of each run, by its number of ranks.
         profile: The network as measured.
         data: The recipe's data.
     """
@@ -167,15 +164,18 @@ def show_points(points: Sequence[Point]) -> None:
 def _options_for(
     ranks: int, most: int, flags: RuntimeFlags, options: "RuntimeOptions", block: "RuntimeOptions"
 ) -> "RuntimeOptions":
-    """Of the run with so many ranks; a grid that was asked for is that of the most."""
+    """The options of the run with so many ranks; a given grid is for the most ranks."""
     own = options if ranks == most else options.without(["grid"])
     return flags.fitted(own.model_copy(update={"workers": ranks}), block, ranks)
 
 
 def _measure_network(ranks: int, device: str, seconds: float) -> "Profile":
     from ..comm.tuning.profile import Profile
+    from ..recipe.runtime_options import RuntimeOptions
     from .ranks import on_ranks
     from .tune import tune_on_rank
 
     console().print(f"measuring the network of {ranks} ranks for about {seconds:g} s")
-    return Profile.parse(on_ranks(ranks, device, tune_on_rank, seconds, 1))
+    return Profile.parse(
+        on_ranks(RuntimeOptions.model_validate({"workers": ranks, "device": device}), tune_on_rank, seconds, 1)
+    )

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from rich import box
 from rich.table import Table
-from typer import Option
 
-from .options import DataPath, JsonFile, Overrides, RecipeName
+from ..text import percent
+from .options import DataPath, JsonFile, Overrides, RecipeName, option
 from .output import check_writable, console, write_json
 
 FORM = "What is simulated"
@@ -18,37 +18,32 @@ def simulate(
     recipe: RecipeName,
     form: Annotated[
         str,
-        Option(
+        option(
             "--synchrony",
+            "Simulate bsp, ssp:STALE, asp, pbsp:SAMPLE, pssp:SAMPLExSTALE, backup:B, cutoff:COUNT, cutoff:predicted, "
+            "threshold:PARTSxSECONDS, local:H, diloco:H, gossip:PROBABILITY or elastic:STEPS. Default: the recipe's.",
+            FORM,
             metavar="FORM",
-            help="bsp, ssp:STALE, asp, pbsp:SAMPLE, pssp:SAMPLExSTALE, backup:B, cutoff:COUNT, cutoff:predicted, "
-            "threshold:PARTSxSECONDS, local:H, diloco:H, gossip:PROBABILITY, elastic:STEPS. Default: the recipe's.",
-            rich_help_panel=FORM,
         ),
     ] = "",
     workers: Annotated[
         int | None,
-        Option("--workers", metavar="P", help="Virtual workers. Default: the recipe's.", rich_help_panel=FORM),
+        option("--workers", "Simulate this many virtual workers. Default: the recipe's.", FORM, metavar="P"),
     ] = None,
     delays: Annotated[
         str | None,
-        Option(
+        option(
             "--delays",
+            "Delay each gradient by this model, such as lognormal or exponential@0.5. Default: the recipe's, or "
+            "exponential.",
+            FORM,
             metavar="MODEL",
-            help="Of a gradient, such as lognormal or exponential@0.5. Default: the recipe's, or exponential.",
-            rich_help_panel=FORM,
         ),
     ] = None,
-    compute: Annotated[
-        float, Option("--compute", help="Virtual seconds of a gradient without its delay.", rich_help_panel=FORM)
-    ] = 1.0,
-    lr: Annotated[
-        float | None, Option("--lr", help="The rate of plain SGD. Default: the recipe's rate.lr.", rich_help_panel=FORM)
-    ] = None,
-    seconds: Annotated[
-        float | None, Option("--seconds", help="End after so many virtual seconds.", rich_help_panel=FORM)
-    ] = None,
-    images: Annotated[int | None, Option("--images", help="End after so many images.", rich_help_panel=FORM)] = None,
+    compute: Annotated[float, option("--compute", "Take so many virtual seconds a gradient, plus delay.", FORM)] = 1.0,
+    lr: Annotated[float | None, option("--lr", "Step at this rate. Default: the recipe's rate.lr.", FORM)] = None,
+    seconds: Annotated[float | None, option("--seconds", "End after so many virtual seconds.", FORM)] = None,
+    images: Annotated[int | None, option("--images", "End after so many images.", FORM)] = None,
     data: DataPath = None,
     overrides: Overrides = None,
     json_file: JsonFile = None,
@@ -81,11 +76,11 @@ def simulate(
     for heading in ("virtual seconds", "images", "error"):
         table.add_column(heading, justify="right", overflow="fold")
     for point in found.points:
-        table.add_row(f"{point.time:,.2f}", f"{point.images:,}", f"{point.error:.2%}")
+        table.add_row(f"{point.time:,.2f}", f"{point.images:,}", percent(point.error))
     terminal = console()
-    asked = form or f"synchrony.form = {loaded.synchrony.form}"
+    what = form or f"synchrony.form = {loaded.synchrony.form}"
     terminal.print(
-        f"{loaded.name}, {asked}, {workers} workers, delays {delays}, SGD of rate {setting.lr:g}", markup=False
+        f"{loaded.name}, {what}, {workers} workers, delays {delays}, SGD of rate {setting.lr:g}", markup=False
     )
     terminal.print(table)
     terminal.print(f"weights_sha256 {found.weights_sha256}", markup=False)

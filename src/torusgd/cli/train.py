@@ -3,170 +3,94 @@
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
 
-from ..errors import UserError
 from ..signals import EXIT_AGAIN, stop_after
-from .options import DATA, OUTPUT, RECIPE, RUNTIME, DataPath, Overrides, RecipeName, RuntimeFlags, takes_groups
+from ..text import milliseconds, percent, plural
+from .options import OUTPUT, RECIPE, DataPath, InitialWeights, Overrides, RecipeName, RuntimeFlags, option
 from .output import console
 
+if TYPE_CHECKING:
+    from ..launch.local import Entrance
+    from ..run.job import Job
+    from ..run.result import RunResult
+    from ..rundir.mirror import Mirror
 
-@takes_groups
+RUNTIME = "Runtime"
+
+
 def train(
     recipe: RecipeName,
     runtime: RuntimeFlags,
     data: DataPath = None,
     overrides: Overrides = None,
-    max_steps: Annotated[
-        int | None, Option("--max-steps", min=1, help="Stop after so many steps in all.", rich_help_panel=RECIPE)
-    ] = None,
-    init: Annotated[
-        str | None,
-        Option(
-            "--init",
-            metavar="FILE|timm|hf:REPO",
-            help="Weights to start from: a .safetensors or .pth, timm's own, or a repository of the Hugging Face hub. "
-            "A head for other classes is made anew.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
+    max_steps: Annotated[int | None, option("--max-steps", "Stop after so many steps in all.", RECIPE, min=1)] = None,
+    init: InitialWeights = None,
     out: Annotated[
-        Path | None,
-        Option("--out", help="The run's folder, or s3://BUCKET/RUN. Default: runs/RECIPE.", rich_help_panel=OUTPUT),
+        Path | None, option("--out", "Write the run to this folder, or s3://BUCKET/RUN. Default: runs/RECIPE.", OUTPUT)
     ] = None,
-    fresh: Annotated[
-        bool, Option("--fresh", help="Delete an earlier run in --out and begin anew.", rich_help_panel=OUTPUT)
-    ] = False,
-    checkpoint_every: Annotated[
-        str | None,
-        Option("--checkpoint-every", help="Such as 50st, 1ep, 1e6sa. Default: 1ep.", rich_help_panel=OUTPUT),
-    ] = None,
-    checkpoint_minutes: Annotated[
-        float | None,
-        Option(
-            "--checkpoint-minutes", help="And after so many minutes at the latest. Default: 10.", rich_help_panel=OUTPUT
-        ),
-    ] = None,
-    drift_every: Annotated[
-        int | None,
-        Option(
-            "--drift-every",
-            metavar="STEPS",
-            help="Compare the ranks' weights so often; 0: never. Default: as often as costs under 0.1 % of a step.",
-            rich_help_panel=RUNTIME,
-        ),
-    ] = None,
-    track: Annotated[
-        list[str] | None,
-        Option(
-            "--track",
-            metavar="tensorboard|wandb|mlflow",
-            help="Also send every step and evaluation there; repeatable.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    fresh: Annotated[bool, option("--fresh", "Delete an earlier run in --out and begin anew.", OUTPUT)] = False,
     trace: Annotated[
         str | None,
-        Option(
+        option(
             "--trace",
+            "Write trace.json of these steps: passes, messages and waits of all ranks, in Chrome's format.",
+            OUTPUT,
             metavar="FIRST:LAST",
-            help="Write trace.json of these steps: passes, messages and waits of all ranks, in Chrome's format.",
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    audit: Annotated[
-        float | None,
-        Option("--audit", metavar="SHARE", help="Compute this share of the work twice.", rich_help_panel=RUNTIME),
-    ] = None,
-    shares: Annotated[
-        str | None,
-        Option(
-            "--shares",
-            metavar="speed|even",
-            help="speed: a slow rank computes fewer virtual workers. Default: speed.",
-            rich_help_panel=RUNTIME,
-        ),
-    ] = None,
-    work_stealing: Annotated[
-        bool | None,
-        Option(
-            "--work-stealing/--no-work-stealing",
-            help="Idle ranks take over what late ones have not begun. Default: no.",
-            rich_help_panel=RUNTIME,
-        ),
-    ] = None,
-    node_memory: Annotated[
-        bool | None,
-        Option(
-            "--node-memory/--no-node-memory",
-            help="Under torchrun, keep the newest state in each node's memory, for restarts. Default: yes.",
-            rich_help_panel=RUNTIME,
-        ),
-    ] = None,
-    mixed: Annotated[
-        bool,
-        Option(
-            "--mixed", help="Ranks may differ in processor or libraries: bits don't repeat.", rich_help_panel=RUNTIME
-        ),
-    ] = False,
     listen: Annotated[
         str | None,
-        Option(
+        option(
             "--listen",
+            "Let other machines join at this address of this machine (torusgd join). Default: none can.",
+            RUNTIME,
             metavar="ADDRESS:PORT",
-            help="Let other machines join at this address of this machine (torusgd join). Default: nobody can.",
-            rich_help_panel=RUNTIME,
         ),
     ] = None,
     token_file: Annotated[
         Path | None,
-        Option(
+        option(
             "--token-file",
-            help="What machines that join need a copy of; made if it is not there. Default: RUN/.join-token.",
-            rich_help_panel=RUNTIME,
+            "Let in machines that have a copy of this file, which is made if it is missing. Default: RUN/.join-token.",
+            RUNTIME,
         ),
     ] = None,
     delays: Annotated[
         str | None,
-        Option(
+        option(
             "--delays",
+            "Sleep before each virtual worker: lognormal (its unit is 50 ms), exponential@0.2 (200 ms).",
+            RUNTIME,
             metavar="MODEL",
-            help="Sleep before each virtual worker: lognormal (its unit is 50 ms), exponential@0.2 (200 ms).",
-            rich_help_panel=RUNTIME,
         ),
     ] = None,
     plan: Annotated[
-        Path | None,
-        Option("--plan", help="A plan of it (torusgd plan --json) to compare with.", rich_help_panel=OUTPUT),
+        Path | None, option("--plan", "Compare the steps with this plan of the run (torusgd plan --json).", OUTPUT)
     ] = None,
     time_limit: Annotated[
         float | None,
-        Option(
+        option(
             "--time-limit",
+            "Stop after so long with a checkpoint and exit code 75, as after SIGUSR1.",
+            OUTPUT,
             metavar="MINUTES",
             min=0.0,
-            help="Stop after so long with a checkpoint and exit code 75, as after SIGUSR1.",
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    requeue: Annotated[
-        bool,
-        Option("--requeue", help="Then have Slurm queue the job again.", rich_help_panel=OUTPUT),
-    ] = False,
+    requeue: Annotated[bool, option("--requeue", "Then have Slurm queue the job again.", OUTPUT)] = False,
 ) -> None:
     """Train a classifier from a recipe; the same command again resumes."""
     from ..ranks.forkserver import start_forkserver
 
-    if "RANK" not in os.environ:  # not a rank of torchrun: `launch` needs it; asked here, before torch is imported
+    if "RANK" not in os.environ:  # `launch` needs it, and it must start before torch is imported
         start_forkserver()
     from ..errors import warn
-    from ..hub import pinned
-    from ..launch.local import Entrance, launch
-    from ..launch.torchrun import join_and_train
+    from ..launch.local import Entrance
     from ..observe.compare_plan import PlanComparison
     from ..observe.trace import TracedSteps
     from ..ranks import slurm
@@ -175,105 +99,91 @@ def train(
     from ..run.initial_weights import check_initial
     from ..run.job import Job
     from ..rundir.mirror import Mirror
-    from ..rundir.run_dir import RunDir
-    from ..runtime import expected_ranks, ranks_are_given, resolve_auto, resolve_device
+    from ..runtime import expected_ranks, resolve_auto, resolve_device
 
     if time_limit is not None:
         stop_after(60.0 * time_limit)
     if requeue:
         slurm.check_requeue()
-    asked, block = load_recipe(recipe, overrides or [])
-    options = runtime.over(
-        block,
-        checkpoint_every=checkpoint_every,
-        checkpoint_minutes=checkpoint_minutes,
-        track=track or None,
-        drift_every=drift_every,
-        audit=audit,
-        shares=shares,
-        work_stealing=work_stealing,
-        node_memory=node_memory,
-        mixed=mixed or None,
-    )
+    written, block = load_recipe(recipe, overrides or [])
+    options = runtime.over(block)
     device = resolve_device(options)
     if init is not None:
-        check_initial(init, asked)
-    resolved = resolve_auto(asked, device)
+        check_initial(init, written)
+    resolved = resolve_auto(written, device)
     options = runtime.fitted(options, block, expected_ranks(options, device, resolved))
     begins = fresh and slurm.restarts() == 0  # a job that Slurm has queued again goes on
-    folder, is_first = out or Path("runs") / resolved.name, os.environ.get("RANK", "0") == "0"
+    folder = out or Path("runs") / resolved.name
     mirror = Mirror.at(folder, warn)
-    if mirror is not None:
-        folder = mirror.folder
-    if ranks_are_given():
-        check_flags_of_joined(listen, begins, mirror.url if mirror is not None else "")
+    job = Job(
+        resolved,
+        options,
+        device,
+        folder if mirror is None else mirror.folder,
+        data,
+        init,
+        max_steps,
+        PlanComparison.load(plan) if plan else None,
+        delays=delays or "",
+        trace=TracedSteps.parse(trace) if trace else None,
+        bucket=None if mirror is None else mirror.url,
+    )
     entrance = Entrance(parse_address(listen, "--listen"), token_file) if listen is not None else None
-    with mirror.held(begins) if mirror is not None and is_first else nullcontext():
-        data = pinned(data, "" if begins else RunDir(folder).data_revision())
-        planned = PlanComparison.load(plan) if plan else None
-        job = Job(
-            resolved,
-            options,
-            device,
-            folder,
-            data,
-            init,
-            max_steps,
-            planned,
-            delays=delays or "",
-            trace=TracedSteps.parse(trace) if trace else None,
-            bucket=mirror.url if mirror is not None else None,
-        )
-        result = join_and_train(job, begins) if ranks_are_given() else launch(job, begins, entrance)
-        if mirror is not None and is_first:
-            mirror.put_result()
-    if requeue and result.code == EXIT_AGAIN and is_first:
+    result = _run(job, begins, entrance, mirror)
+    if requeue and result.code == EXIT_AGAIN and is_first():
         slurm.requeue()
     if result.summary:
-        show_result(result.summary, mirror.url if mirror is not None else str(folder))
+        show_result(result.summary, job.bucket or str(job.out))
     raise typer.Exit(result.code)
 
 
-def check_flags_of_joined(listen: str | None, begins: bool, bucket: str) -> None:
-    """UserError where ranks that another launcher has started are asked for what they can't do.
+def is_first() -> bool:
+    """Whether this process is rank 0, or starts the ranks."""
+    return os.environ.get("RANK", "0") == "0"
 
-    Args:
-        listen: The flag.
-        begins: A run that is there is deleted.
-        bucket: Where the run goes; empty: into a folder.
-    """
-    if listen is not None:
-        raise UserError("--listen: another launcher has started these ranks, and brings others; leave it out")
-    if begins and bucket and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UserError(
-            f"--fresh: torchrun may start the ranks again, and each time {bucket} would be deleted; choose another "
-            "--out, or delete that run yourself"
-        )
+
+def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror | None") -> "RunResult":
+    """Runs a job in its folder, to which a run in a bucket is copied first, and from which its result is copied."""
+    from ..hub import pinned
+    from ..launch.local import launch
+    from ..launch.torchrun import join_and_train
+    from ..recipe.compatibility import DELETES, LISTENS, check
+    from ..run.job import setup_of
+    from ..rundir.run_dir import RunDir
+    from ..runtime import launcher_name
+
+    launcher, is_mirrored = launcher_name(), mirror is not None and is_first()
+    if launcher:
+        deletes = job.bucket if begins and job.bucket else ""
+        setup = setup_of(job, listens=entrance is not None, launcher=launcher, deletes=deletes)
+        check(setup, {LISTENS, DELETES})
+    with mirror.held(begins) if mirror is not None and is_mirrored else nullcontext():
+        job = replace(job, data=pinned(job.data, "" if begins else RunDir(job.out).data_revision()))
+        result = join_and_train(job, begins) if launcher else launch(job, begins, entrance)
+        if mirror is not None and is_mirrored:
+            mirror.put_result()
+    return result
 
 
 def show_result(summary: Mapping[str, Any], folder: str) -> None:
     """The result and where it lies."""
     terminal = console()
+    ranks, images = plural(summary["world_size"], "rank"), summary["eval_images"]
     terminal.print(
-        f"done: top-1 {summary['top1']:.2%} on {summary['eval_images']} held-out images, {summary['steps']} steps, "
-        f"{summary['seconds']:.1f} s, {summary['images_per_second']:,.0f} images/s on {summary['world_size']} ranks"
+        f"done: top-1 {percent(summary['top1'])} on {images} held-out images, {summary['steps']} steps, "
+        f"{summary['seconds']:.1f} s, {summary['images_per_second']:,.0f} images/s on {ranks}"
     )
-    if summary.get("predicted"):
-        beside = summary["predicted"]
-        terminal.print(
-            f"a step took {1e3 * beside['measured_step_seconds']:.1f} ms, the plan said "
-            f"{1e3 * beside['step_seconds']:.1f} ms ({beside['step_seconds_error']:+.1%})"
-        )
+    if beside := summary.get("predicted"):
+        measured, planned = milliseconds(beside["measured_step_seconds"]), milliseconds(beside["step_seconds"])
+        terminal.print(f"a step took {measured}, the plan said {planned} ({beside['step_seconds_error']:+.1%})")
     journal = summary.get("journal")
     if journal is not None:
         terminal.print(
-            f"left out {summary.get('left_out_share', 0):.2%} of the work for being late; the journal says whose work "
-            f"is in each update, in {journal['bytes_per_update']} bytes: torusgd replay {folder} gives the same bits",
+            f"left out {percent(summary.get('left_out_share', 0))} of the work for being late; the journal says whose "
+            f"work is in each update, in {journal['bytes_per_update']} bytes: torusgd replay {folder} gives the same "
+            "bits",
             markup=False,
         )
     terminal.print(f"weights_sha256 {summary['weights_sha256']}")
-    terminal.print(
-        f"in {folder}: model.safetensors, summary.json, events.jsonl, recipe.yaml, checkpoints/"
-        f"{', journal.txt' if journal is not None else ''}",
-        markup=False,
-    )
+    files = "model.safetensors, summary.json, events.jsonl, recipe.yaml, checkpoints/"
+    terminal.print(f"in {folder}: {files}{', journal.txt' if journal is not None else ''}", markup=False)

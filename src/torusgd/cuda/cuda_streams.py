@@ -23,9 +23,7 @@ from typing import Protocol
 
 import torch
 
-from ..errors import UserError
 from ..kernels import tables_aside
-from ..recipe.runtime_options import RuntimeOptions
 
 
 class Graph(Protocol):
@@ -202,16 +200,3 @@ class SideStream(MainStream):
 def pass_streams(device: torch.device, count: int) -> list[PassStream]:
     """So many streams on a GPU; one is that of all else."""
     return [MainStream(device)] if count == 1 else [SideStream(device) for _ in range(count)]
-
-
-def check_cuda_streams(options: RuntimeOptions, device: torch.device, is_ahead: bool) -> None:
-    """Raises UserError where passes can't run at the same time, though the options ask for it."""
-    if options.cuda_streams == 1:
-        return
-    if device.type != "cuda":
-        raise UserError(f"runtime.cuda_streams: {options.cuda_streams}: a CPU has no CUDA streams; set it to 1")
-    if not is_ahead:
-        raise UserError(
-            f"runtime.cuda_streams: {options.cuda_streams}: only exact sums take passes at once, with sgd or lars, "
-            "--update replicated, no clip_grad_norm, no --audit and synchrony.form synchronous; set it to 1"
-        )

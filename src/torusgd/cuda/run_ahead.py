@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..comm.monitor import Monitor
 from ..gradients.integer_hash import IntegerHash
+from ..recipe.compatibility import CUDA_STREAMS, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
@@ -50,15 +51,7 @@ class _Launched:
 
 def runs_ahead(recipe: Recipe, options: RuntimeOptions) -> bool:
     """Whether a GPU takes a run's steps this way: all are summed exactly, and SGD or LARS updates them whole."""
-    return (
-        recipe.reduction == "exact"
-        and recipe.synchrony.form == "synchronous"
-        and recipe.column_blocks == 1
-        and recipe.clip_grad_norm is None
-        and recipe.optimizer.name in ("sgd", "lars")
-        and options.update == "replicated"
-        and not options.audit
-    )
+    return not obstacle(CUDA_STREAMS, Setup(recipe, options, "cuda"))
 
 
 def nothing_to_recompute(worker: int) -> IntegerHash:

@@ -101,21 +101,16 @@ def _render(pixels: Tensor, region: Region) -> Pixels:
     return np.array(box.cpu().numpy(), order="C")
 
 
-def decode_on_gpu(sources: tuple[Source, Source], device: torch.device, processes: int) -> tuple[Source, Source]:
+def decode_on_gpu(sources: tuple[Source, Source], device: torch.device) -> tuple[Source, Source]:
     """The same sources with JPEGs decoded by a GPU.
 
     Args:
         sources: Of a recipe with `data.decoder: nvjpeg`.
-        device: Of this rank.
-        processes: `runtime.loader_processes`.
+        device: A GPU, of this rank.
 
     Raises:
-        UserError: There is no GPU or no torchvision, a source has no JPEGs, or other processes make the batches.
+        UserError: There is no torchvision, or a source has no JPEGs.
     """
-    if device.type != "cuda":
-        raise UserError("data.decoder: nvjpeg needs a GPU; use --device cuda, or set data.decoder to libjpeg")
-    if processes:
-        raise UserError("runtime.loader_processes: nvjpeg decodes in the rank itself; set it to 0")
     train, held_out = sources
     if not (isinstance(train, EncodedImages) and isinstance(held_out, EncodedImages)):
         raise UserError(f"data.decoder: nvjpeg decodes the pictures of {', '.join(PICTURES)} only")

@@ -21,16 +21,16 @@ from ..run.load_trained import TrainedModel
 from ..weights import replacing, weights_sha256
 
 TOLERANCE = 1e-4
-"""of the largest logit: how far a graph's logits may be from the network's"""
+"""largest difference of a graph's logits from the network's, relative to the largest logit"""
 _BATCHES = (2, 5)
-"""sizes of the batches that are compared; the graph is made with the first, so that the second shows it takes any"""
+"""sizes of the compared batches; the graph is made with the first, so that the second shows it takes any"""
 
 
 def export_onnx(trained: TrainedModel, path: Path) -> float:
     """Writes an ONNX file with a free batch size, input `images` and output `logits`, float32; classes in its metadata.
 
     Returns:
-        The largest difference of its logits, run by onnxruntime, from the network's, as a share of the largest logit.
+        The largest difference of its logits, run by onnxruntime, from the network's, relative to the largest logit.
 
     Raises:
         UserError: The packages are missing.

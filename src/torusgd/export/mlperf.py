@@ -2,7 +2,7 @@
 
 The lines' times are those of the run's own clock from the end of its summary backwards. When it began to set up, and
 whether caches were cleared, no run records: for these the log has the moment of the start. So a log shows that a
-recipe keeps the rules; a submission needs more than it can tell.
+recipe keeps the rules; a submission needs more than it holds.
 """
 
 import json
@@ -16,7 +16,8 @@ from ..report.read_run import RunRecord
 from ..weights import write_text
 
 RULES = "4.0.0"
-"""the last rules with ResNet-50 (python -m mlperf_logging.compliance_checker --usage training --ruleset 4.0.0 LOG)"""
+"""last version of the rules with ResNet-50 (python -m mlperf_logging.compliance_checker --usage training --ruleset
+4.0.0 LOG)"""
 
 
 def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
@@ -35,6 +36,7 @@ def write_mlperf_log(run: RunRecord, path: Path, division: str) -> None:
     if run.recipe.optimizer.name not in ("sgd", "lars"):
         raise UserError(f"{run.folder}: MLPerf's rules know sgd and lars, not {run.recipe.optimizer.name}")
     try:
+        # The summary is written at the end, and its own clock says how long before that the run began.
         begin = (run.folder / "summary.json").stat().st_mtime - float(run.summary["seconds"])
         lines = [_line(begin, entry) for entry in _entries(run, division)]
     except (KeyError, TypeError, ValueError) as error:

@@ -12,12 +12,13 @@ import yaml
 from ..errors import UserError
 from ..recipe.section import sides
 from ..report.read_run import RunRecord
-from ..report.tables import batches, count, duration, percent
+from ..report.tables import batches
 from ..run.load_trained import TrainedModel
+from ..text import count, duration, percent
 from ..weights import replacing, write_text
 
 _NAMED = r"timm|hf:[\w./@-]+"
-"""data and weights that have a name by which others find them too"""
+"""names by which others find the data and the weights too"""
 
 
 def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, license_name: str | None) -> None:
@@ -33,7 +34,7 @@ def write_hub_folder(run: RunRecord, trained: TrainedModel, folder: Path, licens
         UserError: The run is not finished, or the folder can't be written.
     """
     if not run.summary:
-        raise UserError(f"{run.folder}: --format hub needs a finished run, whose accuracy and hash the card tells")
+        raise UserError(f"{run.folder}: --format hub needs a finished run, whose accuracy and hash the card shows")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source, name in ((trained.path, "model.safetensors"), (run.folder / "recipe.yaml", "recipe.yaml")):
@@ -68,7 +69,7 @@ def card(run: RunRecord, license_name: str | None) -> str:
 
     Args:
         run: Finished.
-        license_name: As in `write_hub_folder`.
+        license_name: The hub's name of the weights' licence; None: the card has none.
     """
     summary, recipe = run.summary, run.recipe
     head: dict[str, Any] = {
@@ -113,12 +114,12 @@ def card(run: RunRecord, license_name: str | None) -> str:
 
 
 def _command(run: RunRecord) -> str:
-    """What trains the same again elsewhere: of files it says what they are, since theirs are other paths."""
+    """The command that trains the same elsewhere, with words for the paths of files."""
     words = ["torusgd train recipe.yaml"]
     for key, file in (("data", "PATH"), ("init", "WEIGHTS")):
-        if told := run.told.get(key):
-            words.append(f"--{key} {told if re.fullmatch(_NAMED, str(told)) else file}")
-    if isinstance(steps := run.told.get("max_steps"), int):
+        if given := run.status.get(key):
+            words.append(f"--{key} {given if re.fullmatch(_NAMED, str(given)) else file}")
+    if isinstance(steps := run.status.get("max_steps"), int):
         words.append(f"--max-steps {steps}")
     return " ".join(words)
 

@@ -27,13 +27,14 @@ from ..ranks.heartbeat import Heartbeat
 from ..ranks.listener import Listener
 from ..ranks.roll_call import Limits
 from ..ranks.supervisor import RankFailed, Supervisor
+from ..recipe.compatibility import LISTENS, RANGE, check, fixed_ranks
 from ..run.fingerprint import Fingerprint
 from ..run.host_share import KeptArrays
-from ..run.job import Job
+from ..run.job import Job, setup_of
 from ..run.result import RunResult, finished
 from ..run.run import Run
 from ..run.state_feed import StateFeeds, StateFollower
-from ..run.survival import Kept, fewest_ranks, nothing_yet, obstacle, prepared
+from ..run.survival import Kept, fewest_ranks, nothing_yet, prepared
 from ..rundir.checkpoint import list_checkpoints
 from ..rundir.run_dir import RunDir
 from ..rundir.status import Asked, was_asked_to_stop
@@ -59,8 +60,7 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
         RunError: The run can't go on.
     """
     folder = RunDir(job.out)
-    if (entrance is not None or job.options.workers_range is not None) and (why := obstacle(job)):
-        raise UserError(f"{'--workers MIN:MAX' if entrance is None else '--listen'}: its ranks can't change: {why}")
+    check(setup_of(job, listens=entrance is not None), {RANGE, LISTENS})
     workers = resolve_workers(job.options, job.device, job.recipe, begins_alone=entrance is None)
     if job.options.profile is not None:
         Profile.load(Path(job.options.profile))  # a mistake in it is told before ranks are started
@@ -69,7 +69,10 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
         kept = KeptArrays()
         summary = finished(job, kept)
         job = replace(job, lists=tuple(kept.paths))
-        return RunResult(summary) if summary is not None else _supervise(job, workers, folder, entrance)
+        if summary is not None:
+            return RunResult(summary)
+        check(setup_of(job, None if entrance is not None else workers))
+        return _supervise(job, workers, folder, entrance)
 
 
 @dataclass(frozen=True)
@@ -188,8 +191,8 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int)
 
 
 def _ranks_asked_for(asked: Asked, job: Job, fewest: int, most: int) -> int | None:
-    """With how many ranks `torusgd scale` asks a run to go on, within what it allows; None: with no other number."""
-    workers = None if obstacle(job) else asked.workers()
+    """With how many ranks `torusgd resize` asks a run to go on, within what it allows; None: with no other number."""
+    workers = None if fixed_ranks(setup_of(job)) else asked.workers()
     return None if workers is None else max(fewest, min(workers, most))
 
 

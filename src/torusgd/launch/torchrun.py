@@ -35,12 +35,13 @@ from ..ranks.generations import GROUP_SECONDS
 from ..ranks.heartbeat import Heartbeat
 from ..ranks.rank import RankFunction, meet
 from ..ranks.roll_call import SILENT_SECONDS, Limits, Watch
-from ..run.job import Job
+from ..recipe.compatibility import WORKERS, check
+from ..run.job import Job, setup_of
 from ..run.node_memory import torchrun_agent
 from ..run.result import RunResult, finished
 from ..run.run import train
 from ..rundir.run_dir import RunDir
-from ..runtime import check_world_size, ranks_are_given
+from ..runtime import ranks_are_given
 from ..signals import StopFlag, die_with_agent, end_on_stop
 from .local import last_checkpoint, limits_of
 
@@ -286,7 +287,7 @@ def _did_not_meet(seconds: float, error: Exception) -> RunError:
 
 def _train(job: Job, fresh: bool, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
     """A run on this rank; rank 0 alone locks the run's folder, and returns the summary."""
-    check_world_size(world.size, job.recipe)
+    check(setup_of(job, world.size), {WORKERS})
     folder, answer, agents = RunDir(job.out), dict[str, Any](), _agents(world)
     with ExitStack() as held:
         if world.rank == 0:

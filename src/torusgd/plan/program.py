@@ -19,9 +19,9 @@ import torch
 from ..comm.algorithms import GRIDS, NAMES, OTHER_PROGRAMS, parse_algorithm, squarest
 from ..comm.exact_sum import gradient_integers
 from ..errors import UserError, suggest
+from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..recipe.shares import why_even
 from .cluster import Buckets, Cluster, Software, load_software
 from .forecast import Workload, with_communication
 from .run_time import longest_share
@@ -65,7 +65,7 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     first = runtime.weights_first if "weights_first" in given else software.weights_first
     precision = software.precision if recipe.precision == "auto" else recipe.precision
     program = with_communication(software, **changes)
-    shares = "even" if why_even(recipe) else runtime.shares if "shares" in given else software.shares
+    shares = "even" if obstacle(BY_SPEED, Setup(recipe)) else runtime.shares if "shares" in given else software.shares
     update = {"precision": precision, "sharded_update": sharded, "shares": shares, "weights_first": first}
     return program.model_copy(update=update)
 

@@ -249,14 +249,3 @@ def summary(rows: Sequence[Row]) -> str:
         f"worst {100 * errors[-1]:.1f} %. "
         f"The other {len(known) - len(counted)} rows are of systems with one row: fitted, and not counted."
     )
-
-
-def number(value: float) -> str:
-    """Four significant digits, with thousands marked."""
-    digits = 4 if value < 1000 else 0
-    return f"{value:,.0f}" if not digits else f"{value:.4g}"
-
-
-def percent(error: float | None) -> str:
-    """A signed percentage, or nothing."""
-    return "" if error is None else f"{100 * error:+.1f} %"

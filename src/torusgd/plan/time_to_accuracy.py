@@ -25,6 +25,7 @@ from ..recipe.load import load_recipe
 from ..recipe.optimizer_schema import Stage
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
+from ..text import byte_size
 from .cluster import Cluster, Software
 from .forecast import Workload
 from .roofline import memory_bytes
@@ -223,7 +224,7 @@ def plan_to_accuracy(
     if not found:
         raise UserError(
             f"--to with {devices:,} devices: {IMAGES[0]} images of the network don't fit into a device's memory "
-            f"({(cluster.device.memory or 0) / 2**30:.0f} GiB)"
+            f"({byte_size(cluster.device.memory or 0)})"
         )
     # Two errors that have nothing to do with each other: of the seconds of a step, and of the number of epochs.
     error, plans = math.hypot(software.error, spread()), []

@@ -23,6 +23,7 @@ from ..comm import groups
 from ..comm.base import CommTimeout, ConnectionLost
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
+from ..text import named
 from .gpus import compare_gpus, tell_gpu
 
 
@@ -48,7 +49,7 @@ def ranks_do(ranks: Sequence[int], verb: str) -> str:
     """
     if len(ranks) == 1:
         return f"rank {ranks[0]} {verb}{'es' if verb.endswith('o') else 's'}"
-    return f"ranks {', '.join(map(str, ranks))} {verb}"
+    return f"{named('rank', ranks)} {verb}"
 
 
 Follow = Callable[[Group, Callable[[], object]], object]

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import UserError
+from ..text import named
 
 LOCAL_RANK = (
     "LOCAL_RANK",  # torchrun, and our own launcher
@@ -80,7 +81,7 @@ def check_own_gpus(gpus: Sequence[str], ranks_per_gpu: int) -> None:
     for gpu, ranks in ranks_of.items():
         if len(ranks) > ranks_per_gpu:
             raise UserError(
-                f"ranks {', '.join(map(str, ranks))} have the same GPU ({gpu}): let the launcher set LOCAL_RANK or "
+                f"{named('rank', ranks)} have the same GPU ({gpu}): let the launcher set LOCAL_RANK or "
                 f"show each rank its own GPU, or let them share it by --set runtime.ranks_per_gpu={len(ranks)}"
             )
 

@@ -18,7 +18,7 @@ class Augment(Section):
     shift: Annotated[int, Field(ge=0)] = 0
     """pixels, with crop: shift"""
     area: tuple[Positive, Positive] = (0.08, 1.0)
-    """share of the image's area, with crop: resized"""
+    """fraction of the image's area, with crop: resized"""
     aspect: tuple[Positive, Positive] = (0.75, 4 / 3)
     """width / height, with crop: resized"""
     flip: Fraction | Literal["alternating"] = 0.0
@@ -27,7 +27,7 @@ class Augment(Section):
     rotation: Annotated[float, Field(ge=0, le=math.pi)] = 0.0
     """radians; each image by an angle from -rotation to rotation (this key and those below as in Sony's NNabla)"""
     distortion: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """how far straight lines bend, from exp(-distortion) to exp(distortion) in scale between middle and border"""
+    """bending of straight lines, from exp(-distortion) to exp(distortion) in scale between middle and border"""
     brightness: Annotated[float, Field(ge=0, le=1)] = 0.0
     """added to values in 0..1: from -brightness to brightness"""
     contrast: Annotated[float, Field(ge=1)] = 1.0
@@ -47,13 +47,13 @@ class Augment(Section):
     erase: Fraction = 0.0
     """probability that a box of the normalised image, of 2 to 33 % of its area, is set to zero (random erasing)"""
     mixup: NotNegative = 0.0
-    """alpha of Beta(alpha, alpha), 1 or one over a whole number, for the share of an image that is blended with another
-    of its virtual worker, and of its target; 0: none is"""
+    """alpha of Beta(alpha, alpha), 1 or one over a whole number, for the fraction of an image that is blended with
+    another of its virtual worker, and of its target; 0: none is"""
     cutmix: NotNegative = 0.0
     """alpha, likewise, for the area of the box that an image takes from another; with mixup, each image draws which"""
     repeats: Count = 1
-    """times that an image follows itself, changed otherwise each time (repeated augmentation); an epoch stays as long,
-    so it sees 1 / repeats of the images"""
+    """copies of an image in a row, changed otherwise each time (repeated augmentation); an epoch stays as long, so it
+    sees 1 / repeats of the images"""
 
     @model_validator(mode="after")
     def _check(self) -> "Augment":
@@ -71,7 +71,7 @@ class Augment(Section):
             if alpha and (alpha > 1 or abs(round(1 / alpha) - 1 / alpha) > 1e-9):
                 raise ValueError(f"{key}: 0, 1, or one over a whole number, such as 0.5, 0.25, 0.2 or 0.1")
         if self.area[1] > 1:
-            raise ValueError("area: a share of the image, at most 1.0")
+            raise ValueError("area: a fraction of the image, at most 1.0")
         if (self.crop == "shift") != (self.shift > 0):
             raise ValueError("crop: shift needs shift of at least 1 pixel, and shift needs crop: shift")
         return self
@@ -85,10 +85,10 @@ class Data(Section):
     options: Options = {}  # noqa: RUF012, since pydantic copies a default
     """arguments of the source, such as noise for synthetic"""
     decoder: Literal["libjpeg", "nvjpeg"] = "libjpeg"
-    """of JPEGs in training and its evaluations; nvjpeg: the GPU's own, by torchvision, with other bits. PNGs, and JPEGs
-    of rare kinds, are decoded by the CPU in any case"""
+    """decoder of JPEGs in training and its evaluations; nvjpeg: the GPU's own, by torchvision, with other bits. PNGs,
+    and JPEGs of rare kinds, are decoded by the CPU in any case"""
     train_images: Count | None = None
-    """use the first so many; null: all that the source has"""
+    """number of training images, the first ones; null: all that the source has"""
     eval_images: Count | None = None
     """held-out images; null: all"""
     image_size: Sides
@@ -98,14 +98,14 @@ class Data(Section):
     channels: Literal[1, 3] = 3
     """1: grey, 3: red, green, blue"""
     classes: Annotated[int, Field(ge=2)] | None = None
-    """null: as many as the source has"""
+    """number of classes; null: as many as the source has"""
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    """a channel, for values in 0..1"""
+    """mean of each channel, for values in 0..1"""
     std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
-    """a channel, for values in 0..1"""
+    """standard deviation of each channel, for values in 0..1"""
     augment: Augment = Augment()
     max_replaced: Fraction = 0.001
-    """largest share of undecodable training images before the run stops"""
+    """largest fraction of undecodable training images before the run stops"""
 
     _check_size = field_validator("image_size", mode="wrap")(read_sides)
 
@@ -130,9 +130,9 @@ class Evaluate(Section):
     """When and how the held-out images are classified."""
 
     every: Duration | None = Duration(1, "ep")
-    """from one evaluation to the next; null: at the end only"""
+    """time from one evaluation to the next; null: at the end only"""
     first: Duration | None = None
-    """the first evaluation; null: after `every`"""
+    """time of the first evaluation; null: after `every`"""
     images_per_chunk: Count = 100
     """images of one forward pass; logits depend on it, so it is part of the recipe"""
     image_size: Sides | None = None
@@ -150,10 +150,10 @@ class Polish(Section):
     """After training: exact batch-norm statistics over un-augmented training images, weights frozen."""
 
     steps: Count | None = None
-    """null: exact; else the running averages go on for so many steps of forward passes, each virtual worker with a
-    batch of its own, as a switch of Fujitsu's MLPerf v0.6 code does between updates"""
+    """null: exact statistics; else the running averages go on for so many steps of forward passes, each virtual worker
+    with a batch of its own, as a switch of Fujitsu's MLPerf v0.6 code does between updates"""
 
     images: Count | None = None
-    """the first so many; null: all"""
+    """number of images, the first ones; null: all"""
     images_per_batch: Count | None = None
-    """null: those of a virtual worker in the last stage"""
+    """images of a batch; null: those of a virtual worker in the last stage"""

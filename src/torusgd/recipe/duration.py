@@ -10,7 +10,7 @@ from pydantic_core import core_schema
 
 UNITS = ("ep", "st", "sa")
 _LONGEST = 1e15
-"""in any unit: samples up to there are whole numbers of float64"""
+"""longest duration in any unit: samples up to there are whole numbers of float64"""
 _PATTERN = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(ep|st|sa)")
 
 

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UserError, in_one_line, suggest
+from ..text import listed
 from ..untrusted import MOST_YAML, read_text
 from .runtime_options import RuntimeOptions
 from .schema import Recipe
@@ -28,9 +29,9 @@ class Loaded(NamedTuple):
 
 
 _DEEPEST = 20
-"""lists and tables inside one another in a YAML text; a recipe has 5"""
+"""deepest nesting of lists and tables in a YAML text; a recipe has 5"""
 _MOST_NODES = 100_000
-"""values of a YAML text with each alias written out"""
+"""most values of a YAML text with each alias written out"""
 
 
 class _Loader(yaml.SafeLoader):
@@ -78,6 +79,7 @@ def _count(node: yaml.Node, counts: dict[int, int | None]) -> int:
     """
     if id(node) not in counts:
         counts[id(node)] = None
+        # A node that is met again while it is still None holds itself.
         below = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
         counts[id(node)] = 1 + (0 if isinstance(below, str) else sum(_count(each, counts) for each in below))
     count = counts[id(node)]
@@ -200,7 +202,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
         if item.startswith("model.name=") and _at(tree, "model", "name") != replaced:
             options = tree["model"].pop("options", None)
             if options:
-                _log.warning("--set %s: leaves out the model.options of %s: %s", item, replaced, ", ".join(options))
+                _log.warning("--set %s: leaves out the model.options of %s: %s", item, replaced, listed(options))
 
 
 def _pick_batch(tree: dict[str, Any], overrides: Sequence[str], name: str) -> list[str]:
@@ -216,7 +218,7 @@ def _pick_batch(tree: dict[str, Any], overrides: Sequence[str], name: str) -> li
                 "stages.N.images_per_worker, whose product is the batch"
             )
         if not isinstance(rows.get(batch), dict):
-            raise UserError(f"batch = {batch}: recipe {name} has no such row; use one of {', '.join(map(str, rows))}")
+            raise UserError(f"batch = {batch}: recipe {name} has no such row; use one of {listed(rows)}")
         for path, value in rows[batch].items():
             _put(tree, str(path), value, f"batches.{batch}.{path}")
     return [item for item in overrides if not item.startswith("batch=")]

@@ -12,30 +12,30 @@ class Warmup(Section):
     """The rate climbs from `start` to the stage's rate."""
 
     length: Duration
-    """from the start of the run"""
+    """time from the start of the run"""
     shape: Literal["linear", "quadratic"] = "linear"
     """progress p or p ** 2, from `start` to the rate"""
     start: NotNegative = 0.0
-    """the rate of step 0"""
+    """rate of step 0"""
 
 
 class Decay(Section):
     """The factor on the rate after the warm-up, as a function of progress p from 0 at `start` to 1 at `end`."""
 
     shape: Literal["constant", "polynomial", "cosine", "step"] = "polynomial"
-    """how the factor falls"""
+    """form of the factor's fall"""
     power: Positive = 2.0
     """polynomial: (1 - p) ** power"""
     floor: Fraction = 0.0
     """polynomial and cosine end at this fraction of the rate"""
     start: Duration | None = None
-    """null: the end of the warm-up"""
+    """begin of the decay; null: the end of the warm-up"""
     end: Duration | None = None
-    """null: the end of the run"""
+    """end of the decay; null: the end of the run"""
     milestones: tuple[Duration, ...] = ()
     """step: the rate is multiplied by `factor` at each"""
     factor: Positive = 0.1
-    """with shape: step"""
+    """factor of a milestone, with shape: step"""
 
     @model_validator(mode="after")
     def _check(self) -> "Decay":
@@ -57,13 +57,13 @@ class Stage(Section):
     """A span with one batch size, one image size and one rate rule (batch-size control, progressive resizing)."""
 
     until: Duration
-    """from the start of the run; the stage ends at the first step boundary at or after it"""
+    """end, counted from the start of the run; the stage ends at the first step boundary at or after it"""
     images_per_worker: Count
     """images of each virtual worker a step"""
     lr: Positive | Literal["linear", "sqrt"] | None = None
-    """a rate, or rate.lr scaled by this stage's batch against the first's; null: rate.lr"""
+    """rate, or rate.lr scaled by this stage's batch against the first's; null: rate.lr"""
     momentum: Annotated[float, Field(ge=0, lt=1)] | Literal["noise-scale"] | None = None
-    """noise-scale keeps the noise scale of `noise_scale`; null: optimizer.momentum"""
+    """noise-scale holds the noise scale of `noise_scale` constant; null: optimizer.momentum"""
     augment: bool = True
     """false: training images with the validation preprocessing (Final Polishing, first form)"""
     image_size: Sides | None = None
@@ -75,19 +75,19 @@ class Stage(Section):
 
 
 class NoiseScale(Section):
-    """What `momentum: noise-scale` keeps: g = lr * (N / B - 1) / (1 - momentum), N images an epoch, B a step.
+    """The noise scale that `momentum: noise-scale` holds constant.
 
-    Source: Smith and Le, arXiv 1710.06451.
+    g = lr * (N / B - 1) / (1 - momentum), with N images an epoch and B a step. Source: Smith and Le, arXiv 1710.06451.
     """
 
     exact: bool = False
     """g as it stands; false: without the - 1, as for a batch that is small against the epoch"""
     batch: Count | None = None
-    """of the run whose g is kept; null: the first stage's"""
+    """batch of the run whose g is held; null: the first stage's"""
     lr: Positive | None = None
-    """of that run; null: rate.lr"""
+    """rate of that run; null: rate.lr"""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """of that run; null: optimizer.momentum"""
+    """momentum of that run; null: optimizer.momentum"""
 
 
 _MEANT_FOR = {
@@ -105,16 +105,16 @@ class Optimizer(Section):
     """SGD, LARS, AdamW or LAMB with its exclusions."""
 
     name: Literal["sgd", "lars", "adamw", "lamb"] = "sgd"
-    """the update rule"""
+    """update rule"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """of the first stage, and of every stage that gives none; beta1 of adamw and lamb"""
+    """momentum of the first stage, and of every stage that gives none; beta1 of adamw and lamb"""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """adamw and lamb only: decay of the mean of squares"""
     nesterov: bool = False
-    """sgd only"""
+    """Nesterov's momentum, sgd only"""
     weight_decay: NotNegative = 0.0
-    """times the weight: added to the gradient; adamw takes it off the weight itself, times the rate, and lamb adds it
-    to the direction"""
+    """factor on the weight, which is added to the gradient; adamw takes it off the weight itself, times the rate, and
+    lamb adds it to the direction"""
     no_decay: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
     """parameters without weight decay"""
     bias_rate: Positive = 1.0
@@ -131,7 +131,7 @@ class Optimizer(Section):
     no_trust: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
     """lars and lamb only: parameters updated with the plain rate"""
     head_lr: Positive = 1.0
-    """factor on the rate of the head: of what depends on the number of classes"""
+    """factor on the rate of the head, which depends on the number of classes"""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """factor on the rate from each layer to the one before it; the head has none"""
 

@@ -1,25 +1,40 @@
-"""Every key of a recipe as a Markdown table, read off the model itself: `torusgd recipes --keys`."""
+"""Every key of a recipe, and what does not go together, as Markdown tables: `torusgd recipes --keys`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ..text import listed
+from .compatibility import table as rules
 from .duration import Duration
-from .runtime_options import RuntimeOptions
+from .runtime_options import STEPS, RuntimeOptions, flags_of
 from .schema import Recipe
 
 
 def reference() -> str:
-    """One table for the recipe and one for the `runtime:` block."""
-    return "\n".join([*_table("Recipe", Recipe), "", *_table("The `runtime:` block", RuntimeOptions)]) + "\n"
+    """A table of the recipe, one of the `runtime:` block with its flags, and what does not go with what."""
+    runtime = [(f"`{key}`", _flags(key), *cells) for key, *cells in _rows(RuntimeOptions)]
+    return "\n".join([
+        *_table("Recipe", ("key", "values", "default", "meaning"), [(f"`{key}`", *row) for key, *row in _rows(Recipe)]),
+        *_table("The `runtime:` block", ("key", "flag", "values", "default", "meaning"), runtime),
+        *_table("What does not go together", ("this", "does not go with", "since", "instead"), rules()),
+    ])  # fmt: skip
 
 
-def _table(title: str, model: type[BaseModel]) -> list[str]:
-    rows = [f"| `{key}` | {kind} | {default} | {text} |" for key, kind, default, text in _rows(model)]
-    return [f"## {title}", "", "| key | values | default | meaning |", "| --- | --- | --- | --- |", *rows]
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"## {title}", "", *(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)), ""]
+
+
+def _flags(option: str) -> str:
+    """The flag of an option, and the commands that have it unless all that train or plan steps do."""
+    flag, names = flags_of(option)
+    if flag is None:
+        return ""
+    shown = listed(f"`{name}`" for name in names)
+    return shown if set(flag.commands) >= set(STEPS) else f"{shown} of {listed(flag.commands)}"
 
 
 def _rows(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str, str, str]]:

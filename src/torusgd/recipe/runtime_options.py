@@ -6,6 +6,7 @@ of a recipe file, and flags of the command line override them.
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,83 +14,115 @@ from pydantic import Field
 from .duration import Duration
 from .section import Count, Ranks, Section
 
+RUNTIME, NETWORK, OUTPUT = "Runtime", "Network", "Output"
+"""panels of --help"""
+STEPS = ("train", "replay", "plan", "rehearse", "bench scaling")
+"""commands that compute, or plan, the steps of a recipe"""
 BucketSizes = Literal["auto", "cubic"] | Annotated[float, Field(gt=0)] | tuple[Count, ...]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """The flag of an option, with the option's text as its help; options without one stand in recipe files only."""
+
+    panel: str
+    commands: tuple[str, ...] = STEPS
+    metavar: str = ""
+    """empty: the option's words, or its type"""
+    names: tuple[str, ...] = ()
+    """empty: the option's name with hyphens"""
 
 
 class RuntimeOptions(Section):
     """The `runtime:` block of a recipe file and the flags that override it.
 
-    `model_fields_set` has the options that the user gave; a plan of somebody else's program takes only these.
+    The text of each option is the help of its flag and its meaning in docs/recipes.md. `model_fields_set` has the
+    options that the user gave; a plan of somebody else's program takes only these.
 
     >>> RuntimeOptions(allreduce="torus", grid="4x8").grid_size
     (4, 8)
     """
 
-    device: Literal["cpu", "cuda"] | None = None
-    """null: cuda where there is a GPU; a plan takes the device of its cluster"""
-    workers: Ranks | None = None
-    """ranks; null: on this machine as many as GPUs, else as cores, while a plan must be given their number"""
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        Flag(RUNTIME, (*STEPS, "bench allreduce", "tune", "eval", "polish", "report")),
+    ] = None
+    """Compute on this device. By default on the GPU if there is one; plan and rehearse take their cluster's device."""
+    workers: Annotated[
+        Ranks | None,
+        Flag(RUNTIME, (*STEPS, "bench allreduce", "tune"), "N|MIN:MAX", ("workers", "devices")),
+    ] = None
+    """Start this many ranks. By default as many as this machine's GPUs, or as its cores if it has none; plan and
+    rehearse need a number. train also takes MIN:MAX: start with as many as there are cores, accept more up to MAX,
+    pause below MIN."""
     workers_range: tuple[Ranks, Ranks] | None = None
-    """fewest and most ranks, as --workers MIN:MAX gives them: the run begins with as many as cores, takes others up to
-    the most, and waits, with a checkpoint written, while it has less than the fewest; null: 1 to virtual_workers"""
+    """Pause, after a checkpoint, with fewer ranks than the first number, and accept more up to the second, as
+    --workers MIN:MAX does. By default 1 to virtual_workers."""
     ranks_per_gpu: Count = 1
-    """consecutive ranks that share a GPU; above 1 their messages go by Gloo, since NCCL wants a GPU a rank"""
+    """Let this many consecutive ranks share a GPU. Above 1 their messages go by Gloo, since NCCL wants a GPU a rank."""
     cuda_streams: Annotated[int, Field(ge=1, le=8)] = 1
-    """virtual workers whose passes run at the same time on a GPU, each on a CUDA stream with memory of its own: for
-    passes too small to fill it; the bits stay"""
-    allreduce: str = "native"
-    """an algorithm of `torusgd train --help`, native for the backend's own, or auto, which measures and picks"""
-    grid: Annotated[str, Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$")] | None = None
-    """YxX, vertical by horizontal ranks, for torus and hierarchical; null: hosts by ranks a host"""
-    streams: Annotated[int, Field(ge=1, le=64)] = 1
-    """TCP connections between each two ranks, over which large messages are cut: for links so long and fast that one
-    doesn't fill them; with an all-reduce other than native, and not with NCCL, which has its own"""
-    profile: str | None = None
-    """for auto: a file of torusgd tune; null: a probe of a few seconds; a plan of --cluster local needs it"""
-    buckets: BucketSizes = "auto"
-    """which gradients travel together: a size in MiB of int32 or float32; how many tensors each, from the output on;
-    cubic: 3, 21, 57, ... tensors (Fujitsu); auto: with allreduce auto by the first steps' times, else 4 MiB"""
-    update: Literal["replicated", "sharded"] = "replicated"
-    """sharded: each rank updates a shard of the weights and keeps momentum for that only"""
-    model_parallel: Literal["auto"] | Count = 1
-    """ranks that share the column blocks of the last, linear layers; auto: for each layer as many as send least, and
-    in a plan as many as make the shortest step"""
-    weights_first: bool = False
-    """of each layer the weight gradient is computed before the input gradient, and leaves meanwhile (Das et al.); on
-    CPUs; it costs some 0.1 ms of a core a layer and virtual worker"""
+    """Compute the passes of this many virtual workers at the same time on a GPU, each on a CUDA stream with memory of
+    its own, if one pass is too small to fill the GPU. The bits stay the same."""
+    allreduce: Annotated[str, Flag(NETWORK, metavar="ALGORITHM")] = "native"
+    """Sum gradients by this all-reduce: native is the backend's own, auto measures several and picks one."""
+    grid: Annotated[
+        str | None,
+        Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$"),
+        Flag(NETWORK, (*STEPS, "bench allreduce"), "YxX"),
+    ] = None
+    """Arrange the ranks in Y rows of X for torus and hierarchical. By default hosts by ranks of a host."""
+    streams: Annotated[int, Field(ge=1, le=64), Flag(NETWORK, (*STEPS, "bench allreduce", "tune"), "N")] = 1
+    """Open this many TCP connections between each two ranks and cut large messages over them, for links that one
+    connection does not fill. Needs an all-reduce other than native; NCCL has connections of its own."""
+    profile: Annotated[str | None, Flag(NETWORK, (*STEPS, "bench allreduce"), "FILE")] = None
+    """Choose for --allreduce auto by this file of torusgd tune. By default a probe of a few seconds measures the
+    network; a plan of --cluster local needs the file."""
+    buckets: Annotated[BucketSizes, Flag(NETWORK, metavar="auto|cubic|MIB|[N,...]")] = "auto"
+    """Send gradients together: up to this many MiB (of int32 or float32), or these numbers of tensors from the output
+    on, or cubic: 3, 21, 57, ... tensors (Fujitsu). auto decides by the first steps' times with --allreduce auto, and
+    takes 4 MiB otherwise."""
+    update: Annotated[Literal["replicated", "sharded"], Flag(RUNTIME)] = "replicated"
+    """Update all weights on every rank (replicated), or on each rank a shard of them, with its momentum (sharded)."""
+    model_parallel: Annotated[Literal["auto"] | Count, Flag(RUNTIME, metavar="M|auto")] = 1
+    """Share the column blocks of the last, linear layers among this many ranks. auto takes for each layer as many as
+    send least, and in a plan as many as make the shortest step."""
+    weights_first: Annotated[bool, Flag(NETWORK)] = False
+    """Compute a layer's weight gradient before its input gradient, and send it meanwhile (Das et al.); on CPUs. Costs
+    some 0.1 ms of a core a layer and virtual worker."""
     software: str | None = None
-    """of a published record: the planner's profile of the program that set it; a plan then takes that program as
-    published, and the options beside it are how a run does the same; null: the cluster's"""
-    checkpoint_every: Duration = Duration(1, "ep")
-    """from one checkpoint to the next"""
-    checkpoint_minutes: Annotated[float, Field(gt=0)] = 10.0
-    """from one checkpoint to the next at most; a slow disk may delay it"""
+    """Plan a published record as this program did it, by the planner's profile of the program; a run takes the options
+    beside it. By default the cluster's program."""
+    checkpoint_every: Annotated[Duration, Flag(OUTPUT, ("train",), "DURATION")] = Duration(1, "ep")
+    """Write a checkpoint this often, such as 50st (steps), 1ep (epochs) or 1e6sa (samples)."""
+    checkpoint_minutes: Annotated[float, Field(gt=0), Flag(OUTPUT, ("train",))] = 10.0
+    """Write a checkpoint after this many minutes at the latest; a slow disk may delay it."""
     keep_checkpoints: Count = 2
-    """the newest so many stay"""
-    track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
-    """trackers that take every event: TensorBoard and W&B offline write into the run's folder, MLflow and W&B send"""
-    audit: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """share of the virtual workers that a second rank computes too, by which machines that compute wrongly are found"""
-    shares: Literal["speed", "even"] = "speed"
-    """speed: a slow rank computes fewer virtual workers, as the ranks' measured times say; but even ones where sums are
-    not exact or layers are in column blocks"""
-    work_stealing: bool = False
-    """an idle rank takes over virtual workers that a late one has not begun in this step; it pays where ranks pause for
-    longer than a virtual worker takes, and costs each rank some questions to the store a step"""
+    """Retain this many of the newest checkpoints."""
+    track: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Flag(OUTPUT, ("train",))] = ()
+    """Send every step and evaluation to this tracker too; the flag is repeatable. TensorBoard and W&B offline write
+    into the run's folder, MLflow and W&B send."""
+    audit: Annotated[float, Field(ge=0, le=1), Flag(RUNTIME, ("train",), "FRACTION")] = 0.0
+    """Compute this fraction of the virtual workers on a second rank too, to find machines that compute wrongly."""
+    shares: Annotated[Literal["speed", "even"], Flag(RUNTIME, ("train",))] = "speed"
+    """Give slow ranks fewer virtual workers, by the ranks' measured times (speed), or all ranks as many (even). If sums
+    are not exact, or layers are in column blocks, all ranks take as many in any case."""
+    work_stealing: Annotated[bool, Flag(RUNTIME, ("train",))] = False
+    """Let idle ranks take over virtual workers that late ranks have not begun in a step. Pays if ranks pause for longer
+    than a virtual worker takes, and costs each rank some requests to the store a step."""
     loader_processes: Annotated[int, Field(ge=0)] = 0
-    """processes of each rank that make its training batches; 0: threads of the rank, which keep a few cores busy"""
-    node_memory: bool = True
-    """under torchrun the newest state is kept in each node's memory (/dev/shm) too, for workers that it starts again"""
-    mixed: bool = False
-    """ranks may differ in processor, libraries and other conditions; the weights can't be had again bit for bit"""
-    drift_every: Annotated[int, Field(ge=0)] | None = None
-    """steps from one comparison of the ranks' weights to the next, each of which names a rank whose weights have
-    drifted; before a checkpoint they are compared too; 0: never; null: as often as costs less than a thousandth of a
-    step, by the images that a rank computes in one"""
+    """Make each rank's training batches in this many processes; 0: in threads of the rank, enough for a few cores."""
+    node_memory: Annotated[bool, Flag(RUNTIME, ("train",))] = True
+    """Under torchrun, save the newest state in each node's memory (/dev/shm) too, for workers that it starts again."""
+    mixed: Annotated[bool, Flag(RUNTIME, ("train",))] = False
+    """Let ranks differ in processor, libraries and other conditions. The weights can't be had again bit for bit."""
+    drift_every: Annotated[int | None, Field(ge=0), Flag(RUNTIME, ("train",), "STEPS")] = None
+    """Compare the ranks' weights after this many steps, and before each checkpoint, and name a rank whose weights have
+    drifted; 0: never. By default as often as costs less than a thousandth of a step, by the images that a rank computes
+    in one."""
     timeout: Annotated[float, Field(gt=0)] = 25.0
-    """seconds without a heartbeat after which a rank counts as frozen or lost"""
+    """Count a rank as frozen or lost after this many seconds without a heartbeat."""
     start_timeout: Annotated[float, Field(gt=0)] = 120.0
-    """seconds for the ranks to meet, and from there until the first of them has computed a first gradient"""
+    """Wait this many seconds for the ranks to meet, and as long from there for the first gradient of any of them."""
 
     @property
     def grid_size(self) -> tuple[int, int] | None:
@@ -119,3 +152,15 @@ class RuntimeOptions(Section):
         if self.model_parallel != "auto" and ranks % self.model_parallel:
             found.append("model_parallel")
         return found
+
+
+def flags_of(option: str) -> tuple[Flag | None, tuple[str, ...]]:
+    """An option's flag, and the flag's names; (None, ()) of options in recipe files only.
+
+    >>> flags_of("workers")[1]
+    ('--workers', '--devices')
+    """
+    for flag in RuntimeOptions.model_fields[option].metadata:
+        if isinstance(flag, Flag):
+            return flag, tuple(f"--{name.replace('_', '-')}" for name in flag.names or (option,))
+    return None, ()

@@ -30,7 +30,7 @@ class Span:
     """samples consumed before its first step"""
     batch: int
     lr: float
-    """the rate before warm-up and decay"""
+    """rate before warm-up and decay"""
     momentum: float
     sizes: ImageSizes
 
@@ -56,7 +56,7 @@ class Step:
     lr: float
     momentum: float
     weight_decay_factor: float
-    """on the recipe's weight decay; 1.0 unless ramp_weight_decay"""
+    """factor on the recipe's weight decay; 1.0 unless ramp_weight_decay"""
     augment: bool
     sizes: ImageSizes
 
@@ -133,6 +133,7 @@ class Schedule:
             return duration.value * self.train_images
         if duration.unit == "sa":
             return duration.value
+        # Steps beyond the last stage count with its batch.
         number = max(bisect_right([span.first_step for span in self.spans], int(duration.value)) - 1, 0)
         span = self.spans[number]
         return span.start + (int(duration.value) - span.first_step) * float(span.batch)
@@ -158,6 +159,7 @@ class Schedule:
                 raise UserError(
                     f"an interval of {every} passes more than {_MOST_MARKS} times in the run; give a longer one"
                 )
+            # Each mark is a multiple, never a sum of intervals, so that rounding does not add up.
             for k in range(int(max(limit - offset, 0) // interval) + 1):
                 mark = offset + k * interval
                 counts.add(min(int(mark), len(self)) if every.unit == "st" else self.step_after(mark))
@@ -170,12 +172,14 @@ class Schedule:
             before = spans[-1] if spans else None
             first_step, start = (before.stop_step, before.stop) if before else (0, 0)
             batch = recipe.virtual_workers * stage.images_per_worker
+            # "linear" and "sqrt" scale the rate by the batch relative to the first stage's.
             reference = spans[0] if spans else None
             lr = _stage_rate(stage, batch, recipe.rate.lr, reference)
             momentum = self._momentum(number, batch, lr, reference.batch if reference else batch)
             if stage.until.unit == "st":
                 stop_step = int(stage.until.value)
             else:
+                # The stage ends at the first step boundary at or after its end.
                 end = stage.until.value * (self.train_images if stage.until.unit == "ep" else 1)
                 stop_step = first_step + math.ceil((end - start) / batch)
             if stop_step <= first_step:
@@ -188,16 +192,17 @@ class Schedule:
         return spans
 
     def _momentum(self, number: int, batch: int, lr: float, first_batch: int) -> float:
-        """A stage's own, or that which keeps the noise scale (`schema.NoiseScale`) with its batch and rate."""
+        """A stage's own, or the one with which the noise scale (`NoiseScale`) stays as it is."""
         given, base = self.recipe.stages[number].momentum, self.recipe.optimizer.momentum
         if given is None:
             return base
         if isinstance(given, float | int):
             return float(given)
-        kept = self.recipe.noise_scale
-        base = base if kept.momentum is None else kept.momentum
-        images, reference = self._per_noise(batch), self._per_noise(kept.batch or first_batch)
-        momentum = 1 - (lr / images) * (reference * (1 - base) / (kept.lr or self.recipe.rate.lr))
+        noise = self.recipe.noise_scale
+        base = base if noise.momentum is None else noise.momentum
+        images, reference = self._per_noise(batch), self._per_noise(noise.batch or first_batch)
+        # Smith and Le: g = lr * (N / B - 1) / (1 - momentum) is to be that of the reference, solved for the momentum.
+        momentum = 1 - (lr / images) * (reference * (1 - base) / (noise.lr or self.recipe.rate.lr))
         if not 0 <= momentum < 1:
             raise UserError(
                 f"stages.{number}.momentum = noise-scale: comes to {momentum:.4g} for a batch of {batch} at "
@@ -206,7 +211,7 @@ class Schedule:
         return momentum
 
     def _per_noise(self, batch: int) -> float:
-        """By what the noise of a batch falls: N times the inverse of N / B - 1, or B where that is near enough."""
+        """By what the noise of a batch falls: N times the inverse of N / B - 1, or B if that is near enough."""
         if not self.recipe.noise_scale.exact:
             return batch
         if batch >= self.train_images:

@@ -1,6 +1,6 @@
 """The recipe: everything that decides the trained weights, typed, validated, complete and hashable.
 
-Nothing about processes or machines stands here; that is the runtime options' (`runtime_options.py`).
+Processes and machines are the matter of the runtime options (`runtime_options.py`).
 """
 
 import hashlib
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from .compatibility import check_recipe
 from .data_schema import Data, Evaluate, Polish
 from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage, WeightAverage
 from .section import Count, Fraction, ImageSizes, Options, Positive, Section, sides
@@ -16,22 +17,22 @@ from .synchrony_schema import Synchrony
 
 MOST_VIRTUAL_WORKERS = 2**20
 SCHEMA = 1
-"""of recipes; it grows where a default or the meaning of a key changes, since hashes leave out keys at their default"""
+"""version of recipes, which grows if a default or the meaning of a key changes, since hashes leave out defaults"""
 
 
 class Model(Section):
     """The network."""
 
     name: str
-    """a built-in name (torusgd.models.MODELS), torchvision:NAME, timm:NAME, or package.module:factory"""
+    """built-in name (torusgd.models.MODELS), torchvision:NAME, timm:NAME, or package.module:factory"""
     options: Options = {}  # noqa: RUF012, since pydantic copies a default
     """keyword arguments of the builder, such as dropout, zero_gamma or fan_in (He's rule by inputs, as Fujitsu)"""
     batch_norm_momentum: Annotated[float, Field(gt=0, le=1)] | None = None
-    """share of a step's batch statistics in the running ones (torch's momentum); 1.0: no moving average (Sony, after
+    """fraction of a step's batch statistics in the running ones (torch's momentum); 1.0: no moving average (Sony, after
     Akiba et al., arXiv 1711.04325); null: the network's own, 0.1 in the built-in ones"""
     freeze: tuple[str, ...] = ()
     """parameters that stay as they are: names, names of modules that hold them, or patterns with * of either; body:
-    all but the head. A batch norm whose weights are frozen also keeps its statistics, and normalises by them"""
+    all but the head. A batch norm whose weights are frozen also retains its statistics, and normalises by them"""
 
 
 class Recipe(Section):
@@ -42,7 +43,7 @@ class Recipe(Section):
     description: str = ""
     """one line for the list of recipes"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """of the initial weights and of every random draw"""
+    """seed of the initial weights and of every random draw"""
     data: Data
     model: Model
     virtual_workers: Count
@@ -59,17 +60,17 @@ class Recipe(Section):
     """binary-cross-entropy: each class for itself against a sigmoid, summed over classes (Wightman et al., arXiv
     2110.00476)"""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """share of the target spread evenly over all classes"""
+    """fraction of the target spread evenly over all classes"""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """of the passes (autocast); auto: the fastest of the device, written to the recipe of the run"""
+    """precision of the passes (autocast); auto: the fastest of the device, written to the recipe of the run"""
     compile: bool = False
     """each block of the network compiled by torch (Inductor): fewer and larger kernels, other bits; it needs a C++
     compiler on a CPU, Triton on a GPU"""
     loss_scale: LossScale = LossScale()
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
-    """of the activations"""
+    """memory format of the activations"""
     reduction: Literal["exact", "float32", "float16", "bfloat16"] = "exact"
-    """how gradients are summed; only exact gives the same bits on any number of ranks"""
+    """arithmetic of gradients' sums; only exact gives the same bits on any number of ranks"""
     float32_norms: bool = False
     """true: beside a 16-bit reduction batch norm's gradients are summed as float32, and leave last (Fujitsu's records);
     exact and float32 sums need no such care, and stay as they are"""
@@ -81,7 +82,7 @@ class Recipe(Section):
     """runs of outputs in which each linear layer at the network's end is computed, each for itself; above 1, groups of
     ranks can share them (`--model-parallel`) and get the same bits"""
     target_top1: Fraction | None = None
-    """the time to reach it is reported as seconds_to_target"""
+    """accuracy whose time is reported as seconds_to_target"""
     polish: Polish | None = None
 
     @model_validator(mode="after")
@@ -96,43 +97,17 @@ class Recipe(Section):
         if isinstance(self.stages[0].momentum, float):
             raise ValueError("stages.0.momentum: the first stage's momentum is optimizer.momentum")
         if self.stages[0].momentum is not None and self.noise_scale.batch is None:
-            raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it keeps")
-        if self.loss_scale != LossScale() and self.precision != "float16":
-            raise ValueError("loss_scale: has a meaning with precision: float16 only")
+            raise ValueError("stages.0.momentum: noise-scale needs noise_scale.batch, of the run whose noise it holds")
         for number, stage in enumerate(self.stages):
             size, resize = self.training_sizes(stage)
             if resize is not None and resize < max(size):
                 raise ValueError(f"stages.{number}.resize: must be at least its image_size, {max(size)}")
-        if self.compile and (self.column_blocks > 1 or self.synchrony.form != "synchronous"):
-            raise ValueError("compile: true takes whole networks in synchronous steps; set it to false")
-        if self.loss != "cross-entropy" and self.column_blocks > 1:
-            raise ValueError("loss: binary-cross-entropy is computed by a whole network only; set column_blocks: 1")
         held_out = self.held_out_data
         if held_out.resize is not None and held_out.resize < max(sides(held_out.image_size)):
             raise ValueError(f"evaluate.resize: must be at least its image_size, {max(sides(held_out.image_size))}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_column_blocks(self) -> "Recipe":
-        if self.column_blocks == 1:
-            return self
-        if self.reduction != "exact":
-            raise ValueError("column_blocks: above 1 it needs reduction: exact")
-        if self.model.freeze:
-            raise ValueError("model.freeze: needs column_blocks: 1")
-        if self.data.augment.mixup or self.data.augment.cutmix:
-            raise ValueError("data.augment: mixup and cutmix need column_blocks: 1")
-        return self
-
-    @model_validator(mode="after")
-    def _check_synchrony(self) -> "Recipe":
-        if self.synchrony.form == "local":
-            if self.clip_grad_norm is not None:
-                raise ValueError("clip_grad_norm: has no meaning with synchrony.form: local, whose copies don't clip")
-            if self.optimizer.needs_head or self.optimizer.name not in ("sgd", "lars"):
-                raise ValueError("optimizer: synchrony.form: local takes sgd or lars, with one rate for all layers")
+        check_recipe(self)
         images = tuple(stage.images_per_worker for stage in self.stages)
-        self.synchrony.check_recipe(self.virtual_workers, images, self.reduction, self.column_blocks)
+        self.synchrony.check_counts(self.virtual_workers, images)
         return self
 
     def training_sizes(self, stage: Stage) -> ImageSizes:
@@ -168,6 +143,7 @@ class Recipe(Section):
         So a key that a later version adds does not move the hash of a recipe that leaves it at its default, whose
         checkpoints can still be resumed.
         """
+        # Sorted keys without spaces: one text for equal recipes, however their files were written.
         changed = self.model_dump(mode="json", exclude_defaults=True)
         text = json.dumps({"schema": SCHEMA, **changed}, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

@@ -39,7 +39,7 @@ class ImageSizes(NamedTuple):
     sides: tuple[int, int]
     """height and width that the network takes"""
     resize: int | None
-    """None: not scaled; a random box is scaled to `sides` at once"""
+    """shorter side; None: not scaled; a random box is scaled to `sides` at once"""
 
 
 def read_sides(value: Any, check: Callable[[Any], Any]) -> Any:

@@ -1,15 +1,13 @@
 """How many virtual workers each rank takes, evenly or by speed: the same sizes for a run and for a plan.
 
 A step is as long as its slowest rank, so the best sizes are found by handing each next virtual worker to the rank that
-would be done first (ours; list scheduling goes back to Graham, 1969). Where sums are exact, the sizes change no bit of
+would be done first (ours; list scheduling goes back to Graham, 1969). If sums are exact, the sizes change no bit of
 the weights.
 """
 
 import heapq
 from collections.abc import Sequence
 from itertools import pairwise
-
-from .schema import Recipe
 
 
 def even_counts(virtual_workers: int, ranks: int) -> tuple[int, ...]:
@@ -18,6 +16,7 @@ def even_counts(virtual_workers: int, ranks: int) -> tuple[int, ...]:
     >>> even_counts(8, 3)
     (2, 3, 3)
     """
+    # Cuts at the rounded-down multiples of V / N; neighbours differ by one at most.
     edges = [place * virtual_workers // ranks for place in range(ranks + 1)]
     return tuple(high - low for low, high in pairwise(edges))
 
@@ -32,6 +31,7 @@ def best_counts(virtual_workers: int, seconds: Sequence[float]) -> tuple[int, ..
     >>> best_counts(12, [1.0, 1.0, 2.0])
     (5, 5, 2)
     """
+    # A heap of (time at which the rank ends with one more, rank): the least one takes the next virtual worker.
     counts = [1] * len(seconds)
     ends = [(2 * each, place) for place, each in enumerate(seconds)]
     heapq.heapify(ends)
@@ -45,14 +45,3 @@ def best_counts(virtual_workers: int, seconds: Sequence[float]) -> tuple[int, ..
 def slowest_rank(counts: Sequence[int], seconds: Sequence[float]) -> float:
     """Seconds until the last rank is done, of ranks that take so many virtual workers of so many seconds each."""
     return max(count * each for count, each in zip(counts, seconds, strict=True))
-
-
-def why_even(recipe: Recipe) -> str:
-    """Why the shares of a recipe can't follow the ranks' speed; empty where they can."""
-    if recipe.reduction != "exact":
-        return f"sums in {recipe.reduction} depend on who computes what"
-    if recipe.column_blocks > 1:
-        return "ranks that share layers in column blocks take as many virtual workers each"
-    if recipe.synchrony.form != "synchronous":
-        return f"with synchrony.form = {recipe.synchrony.form} time decides other things than shares"
-    return ""

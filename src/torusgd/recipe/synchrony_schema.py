@@ -11,11 +11,11 @@ class Outer(Section):
     """SGD on the mean change of the virtual workers' copies, for form: local."""
 
     lr: Positive = 0.7
-    """share of the mean change that the weights take; 1.0: all of it (local SGD)"""
+    """fraction of the mean change that the weights take; 1.0: all of it (local SGD)"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """of the changes, from one step to the next; 0.0: none (local SGD)"""
+    """momentum of the changes, from one step to the next; 0.0: none (local SGD)"""
     nesterov: bool = True
-    """as in DiLoCo"""
+    """Nesterov's momentum, as in DiLoCo"""
 
     @model_validator(mode="after")
     def _check(self) -> "Outer":
@@ -36,7 +36,7 @@ _KEYS = {
     "gossip": ("probability", "delays"),
     "elastic": ("pull_every", "delays"),
 }
-"""by form the keys that have a meaning with it"""
+"""keys that have a meaning, by form"""
 _NEEDED = {
     "backup": ("backups", "the virtual workers that a step leaves out"),
     "local": ("local_steps", "the updates of each copy a step"),
@@ -45,7 +45,7 @@ _NEEDED = {
     "gossip": ("probability", "that of a mean with another worker after a step"),
     "elastic": ("pull_every", "the steps from one pull towards the centre to the next"),
 }
-"""by form the key that it can't do without, and what it says"""
+"""key that a form needs, and its meaning"""
 
 
 class Synchrony(Section):
@@ -55,7 +55,7 @@ class Synchrony(Section):
         "synchronous", "backup", "cutoff", "local", "sampled", "stale", "asynchronous", "gossip", "elastic"
     ] = "synchronous"
     """backup: the first virtual workers to finish (Chen et al.); cutoff: those in time (Teng and Wood; DropCompute);
-    local: each takes some steps of its own (local SGD, DiLoCo). What time decides is kept in the run's journal. Only
+    local: each takes some steps of its own (local SGD, DiLoCo). The run's journal records what time decides. Only
     simulated (`torusgd simulate`) are sampled, stale and asynchronous: barriers that look at some workers (PSP), at all
     (SSP) or at none; gossip: means of pairs; elastic: a pull towards a centre (EASGD)"""
     backups: Count | None = None
@@ -70,7 +70,7 @@ class Synchrony(Section):
     """backup and cutoff: steps at the start of the run that wait for all, and so do as many after ranks start again;
     predicted and measured take their times from them"""
     delays: str | None = None
-    """a model of delays, such as lognormal, added to the 1 s of virtual time that each virtual worker takes, on a
+    """model of delays, such as lognormal, added to the 1 s of virtual time that each virtual worker takes, on a
     machine of its own. backup and cutoff: it decides in place of clocks; simulated forms: null is exponential"""
     local_steps: Count | None = None
     """local: updates of each virtual worker's own copy a step, each on an equal part of its images_per_worker"""
@@ -116,20 +116,8 @@ class Synchrony(Section):
         """Whether a run writes down whose gradients, or changes, entered each update."""
         return self.leaves_out or self.form == "local"
 
-    def check_recipe(
-        self, virtual_workers: int, images_per_worker: tuple[int, ...], reduction: str, blocks: int
-    ) -> None:
-        """ValueError where the rest of a recipe doesn't go with it; `images_per_worker` are those of the stages."""
-        if self.form == "synchronous":
-            return
-        if reduction != "exact":
-            raise ValueError(
-                f"synchrony.form = {self.form}: needs reduction: exact, so that a replay has the same bits"
-            )
-        if blocks > 1:
-            raise ValueError(
-                f"synchrony.form = {self.form}: needs column_blocks: 1, since ranks that share layers wait"
-            )
+    def check_counts(self, virtual_workers: int, images_per_worker: tuple[int, ...]) -> None:
+        """ValueError if a recipe has too few virtual workers, or images of each in a stage that can't be divided."""
         least = self.backups + 1 if self.backups is not None else self.count if isinstance(self.count, int) else 1
         if least > virtual_workers:
             key = "backups" if self.form == "backup" else "count"

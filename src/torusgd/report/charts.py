@@ -8,13 +8,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..text import short
+
 WIDTH, HEIGHT = 380, 230
-"""of a chart's view box, of which the axes leave the inner part"""
+"""size of a chart's view box, of which the axes leave the inner part"""
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
 COLUMNS = 500
-"""points of a line at most"""
+"""most points of a line"""
 TICKS = 5
-"""on an axis, about"""
+"""marks of an axis, about"""
 Point = tuple[float, float]
 
 
@@ -25,7 +27,7 @@ class Series:
     name: str
     points: Sequence[Point]
     colour: int
-    """its number among the page's colours"""
+    """number among the page's colours"""
     dots: bool = False
     dashed: bool = False
 
@@ -45,7 +47,7 @@ class Line:
     name: str
     colour: int
     path: str
-    """of an SVG path"""
+    """data of an SVG path"""
     dots: tuple[Point, ...]
     dashed: bool
 
@@ -60,7 +62,7 @@ class Chart:
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     summary: str
-    """a sentence for those who do not see it"""
+    """sentence for readers who do not see the chart"""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Axis:
     def ticks(self, count: int) -> tuple[Tick, ...]:
         """About so many round values."""
         values = _decades(self.low, self.high, count) if self.log else _round_values(self.low, self.high, count)
-        return tuple(Tick(self.at(value), number(value)) for value in values)
+        return tuple(Tick(self.at(value), short(value)) for value in values)
 
     def _scaled(self, value: float) -> float:
         return math.log10(max(value, self.low)) if self.log else value
@@ -102,7 +104,7 @@ def line_chart(
     percent: bool = False,
     floor: bool = False,
 ) -> Chart | None:
-    """A chart of one or more series; None where no series has a point.
+    """A chart of one or more series; None if no series has a point.
 
     Args:
         title: What the y axis shows, and its unit.
@@ -114,37 +116,26 @@ def line_chart(
         floor: The y axis begins at 0.
     """
     scale = 100.0 if percent else 1.0
-    kept = [
+    shown = [
         (each, [(x, y * scale) for x, y in each.points if _is_shown(x, log_x) and _is_shown(y, log_y)])
         for each in series
     ]
-    kept = [(each, points) for each, points in kept if points]
-    if not kept:
+    shown = [(each, points) for each, points in shown if points]
+    if not shown:
         return None
-    xs = [x for _, points in kept for x, _ in points]
-    ys = [y for _, points in kept for _, y in points]
+    # Axes span what is shown of all series, so that their lines can be compared.
+    xs = [x for _, points in shown for x, _ in points]
+    ys = [y for _, points in shown for _, y in points]
     across = Axis(*_span(min(xs), max(xs), log_x), LEFT, WIDTH - RIGHT, log_x)
     low, high = _span(min([0.0, *ys] if floor and not log_y else ys), max(ys), log_y)
     up = Axis(*((low, high) if log_y else _widened(low, high, TICKS)), HEIGHT - BOTTOM, TOP, log_y)
     lines = []
-    for each, points in kept:
+    for each, points in shown:
         placed = [(across.at(x), up.at(y)) for x, y in _thinned(points)]
         path = "" if each.dots else "M" + "L".join(f"{x:g},{y:g}" for x, y in placed)
         lines.append(Line(each.name, each.colour, path, tuple(placed) if each.dots else (), each.dashed))
-    ends = ", ".join(f"{each.name} ends at {number(points[-1][1])}" for each, points in kept)
+    ends = ", ".join(f"{each.name} ends at {short(points[-1][1])}" for each, points in shown)
     return Chart(title, x_label, tuple(lines), across.ticks(TICKS), up.ticks(TICKS), f"{title} over {x_label}: {ends}.")
-
-
-def number(value: float) -> str:
-    """A number of an axis, short and without an exponent where that is readable.
-
-    >>> number(0.0), number(0.25), number(12000.0), number(2_500_000.0), number(1e-6)
-    ('0', '0.25', '12k', '2.5M', '1e-06')
-    """
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
-    return f"{value:.4g}"
 
 
 def _is_shown(value: float, log: bool) -> bool:
@@ -152,7 +143,7 @@ def _is_shown(value: float, log: bool) -> bool:
 
 
 def _span(low: float, high: float, log: bool) -> tuple[float, float]:
-    """Widened where all values are the same."""
+    """Widened if all values are the same."""
     if low < high:
         return low, high
     if log:
@@ -162,6 +153,7 @@ def _span(low: float, high: float, log: bool) -> tuple[float, float]:
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
     """At most COLUMNS points: of neighbours the mean."""
+    # Means of equal runs and not every n-th point, or a spike would come and go with the length of the run.
     size = math.ceil(len(points) / COLUMNS)
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     return [(sum(x for x, _ in each) / len(each), sum(y for _, y in each) / len(each)) for each in groups]
@@ -169,6 +161,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 def _step(low: float, high: float, count: int) -> float:
     """1, 2, 2.5 or 5 times a power of ten, of which about `count` lie between the bounds."""
+    # The least round step that leaves at most `count` of them; 0.999 for a quotient that rounding left below.
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
@@ -187,7 +180,7 @@ def _widened(low: float, high: float, count: int) -> tuple[float, float]:
 
 
 def _decades(low: float, high: float, count: int) -> list[float]:
-    """Powers of ten, with 2 and 5 times as much where they are few; round values where there is no room for those."""
+    """Powers of ten, with 2 and 5 times as much if they are few; round values if there is no room for those."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if len(powers) < count else (1,)
     every = math.ceil(len(powers) / (2 * count))

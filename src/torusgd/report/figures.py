@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..text import is_number
 from .charts import Chart, Series, line_chart
-from .read_run import RunRecord, is_number
+from .read_run import RunRecord
 from .tables import time_shares
 
 COLOURS = 8
-"""of the page; further runs take them again, dashed"""
+"""colours of the page; further runs take them again, dashed"""
 _SMOOTH = 25
 """steps over which images a second are averaged"""
 

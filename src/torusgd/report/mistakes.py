@@ -20,11 +20,11 @@ from ..runtime import loader_threads
 from ..step.evaluate import Confusion, read_ahead
 
 MOST_IMAGES = 24
-"""on the sheet"""
+"""pictures on the sheet"""
 MOST_CLASSES = 10
-"""in the table of the worst"""
+"""classes in the table of the worst"""
 _PIXELS = 96
-"""the longer side of a picture on the sheet at most; larger ones are made smaller"""
+"""largest longer side of a picture on the sheet; larger ones are scaled down"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class WorstClass:
     images: int
     top1: float
     taken_for: str
-    """the class that its wrong images are taken for most often"""
+    """class that its wrong images are taken for most often"""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class WrongImage:
     """A held-out image that is taken for another class."""
 
     index: int
-    """in the held-out data"""
+    """index in the held-out data"""
     name: str
     taken_for: str
     probability: float
-    """that the network gave its own class"""
+    """probability that the network gave the right class"""
     picture: str
-    """a data: URL of a PNG of what the network saw; empty where it has neither one nor three channels"""
+    """data: URL of a PNG of what the network saw; empty unless it has one or three channels"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Mistakes:
     classes: tuple[WorstClass, ...]
     images: tuple[WrongImage, ...]
     wrong: int
-    """images in all that are taken for another class"""
+    """all images that are taken for another class"""
     seen: int
 
 
@@ -72,7 +72,7 @@ def find_mistakes(
     Args:
         model: On its device; left in evaluation mode.
         pipeline: Of the held-out images.
-        recipe: Says how images are normalised and classified.
+        recipe: Normalisation, and how images are classified.
         names: Of the classes; further outputs of the network are called by their number.
         precision: As in training.
 
@@ -99,8 +99,9 @@ def find_mistakes(
         for row in (chosen != batch.targets).nonzero()[:, 0].tolist():
             wrong += 1
             entry = (-float(own[row]), -int(chunk[batch.kept[row]]), int(batch.targets[row]), int(chosen[row]))
-            # Clone: the batch's memory is used again for others.
+            # Clone: the pipeline reuses the batch's memory for the next images.
             heapq.heappush(worst, (*entry, batch.images[row].clone()))
+            # The heap holds one more than the sheet: the least wrong image goes.
             if len(worst) > MOST_IMAGES:
                 heapq.heappop(worst)
     images = [

@@ -8,21 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..text import NONE, count, duration, percent, plain, plural
 from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from .figures import run_charts, sweep_charts, time_bars
 from .read_run import RunRecord
 from .tables import (
-    NONE,
     Row,
     Table,
     command_of,
     conditions_table,
-    count,
-    duration,
     final,
     images_per_second,
-    percent,
-    plain,
     plan_table,
     ranks_table,
     result_table,
@@ -44,7 +40,7 @@ _PARTS = {
 
 
 def check_jinja() -> None:
-    """UserError where no page can be set, since jinja2 is missing."""
+    """UserError if jinja2, which sets the page, is missing."""
     try:
         import jinja2  # noqa: F401
     except ImportError:
@@ -56,7 +52,7 @@ def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -
 
     Args:
         runs: At least one.
-        mistakes: Of each run, or None where its weights were not looked at.
+        mistakes: Of each run, or None if its weights were not looked at.
     """
     tables = [result_table(runs), training_table(runs), plan_table(runs), ranks_table(runs)]
     return _environment().get_template("run.html").render(
@@ -117,8 +113,7 @@ def _notes(runs: Sequence[RunRecord]) -> list[str]:
     notes = [f"{run.name}: {run.why}" if len(runs) > 1 else run.why for run in runs if run.why]
     for run in runs:
         if run.unread:
-            lines = "1 line" if run.unread == 1 else f"{run.unread} lines"
-            notes.append(f"{run.name}: left out {lines} of events.jsonl that can't be understood.")
+            notes.append(f"{run.name}: left out {plural(run.unread, 'line')} of events.jsonl that can't be understood.")
         if not run.steps:
             notes.append(f"{run.name}: no step is recorded, so there is nothing to draw.")
     return notes
@@ -179,7 +174,7 @@ Column = tuple[str, str, Callable[[Mapping[str, Any]], str]]
 
 
 def _columns(curve: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Key, heading and text of what the points of a sweep tell; to an accuracy they also tell the batch."""
+    """Key, heading and text of each figure of a sweep's points; plans to an accuracy also have the batch."""
     columns: list[Column] = [
         ("devices", "devices", lambda each: count(each["devices"])),
         ("batch", "batch", lambda each: count(each["batch"])),

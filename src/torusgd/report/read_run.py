@@ -1,4 +1,4 @@
-"""What a run's folder tells: recipe, steps, evaluations, summary. Finished or not, whole or cut off in writing.
+"""What a run's folder says: recipe, steps, evaluations, summary. Finished or not, whole or cut off in writing.
 
 Others may have written the folder, and a machine may have died in the middle of a line. So what is read is bounded,
 a line that can't be understood is counted and left out, and only values of the expected type go any further.
@@ -8,23 +8,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from ..errors import UserError
 from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
 from ..rundir.status import STATUS, gone, read_status
+from ..text import is_number
 from ..untrusted import check_regular, parse_json, read_text
 
 MOST_EVENT = 1 << 20
 """bytes of a line of events.jsonl; a step of a thousand ranks has some 20,000"""
-MOST_FIGURE = 1e15
-"""no figure of a run is larger; sums of so many stay finite"""
 _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("shares", "conditions", "predicted", "runtime"), dict),
     **dict.fromkeys(("lost_ranks", "other_conditions", "mixed_conditions"), list),
 }
-"""of the values of summary.json and status.json that are no numbers or words"""
+"""types of the values of summary.json and status.json that are no numbers or words"""
 _STEP_KEYS = ("step", "epoch", "loss", "lr", "batch", "step_seconds", "data_seconds", "sync_seconds", "update_seconds")
 
 
@@ -35,7 +34,7 @@ class RunRecord:
     folder: Path
     recipe: Recipe
     state: str
-    """finished, running, stopped or gone, as in `RunStatus`"""
+    """`RunStatus.state`: finished, running, stopped or gone"""
     why: str
     """one sentence on a run that is not finished; empty otherwise"""
     steps: tuple[Mapping[str, Any], ...]
@@ -43,15 +42,15 @@ class RunRecord:
     evaluations: tuple[Mapping[str, Any], ...]
     """events of evaluations, the one after the polish last"""
     summary: Mapping[str, Any]
-    """of a finished run; empty otherwise"""
-    told: Mapping[str, Any]
-    """of status.json: by which options the ranks were started"""
+    """summary.json; empty unless the run is finished"""
+    status: Mapping[str, Any]
+    """status.json: the options by which the ranks were started"""
     unread: int
     """lines of events.jsonl that could not be understood"""
 
     @property
     def name(self) -> str:
-        """What the pages call it: its folder's name."""
+        """The name of the run's folder."""
         return self.folder.resolve().name or str(self.folder)
 
     def numbers(self, key: str) -> list[float]:
@@ -59,7 +58,7 @@ class RunRecord:
         return [float(step[key]) for step in self.steps]
 
     def epoch_of(self, step: float) -> float | None:
-        """The epochs done after so many steps; None where the events don't tell."""
+        """The epochs done after so many steps; None if the events don't say."""
         return self._epochs.get(int(step))
 
     @cached_property
@@ -89,17 +88,12 @@ def read_run(folder: Path) -> RunRecord:
         steps=tuple(event for event in events if "event" not in event),
         evaluations=tuple(event for event in events if event.get("event") in ("evaluation", "polished")),
         summary=_expected(status.told) if status.state == "finished" else {},
-        told=_expected(_read_told(folder / STATUS)),
+        status=_expected(_read_tree(folder / STATUS)),
         unread=unread,
     )
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of a stranger's JSON is a number, no truth value, of at most MOST_FIGURE."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_FIGURE
-
-
-def _read_told(path: Path) -> Mapping[str, Any]:
+def _read_tree(path: Path) -> Mapping[str, Any]:
     try:
         tree = parse_json(read_text(path))
     except (OSError, ValueError):
@@ -132,6 +126,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     try:
         check_regular(path)
         with path.open("rb") as file:
+            # Bounded: a line without an end would fill the memory.
             while line := file.readline(MOST_EVENT):
                 yield line
     except FileNotFoundError:  # stopped before its first step

@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any
 
 from ..recipe.schema import Recipe
-from .read_run import RunRecord, is_number
+from ..text import NONE, count, duration, is_number, listed, milliseconds, percent, plain, plural
+from .read_run import RunRecord
 
-NONE = "-"
 _FLAGS = ("update", "model_parallel", "allreduce", "grid", "profile", "buckets", "shares")
-"""runtime options that have a flag of the same name, and change how long a run takes"""
+"""runtime options with a flag of the same name that change how long a run takes"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TimeShare:
     name: str
     seconds: float
     share: float
-    """of all of it"""
+    """fraction of all of it"""
 
 
 def training_table(runs: Sequence[RunRecord]) -> Table:
@@ -107,7 +107,7 @@ def ranks_table(runs: Sequence[RunRecord]) -> Table:
         ("ranks most often behind", _stragglers),
         ("virtual workers moved off slow ranks", summary("moved_workers")),
         ("virtual workers taken over from late ranks", summary("taken_over_workers")),
-        ("ranks lost", lambda run: ", ".join(map(str, run.summary.get("lost_ranks") or [])) or "none"),
+        ("ranks lost", lambda run: listed(run.summary.get("lost_ranks") or []) or "none"),
         ("restarts", summary("restarts")),
         ("resumed from step", lambda run: str(run.summary.get("resumed_from") or "none")),
         ("steps redone after an overflow", lambda run: count(_sum(run, "redone"))),
@@ -120,18 +120,18 @@ def ranks_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def plan_table(runs: Sequence[RunRecord]) -> Table | None:
-    """Predicted against measured; None where no run was given a plan."""
+    """Predicted against measured; None if no run was given a plan."""
     if not any(run.summary.get("predicted") for run in runs):
         return None
 
     def beside(run: RunRecord, name: str, show: Callable[[object], str]) -> str:
         found = run.summary.get("predicted") or {}
         error = found.get(f"{name}_error")
-        told = f" (plan {error:+.1%})" if is_number(error) else ""
-        return f"{show(found.get(name))} / {show(found.get(f'measured_{name}'))}{told}"
+        beside = f" (plan {error:+.1%})" if is_number(error) else ""
+        return f"{show(found.get(name))} / {show(found.get(f'measured_{name}'))}{beside}"
 
     rows: list[tuple[str, Callable[[RunRecord], str]]] = [
-        ("a step", lambda run: beside(run, "step_seconds", _milliseconds)),
+        ("a step", lambda run: beside(run, "step_seconds", milliseconds)),
         ("images a second", lambda run: beside(run, "images_per_second", count)),
     ]
     note = "Predicted / measured: medians over steps, without evaluations, checkpoints and the first step."
@@ -162,11 +162,11 @@ def command_of(run: RunRecord) -> str:
     """The command that does the same again, in a shell in which the paths that the run was given still exist."""
     words = ["torusgd", "train", str(run.folder / "recipe.yaml")]
     for key in ("data", "init", "max_steps"):
-        if run.told.get(key):
-            words += [f"--{key.replace('_', '-')}", str(run.told[key])]
+        if run.status.get(key):
+            words += [f"--{key.replace('_', '-')}", str(run.status[key])]
     ranks = run.summary.get("world_size", len(_shares(run)) or None)
     words += ["--workers", str(ranks)] if ranks else []
-    options = run.told.get("runtime", {})
+    options = run.status.get("runtime", {})
     words += [word for key in _FLAGS if key in options for word in (f"--{key.replace('_', '-')}", _flag(options[key]))]
     return shlex.join([*words, "--out", f"{run.folder}-again"])
 
@@ -178,6 +178,7 @@ def time_shares(run: RunRecord) -> list[TimeShare]:
         return []
     data, sync, update = (sum(run.numbers(f"{name}_seconds")) for name in ("data", "sync", "update"))
     steps = sum(run.numbers("step_seconds"))
+    # What a step does not wait for is computation; what lies between steps is no part of any.
     parts = {
         "compute": steps - data - sync - update,
         "waiting for images": data,
@@ -201,7 +202,7 @@ def images_per_second(run: RunRecord) -> float | None:
 
 
 def final(run: RunRecord) -> dict[str, Any]:
-    """The accuracy of a finished run's weights, else its last evaluation; empty where there is none."""
+    """The accuracy of a finished run's weights, else its last evaluation; empty if there is none."""
     if "top1" in run.summary:
         return dict(run.summary)
     return dict(run.evaluations[-1]) if run.evaluations else {}
@@ -212,34 +213,6 @@ def batches(recipe: Recipe) -> str:
     return " > ".join(f"{recipe.virtual_workers * stage.images_per_worker:,}" for stage in recipe.stages)
 
 
-def percent(value: object) -> str:
-    """A fraction as a percentage."""
-    return f"{value:.2%}" if is_number(value) else NONE
-
-
-def count(value: object) -> str:
-    """A number without decimals."""
-    return f"{value:,.0f}" if is_number(value) else NONE
-
-
-def plain(value: object) -> str:
-    """A number with four digits."""
-    return f"{value:.4g}" if is_number(value) else NONE
-
-
-def duration(seconds: object) -> str:
-    """Seconds, minutes or hours.
-
-    >>> duration(92.1), duration(3000), duration(90000), duration(None)
-    ('92.1 s', '50.0 min', '25.0 h', '-')
-    """
-    if not is_number(seconds):
-        return NONE
-    if seconds < 600:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def _table(
     title: str, runs: Sequence[RunRecord], rows: Sequence[tuple[str, Callable[[RunRecord], str]]], note: str = ""
 ) -> Table:
@@ -247,8 +220,7 @@ def _table(
 
 
 def _with_options(name: str, options: dict[str, Any]) -> str:
-    told = ", ".join(f"{key}={value}" for key, value in options.items())
-    return f"{name} ({told})" if told else name
+    return f"{name} ({listed(f'{key}={value}' for key, value in options.items())})" if options else name
 
 
 def _last(run: RunRecord, key: str) -> float | None:
@@ -273,19 +245,14 @@ def _hidden(run: RunRecord) -> float | None:
     return value if is_number(value) else None
 
 
-def _milliseconds(value: object) -> str:
-    return f"{1e3 * value:.1f} ms" if is_number(value) else NONE
-
-
 def _shares(run: RunRecord) -> dict[str, Any]:
-    return run.summary.get("shares") or run.told.get("shares") or {}
+    return run.summary.get("shares") or run.status.get("shares") or {}
 
 
 def _counts(shares: dict[str, Any]) -> str:
     """How many ranks take how many, such as: 5 (2 ranks), 2 (1 rank)."""
     counted = Counter(str(value) for value in shares.values())
-    told = [f"{workers} ({ranks} rank{'s' * (ranks > 1)})" for workers, ranks in counted.most_common()]
-    return ", ".join(told) or NONE
+    return listed(f"{workers} ({plural(ranks, 'rank')})" for workers, ranks in counted.most_common()) or NONE
 
 
 def _stragglers(run: RunRecord) -> str:
@@ -299,12 +266,12 @@ def _stragglers(run: RunRecord) -> str:
             causes[int(late["rank"])][str(late.get("cause"))] += 1
     worst = sorted(behind, key=lambda rank: (-len(behind[rank]), rank))[:3]
     compared = sum(map(len, behind.values()))
-    told = [
-        f"rank {rank} in {len(behind[rank])} of {compared} comparisons, by {_milliseconds(median(behind[rank]))} "
+    lines = [
+        f"rank {rank} in {len(behind[rank])} of {compared} comparisons, by {milliseconds(median(behind[rank]))} "
         f"(median), mostly {causes[rank].most_common(1)[0][0]}"
         for rank in worst
     ]
-    return "; ".join(told) or "none"
+    return "; ".join(lines) or "none"
 
 
 def _conditions(run: RunRecord) -> dict[str, Any]:

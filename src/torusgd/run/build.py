@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
-from ..cuda.cuda_streams import check_cuda_streams
 from ..cuda.form import GpuForm
 from ..cuda.run_ahead import RunAhead, runs_ahead
 from ..gradients.bucket_rebuild import BucketRebuild
@@ -26,25 +25,24 @@ from ..gradients.reducer import hook_parameters
 from ..gradients.update import Update
 from ..observe.trace import StepTrace, check_trace
 from ..precision import Precision
+from ..recipe.compatibility import check
 from ..recipe.schedule import Schedule
-from ..runtime import check_world_size
-from ..step.audit import check_audit
 from ..step.control_vector import ControlMessage
 from ..step.drift import DriftWatch
 from ..step.images import ImageReader
 from ..step.membership import Membership, even_shares
 from ..step.model_state import StepState
-from ..step.relaxed import check_synchrony
 from ..step.requests import Requests
 from ..step.stats import StepClock
 from ..step.step import TrainStep
 from ..step.watch import StepWatch
 from ..step.weight_average import MovingAverage
 from ..step.work_stealing import work_stealing
+from ..synchrony.delays import delay_model
 from .choose_passes import passes_of, thread_of
 from .draw_network import Network, draw_network, fingerprint_of, optimizer_of
 from .fingerprint import Conditions, Fingerprint, check_ranks_agree
-from .job import Job, images_at, is_live
+from .job import Job, images_at, setup_of
 from .open_data import Data
 from .sums import Sums, explanations, sums_of
 from .watchers import drift_of, watches_of
@@ -203,21 +201,19 @@ def _step(
         clock=clock,
         world=world,
         liveness=liveness,
-        stealing=work_stealing(job.options, recipe, world),
+        stealing=work_stealing(job.options, world),
         pass_thread=thread_of(job, own_copy, state, world),
     )
 
 
 def _check(job: Job, world: Group, steps: int) -> None:
-    recipe, options = job.recipe, job.options
     check_trace(job.trace, steps)
-    check_world_size(world.size, recipe)
-    check_audit(options, recipe, world.size)
-    check_synchrony(recipe, options, world.device, job.delays, is_live(job))
+    check(setup_of(job, world.size, device=world.device.type))
+    for text in {job.delays, job.recipe.synchrony.delays or ""} - {""}:
+        delay_model(text, job.recipe.seed)
 
 
 def _gpu_form(job: Job, device: torch.device, ahead: bool | None) -> GpuForm | None:
     """The parts of a run in the form of a GPU; None: the plain ones."""
     is_ahead = (device.type == "cuda" if ahead is None else ahead) and runs_ahead(job.recipe, job.options)
-    check_cuda_streams(job.options, device, is_ahead)
     return GpuForm(job.recipe, job.options, device) if is_ahead else None

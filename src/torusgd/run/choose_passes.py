@@ -25,7 +25,7 @@ def passes_of(
         world: All ranks.
     """
     recipe, device, model, update = job.recipe, world.device, state.model, state.update
-    order = order_of_gradients(job.options, recipe, device)
+    order = order_of_gradients(job.options)
     if recipe.synchrony.local_steps is not None and copy is not None:
         return local_steps(recipe, copy, model, state.reducer, update, state.precision, state.batch_norm)
     if tail is None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, PositiveInt
 
 from ..observe.compare_plan import PlanComparison
 from ..observe.trace import TracedSteps
+from ..recipe.compatibility import BY_CLOCKS, Setup
 from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
@@ -86,10 +87,15 @@ class Job:
         return {"data": data, "init": self.init, "max_steps": self.max_steps, "runtime": options}
 
 
+def setup_of(job: Job, ranks: int | None = None, **more: Any) -> Setup:
+    """What the table of compatibility looks at; `more` replaces fields of `Setup`."""
+    setup = Setup(job.recipe, job.options, job.device, ranks, job.delays, is_replay=job.replay is not None)
+    return replace(setup, **more)
+
+
 def is_live(job: Job) -> bool:
     """Whether clocks decide what its steps leave out."""
-    form = job.recipe.synchrony
-    return form.leaves_out and form.delays is None and job.replay is None
+    return BY_CLOCKS.is_in(setup_of(job))
 
 
 def images_at(job: Job) -> str:

@@ -29,12 +29,13 @@ import torch
 
 from ..comm.groups import Group
 from ..errors import RunError, UserError, warn
+from ..recipe.compatibility import fixed_ranks
 from ..rundir.checkpoint import Checkpoint, CheckpointWriter, list_checkpoints, read_checkpoint
 from ..step.model_state import StepState
+from ..text import byte_size
 from ..weights import weights_sha256
-from .job import Job
+from .job import Job, setup_of
 from .progress import RunState, as_checkpoint, tensors_of
-from .survival import obstacle
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SECONDS = 1.0
@@ -75,7 +76,7 @@ class NodeMemory:
         size = sum(tensor.nbytes for tensor in tensors.values())
         try:
             if shutil.disk_usage(self._folder).free < 2 * size:
-                raise RunError(f"{SHARED_MEMORY} has no room for {2 * size / 1e6:.0f} MB")
+                raise RunError(f"{SHARED_MEMORY} has no room for {byte_size(2 * size)}")
             self.writer.save(as_checkpoint(state, tensors))
         except (OSError, RunError) as error:
             warn(f"the state is not kept in this node's memory any more: {error}")
@@ -114,7 +115,7 @@ class Newest:
 def node_memory(job: Job) -> NodeMemory | None:
     """The memory of this rank's node; None where nobody starts ranks again, or copies of a state are not enough."""
     agent = torchrun_agent()
-    if not agent or not job.options.node_memory or obstacle(job):
+    if not agent or not job.options.node_memory or fixed_ranks(setup_of(job)):
         return None
     if job.recipe.synchrony.keeps_journal:  # its journal is on the disk alone, and may end before a copy
         return None

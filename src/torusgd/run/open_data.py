@@ -12,9 +12,10 @@ from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline, allocate_by_torch
 from ..data.registry import open_sources
 from ..data.to_device import BytePipeline, allocate_pinned, can_normalise_later
+from ..recipe.compatibility import LOADER_PROCESSES, NVJPEG, check
 from ..runtime import loader_threads
 from .host_share import HostShare, KeptArrays, MappedArrays
-from .job import Job, images_at
+from .job import Job, images_at, setup_of
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedAr
         liveness: Learns for what this rank waits.
         once: Gives the lists of images; None: this process makes them.
     """
+    check(setup_of(job, device=device.type), {NVJPEG, LOADER_PROCESSES})
     recipe, once = job.recipe, once or MappedArrays()
     liveness.outside("the list of images", images_at(job))
     train, held_out = open_sources(recipe.data, job.data, recipe.seed, once)
     if recipe.data.decoder == "nvjpeg":
-        train, held_out = decode_on_gpu((train, held_out), device, job.options.loader_processes)
+        train, held_out = decode_on_gpu((train, held_out), device)
     is_gpu = device.type == "cuda"
     make = BytePipeline if is_gpu and can_normalise_later(recipe.data.augment) else Pipeline
     allocate = allocate_pinned if is_gpu else allocate_by_torch

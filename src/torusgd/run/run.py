@@ -13,6 +13,7 @@ from ..comm.groups import Group
 from ..comm.liveness import Liveness, NoLiveness
 from ..errors import UserError
 from ..observe.events import Telemetry, evaluation_event
+from ..recipe.compatibility import fixed_ranks
 from ..recipe.duration import Duration
 from ..recipe.schedule import Schedule
 from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter
@@ -29,14 +30,14 @@ from ..step.requests import Requests
 from ..step.stats import StepStats
 from ..weights import weights_sha256
 from .build import Trainer, build
-from .job import Job
+from .job import Job, setup_of
 from .node_memory import node_memory
 from .progress import RunState
 from .restore import greet, restore
 from .result import RunResult, weights_metadata, write_result
 from .saving import Saver, saved_on_disk
 from .state_feed import StateFeeds
-from .survival import Agreed, Kept, agree, fitting, nothing_yet, obstacle, wait_for_ranks
+from .survival import Agreed, Kept, agree, fitting, nothing_yet, wait_for_ranks
 from .watchers import ReplacedImages
 
 
@@ -359,7 +360,7 @@ class Run:
     def _open_telemetry(self, is_kept: bool) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
         state, path, recipe = self.state, self.run_dir.path, self.job.recipe
-        fixed = "another launcher has started them" if ranks_are_given() else obstacle(self.job)
+        fixed = "another launcher has started them" if ranks_are_given() else fixed_ranks(setup_of(self.job))
         about = {"recipe": recipe.name, "virtual_workers": recipe.virtual_workers, "fixed_ranks": fixed}
         about |= self.job.asked()
         self.liveness.outside("the servers of --track", ", ".join(self.job.options.track))

@@ -17,7 +17,7 @@ from ..gradients.reducer import Channel, MakeSum, Reducer
 from ..optim import BLOCK
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..tensor_parallel.column_layout import check_parallel, choose_parallel
+from ..tensor_parallel.column_layout import choose_parallel
 from ..tensor_parallel.parallel_tail import ParallelTail
 from ..tensor_parallel.tail import column_tail
 from .draw_network import slots_of
@@ -98,8 +98,6 @@ def shared_tail(
 ) -> ParallelTail | None:
     """The network's tail in column blocks; None where the recipe computes its linear layers whole."""
     blocks, asked = recipe.column_blocks, options.model_parallel
-    if asked != "auto":
-        check_parallel(asked, world.size, blocks, recipe.virtual_workers)
     if blocks == 1:
         return None
     tail = column_tail(model, blocks)

@@ -26,12 +26,14 @@ from ..comm.groups import Group, alone
 from ..comm.liveness import Liveness
 from ..errors import UserError, warn
 from ..observe.trackers import Trackers
+from ..recipe.compatibility import fixed_ranks
 from ..recipe.runtime_options import RuntimeOptions
+from ..text import named
 from ..weights import Tensors
 from .draw_network import Network, draw_network, fingerprint_of
 from .fingerprint import Fingerprint
 from .host_share import HostShare, MappedArrays
-from .job import Job, images_at
+from .job import Job, images_at, setup_of
 from .open_data import Data, open_data
 from .progress import RunState, share_tensors
 from .saving import LastSaved
@@ -90,8 +92,8 @@ class Agreed:
     def others(self, world: Group) -> str:
         """A line that says who does not hold the state; empty where all do."""
         ranks = [str(rank) for place, rank in enumerate(world.ranks) if place not in self.holders]
-        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
-        return "" if not ranks else f"all waited while the state of step {self.state.step} was sent to {who}"
+        sent_to = named("rank", ranks)
+        return "" if not ranks else f"all waited while the state of step {self.state.step} was sent to {sent_to}"
 
 
 def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Kept:
@@ -148,20 +150,9 @@ def wait_for_ranks(world: Group, liveness: Liveness, step: int, is_asked_to_stop
 
 def fewest_ranks(job: Job, ranks: int) -> int:
     """With how many of its ranks a run goes on when others are lost; fewer start again, all of them."""
-    if obstacle(job):
+    if fixed_ranks(setup_of(job)):
         return ranks
     return 2 if job.options.audit else 1  # one rank has no other to check it
-
-
-def obstacle(job: Job) -> str:
-    """Why the ranks that are left can't go on with a job, but start again from a checkpoint; empty where they can."""
-    if job.options.update == "sharded":
-        return "a lost rank takes its shards of the momentum along"
-    if job.recipe.column_blocks > 1:
-        return "a lost rank takes its column blocks along"
-    if job.recipe.reduction != "exact":
-        return f"sums in {job.recipe.reduction} depend on the number of ranks"
-    return "the communicators of GPUs are not built anew" if job.device == "cuda" else ""
 
 
 def agree(kept: Kept, world: Group) -> Agreed | None:

@@ -50,9 +50,9 @@ class Moment:
     time: float
     """virtual seconds"""
     gradients: int
-    """that went into the weights so far"""
+    """gradients in the weights so far"""
     weights: Callable[[], Tensor]
-    """makes those that would be evaluated now, float32 [weights]; only until the next moment is asked for"""
+    """maker of the weights to evaluate now, float32 [weights]; valid until the next moment is taken"""
 
 
 def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
@@ -76,7 +76,7 @@ def barrier(workers: Workers, rule: Barrier) -> Iterator[Moment]:
 def threshold(workers: Workers, parts: int, tau: float) -> Iterator[Moment]:
     """Synchronous steps of `parts` micro-batches a worker; those that end after `tau` seconds are left out.
 
-    The step is the mean over what arrived, and takes tau seconds where anything was left out. A step in which nothing
+    The step is the mean over what arrived, and takes tau seconds if anything was left out. A step in which nothing
     arrives changes nothing.
     """
     weights = workers.passes.initial.clone()
@@ -140,6 +140,7 @@ def gossip(workers: Workers, chance: float) -> Iterator[Moment]:
         for worker, step in ended:
             own[worker] = own[worker] - workers.lr * _gradient(workers, own[worker], worker, step)
         gradients += len(ended)
+        # All take means of the weights after the steps, or the order of workers would matter.
         stepped = list(own)
         for worker, step in ended:
             if workers.count > 1 and keyed_uniform(PEER, workers.seed, worker, step, 0) < chance:
@@ -159,6 +160,7 @@ def elastic(workers: Workers, every: int, beta: float) -> Iterator[Moment]:
     gradients = 0
     for time, ended in _ends(workers):
         for worker, step in ended:
+            # The gradient is of the weights before the pull.
             gradient = _gradient(workers, own[worker], worker, step)
             if step % every == 0:
                 pull = (own[worker] - centre) * (beta / workers.count)

@@ -18,7 +18,7 @@ from ..rng import DROPOUT, seed_torch
 
 _CHUNK = 500
 _STATISTICS = 4
-"""batches of _CHUNK training images by which batch norm is evaluated"""
+"""batches of _CHUNK training images from which batch norm takes its statistics in evaluations"""
 
 
 class Passes:
@@ -35,11 +35,11 @@ class Passes:
         self._recipe, self._train = recipe, train
         self._order = StreamOrder(len(train.source), recipe.seed)
         self.images = recipe.stages[0].images_per_worker // (recipe.synchrony.local_steps or 1)
-        """of a gradient"""
+        """images of a gradient"""
         self._model = model_of(recipe, len(train.source.classes))
         self._norms = [layer for layer in self._model.modules() if isinstance(layer, _BatchNorm)]
         self.initial = parameters_to_vector(self._model.parameters()).detach().clone()
-        """the weights to begin with, float32 [weights]"""
+        """weights to begin with, float32 [weights]"""
         known = min(_CHUNK * _STATISTICS, len(train.source))
         self._known = train.training_batch(np.arange(known), np.zeros(known, dtype=np.int64), augment=False)
         self._held_out = held_out.validation_batch(np.arange(len(held_out.source)))

@@ -14,6 +14,7 @@ from ..recipe.synchrony_schema import Outer, Synchrony
 from ..synchrony.barriers import Barrier, barrier
 from ..synchrony.delays import delay_model
 from ..synchrony.limits import Limits, each_alone
+from ..text import listed
 from ..weights import weights_sha256
 from . import forms
 from .forms import Moment, Workers
@@ -33,11 +34,11 @@ FORMS = {
     "gossip:P": "after a step, with probability P the mean with another worker's weights",
     "elastic:T": "every T steps a pull towards the centre",
 }
-"""what may be simulated"""
+"""forms, by the text that names them"""
 ELASTIC_BETA = 0.9
-"""the pull of all workers together; the authors' value"""
+"""pull of all workers together; the authors' value"""
 OUTER = {"local": Outer(lr=1.0, momentum=0.0, nesterov=False), "diloco": Outer()}
-"""the outer SGD; DiLoCo's is the authors'"""
+"""outer SGD by form; DiLoCo's is the authors'"""
 _KEYS: dict[str, tuple[str, type]] = {
     "backup": ("backups", int),
     "cutoff": ("count", int),
@@ -46,7 +47,7 @@ _KEYS: dict[str, tuple[str, type]] = {
     "gossip": ("probability", float),
     "elastic": ("pull_every", int),
 }
-"""by form the key of a recipe's `synchrony` that its text gives"""
+"""key of a recipe's `synchrony` that the text of a form gives, and its type"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Setting:
     """one of FORMS; empty: the recipe's `synchrony`"""
     workers: int
     delays: str
-    """of a gradient, in units of `compute` seconds (`torusgd.synchrony.delays`)"""
+    """delays of a gradient, in units of `compute` seconds (`torusgd.synchrony.delays`)"""
     lr: float
     compute: float = 1.0
     """virtual seconds of a gradient without its delay"""
@@ -71,9 +72,9 @@ class Point:
     time: float
     """virtual seconds"""
     images: int
-    """that gradients were computed of"""
+    """images whose gradients were computed"""
     error: float
-    """share of held-out images that are classified wrongly"""
+    """fraction of held-out images that are classified wrongly"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Simulation:
 
     points: tuple[Point, ...]
     weights_sha256: str
-    """of the weights at the end, without batch-norm statistics"""
+    """hash of the weights at the end, without batch-norm statistics"""
 
 
 def simulate(
@@ -100,9 +101,9 @@ def simulate(
 
     Args:
         setting: What to simulate.
-        data: Of the recipe's images; None where its source needs none.
+        data: Of the recipe's images; None if its source needs none.
         seconds: Virtual time.
-        images: Of all gradients. Where neither is given, it ends after those of the recipe's stages.
+        images: Of all gradients. If neither is given, it ends after those of the recipe's stages.
         points: How many errors to take, evenly over what limits the run, and at its end.
 
     Raises:
@@ -127,6 +128,7 @@ def simulate(
     for moment in run(workers):
         drawn = moment.gradients * passes.images
         progress = max(moment.time / seconds, drawn / images)
+        # Errors are taken evenly over whichever of time and images runs out first.
         if progress >= len(found) / points:
             weights = moment.weights()
             found.append(Point(moment.time, drawn, passes.error(weights)))
@@ -196,4 +198,4 @@ def moments(form: str) -> Callable[[Workers], Iterator[Moment]]:
             # A number needs no steps that wait for all, to learn from; a recipe takes two at least.
             known = {"warmup": 2} if key in ("backups", "count") and value != "predicted" else {}
             return recipe_moments(Synchrony.model_validate(settings | outer | known))
-    raise UserError(f"simulate: no form {form!r}; write {', '.join(FORMS)}")
+    raise UserError(f"simulate: no form {form!r}; write {listed(FORMS)}")

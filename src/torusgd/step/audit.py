@@ -24,10 +24,8 @@ import torch
 
 from ..comm.base import AllReduce, CommError, Work
 from ..comm.groups import Group
-from ..errors import CorruptionError, RunError, UserError
+from ..errors import CorruptionError, RunError
 from ..gradients.integer_hash import IntegerHash
-from ..recipe.runtime_options import RuntimeOptions
-from ..recipe.schema import Recipe
 from ..rng import AUDIT, keyed_hash, keyed_integer, keyed_uniform
 from .control_vector import ControlVector
 from .drift import named_with_host
@@ -199,21 +197,6 @@ class Audit(StepWatch):
 
     def _name(self, place: int) -> str:
         return named_with_host(self._world, place)
-
-
-def check_audit(options: RuntimeOptions, recipe: Recipe, ranks: int) -> None:
-    """UserError where virtual workers can't be computed twice with the same integers."""
-    if not options.audit:
-        return
-    asked = f"audit = {options.audit:g}"
-    if ranks == 1:
-        raise UserError(f"{asked}: one rank has no other to check it; use at least 2 workers, better 3")
-    if recipe.reduction != "exact":
-        raise UserError(f"{asked}: only integers can be compared, the recipe has reduction: {recipe.reduction}")
-    if recipe.column_blocks > 1:
-        raise UserError(f"{asked}: layers in column blocks can't be audited; set column_blocks: 1")
-    if options.mixed:
-        raise UserError(f"{asked}: ranks under mixed conditions round differently; leave out audit or mixed")
 
 
 def _value(recompute: Callable[[int], IntegerHash], worker: int) -> tuple[int, int]:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..recipe.shares import best_counts, even_counts, slowest_rank, why_even
+from ..recipe.shares import best_counts, even_counts, slowest_rank
 from .control_vector import ControlVector
 from .membership import Membership, with_counts
 from .stragglers import UNIT, steps_between_notes
@@ -143,12 +143,5 @@ def balance(membership: Membership, earlier: Sequence[float], later: Sequence[fl
 
 
 def follows_speed(options: RuntimeOptions, recipe: Recipe) -> bool:
-    """Whether the shares of a run follow the ranks' speed.
-
-    Raises:
-        UserError: It is asked for where other shares would give other weights, or can't be.
-    """
-    why = why_even(recipe)
-    if why and options.shares == "speed" and "shares" in options.model_fields_set:
-        raise UserError(f"shares = speed: {why}; leave it out, and the shares are even")
-    return options.shares == "speed" and not why
+    """Whether the shares of a run follow the ranks' speed."""
+    return options.shares == "speed" and not obstacle(BY_SPEED, Setup(recipe))

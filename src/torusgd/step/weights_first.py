@@ -20,9 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..errors import UserError
 from ..recipe.runtime_options import RuntimeOptions
-from ..recipe.schema import Recipe
 
 Context = Callable[[], AbstractContextManager[object]]
 """makes the context of a forward pass"""
@@ -30,24 +28,9 @@ _Gradients = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | Non
 """of weight and bias, from a layer's output gradient, its input, its weight, and whether it has a bias"""
 
 
-def order_of_gradients(options: RuntimeOptions, recipe: Recipe, device: torch.device) -> Context:
-    """What a run's forward passes are put into.
-
-    Raises:
-        UserError: The option can't be had with what else the run asks for.
-    """
-    if not options.weights_first:
-        return nullcontext
-    why = ""
-    if device.type != "cpu":
-        why = "a GPU is given both gradients in advance; use --device cpu"
-    elif recipe.compile:
-        why = "compile = true makes a block's gradients all at once"
-    elif recipe.synchrony.form != "synchronous":
-        why = f"synchrony.form = {recipe.synchrony.form} sends nothing during backward"
-    if why:
-        raise UserError(f"weights_first = true: {why}; leave one of them out")
-    return WeightsFirst
+def order_of_gradients(options: RuntimeOptions) -> Context:
+    """The context of a run's forward passes."""
+    return WeightsFirst if options.weights_first else nullcontext
 
 
 class WeightsFirst(TorchFunctionMode):

@@ -39,10 +39,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm.base import ConnectionLost
 from ..comm.groups import Group
-from ..errors import UserError
 from ..recipe.runtime_options import RuntimeOptions
-from ..recipe.schema import Recipe
-from ..recipe.shares import why_even
 from .membership import Membership
 
 LOOKS = 8
@@ -303,24 +300,9 @@ class WorkStealing:
         return StealingShare(membership, self.claims)
 
 
-def work_stealing(options: RuntimeOptions, recipe: Recipe, world: Group) -> WorkStealing | None:
-    """What a run asks for; None: each rank computes its own share.
-
-    Raises:
-        UserError: It can't be had with what else the run asks for.
-    """
-    if not options.work_stealing:
-        return None
-    why = why_even(recipe)
-    if options.update == "sharded":
-        why = "with update = sharded new weights arrive while the passes of a fixed share run"
-    if options.audit:
-        why = f"audit = {options.audit:g} must know beforehand who computes what"
-    if world.device.type == "cuda":
-        why = "a GPU is given its passes in advance; use --device cpu"
-    if why:
-        raise UserError(f"work_stealing = true: {why}; leave one of them out")
-    return WorkStealing(world) if world.size > 1 else None
+def work_stealing(options: RuntimeOptions, world: Group) -> WorkStealing | None:
+    """What a run's options say; None: each rank computes its own share."""
+    return WorkStealing(world) if options.work_stealing and world.size > 1 else None
 
 
 def count_late(late: Mapping[str, int], more: Mapping[int, int]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from ..errors import UserError
+from ..recipe.compatibility import allowed_parallel
 from .tail import ColumnLayer
 from .volume import Linear, best_groups
 
@@ -63,10 +63,9 @@ def choose_parallel(
 ) -> list[int]:
     """The model-parallel ranks M of each layer: `requested`, or the M that sends least by Das et al.'s formula (auto).
 
-    `batch` are the images of a step. UserError if so many ranks can't work together.
+    `batch` are the images of a step. `auto` takes 1 if the ranks can't share the virtual workers evenly.
     """
     if requested != "auto":
-        check_parallel(requested, ranks, blocks, virtual_workers)
         return [requested] * len(layers)
     # A group works in step: every rank brings one virtual worker to each pass.
     if virtual_workers % ranks:
@@ -75,39 +74,6 @@ def choose_parallel(
     groups = [ranks // parallel for parallel in allowed_parallel(ranks, blocks)]
     shapes = [Linear(layer.inputs, layer.outputs) for layer in layers]
     return [ranks // best_groups(shape, ranks, batch, among=groups) for shape in shapes]
-
-
-def allowed_parallel(ranks: int, blocks: int) -> list[int]:
-    """The numbers of model-parallel ranks that give the same bits: divisors of both, a power of two of blocks each.
-
-    >>> allowed_parallel(8, 8), allowed_parallel(6, 12), allowed_parallel(4, 1)
-    ([1, 2, 4, 8], [1, 3, 6], [1])
-    """
-    fitting = [m for m in range(1, blocks + 1) if ranks % m == 0 and blocks % m == 0]
-    # `sum_in_tree` adds pairs of neighbours, so that the blocks of a rank must be a branch of the tree, or all of it.
-    return [m for m in fitting if m == 1 or (blocks // m).bit_count() == 1]
-
-
-def check_parallel(parallel: int, ranks: int, blocks: int, virtual_workers: int) -> None:
-    """UserError if so many model-parallel ranks can't work together."""
-    if parallel == 1:
-        return
-    if blocks == 1:
-        raise UserError(
-            f"model_parallel = {parallel}: the recipe computes its linear layers whole; set its column_blocks to "
-            f"{parallel} or a multiple by a power of two (this changes the weights that it trains)"
-        )
-    allowed = allowed_parallel(ranks, blocks)
-    if parallel not in allowed:
-        raise UserError(
-            f"model_parallel = {parallel}: must divide {ranks} ranks and {blocks} column blocks, with a power of two "
-            f"of blocks on each rank; use one of {', '.join(map(str, allowed))}, or auto"
-        )
-    if virtual_workers % ranks:
-        raise UserError(
-            f"model_parallel = {parallel}: {ranks} ranks can't share {virtual_workers} virtual workers evenly, and the "
-            f"ranks of a group work in step; use a number of workers that divides {virtual_workers}"
-        )
 
 
 def sum_in_tree(addends: Iterable[Tensor]) -> Tensor:

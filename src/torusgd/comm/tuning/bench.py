@@ -11,6 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ...errors import RunError, UserError
+from ...text import listed
 from ..algorithms import GRIDS, NAMES, parse_algorithm
 from ..allreduce import native, over
 from ..base import Work
@@ -73,7 +74,7 @@ def bench_allreduce(
     if caller.size == 1:
         raise UserError("bench allreduce: one rank has nothing to sum; start it on several, such as with --workers 4")
     if any(size < 4 or size % 4 for size in sizes):
-        raise UserError(f"sizes {', '.join(map(str, sizes))}: give multiples of 4 bytes")
+        raise UserError(f"sizes {listed(sizes)}: give multiples of 4 bytes")
     for name in algorithms:
         if name not in ("auto", "native"):
             parse_algorithm(name, caller.size, grid if name.partition(":")[0] in GRIDS else None)

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...errors import UserError
+from ...text import byte_size, plural
 from ...untrusted import read_text
 from ..algorithms import GRIDS, Algorithm, parse_algorithm, usual_chunks
 from .cost import AlphaBeta, Topology, rank_candidates, seconds
@@ -243,11 +244,9 @@ def explain(profile: Profile, source: str) -> str:
         if spans and spans[-1][0] == name:
             spans.pop()
         spans.append((name, size))
-    parts = [f"{name} to {_bytes(size)}" for name, size in spans[:-1]] + [f"{name} above" for name, _ in spans[-1:]]
+    parts = [f"{name} to {byte_size(count)}" for name, count in spans[:-1]] + [
+        f"{name} above" for name, _ in spans[-1:]
+    ]
     hosts = len(set(profile.hosts))
-    across = f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)}"
+    across = f"{ranks} ranks on {plural(hosts, 'host')}"
     return f"allreduce auto: {across}; {'; '.join(links)}; {', '.join(parts) or 'native'} ({source})"
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"

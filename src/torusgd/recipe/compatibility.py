@@ -1,0 +1,307 @@
+"""What does not go with what: one table, from which come the errors of the commands and a table in docs/recipes.md.
+
+`check` refuses a run, and names the first rule that it breaks. `obstacle` looks for what would forbid a part that may
+yet be added, such as more ranks. The rules of `RECIPE_RULES` are checked when a recipe is read.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from ..errors import UserError
+from ..text import listed
+from .runtime_options import RuntimeOptions
+
+if TYPE_CHECKING:
+    from .schema import Recipe
+
+
+_DEFAULTS = RuntimeOptions()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A recipe with the means to compute it, as far as one part of it may forbid another."""
+
+    recipe: "Recipe"
+    options: RuntimeOptions = _DEFAULTS
+    device: str = "cpu"
+    """cpu or cuda; empty: not known, as in a plan"""
+    ranks: int | None = None
+    """number of ranks; None: not known yet"""
+    delays: str = ""
+    """model of the delays that ranks sleep, of --delays"""
+    is_replay: bool = False
+    """true if a journal decides what is left out"""
+    listens: bool = False
+    """true if other machines may join"""
+    launcher: str = ""
+    """torchrun, or other; empty: torusgd starts its ranks itself"""
+    deletes: str = ""
+    """URL of a run that --fresh deletes"""
+
+    @property
+    def allowed(self) -> str:
+        """The numbers of model-parallel ranks to choose from."""
+        return listed(allowed_parallel(self.ranks or 1, self.recipe.column_blocks))
+
+    def value(self, key: str) -> str:
+        """An option, or a value of the recipe by its dotted key, as YAML writes it."""
+        # Ranks are counted by whoever starts them, and not by the option.
+        if key == "workers" or key.startswith("--"):
+            found: Any = {"workers": self.ranks, "--delays": self.delays}.get(key)
+        else:
+            found = self.options if key in RuntimeOptions.model_fields else self.recipe
+            for name in key.split("."):
+                found = getattr(found, name)
+        if found is None or isinstance(found, BaseModel):
+            return ""
+        if isinstance(found, bool):
+            return str(found).lower()
+        if isinstance(found, tuple):
+            return listed(found)
+        return f"{found:g}" if isinstance(found, float) else str(found)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A value of a recipe, an option, a flag or a circumstance."""
+
+    key: str
+    """key of the recipe or of the options, or a flag, with which errors begin; empty: a circumstance"""
+    words: str
+    """words of the table in the docs"""
+    is_in: Callable[[Setup], bool]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two parts that do not go together; of several rules that are broken the first is reported."""
+
+    part: Part
+    other: Part
+    why: str
+    remedy: str
+    """way out; `{0.NAME}` in it, and in `why`, stands for what the setup has under that name"""
+
+    def is_broken(self, setup: Setup) -> bool:
+        """Whether a setup has both parts."""
+        return self.part.is_in(setup) and self.other.is_in(setup)
+
+    def line(self, setup: Setup) -> str:
+        """The error."""
+        value = f" = {value}" if (value := setup.value(self.part.key)) else ""
+        return f"{self.part.key}{value}: {self.reason(setup)}; {self.remedy.format(setup)}"
+
+    def reason(self, setup: Setup) -> str:
+        """Why the parts do not go together."""
+        return self.why.format(setup)
+
+
+def check(setup: Setup, parts: Collection[Part] = ()) -> None:
+    """UserError of one line if a run can't be had, by the rules of some parts; none: of all."""
+    for rule in RUN_RULES:
+        if (not parts or rule.part in parts) and rule.is_broken(setup):
+            raise UserError(rule.line(setup))
+
+
+def refusals(setup: Setup) -> list[str]:
+    """The errors of all rules that a run breaks."""
+    return [rule.line(setup) for rule in RUN_RULES if rule.is_broken(setup)]
+
+
+def check_recipe(recipe: "Recipe") -> None:
+    """ValueError of one line if the values of a recipe don't go together."""
+    setup = Setup(recipe)
+    for rule in RECIPE_RULES:
+        if rule.is_broken(setup):
+            raise ValueError(rule.line(setup))
+
+
+def obstacle(part: Part, setup: Setup) -> str:
+    """Why a part can't be added to a setup, which may have it already; empty if it can."""
+    return next((rule.reason(setup) for rule in RUN_RULES if rule.part is part and rule.other.is_in(setup)), "")
+
+
+def allowed_parallel(ranks: int, blocks: int) -> list[int]:
+    """The numbers of model-parallel ranks that give the same bits: divisors of both, a power of two of blocks each.
+
+    (Or all blocks on one rank.) `sum_in_tree` adds pairs of neighbours, so that blocks on a rank must be a branch.
+
+    >>> allowed_parallel(8, 8), allowed_parallel(6, 12), allowed_parallel(4, 1)
+    ([1, 2, 4, 8], [1, 3, 6], [1])
+    """
+    # One rank of a group holds blocks / m neighbours; only a power of two of them is a branch of the tree of sums.
+    fitting = [m for m in range(1, blocks + 1) if ranks % m == 0 and blocks % m == 0]
+    return [m for m in fitting if m == 1 or (blocks // m).bit_count() == 1]
+
+
+def _by_clocks(setup: Setup) -> bool:
+    form = setup.recipe.synchrony
+    return form.leaves_out and form.delays is None and not setup.is_replay
+
+
+def _splits_layers(setup: Setup) -> bool:
+    return setup.options.model_parallel not in (1, "auto")
+
+
+def _is_disallowed(setup: Setup) -> bool:
+    blocks = setup.recipe.column_blocks
+    return setup.ranks is not None and setup.options.model_parallel not in allowed_parallel(setup.ranks, blocks)
+
+
+def _has_other_update(setup: Setup) -> bool:
+    optimizer = setup.recipe.optimizer
+    return optimizer.needs_head or optimizer.name not in ("sgd", "lars")
+
+
+def _mixes(setup: Setup) -> bool:
+    augment = setup.recipe.data.augment
+    return bool(augment.mixup or augment.cutmix)
+
+
+# Values of a recipe.
+INEXACT = Part("reduction", "`reduction` other than exact", lambda s: s.recipe.reduction != "exact")
+IN_BLOCKS = Part("column_blocks", "`column_blocks` above 1", lambda s: s.recipe.column_blocks > 1)
+WHOLE = Part("column_blocks", "`column_blocks: 1`", lambda s: s.recipe.column_blocks == 1)
+RELAXED = Part(
+    "synchrony.form", "`synchrony.form` other than synchronous", lambda s: s.recipe.synchrony.form != "synchronous"
+)
+SIMULATED = Part("synchrony.form", "`synchrony.form` that is only simulated", lambda s: s.recipe.synchrony.is_simulated)
+LEAVES_OUT = Part("synchrony.form", "`synchrony.form: backup` or `cutoff`", lambda s: s.recipe.synchrony.leaves_out)
+BY_CLOCKS = Part("synchrony.form", "`synchrony.form: backup` or `cutoff` by clocks", _by_clocks)
+NO_CLOCKS = Part("", "a run without late work that clocks leave out", lambda s: not _by_clocks(s))
+LOCAL = Part("synchrony.form", "`synchrony.form: local`", lambda s: s.recipe.synchrony.form == "local")
+FLOAT16 = Part("precision", "`precision: float16`", lambda s: s.recipe.precision == "float16")
+NO_FLOAT16 = Part("precision", "`precision` other than float16", lambda s: s.recipe.precision != "float16")
+SCALED_LOSS = Part("loss_scale", "`loss_scale`", lambda s: s.recipe.loss_scale != type(s.recipe.loss_scale)())
+COMPILED = Part("compile", "`compile: true`", lambda s: s.recipe.compile)
+BINARY = Part("loss", "`loss: binary-cross-entropy`", lambda s: s.recipe.loss != "cross-entropy")
+FROZEN = Part("model.freeze", "`model.freeze`", lambda s: bool(s.recipe.model.freeze))
+MIXED_IMAGES = Part("data.augment", "`data.augment.mixup` or `cutmix`", _mixes)
+CLIPPED = Part("clip_grad_norm", "`clip_grad_norm`", lambda s: s.recipe.clip_grad_norm is not None)
+OTHER_UPDATE = Part("optimizer", "`optimizer` other than sgd or lars, or with rates by layer", _has_other_update)
+OTHER_RULE = Part(
+    "optimizer.name",
+    "`optimizer.name` other than sgd or lars",
+    lambda s: s.recipe.optimizer.name not in ("sgd", "lars"),
+)
+NVJPEG = Part("data.decoder", "`data.decoder: nvjpeg`", lambda s: s.recipe.data.decoder == "nvjpeg")
+
+# Options of the runtime, flags, and where a run is.
+WORKERS = Part("workers", "`workers`", lambda s: s.ranks is not None)
+TOO_MANY = Part("", "fewer `virtual_workers`", lambda s: (s.ranks or 0) > s.recipe.virtual_workers)
+ONE_RANK = Part("", "one rank", lambda s: s.ranks == 1)
+UNEVEN = Part("", "a number of ranks that does not divide `virtual_workers`",
+              lambda s: s.ranks is not None and s.recipe.virtual_workers % s.ranks > 0)  # fmt: skip
+ON_CPU = Part("device", "`device: cpu`", lambda s: s.device == "cpu")
+ON_GPU = Part("device", "`device: cuda`", lambda s: s.device == "cuda")
+SHARDED = Part("update", "`update: sharded`", lambda s: s.options.update == "sharded")
+MODEL_PARALLEL = Part("model_parallel", "`model_parallel` above 1", _splits_layers)
+DISALLOWED = Part("", "ranks or `column_blocks` that it does not divide", _is_disallowed)
+WEIGHTS_FIRST = Part("weights_first", "`weights_first: true`", lambda s: s.options.weights_first)
+CUDA_STREAMS = Part("cuda_streams", "`cuda_streams` above 1", lambda s: s.options.cuda_streams > 1)
+AUDITED = Part("audit", "`audit`", lambda s: s.options.audit > 0)
+BY_SPEED = Part("shares", "`shares: speed`",
+                lambda s: s.options.shares == "speed" and "shares" in s.options.model_fields_set)  # fmt: skip
+STEALING = Part("work_stealing", "`work_stealing: true`", lambda s: s.options.work_stealing)
+LOADER_PROCESSES = Part("loader_processes", "`loader_processes`", lambda s: s.options.loader_processes > 0)
+MIXED_RANKS = Part("mixed", "`mixed: true`", lambda s: s.options.mixed)
+RANGE = Part("--workers MIN:MAX", "`--workers MIN:MAX`", lambda s: s.options.workers_range is not None)
+LISTENS = Part("--listen", "`--listen`", lambda s: s.listens)
+DELAYS = Part("--delays", "`--delays`", lambda s: bool(s.delays))
+DELETES = Part("--fresh", "`--fresh` of a run in a bucket", lambda s: bool(s.deletes))
+JOINED = Part("", "ranks that another launcher has started", lambda s: bool(s.launcher))
+TORCHRUN = Part("", "torchrun", lambda s: s.launcher == "torchrun")
+TRAINED = Part("", "`torusgd train`", lambda s: True)
+
+# The order decides which of several broken rules is reported.
+RECIPE_RULES = (
+    Rule(SCALED_LOSS, NO_FLOAT16, "has a meaning with precision: float16 only", "leave it out"),
+    Rule(COMPILED, IN_BLOCKS, "takes whole networks", "set it to false"),
+    Rule(COMPILED, RELAXED, "takes synchronous steps", "set it to false"),
+    Rule(BINARY, IN_BLOCKS, "is computed by a whole network only", "set column_blocks: 1"),
+    Rule(IN_BLOCKS, INEXACT, "above 1 it needs exact sums", "set reduction: exact"),
+    Rule(FROZEN, IN_BLOCKS, "frozen parameters are not cut", "set column_blocks: 1"),
+    Rule(MIXED_IMAGES, IN_BLOCKS, "mixup and cutmix need whole targets", "set column_blocks: 1"),
+    Rule(CLIPPED, LOCAL, "the virtual workers' copies don't clip", "leave it out"),
+    Rule(OTHER_UPDATE, LOCAL, "copies take sgd or lars, with one rate for all layers", "choose another form or rule"),
+    Rule(RELAXED, INEXACT, "needs exact sums, so that a replay has the same bits", "set reduction: exact"),
+    Rule(RELAXED, IN_BLOCKS, "ranks that share layers wait for one another", "set column_blocks: 1"),
+)
+_TOO_MANY = "the recipe has {0.recipe.virtual_workers} virtual workers to share"
+_UNEVEN_SHARES = (
+    (INEXACT, "sums that are not exact depend on who computes what"),
+    (IN_BLOCKS, "ranks that share layers in column blocks take as many virtual workers each"),
+    (RELAXED, "time decides other things than shares"),
+)
+_FIXED_RANKS = (
+    (SHARDED, "a lost rank takes its shards of the momentum along"),
+    (IN_BLOCKS, "a lost rank takes its column blocks along"),
+    (INEXACT, "sums that are not exact depend on the number of ranks"),
+    (ON_GPU, "the communicators of GPUs are not built anew"),
+)
+RUN_RULES = (
+    Rule(WORKERS, TOO_MANY, _TOO_MANY, "use at most {0.recipe.virtual_workers}"),
+    Rule(SIMULATED, TRAINED, "is simulated only", "give the recipe to torusgd simulate, or choose another form"),
+    Rule(BY_CLOCKS, ON_GPU, "clocks close steps on CPUs only", "use --device cpu, or synchrony.delays without clocks"),
+    Rule(LOCAL, FLOAT16, "copies have no loss scale", "use precision: bfloat16 or float32"),
+    Rule(DELAYS, NO_CLOCKS, "only clocks of a run that leaves out late work notice it", "leave it out"),
+    Rule(AUDITED, ONE_RANK, "one rank has no other to check it", "use at least 2 workers, better 3"),
+    Rule(AUDITED, INEXACT, "only integers can be compared", "set reduction: exact"),
+    Rule(AUDITED, IN_BLOCKS, "layers in column blocks can't be audited", "set column_blocks: 1"),
+    Rule(AUDITED, MIXED_RANKS, "ranks under mixed conditions round differently", "leave out audit or mixed"),
+    Rule(AUDITED, LEAVES_OUT, "not all of a step's work is done twice", "leave out one"),
+    *(Rule(BY_SPEED, other, why, "leave it out, and the shares are even") for other, why in _UNEVEN_SHARES),
+    Rule(STEALING, ON_GPU, "a GPU is given its passes in advance", "use --device cpu"),
+    Rule(STEALING, AUDITED, "an audit must know beforehand who computes what", "leave one of them out"),
+    Rule(STEALING, SHARDED, "new weights arrive while the passes of a fixed share run", "leave one of them out"),
+    *(Rule(STEALING, other, why, "leave one of them out") for other, why in _UNEVEN_SHARES),
+    Rule(WEIGHTS_FIRST, ON_GPU, "a GPU is given both gradients in advance", "use --device cpu"),
+    Rule(WEIGHTS_FIRST, COMPILED, "a compiled block makes its gradients all at once", "leave one of them out"),
+    Rule(WEIGHTS_FIRST, RELAXED, "nothing is sent during backward", "leave one of them out"),
+    Rule(MODEL_PARALLEL, WHOLE, "the recipe computes its linear layers whole",
+         "set its column_blocks to {0.options.model_parallel} or a multiple by a power of two (this changes the "
+         "weights that it trains)"),
+    Rule(MODEL_PARALLEL, DISALLOWED,
+         "must divide {0.ranks} ranks and {0.recipe.column_blocks} column blocks, with a power of two of blocks on "
+         "each rank", "use one of {0.allowed}, or auto"),
+    Rule(MODEL_PARALLEL, UNEVEN,
+         "{0.ranks} ranks can't share {0.recipe.virtual_workers} virtual workers evenly, and the ranks of a group work "
+         "in step", "use a number of workers that divides {0.recipe.virtual_workers}"),
+    Rule(CUDA_STREAMS, ON_CPU, "a CPU has no CUDA streams", "set it to 1"),
+    *(Rule(CUDA_STREAMS, other, why, "set it to 1") for other, why in (
+        (INEXACT, "only exact sums take passes at the same time"),
+        (RELAXED, "only synchronous steps take passes at the same time"),
+        (IN_BLOCKS, "only whole layers take passes at the same time"),
+        (CLIPPED, "a clipped update waits for the norm of all gradients"),
+        (OTHER_RULE, "only sgd and lars update on the GPU without the host"),
+        (SHARDED, "a sharded update waits for other ranks"),
+        (AUDITED, "an audit looks at each pass"),
+    )),
+    Rule(NVJPEG, ON_CPU, "needs a GPU", "use --device cuda, or set it to libjpeg"),
+    Rule(LOADER_PROCESSES, NVJPEG, "nvjpeg decodes in the rank itself", "set it to 0"),
+    Rule(LISTENS, JOINED, "another launcher has started these ranks, and brings others", "leave it out"),
+    Rule(DELETES, TORCHRUN, "torchrun may start the ranks again, and each time {0.deletes} would be deleted",
+         "choose another --out, or delete that run yourself"),
+    *(Rule(part, other, f"its ranks can't change: {why}", "leave it out")
+      for part in (RANGE, LISTENS) for other, why in _FIXED_RANKS),
+)  # fmt: skip
+
+
+def fixed_ranks(setup: Setup) -> str:
+    """Why the ranks of a run can't change; empty if they can."""
+    return next((why for other, why in _FIXED_RANKS if other.is_in(setup)), "")
+
+
+def table() -> list[tuple[str, str, str, str]]:
+    """Of each rule, for the docs: what does not go with what, why, and how to mend it."""
+
+    def plain(text: str) -> str:
+        for name in ("recipe", "options"):
+            text = text.replace(f"{{0.{name}.", "{0.")
+        return text.replace("{0.", "`").replace("}", "`")
+
+    return [(r.part.words, r.other.words, plain(r.why), plain(r.remedy)) for r in (*RECIPE_RULES, *RUN_RULES)]

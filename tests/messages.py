@@ -1,0 +1,53 @@
+"""The sentences of errors, once each, in messages.yaml: tests assert an error's kind and what it is about.
+
+    with refused("an area above the image", "data.augment.area"):
+        load_recipe(...)
+
+After a change of sentences, `TORUSGD_WRITE_MESSAGES=1 pytest -n 0 PATHS` writes those that PATHS trigger.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torusgd.errors import UserError
+
+FILE = Path(__file__).with_name("messages.yaml")
+
+
+def sentences() -> dict[str, str]:
+    return dict(yaml.safe_load(FILE.read_text()) or {}) if FILE.is_file() else {}
+
+
+def assert_sentence(name: str, about: str, text: str, hidden: Mapping[str, object] | None = None) -> None:
+    """Compares a sentence with that of its name.
+
+    Args:
+        name: Of the case, in messages.yaml.
+        about: The key, flag or file that the sentence begins with.
+        text: What was printed.
+        hidden: Words for what differs from run to run, such as a test's folder.
+    """
+    for word, found in (hidden or {}).items():
+        text, about = text.replace(str(found), word), about.replace(str(found), word)
+    assert "\n" not in text
+    assert text.isprintable()
+    assert text.startswith(about), text
+    if os.environ.get("TORUSGD_WRITE_MESSAGES"):
+        found = {**sentences(), name: text}
+        FILE.write_text(yaml.safe_dump(dict(sorted(found.items())), width=10_000, allow_unicode=True))
+    assert sentences().get(name) == text
+
+
+@contextmanager
+def refused(
+    name: str, about: str = "", kind: type[Exception] = UserError, **hidden: object
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expects an error whose sentence is that of its name; `hidden` as in `assert_sentence`."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert_sentence(name, about, str(caught.value), hidden)

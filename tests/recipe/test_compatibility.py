@@ -1,0 +1,161 @@
+"""What does not go with what: each rule of the table has a run that breaks it, with one line and exit code 2."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.messages import assert_sentence, refused
+
+from torusgd.recipe.compatibility import (
+    BY_SPEED,
+    CUDA_STREAMS,
+    RECIPE_RULES,
+    RUN_RULES,
+    Rule,
+    Setup,
+    check,
+    fixed_ranks,
+    obstacle,
+    refusals,
+)
+from torusgd.recipe.load import load_recipe
+
+Run = Callable[..., tuple[int, str, str]]
+GPU = {"device": "cuda"}
+CUTOFF, LOCAL = "synchrony={form: cutoff, count: 3}", "synchrony={form: local, local_steps: 2}"
+BY_DELAYS = "synchrony={form: cutoff, count: 3, delays: lognormal}"
+INEXACT, BLOCKS, SHARDED = "reduction=float32", "column_blocks=2", "runtime.update=sharded"
+STREAMS, STEALING = "runtime.cuda_streams=2", "runtime.work_stealing=true"
+FIRST, RANGE = "runtime.weights_first=true", "runtime.workers_range=[1, 4]"
+
+CHANGES: list[tuple[list[str], dict[str, Any]]] = [([SHARDED], {}), ([BLOCKS], {}), ([INEXACT], {}), ([], GPU)]
+BROKEN: list[list[str]] = [
+    ["loss_scale.initial=2.0"],
+    ["compile=true", BLOCKS],
+    ["compile=true", CUTOFF],
+    ["loss=binary-cross-entropy", BLOCKS],
+    [BLOCKS, INEXACT],
+    [BLOCKS, "model.freeze=[body]"],
+    [BLOCKS, "data.augment.mixup=0.2"],
+    [LOCAL, "clip_grad_norm=1.0"],
+    [LOCAL, "optimizer={name: adamw}"],
+    [CUTOFF, INEXACT],
+    [CUTOFF, BLOCKS],
+]
+"""overrides of digits, for each rule of recipes in their order"""
+REFUSED: list[tuple[list[str], dict[str, Any]]] = [
+    ([], {"ranks": 1000}),
+    (["synchrony={form: stale, staleness: 2}"], {}),
+    ([CUTOFF], GPU),
+    ([LOCAL, "precision=float16"], {}),
+    ([], {"delays": "lognormal"}),
+    (["runtime.audit=0.5"], {"ranks": 1}),
+    *((["runtime.audit=1.0", other], {"ranks": 2}) for other in (INEXACT, BLOCKS, "runtime.mixed=true", BY_DELAYS)),
+    *((["runtime.shares=speed", other], {}) for other in (INEXACT, BLOCKS, CUTOFF)),
+    ([STEALING], GPU),
+    *(([STEALING, other], {"ranks": 2}) for other in ("runtime.audit=0.5", SHARDED, INEXACT, BLOCKS, CUTOFF)),
+    ([FIRST], GPU),
+    *(([FIRST, other], {}) for other in ("compile=true", LOCAL)),
+    (["runtime.model_parallel=2"], {"ranks": 2}),
+    (["column_blocks=6", "runtime.model_parallel=3"], {"ranks": 4}),
+    (["virtual_workers=3", BLOCKS, "runtime.model_parallel=2"], {"ranks": 2}),
+    ([STREAMS], {}),
+    *(
+        ([STREAMS, other], {**GPU, "ranks": 2})
+        for other in (
+            INEXACT, BY_DELAYS, BLOCKS, "clip_grad_norm=1.0", "optimizer={name: adamw}", SHARDED, "runtime.audit=0.5",
+        )
+    ),
+    (["data.decoder=nvjpeg"], {}),
+    (["data.decoder=nvjpeg", "runtime.loader_processes=2"], GPU),
+    ([], {"listens": True, "launcher": "other"}),
+    ([], {"deletes": "s3://bucket/run", "launcher": "torchrun"}),
+    *(([RANGE, *overrides], fields) for overrides, fields in CHANGES),
+    *((overrides, {"listens": True, **fields}) for overrides, fields in CHANGES),
+]  # fmt: skip
+"""overrides of digits and fields of `Setup`, for each rule of runs in their order"""
+
+
+def name_of(rule: Rule) -> str:
+    """As docs/recipes.md names it, and messages.yaml."""
+    return f"{rule.part.words} with {rule.other.words}".replace("`", "")
+
+
+def setup_of(overrides: list[str], fields: dict[str, Any]) -> Setup:
+    recipe, options = load_recipe("digits", overrides)
+    return replace(Setup(recipe, options), **fields)
+
+
+@pytest.mark.parametrize(
+    ("rule", "overrides"), list(zip(RECIPE_RULES, BROKEN, strict=True)), ids=map(name_of, RECIPE_RULES)
+)
+def test_a_recipe_that_breaks_a_rule(run_cli: Run, rule: Rule, overrides: list[str]) -> None:
+    words = [word for override in overrides for word in ("--set", override)]
+    code, _, error = run_cli("train", "digits", *words)
+    assert code == 2
+    assert rule.why in error
+    assert_sentence(name_of(rule), f"torusgd: recipe digits: {rule.part.key}", error.rstrip("\n"))
+
+
+@pytest.mark.parametrize(("rule", "case"), list(zip(RUN_RULES, REFUSED, strict=True)), ids=map(name_of, RUN_RULES))
+def test_a_run_that_breaks_a_rule(rule: Rule, case: tuple[list[str], dict[str, Any]]) -> None:
+    setup = setup_of(*case)
+    broken = [each for each in RUN_RULES if each.is_broken(setup)]
+    assert broken[0] is rule
+    with refused(name_of(rule), rule.part.key):
+        check(setup)
+    check(setup, {each.part for each in RUN_RULES} - {each.part for each in broken})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("audit with one rank", ["--audit", 0.5, "--workers", 1]),
+        ("workers with fewer virtual_workers", ["--workers", 1000]),
+        ("work_stealing: true with update: sharded", ["--work-stealing", "--update", "sharded", "--workers", 2]),
+        ("--workers MIN:MAX with update: sharded", ["--update", "sharded", "--workers", "1:4"]),
+        ("--listen with update: sharded", ["--update", "sharded", "--listen", "127.0.0.1:0"]),
+        ("--delays with a run without late work that clocks leave out", ["--delays", "lognormal", "--workers", 2]),
+        ("data.decoder: nvjpeg with device: cpu", ["--set", "data.decoder=nvjpeg"]),
+    ],
+)
+def test_train_refuses_it_before_ranks_are_started(
+    run_cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, name: str, words: list[object]
+) -> None:
+    monkeypatch.setattr("torusgd.ranks.supervisor.Supervisor.__init__", None)
+    code, _, error = run_cli("train", "digits", "--out", tmp_path / "run", "--device", "cpu", *words)
+    assert code == 2
+    assert_sentence(name, "", error.removeprefix("torusgd: ").rstrip("\n"))
+
+
+def test_a_joined_rank_refuses_flags_of_a_launcher(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(variable, value)
+    code, _, error = run_cli("train", "digits", "--device", "cpu", "--listen", "127.0.0.1:0")
+    assert (code, error.startswith("torusgd: --listen: ")) == (2, True)
+
+
+def test_a_plan_notes_what_a_run_refuses(run_cli: Run, tmp_path: Any) -> None:
+    found = tmp_path / "plan.json"
+    words = ("plan", "digits", "--cluster", "abci", "--devices", 4, "--update", "sharded", "--json", found)
+    code, _, _ = run_cli(*words, "--set", "runtime.work_stealing=true", "--set", "data.train_images=1000")
+    assert code == 0
+    notes = json.loads(found.read_text())["notes"]
+    assert [note for note in notes if note.startswith("torusgd train refuses this: work_stealing = true")]
+
+
+def test_what_goes_together_is_not_refused() -> None:
+    setup = setup_of(["runtime.audit=0.1", "runtime.workers_range=[2, 4]"], {"ranks": 2})
+    assert not refusals(setup)
+    check(setup)
+    assert not obstacle(BY_SPEED, setup)
+    assert not fixed_ranks(setup)
+
+
+def test_an_obstacle_is_found_before_the_part_is_there() -> None:
+    inexact = setup_of([INEXACT], {})
+    assert obstacle(BY_SPEED, inexact)
+    assert fixed_ranks(inexact)
+    assert obstacle(CUDA_STREAMS, replace(inexact, device="cuda"))
