@@ -121,7 +121,7 @@ def test_mistakes_are_told_in_one_line(hub: Hub, tmp_path: Path, run_cli: Any) -
     hub.gated.add("datasets/garden/gated")
     for name, line in {
         "hf:garden/nothing": "there is none of that name, or it is private; for a private one log in",
-        "hf:garden/gated": "its owner wants to be asked first; ask on its page, and log in",
+        "hf:garden/gated": "its owner grants access on request; request it on its page, and log in",
         "hf:garden/flowers@v9": "it has no such revision",
         "hf:garden/by-hand": "holds no Parquet file, and scripts that make a data set are never run; where the hub has "
         "converted it, give hf:garden/by-hand@refs/convert/parquet",

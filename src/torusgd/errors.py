@@ -16,8 +16,8 @@ _MOST_LISTED = 30
 class UserError(ValueError):
     """The user's input is wrong; the command line prints the message alone and exits with code 2.
 
-    It is one line whatever the input was: line ends and what steers a terminal are written out. The numbers of the
-    system's errors, which stand in what an `OSError` says, are left out.
+    It is one line whatever the input was: line ends and control characters are written as escapes. The error numbers in
+    the text of an `OSError` are left out.
 
     >>> print(UserError("seed: can't be '1\\n2'"))
     seed: can't be '1\\n2'
@@ -37,7 +37,7 @@ class DiskError(RunError):
 
 
 _AGAIN = (75, 129, 143)
-"""after SIGUSR1 or a time limit, SIGHUP and SIGTERM; who presses Ctrl-C (130) wants an end"""
+"""exit codes after SIGUSR1 or a time limit, SIGHUP and SIGTERM; Ctrl-C (130) is meant as an end"""
 _TRANSIENT = {
     getattr(errno, name, 0)
     for name in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN",
@@ -55,12 +55,12 @@ def is_transient(error: OSError) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, or its type's name where that is empty."""
+    """The first line of an exception's text, or its type's name if that is empty."""
     return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def in_one_line(error: BaseException) -> str:
-    """All that an exception says, or its type's name where it says nothing.
+    """An exception's whole text in one line, or its type's name if that is empty.
 
     >>> in_one_line(ValueError("no\\n  number")), in_one_line(KeyError())
     ('no number', 'KeyError')
@@ -69,16 +69,16 @@ def in_one_line(error: BaseException) -> str:
 
 
 def end(code: int, line: str) -> NoReturn:
-    """Ends this process with a line for people, and one for schedulers (`tell_exit`)."""
+    """Ends this process with a line for people, and one for schedulers (`write_exit`)."""
     print(f"torusgd: {line}", file=sys.stderr)
-    tell_exit(code, line)
+    write_exit(code, line)
     sys.exit(code)
 
 
-def tell_exit(code: int, reason: str) -> None:
-    """Leaves the exit code and its reason as one JSON line in the file that TORUSGD_EXIT_FILE names, for schedulers.
+def write_exit(code: int, reason: str) -> None:
+    """Appends the exit code and its reason as one JSON line to the file that TORUSGD_EXIT_FILE names, for schedulers.
 
-    `again` says that the same command goes on from a checkpoint: the run was stopped, by a signal or its time limit.
+    `again` is true if the same command continues from a checkpoint: a signal or the time limit stopped the run.
     """
     if file := os.environ.get("TORUSGD_EXIT_FILE"):
         line = json.dumps({"code": code, "reason": reason, "again": code in _AGAIN})
@@ -87,11 +87,11 @@ def tell_exit(code: int, reason: str) -> None:
 
 
 class CorruptionError(RunError):
-    """A machine computes wrongly, so that what its ranks hold can't be trusted: nothing of it is saved."""
+    """A machine computes wrongly, so that the state of its ranks can't be trusted: none of it is saved."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the known word nearest to it, or what there is.
+    """The end of a message about an unknown word: the known word nearest to it, or all known words.
 
     >>> suggest("digit", ["digits", "folder"]), suggest("x", ["digits", "folder"])
     ('; did you mean digits?', '; there are digits, folder')

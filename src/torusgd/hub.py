@@ -1,8 +1,8 @@
 """The Hugging Face hub: weights and data sets by name, `hf:ORG/NAME@REVISION`, through huggingface_hub.
 
-Files are data and never code: of weights a safetensors file is taken, of a data set its Parquet files; a script that
-would make it is not even fetched. huggingface_hub keeps what it has fetched under the commit it is of (HF_HOME), with
-a list of the commit's files, so a cache that is whole serves without a net.
+Files are data and never code: weights are a safetensors file, a data set is its Parquet files; a script that would make
+it is not even downloaded. huggingface_hub caches files by commit (HF_HOME), with a list of the commit's files, so that
+a complete cache needs no network.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from .errors import UserError, first_line
 
 PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0)
-"""seconds before each further attempt, which begins with what the earlier ones have fetched"""
+"""seconds before each further attempt, which continues the download of the earlier ones"""
 _WEIGHTS = "model.safetensors"
 _TABLES = "*.parquet"
 _CONVERTED = "refs/convert/parquet"
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Name:
-    """What stands behind `hf:`."""
+    """The name after `hf:`."""
 
     repository: str
     """ORG/NAME, or NAME alone for a few old data sets"""
@@ -47,7 +47,7 @@ class Name:
 
 
 def hub_name(text: Path | str | None) -> Name | None:
-    """The name that a path's place holds; None: it is none of the hub's.
+    """The hub's name that a user gave instead of a path; None: it is none.
 
     >>> hub_name("hf:org/flowers@v2"), hub_name("runs/digits"), hub_name("hf://datasets/org/flowers")
     (Name(repository='org/flowers', revision='v2'), None, None)
@@ -57,14 +57,9 @@ def hub_name(text: Path | str | None) -> Name | None:
 
 
 def weight_file(name: Name, flag: str) -> Path:
-    """The model.safetensors of a repository, in the hub's cache; its folder is called as the commit.
+    """The model.safetensors of a repository, in the hub's cache; its folder has the name of the commit.
 
-    Args:
-        name: The repository's.
-        flag: Begins the message of an error.
-
-    Raises:
-        UserError: It isn't there, is not for us, or can't be reached.
+    UserError, which begins with `flag`, if it isn't there, is not for us, or can't be reached.
     """
     hub = _hub(flag)
     download = partial(hub.hf_hub_download, name.repository, _WEIGHTS, revision=name.revision or None)
@@ -72,25 +67,16 @@ def weight_file(name: Name, flag: str) -> Path:
 
 
 def table_folder(path: Path, flag: str = "--data") -> Path:
-    """The folder with the Parquet files of a data set, in the hub's cache; it is called as the commit.
+    """The folder with the Parquet files of a data set, hf:ORG/NAME@REVISION, in the hub's cache, named by the commit.
 
-    Args:
-        path: As `--data` has it, hf:ORG/NAME@REVISION.
-        flag: Begins the message of an error.
-
-    Raises:
-        UserError: There is no such data set, it has no Parquet files, is not for us, or can't be reached.
+    UserError, which begins with `flag`, if there is no such data set, it has no Parquet files, is not for us, or can't
+    be reached.
     """
     name = hub_name(path)
-    assert name is not None, "asked by whoever sees a name of the hub"
+    assert name is not None, "called only for a name of the hub"
     hub = _hub(flag)
-    download = partial(
-        hub.snapshot_download,
-        name.repository,
-        repo_type="dataset",
-        revision=name.revision or None,
-        allow_patterns=[_TABLES],
-    )
+    which = {"repo_type": "dataset", "revision": name.revision or None, "allow_patterns": [_TABLES]}
+    download = partial(hub.snapshot_download, name.repository, **which)
     folder = Path(_patiently(download, flag, f"the data set {name}"))
     if not any(folder.rglob(_TABLES)):
         raise UserError(
@@ -101,16 +87,10 @@ def table_folder(path: Path, flag: str = "--data") -> Path:
 
 
 def pinned(path: Path | None, commit: str = "") -> Path | None:
-    """A data set of the hub with its commit, so that all ranks and every later start read the same; others as they are.
+    """A data set of the hub with its commit, so that all ranks and every later start read the same; others unchanged.
 
-    Its files are fetched on the way, by the launcher for all ranks of its machine.
-
-    Args:
-        path: As `--data` has it.
-        commit: Of the run that goes on; taken where the path names no revision.
-
-    Raises:
-        UserError: As `table_folder`.
+    This downloads its files, in the launcher for all ranks of its machine. `commit` is that of a run that continues,
+    for a path without a revision. UserError as by `table_folder`.
     """
     name = hub_name(path)
     if path is None or name is None:
@@ -121,7 +101,7 @@ def pinned(path: Path | None, commit: str = "") -> Path | None:
 
 
 def commit_of(path: Path | None) -> str:
-    """The commit that a `pinned` path names; empty where it names none."""
+    """The commit that a `pinned` path names; empty if it names none."""
     name = hub_name(path)
     return name.revision if name is not None and _COMMIT.fullmatch(name.revision) else ""
 
@@ -134,12 +114,13 @@ def _hub(flag: str) -> Any:
         raise UserError(f"{flag}: needs huggingface_hub ({error}); pip install 'torusgd[hub]'") from None
     if not sys.stderr.isatty():
         disable_progress_bars()
-    logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)  # that no file is there, we tell
+    # Its warning that no file is there is our own error.
+    logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)
     return huggingface_hub
 
 
 def _patiently(call: Callable[[], T], flag: str, what: str) -> T:
-    """What a call of the hub's client returns, tried again after errors that may pass."""
+    """The result of a call of the hub's client, tried again after errors that may be transient."""
     for pause in (*PAUSES, None):
         try:
             return call()
@@ -153,7 +134,7 @@ def _patiently(call: Callable[[], T], flag: str, what: str) -> T:
 
 def _reason(error: Exception, kinds: set[str]) -> str:
     if "GatedRepoError" in kinds:
-        return "its owner wants to be asked first; ask on its page, and log in (hf auth login, or HF_TOKEN)"
+        return "its owner grants access on request; request it on its page, and log in (hf auth login, or HF_TOKEN)"
     if "RepositoryNotFoundError" in kinds:
         return "there is none of that name, or it is private; for a private one log in (hf auth login, or HF_TOKEN)"
     if "RevisionNotFoundError" in kinds:

@@ -1,4 +1,4 @@
-"""Imports: a user's own code named in a recipe as `package.module:factory`, and what torch's leave behind."""
+"""Imports: a user's own code named in a recipe as `package.module:factory`, and the folder that torch leaves behind."""
 
 import importlib
 import os
@@ -12,14 +12,10 @@ from .errors import UserError
 
 
 def import_factory(path: str, *, key: str) -> Callable[..., Any]:
-    """The callable that `package.module:factory` names.
+    """The callable that `package.module:factory` names in a recipe, at a key such as `model.name`.
 
-    Args:
-        path: What the recipe says. Modules in the current folder are found too, after all installed ones.
-        key: Where the recipe says it, such as `model.name`; it begins the messages.
-
-    Raises:
-        UserError: The module can't be found, or has no such callable. An error inside the module passes through.
+    Modules in the current folder are found too, after all installed ones. UserError if the module can't be found, or
+    has no such callable; an error inside the module passes through.
 
     >>> import_factory("collections:Counter", key="model.name")("aab")["a"]
     2
@@ -42,9 +38,9 @@ def import_factory(path: str, *, key: str) -> Callable[..., Any]:
 
 
 def remove_empty_cache() -> None:
-    """At the end of a process: the folder for compiled code that parts of torch make when they are imported.
+    """Removes, at the end of a process, the folder for compiled code that parts of torch make when they are imported.
 
-    It goes if it is empty and lies in the temporary folder.
+    Only if it is empty and lies in the temporary folder.
     """
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     if os.path.dirname(cache) == tempfile.gettempdir():

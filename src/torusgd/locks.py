@@ -1,6 +1,6 @@
-"""One command at a time writes into a folder, and others can say which.
+"""One command at a time writes into a folder, and others can name it.
 
-This module imports no torch, since who only asks about a run should not wait for it.
+This module imports no torch: `status` should not wait for that.
 """
 
 import os
@@ -15,21 +15,16 @@ from filelock import FileLock, Timeout
 from .errors import UserError
 
 LOCK, HOLDER = ".lock", ".holder"
-"""files in the folder: what is locked, and who has locked it"""
+"""files in the folder: the lock, and the name of its holder"""
 LOCK_SECONDS = 10.0
 
 
 @contextmanager
 def held(folder: Path, name: str) -> Iterator[None]:
-    """Keeps other commands out of a folder for the time of a block; the file LOCK stays there.
+    """Locks an existing folder for the time of a block; the file LOCK stays there.
 
-    Args:
-        folder: The folder, which is there.
-        name: What the user knows it by, such as "--out runs/digits".
-
-    Raises:
-        UserError: Another process, which is named, holds it for 10 s.
-        OSError: The folder can't be written.
+    `name` is the user's word for the folder, such as "--out runs/digits". UserError if another process, which it names,
+    holds the lock for 10 s; OSError if the folder can't be written.
     """
     lock, holder = FileLock(folder / LOCK, timeout=LOCK_SECONDS), folder / HOLDER
     try:

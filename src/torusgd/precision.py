@@ -11,7 +11,7 @@ from .recipe.schema import Recipe
 
 _DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_SCALE = 2.0**24
-"""to which the loss scale may grow, as in NVIDIA's Apex: where gradients are all zero nothing else would stop it"""
+"""largest loss scale, as in NVIDIA's Apex: with gradients that are all zero nothing else would stop its growth"""
 _MOST_STATE = 2.0**64
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -26,7 +26,7 @@ class Precision:
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self._dtype = _DTYPES[recipe.precision]
         self.memory_format = _FORMATS[recipe.memory_format]
-        """of the activations, and so of the images"""
+        """memory format of the activations, and so of the images"""
         self._device = device
         self._is_scaling = recipe.precision == "float16"
         self._interval = recipe.loss_scale.growth_interval
@@ -35,7 +35,7 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrix products."""
+        """The dtype of the matrix products."""
         return self._dtype or torch.float32
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -45,7 +45,7 @@ class Precision:
         return torch.autocast(self._device.type, dtype=self._dtype)
 
     def accept(self, parameters: Sequence[Tensor]) -> None:
-        """Takes the loss scale out of the gradients, and lets it grow after enough good steps."""
+        """Divides the gradients by the loss scale, and lets it grow after enough good steps."""
         if not self._is_scaling:
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -53,7 +53,7 @@ class Precision:
         self.grow()
 
     def grow(self) -> None:
-        """Lets the loss scale grow after enough good steps, of which one more was taken."""
+        """Counts a good step; the loss scale doubles after enough of them."""
         if not self._is_scaling:
             return
         self.accepted_in_a_row += 1
@@ -62,7 +62,7 @@ class Precision:
             self.accepted_in_a_row = 0
 
     def skip(self, step: int, names: Sequence[str]) -> None:
-        """Halves the loss scale after a non-finite gradient; RunError where no scale is to blame."""
+        """Halves the loss scale after a non-finite gradient; RunError if no scale is to blame."""
         if not self._is_scaling or self.loss_scale < 2.0**-14:
             raise RunError(
                 f"step {step}: the gradient of {names[0]} is not finite ({len(names)} parameters); the run "
@@ -72,12 +72,12 @@ class Precision:
         self.accepted_in_a_row = 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the next step needs: float64 [], the loss scale and the accepted steps in a row."""
+        """The state that the next step needs: float64 [], the loss scale and the accepted steps in a row."""
         values = {"loss_scale": self.loss_scale, "accepted_in_a_row": float(self.accepted_in_a_row)}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def load_state(self, name: str, value: Tensor) -> None:
-        """Takes back one value of `state_dict`; UserError where it is none that there can be."""
+        """Loads one value of `state_dict`; UserError if it is out of range."""
         number = float(value)
         if not 0 <= number <= _MOST_STATE:
             raise UserError(f"the checkpoint's {name} is {number}; it is damaged: remove it, or give --fresh")

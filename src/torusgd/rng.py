@@ -31,13 +31,9 @@ def _splitmix(x: U64) -> U64:
 
 
 def keyed_hash(*words: int | npt.NDArray[Any]) -> U64:
-    """64 random bits for each combination of the words.
+    """64 random bits for each combination of the words: uint64 of the broadcast shape (0-d for plain integers).
 
-    Args:
-        words: Integers or integer arrays that broadcast together; negative values wrap modulo 2**64.
-
-    Returns:
-        A uint64 array of the broadcast shape (a 0-d array for plain integers).
+    Words are integers or integer arrays that broadcast together; negative values wrap modulo 2**64.
 
     >>> hex(int(keyed_hash(1, 2, 3)))
     '0xd0734750fde362b3'
@@ -66,14 +62,12 @@ def keyed_permutation(length: int, *words: int) -> npt.NDArray[np.int64]:
 
 
 def seed_torch(device: "torch.device", *words: int) -> None:
-    """Sets torch's own generators, of the CPU and of a device, by keys: a network's draws in a pass follow from them.
-
-    The same draws as after torch.manual_seed. That is not called since it also notes a stack trace for each kind of
-    device that has not begun yet: 0.2 ms and more for each virtual worker, where this takes 0.002 ms.
-    """
+    """Sets torch's own generators, of the CPU and of a device, by keys: they decide a network's draws in a pass."""
     import torch  # here, since commands that compute nothing import this module too, and torch takes seconds
 
     seed = int(keyed_hash(*words)) >> 1
+    # The same draws as after torch.manual_seed, which also records a stack trace for each kind of device that has not
+    # begun yet: 0.2 ms and more for each virtual worker, while this takes 0.002 ms.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index

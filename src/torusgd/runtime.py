@@ -18,11 +18,11 @@ from .recipe.schema import Recipe
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """numbers of glibc's malloc.h"""
 _FASTEST_ON_GPU: Mapping[tuple[str, str], str] = {}
-"""precision by (GPU's name, torch's version without its build), where benchmarks/gpu.py has found the faster one"""
+"""precision by (GPU's name, torch's version without its build), if benchmarks/gpu.py has found the faster one"""
 _BFLOAT16_FROM = (8, 0)
 """compute capability of Ampere: before it there are no bfloat16 tensor cores, and torch only emulates the type"""
 _LARGEST = 1 << 30
-"""bytes of a block that is kept"""
+"""most bytes of a freed block that stays in the process"""
 _NEVER = -1
 
 
@@ -39,7 +39,7 @@ def launcher_name() -> str:
 
 
 def resolve_device(options: RuntimeOptions) -> str:
-    """`cpu` or `cuda`; UserError when CUDA is asked for and missing."""
+    """`cpu` or `cuda`; UserError if CUDA is requested and missing."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device = cuda: this torch sees no GPU; use --device cpu, or install a CUDA build of torch")
     return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,7 +76,7 @@ def expected_ranks(options: RuntimeOptions, device: str, recipe: Recipe) -> int:
 
 
 def prepare_process(recipe: Recipe, device: torch.device) -> None:
-    """Sets what the recipe promises of the arithmetic (threads, on CUDA deterministic algorithms), and keeps memory."""
+    """Sets threads, on CUDA deterministic algorithms, and the allocator, as the recipe needs them."""
     keep_freed_memory()
     torch.set_num_threads(recipe.threads)
     if device.type == "cuda":
@@ -90,20 +90,19 @@ def prepare_process(recipe: Recipe, device: torch.device) -> None:
 
 
 def ask_for_repeatable_products() -> None:
-    """Has cuBLAS give a product the same bits on every run, unless the environment says how already.
+    """Makes cuBLAS give a product the same bits on every run, unless the environment has a setting already.
 
-    Torch looks at the environment once, at the first product on a GPU of a process, and if it asked for nothing then it
-    refuses every later one under deterministic algorithms. So whoever computes before a run is prepared calls this.
+    To be called before the first product on a GPU.
     """
+    # Torch reads the environment once, at the first product on a GPU of a process. If the variable was not set then,
+    # it refuses every later product under deterministic algorithms.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep what a step frees for the next one, however large, instead of handing it back.
-
-    A step frees and takes the same activations again; fresh ones come zeroed, page by page, which was 6 to 8 % of a
-    step on CPUs (docs/log.md). glibc only, and not where the environment already tunes it.
-    """
+    """Lets the C library reuse freed memory of any size for the next step, instead of handing it back (glibc only)."""
+    # A step frees and allocates the same activations again; fresh pages come zeroed, one by one, which was 6 to 8 % of
+    # a step on CPUs (docs/log.md). Not if the environment already tunes it.
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # neither musl nor macOS has it
@@ -120,10 +119,8 @@ def loader_threads(device: torch.device) -> int:
 
 
 def resolve_auto(recipe: Recipe, device: str) -> Recipe:
-    """Replaces `auto` by what the device computes fastest; the answer becomes part of the run's recipe.
-
-    By what the device is, never by timing it: the same machine always gets the same recipe.
-    """
+    """Replaces `auto` by the fastest precision and memory format of the device, which become part of the recipe."""
+    # By the kind of the device, never by timing it: the same machine always gets the same recipe.
     if device == "cuda":
         precision = precision_of_gpu(
             torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.__version__
@@ -135,12 +132,9 @@ def resolve_auto(recipe: Recipe, device: str) -> Recipe:
 
 
 def precision_of_gpu(name: str, capability: tuple[int, int], torch_version: str) -> str:
-    """`float16` or `bfloat16`: what was measured on this model with this torch, else what its tensor cores have.
+    """`float16` or `bfloat16`: the one measured as faster on this GPU with this torch, else by its tensor cores.
 
-    Args:
-        name: As `torch.cuda.get_device_name` gives it.
-        capability: Compute capability, as (8, 0).
-        torch_version: With or without a build, as 2.13.0+cu130.
+    `name` is that of `torch.cuda.get_device_name`, `capability` such as (8, 0), `torch_version` such as 2.13.0+cu130.
 
     >>> precision_of_gpu("Tesla V100-SXM2-16GB", (7, 0), "2.13.0")
     'float16'
@@ -152,7 +146,7 @@ def precision_of_gpu(name: str, capability: tuple[int, int], torch_version: str)
 
 
 def cpu_info(key: str) -> str:
-    """The first line of /proc/cpuinfo whose name begins so, without the name; empty where there is none."""
+    """The first line of /proc/cpuinfo whose name begins so, without the name; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask for a stop, and nothing outlives the process that started it.
+"""Signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 request a stop, and nothing outlives the process that started it.
 
 A process without a training state ends at once (`Stopped`); a rank finishes its step first (`StopFlag`).
 """
@@ -15,19 +15,19 @@ from multiprocessing import parent_process
 from types import FrameType
 
 OUT_OF_TIME = signal.SIGUSR1
-"""by which schedulers say that a job's time is nearly over, and a run's own time limit too"""
+"""signal of schedulers and of a run's own time limit that a job's time is nearly over"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, OUT_OF_TIME)
 EXIT_BASE = 128
-"""a process that a signal stopped exits with this plus the signal's number"""
+"""exit code of a process that a signal stopped, less the signal's number"""
 EXIT_AGAIN = 75
-"""but with this (EX_TEMPFAIL of sysexits.h) where its time was over: the same command goes on"""
+"""exit code (EX_TEMPFAIL of sysexits.h) if its time was over: the same command continues"""
 REPEAT_SECONDS = 3.0
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
 def exit_code(number: int) -> int:
-    """Of a process that a stop signal ended.
+    """The exit code of a process that a stop signal ended.
 
     >>> exit_code(signal.SIGTERM), exit_code(signal.SIGUSR1)
     (143, 75)
@@ -36,25 +36,28 @@ def exit_code(number: int) -> int:
 
 
 def how_it_ended(code: int) -> str:
-    """What became of a process, by its exit code as multiprocessing gives it: minus the number of a signal.
+    """The end of a process in words, by its exit code as multiprocessing gives it: minus the number of a signal.
 
     >>> how_it_ended(-9), how_it_ended(3)
     ('was ended by SIGKILL', 'ended with exit code 3')
     """
-    return (
-        f"was ended by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"ended with exit code {code}"
-    )
+    is_signal = -code in set(signal.Signals)
+    return f"was ended by {signal.Signals(-code).name}" if is_signal else f"ended with exit code {code}"
 
 
 def stop_after(seconds: float) -> None:
-    """Lets this process be told in so many seconds that its time is over."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), OUT_OF_TIME))
+    """Sends OUT_OF_TIME to this process in so many seconds."""
+    _send_after(seconds, OUT_OF_TIME)
+
+
+def _send_after(seconds: float, number: int) -> None:
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()
 
 
 class Stopped(BaseException):
-    """A stop signal came. Not an Exception: it passes every handler on its way out."""
+    """A stop signal came. Not an Exception, so that no handler of errors catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -62,24 +65,18 @@ class Stopped(BaseException):
 
 
 def raise_on_stop(again: float = 5.0) -> None:
-    """Lets a stop signal raise `Stopped` in the main thread.
-
-    Args:
-        again: Seconds after which the signal is sent once more, if the process has not ended. Some modules catch
-            every exception while they are imported, and the stop with it.
-    """
+    """Makes a stop signal raise `Stopped` in the main thread, and once more after `again` seconds."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        timer = threading.Timer(again, os.kill, (os.getpid(), number))
-        timer.daemon = True
-        timer.start()
+        # Some modules catch every exception while they are imported, and the stop with it.
+        _send_after(again, number)
         raise Stopped(number)
 
     _take(stop)
 
 
 def end_on_stop() -> None:
-    """Lets a stop signal end this process at once and silently."""
+    """Makes a stop signal end this process at once and silently."""
     _take(signal.SIG_DFL)
 
 
@@ -99,11 +96,7 @@ def hold_back() -> None:
 
 
 class StopFlag:
-    """Remembers that this process was asked to stop; call it to ask.
-
-    Args:
-        also: Another way to ask this process.
-    """
+    """Whether a stop of this process was requested, by a signal or by `also`; call it to find out."""
 
     def __init__(self, also: Callable[[], bool] = lambda: False) -> None:
         self.signal = 0
@@ -122,11 +115,7 @@ class StopFlag:
 
 @contextmanager
 def asking_to_stop(ask: Callable[[], object], seconds: float) -> Iterator[StopFlag]:
-    """In this block a stop signal calls `ask`; after so many seconds the block is broken off with `Stopped`.
-
-    So it is by another signal, unless that follows within 3 s: `timeout` and others send theirs twice, to the process
-    and to its group.
-    """
+    """In this block a stop signal calls `ask`; after so many seconds, or another signal, it raises `Stopped`."""
     flag = StopFlag()
     first = 0.0
     timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), flag.signal))
@@ -139,6 +128,7 @@ def asking_to_stop(ask: Callable[[], object], seconds: float) -> Iterator[StopFl
             flag.signal = number
             ask()
             timer.start()
+        # `timeout` and others send their signal twice, to the process and to its group.
         elif time.monotonic() - first > REPEAT_SECONDS:
             raise Stopped(flag.signal)
 
@@ -162,7 +152,7 @@ def die_with_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="torusgd-launcher-watch").start()
-    _die_with_parent()  # the fork server, whose end would leave the launcher without word of this rank
+    _die_with_parent()  # the fork server, without which the launcher can't learn of this rank's end
 
 
 def die_with_agent() -> None:
@@ -181,7 +171,7 @@ def _die_with_parent() -> None:
 
 def _take(handler: Handler) -> None:
     for number in STOP_SIGNALS:
-        # Keep SIGHUP ignored if nohup has set it so.
+        # nohup has SIGHUP ignored, and so it stays.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,8 +1,7 @@
 """Buckets and web servers, read and written by URL: `s3://`, `gs://`, `hf://`, `https://`, through fsspec.
 
-An object appears when it is written whole, which is the store's own promise; a group of objects is whole when the one
-that is written last is there. Whatever a store's library raises becomes an OSError, of which those that may pass are
-tried again here.
+An object appears when it is written whole, which is the store's own promise; a group of objects is whole when its last
+object is there. Every exception of a store's library becomes an OSError, and transient ones are tried again here.
 """
 
 import errno
@@ -21,17 +20,17 @@ CACHE = "TORUSGD_CACHE"
 PAUSES = (0.2, 1.0, 3.0)
 """seconds before each further attempt"""
 _SECONDS = 30
-"""without a byte, after which an attempt is given up; huggingface_hub has 10 of its own (HF_HUB_DOWNLOAD_TIMEOUT)"""
+"""seconds without a byte that end an attempt; huggingface_hub has 10 of its own (HF_HUB_DOWNLOAD_TIMEOUT)"""
 _SMALL_SECONDS = 60
-"""for an attempt at what takes a few bytes, with all that a store's library tries within it"""
+"""seconds of an attempt at a call of a few bytes, all retries of the store's library included"""
 _EXTRAS = {"gs": "gcs", "hf": "remote,hub"}
-"""that bring what a kind of URL needs, where it isn't `remote` alone"""
+"""extras to install by kind of URL, if not `remote` alone"""
 
 T = TypeVar("T")
 
 
 def url_of(path: Path | None) -> str | None:
-    """The URL that a command was given in a path's place; None: it is a path. A `Path` folds the two slashes into one.
+    """The URL that a user gave instead of a path; None: it is a path. A `Path` folds the two slashes into one.
 
     >>> url_of(Path("s3://bucket/images")), url_of(Path("data/images"))
     ('s3://bucket/images', None)
@@ -41,7 +40,7 @@ def url_of(path: Path | None) -> str | None:
 
 
 def check_scheme(word: str) -> None:
-    """UserError where a URL's scheme is not known, or no bucket follows; as a path it would be a folder `scheme:`.
+    """UserError if a URL's scheme is not known, or no bucket follows; as a path it would be a folder `scheme:`.
 
     >>> check_scheme("s3://bucket/run"), check_scheme("runs/digits")
     (None, None)
@@ -54,18 +53,14 @@ def check_scheme(word: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Where this machine keeps copies of what is in buckets: TORUSGD_CACHE, or else ~/.cache/torusgd."""
+    """This machine's folder for copies of objects: TORUSGD_CACHE, or else ~/.cache/torusgd."""
     return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "torusgd")
 
 
 class Store:
-    """The objects below a URL, by their names as seen from there. Safe to use from several threads.
+    """The objects below a URL such as s3://bucket/folder, by their names relative to it. Safe from several threads.
 
-    Args:
-        url: Such as s3://bucket/folder.
-
-    Raises:
-        UserError: The package for its kind is not installed, or the URL is none.
+    UserError if the package for its kind is not installed, or the URL is none.
     """
 
     def __init__(self, url: str) -> None:
@@ -81,15 +76,14 @@ class Store:
             raise UserError(f"{url}: no URL of a bucket or a web server ({error})") from error
         self.url = url.rstrip("/")
         self._root = root.rstrip("/")
-        # fsspec takes it for every call of what works asynchronously, as S3's, Google's and the web's do.
+        # fsspec takes a timeout for every call of an asynchronous file system, as S3's, Google's and the web's are.
         self._small = {"timeout": _SMALL_SECONDS} if self._files.async_impl else {}
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
         """An object's bytes, or those from `begin` up to `end`.
 
-        Raises:
-            FileNotFoundError, PermissionError: It isn't there, or not for us.
-            OSError: It can't be read, or came cut short, in several attempts.
+        FileNotFoundError or PermissionError if it isn't there or not for us; OSError if it could not be read in several
+        attempts, or not completely.
         """
 
         def read() -> bytes:
@@ -105,14 +99,14 @@ class Store:
         self._patiently(name, lambda: self._files.get_file(self._path(name), str(file)))
 
     def write(self, name: str, data: bytes) -> None:
-        """Makes or replaces an object; OSError where it can't."""
+        """Makes or replaces an object; OSError if it can't."""
         self._patiently(name, lambda: self._files.pipe_file(self._path(name), data, **self._small))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Makes an object unless there is one of that name, in which case it is False; OSError where it can't.
+        """Makes an object unless there is one of that name, in which case it is False; OSError if it can't.
 
-        Of several that try at a time one succeeds, in a store that has conditional writes: S3 and what speaks its
-        language (If-None-Match), Google's (ifGenerationMatch). Elsewhere it is looked up before it is written.
+        Of several that try at a time one succeeds, in a store with conditional writes: S3 and compatible ones
+        (If-None-Match), Google's (ifGenerationMatch). Other stores look for the object before they write it.
         """
         try:
             self._patiently(name, lambda: self._files.pipe_file(self._path(name), data, mode="create", **self._small))
@@ -121,7 +115,7 @@ class Store:
         return True
 
     def put(self, file: Path, name: str) -> None:
-        """Copies a file to an object, in parts if it is large; OSError where it can't."""
+        """Copies a file to an object, in parts if it is large; OSError if it can't."""
         self._patiently(name, lambda: self._files.put_file(str(file), self._path(name)))
 
     def delete(self, name: str) -> None:
@@ -130,7 +124,7 @@ class Store:
             self._patiently(name, lambda: self._files.rm_file(self._path(name), **self._small))
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every object, by name; none where a server doesn't list what it has."""
+        """The bytes of every object, by name; none if a server doesn't list its objects."""
         try:
             found = self._patiently("", lambda: self._files.find(self._root, detail=True, **self._small))
         except FileNotFoundError:
@@ -146,11 +140,11 @@ class Store:
         return int(self._patiently(name, lambda: self._files.info(self._path(name), **self._small))["size"])
 
     def modified(self, name: str) -> float:
-        """When an object was last written, by the store's clock, in seconds since 1970; raises as `read`."""
+        """The time of an object's last write, by the store's clock, in seconds since 1970; raises as `read`."""
         return float(self._patiently(name, lambda: self._files.modified(self._path(name))).timestamp())
 
     def version(self, name: str) -> str:
-        """Changes whenever the object does, as far as the store tells; raises as `read`."""
+        """A text that changes whenever the object does, as far as the store reports it; raises as `read`."""
         found = self._patiently(name, lambda: self._files.info(self._path(name), **self._small))
         return repr(sorted((str(key), str(value)) for key, value in found.items()))
 
@@ -160,20 +154,20 @@ class Store:
     def _patiently(self, name: str, call: Callable[[], T]) -> T:
         for pause in PAUSES:
             try:
-                return self._telling(name, call)
+                return self._as_os_error(name, call)
             except OSError as error:
                 if not is_transient(error):
                     raise
                 time.sleep(pause)
-        return self._telling(name, call)
+        return self._as_os_error(name, call)
 
-    def _telling(self, name: str, call: Callable[[], T]) -> T:
+    def _as_os_error(self, name: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except FileExistsError:
             raise
         except (FileNotFoundError, PermissionError) as error:
-            # fsspec says of a web server that can't be reached that it lacks the file.
+            # fsspec reports a web server that can't be reached as one that lacks the file.
             if isinstance(error.__cause__, OSError):
                 raise OSError(errno.EIO, _line(error.__cause__), f"{self.url}/{name}") from error
             raise type(error)(error.errno or errno.ENOENT, _line(error), f"{self.url}/{name}") from error
@@ -186,7 +180,7 @@ def _line(error: BaseException) -> str:
 
 
 def _timeouts(scheme: str) -> dict[str, Any]:
-    """What makes a store's library give up a connection by which nothing comes."""
+    """Arguments by which a store's library gives up a connection without data."""
     if scheme == "s3":
         limits = {"connect_timeout": _SECONDS, "read_timeout": _SECONDS, "retries": {"max_attempts": 1}}
         return {"config_kwargs": limits}

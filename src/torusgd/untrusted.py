@@ -1,7 +1,7 @@
 """Files that a stranger may have written, read within bounds of time and memory.
 
-A few hundred bytes can stand for gigabytes: nested brackets, aliases, compressed zeros. What is read here is refused
-with a ValueError, of which the caller makes its own line, before it grows beyond what its kind of file is worth.
+A few hundred bytes can stand for gigabytes: nested brackets, aliases, compressed zeros. These functions refuse a file
+with a ValueError, of which the caller makes its own line, before it grows beyond the bounds of its kind.
 """
 
 import json
@@ -11,20 +11,15 @@ from pathlib import Path
 from typing import Any
 
 MOST_YAML = 1 << 16
-"""bytes of a YAML text; the longest that ships has 5,000, and PyYAML takes some seconds for so many"""
+"""most bytes of a YAML text; the longest that ships has 5,000, and PyYAML takes some seconds for so many"""
 MOST_TEXT = 1 << 24
-"""bytes of any other text; as JSON it can become objects of twenty times the size"""
+"""most bytes of any other text; as JSON it can become objects of twenty times the size"""
 _SWELLS_FROM = 1 << 28
 _MOST_SWELLING = 100
 
 
 def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """A UTF-8 text file of at most `most` bytes.
-
-    Raises:
-        OSError: It can't be read.
-        ValueError: It is longer, or no UTF-8, or the path holds a NUL.
-    """
+    """A UTF-8 text file; ValueError if it has more than `most` bytes, is no UTF-8, or the path holds a NUL."""
     with path.open("rb") as file:
         data = file.read(most + 1)  # never all of it: a device or a pipe has no end
     if len(data) > most:
@@ -33,11 +28,7 @@ def read_text(path: Path, most: int = MOST_TEXT) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The plain values of a JSON text.
-
-    Raises:
-        ValueError: It is no JSON, longer than MOST_TEXT, or nested too deeply for Python's parser.
-    """
+    """The plain values of a JSON text; ValueError if it is none, longer than MOST_TEXT, or nested too deeply."""
     if len(text) > MOST_TEXT:
         raise ValueError(f"longer than {MOST_TEXT} characters")
     try:
@@ -47,20 +38,16 @@ def parse_json(text: str) -> Any:
 
 
 def check_swelling(size: int, stored: int) -> None:
-    """ValueError where `stored` bytes are to be decompressed to `size`, much more than images ever are.
-
-    Deflate makes a thousand bytes of one at most, of zeros. Up to 256 MiB nothing is asked.
-    """
+    """ValueError if `stored` bytes are to be decompressed to `size`, much more than images ever are."""
+    # Deflate makes a thousand bytes of one at most, of zeros. Up to 256 MiB any ratio is good.
     if size > max(_SWELLS_FROM, _MOST_SWELLING * stored):
         raise ValueError(f"{stored} bytes would become {size}, more than {_MOST_SWELLING} times as many")
 
 
 def check_archive(path: Path) -> None:
-    """ValueError where the members of a zip file would be larger than the file itself; other files pass.
-
-    `torch.save` stores tensors as they are. What torch would unpack from a compressed member, or from many that lie on
-    each other in the file, has no bound.
-    """
+    """ValueError if the members of a zip file would be larger than the file itself; other files pass."""
+    # `torch.save` stores tensors without compression. There is no bound on what torch would unpack from a compressed
+    # member, or from many members that lie on each other in the file.
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             size = sum(member.file_size for member in archive.infolist())
@@ -69,6 +56,6 @@ def check_archive(path: Path) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """ValueError where a path leads to something that has no end, such as a device or a pipe; OSError as it comes."""
+    """ValueError if a path leads to something that has no end, such as a device or a pipe; OSError as it comes."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path.name} is no file")

@@ -48,10 +48,10 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     plain: Tensors = {}
     memory: set[int] = set()
     for name, tensor in tensors.items():
-        kept = tensor.detach().cpu().contiguous()
+        value = tensor.detach().cpu().contiguous()
         # safetensors takes no two tensors of one memory.
-        plain[name] = kept.clone() if kept.numel() and kept.data_ptr() in memory else kept
-        memory.add(kept.data_ptr())
+        plain[name] = value.clone() if value.numel() and value.data_ptr() in memory else value
+        memory.add(value.data_ptr())
     with replacing(path) as temporary:
         try:
             save_file(plain, temporary, metadata=dict(metadata))
@@ -63,14 +63,10 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
-    """Reads a weight file: safetensors, or a torch file of plain tensors (nothing is unpickled but tensors).
+    """The tensors by name and the metadata of a weight file: safetensors, or a torch file of plain tensors.
 
-    Returns:
-        The tensors by name, and the file's metadata (empty for a torch file). A torch file may hold the tensors under
-        `state_dict` or `model`, with a `module.` prefix.
-
-    Raises:
-        UserError: The file can't be read as weights.
+    Nothing is unpickled but tensors. A torch file has no metadata; it may hold the tensors under `state_dict` or
+    `model`, with a `module.` prefix. UserError if the file can't be read as weights.
     """
     try:
         if path.suffix == ".safetensors":
@@ -81,7 +77,7 @@ def load_weights(path: Path) -> tuple[Tensors, dict[str, str]]:
         tree = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = first_line(error)
-        # What an unpickler says helps nobody, and torch's own text tells people to unpickle it all the same.
+        # An unpickler's message helps nobody, and torch's own text advises people to unpickle it all the same.
         if isinstance(error, pickle.UnpicklingError | EOFError | LookupError):
             reason = "it is damaged, or holds more than tensors"
         raise UserError(
@@ -115,19 +111,16 @@ def _first_of(names: Iterable[str]) -> list[str]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary path beside a file that takes its place, flushed to disk, when the block ends well.
+    """A temporary path beside a file that replaces the file, flushed to disk, when the block ends without an error.
 
-    Of a link the file that it leads to is replaced.
-
-    Raises:
-        OSError: The folder can't be written, or `path` is a device or a pipe, whose place no file may take.
+    If `path` is a link, it replaces the target. OSError if the folder can't be written, or `path` is a device or pipe.
     """
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "Is a device or a pipe", str(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     temporary.touch(exist_ok=False)
-    rights = temporary.stat().st_mode  # that the user's umask gives; `tempfile` and safetensors make 0600
+    rights = temporary.stat().st_mode  # by the user's umask; `tempfile` and safetensors make 0600
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -139,7 +132,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 text file whole or not at all; a name of a file that is no UTF-8 has its odd bytes written out."""
+    """Writes a UTF-8 text file whole or not at all; bytes of file names that are no UTF-8 are written as escapes."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 

@@ -12,7 +12,7 @@ import pytest
 from tests.run.runs import TINY, command, sets, train
 
 from torusgd import signals
-from torusgd.errors import RunError, UserError, tell_exit
+from torusgd.errors import RunError, UserError, write_exit
 from torusgd.ranks import slurm
 from torusgd.run.result import RunResult
 
@@ -104,7 +104,7 @@ def test_exit_codes_and_the_line_for_schedulers(tmp_path: Path, run_cli: Any, mo
     monkeypatch.setenv("TORUSGD_EXIT_FILE", str(tmp_path / "exit.json"))
     assert run_cli("recipes")[0] == 0
     assert run_cli("train", "no-such-recipe")[0] == 2
-    tell_exit(75, "stopped")
+    write_exit(75, "stopped")
     done, wrong, stopped = map(json.loads, (tmp_path / "exit.json").read_text().splitlines())
     assert done == {"code": 0, "reason": "done", "again": False}
     assert wrong["code"] == 2

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import RunError, UserError, end, tell_exit
+from ..errors import RunError, UserError, end, write_exit
 from ..importing import remove_empty_cache
 from ..ranks.slurm import adopt_step
 from ..storage import check_scheme
@@ -131,7 +131,7 @@ def main() -> None:
         code = app(sys.argv[1:])(standalone_mode=False) or 0
         if sys.stdout is not None:
             sys.stdout.flush()
-        tell_exit(code, "stopped; a checkpoint is written" if code else "done")
+        write_exit(code, "stopped; a checkpoint is written" if code else "done")
         sys.exit(code)
     except _UsageError as error:
         if not error.format_message():  # no command was given: typer has printed the help

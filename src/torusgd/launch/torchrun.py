@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..comm.base import CommError
 from ..comm.groups import Group
 from ..comm.liveness import LateRank, Liveness
-from ..errors import RunError, UserError, tell_exit, warn
+from ..errors import RunError, UserError, warn, write_exit
 from ..ranks.failures import Failure, FailureChannel, FailureKind, cause_of
 from ..ranks.generations import GROUP_SECONDS
 from ..ranks.heartbeat import Heartbeat
@@ -188,7 +188,7 @@ class _Member:
             time.sleep(2 * _POLL_SECONDS)
             cause = cause_of(_within(STORE_SECONDS, self._failures.causes) or []) or failure
         if _within(STORE_SECONDS, lambda: self._failures.claim(self._rank)) is not False:
-            tell_exit(cause.kind.exit_code, cause.text)
+            write_exit(cause.kind.exit_code, cause.text)
             print(cause.trace, end="", file=sys.stderr)
             _print(f"{cause.text}, says {self._name}{self._remedy()}" if cause.is_loss else cause.text)
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

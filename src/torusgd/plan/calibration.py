@@ -1,8 +1,7 @@
 """The calibrated parameters: a few factors on the stated values of clusters and software profiles.
 
-A cluster file and a profile state what is known from data sheets, logs and papers. What the published results say
-beyond that is one factor a parameter, kept in calibrated.json: never one a row. In a checkout tools/calibrate_planner
-fits them and writes the file.
+A cluster file and a profile have the values of data sheets, logs and papers. The published results add one factor a
+parameter, in calibrated.json: never one a row. In a checkout tools/calibrate_planner fits them and writes the file.
 """
 
 import copy
@@ -27,15 +26,15 @@ class Parameter(Section):
     targets: tuple[str, ...]
     """values that it multiplies, such as software/nnl-fp16:math; a star in a file's name stands for several"""
     spread: Positive
-    """how far from 1 it may well lie: standard deviation of its logarithm before any row is seen"""
+    """prior standard deviation of its logarithm, without any row"""
 
     def keys(self, folder: str, name: str) -> list[str]:
-        """The keys of a file that it aims at."""
+        """The keys of a file that it multiplies."""
         pairs = [target.partition(":") for target in self.targets]
         return [key for pattern, _, key in pairs if fnmatchcase(f"{folder}/{name}", pattern)]
 
     def aims_at(self, cluster: str, software: str) -> bool:
-        """Whether it has a say in what is predicted for that cluster and profile."""
+        """Whether it changes the predictions for that cluster and profile."""
         return bool(self.keys("clusters", cluster) or self.keys("software", software))
 
 
@@ -50,33 +49,32 @@ class Calibrated(Section):
 
     factors: Factors
     errors: dict[str, NotNegative]
-    """software profile: spread of the logarithm of its predictions"""
+    """by software profile: spread of the logarithm of its predictions"""
     left_out: dict[str, Positive]
-    """published row: predicted by the fit of all others"""
+    """by published row: its prediction by the fit of all others"""
     other_networks: dict[str, Positive]
-    """published row of a program with three networks or more: predicted by the fit without any row of its network"""
+    """by published row of a program with three networks or more: its prediction without any row of its network"""
 
 
 @cache
 def load_parameters() -> Parameters:
-    """What is fitted."""
+    """The parameters that are fitted."""
     text = files(__package__).joinpath("parameters.yaml").read_text()
     return validate(Parameters, parse_yaml(text, "parameters.yaml"), "parameters.yaml")
 
 
 @cache
 def load_calibrated() -> Calibrated:
-    """What the fit found."""
-    return validate(
-        Calibrated, json.loads(files(__package__).joinpath("calibrated.json").read_text()), "calibrated.json"
-    )
+    """The result of the fit."""
+    tree = json.loads(files(__package__).joinpath("calibrated.json").read_text())
+    return validate(Calibrated, tree, "calibrated.json")
 
 
 def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | None = None) -> dict[str, Any]:
-    """`tree`, a cluster or profile that ships, with every value that a parameter aims at multiplied by its factor.
+    """A cluster or profile that ships, with the target values of every parameter multiplied by its factor.
 
-    Without `factors` by those found, and a profile gets its error beside them. A value that a file leaves to its
-    default is not multiplied.
+    The fitted factors are used if none are given, and a profile then has its error, too. A default value that is not in
+    the file is not multiplied.
     """
     found = (
         load_calibrated() if factors is None else Calibrated(factors=factors, errors={}, left_out={}, other_networks={})

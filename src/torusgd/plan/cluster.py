@@ -1,7 +1,7 @@
 """Machines and programs: the cluster and the software profile, typed, and the files that describe them.
 
-A cluster file says what the hardware is, a software profile what a training program makes of it. Both are plain YAML;
-those that ship with torusgd carry their sources, and are found by name. Errors name the file and the key.
+A cluster file describes the hardware, a software profile how well a training program uses it. Both are plain YAML;
+those that ship with torusgd name their sources, and are found by name. Errors name the file and the key.
 """
 
 from functools import cache
@@ -35,7 +35,7 @@ class Device(Section):
     memory_bandwidth: Positive
     """bytes/s"""
     slowness: Positive = 1.0
-    """of its launches, against a fast core's or a GPU's"""
+    """factor of the time of its launches, against a fast core's or a GPU's"""
     memory: Positive | None = None
     """bytes; null: not limited"""
 
@@ -48,9 +48,9 @@ class Link(Section):
     bandwidth: Positive
     """bytes/s each way: of one device inside a node, of all the network cards of a node between nodes"""
     efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """share of the bandwidth that payload gets"""
+    """fraction of the bandwidth that payload gets"""
     stream: Positive | None = None
-    """bytes/s of a single connection, where it can't fill the link (TCP); null: it can"""
+    """bytes/s of a single connection that can't fill the link (TCP); null: it can"""
 
 
 class Cluster(Section):
@@ -58,49 +58,47 @@ class Cluster(Section):
 
     name: str
     source: str
-    """where its numbers come from"""
+    """source of its numbers"""
     device: Device
     devices_per_node: Ranks = 1
     nodes: Ranks | None = None
-    """null: as many as asked for"""
+    """number of nodes; null: any"""
     crowding: Annotated[dict[Count, Annotated[float, Field(ge=1)]], Field(default_factory=dict)]
-    """devices at work: how many times longer compute takes than with one, as they share cores, memory or power; from
-    one number to the next it grows evenly, and stays as it is beyond the last"""
+    """factor of the time of compute by the number of devices at work, which share cores, memory or power; linear from
+    one number to the next, constant beyond the last"""
     speeds: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
-    """of each device in turn its speed against `device`, such as [1, 1, 0.5]; after the last one they repeat; none: all
-    devices are equal"""
+    """speed of each device against `device`, such as [1, 1, 0.5], repeated after the last one; empty: all are equal"""
     inside: Link
     between: Link
     rack_nodes: Count | None = None
-    """nodes with full bandwidth among them; null: the whole machine"""
+    """number of nodes with full bandwidth among them; null: the whole machine"""
     taper: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """share of the bandwidth that leaves a rack"""
+    """fraction of the bandwidth that leaves a rack"""
     in_network_reduction: bool = False
-    """switches can add (SHARP)"""
+    """whether switches can add (SHARP)"""
     software: str = "torusgd"
-    """profile used when none is named"""
+    """default profile"""
     profile: Profile | None = None
-    """what torusgd tune measured, where the machine is this one"""
+    """measurement of torusgd tune, if the machine is this one"""
 
     def slowdown(self, devices: int) -> float:
-        """How many times longer than one alone each of so many devices works; see `crowding`."""
+        """The factor of the time of compute with so many devices at work; see `crowding`."""
         known = {1: 1.0, **self.crowding}
         return float(np.interp(devices, sorted(known), [known[count] for count in sorted(known)]))
 
 
 class Buckets(Section):
-    """How gradients are cut into runs that travel together, in the order in which backward completes them."""
+    """The rule by which gradients travel together, in the order in which backward completes them."""
 
     rule: Literal["one", "layer", "parts", "values", "cubic", "torusgd"] = "one"
     """`layer`: a tensor each; `values`: equal runs of values, which cut tensors; `cubic`: bucket k takes
-    3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu); `torusgd`: whole tensors, as torusgd's `buckets` option
-    says"""
+    3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu); `torusgd`: whole tensors, by torusgd's `buckets` option"""
     parts: Count | None = None
-    """with rule: parts, that many of equal bytes"""
+    """number of buckets of equal bytes, for rule: parts"""
     values: Count | None = None
-    """with rule: values, elements of one bucket"""
+    """number of elements of one bucket, for rule: values"""
     option: BucketSizes | None = None
-    """with rule: torusgd, the value of its runtime option `buckets`"""
+    """value of the runtime option `buckets`, for rule: torusgd"""
 
     @model_validator(mode="after")
     def _check(self) -> "Buckets":
@@ -111,38 +109,38 @@ class Buckets(Section):
 
 
 class Communication(Section):
-    """How gradients are summed."""
+    """The way in which a program sums gradients."""
 
     algorithm: str = "native"
-    """as a run takes it (`auto`, `native`, `ring`, `torus:halving/ring`, ...), or one of OTHER_PROGRAMS; `auto` is the
-    one with the least price, `native` is taken for a ring"""
+    """name as in a run (`auto`, `native`, `ring`, `torus:halving/ring`, ...), or one of OTHER_PROGRAMS; `auto` is the
+    algorithm with the least price, `native` counts as a ring"""
     grid: Literal["node", "square"] = "square"
-    """of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows"""
+    """grid of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows"""
     grids: tuple[Grid, ...] = ()
-    """Y x X grids that go before `grid` where their product is the number of devices"""
+    """Y x X grids that go before `grid` if their product is the number of devices"""
     wire_bits: Literal[16, 32, 64] = 32
-    """of a gradient's element; 64: torusgd's exact sums of 8,192 virtual workers or more"""
+    """bits of a gradient's element; 64: torusgd's exact sums of 8,192 virtual workers or more"""
     buckets: Buckets = Buckets()
     wide_norms: bool = False
-    """with rule: torusgd of the buckets, batch norm's gradients leave last, in 32 bits (a recipe's `float32_norms`)"""
+    """whether batch norm's gradients leave last, in 32 bits (a recipe's `float32_norms`), for rule: torusgd"""
     overlap: bool = False
-    """buckets leave while backward runs"""
+    """whether buckets leave while backward runs"""
     pipelined: bool = False
-    """buckets on different axes of a grid travel at the same time"""
+    """whether buckets on different axes of a grid travel at the same time"""
     contention: Fraction = 0.0
-    """share of the hidden communication by which it slows the computation that hides it"""
+    """fraction of the hidden communication by which it slows the computation that hides it"""
     streams: Count = 1
-    """connections between two devices over which a large message is cut, each of them as quick as a link's `stream`"""
+    """number of connections between two devices for one message, each of them as quick as a link's `stream`"""
     message: NotNegative = 0.0
     """seconds a message costs the program on top of the link's alpha"""
     coordination: NotNegative = 0.0
     """seconds a rank and step that a central coordinator needs"""
     gather_ahead: bool = False
-    """with a sharded update: new weights are gathered as the next forward pass needs them, and hide behind it"""
+    """whether a sharded update gathers new weights as the next forward pass needs them, and hides that behind it"""
     statistic_bytes: NotNegative = 0.0
-    """of each batch-norm statistic and of the loss, summed in a step's first message, which leaves after forward"""
+    """bytes of each batch-norm statistic and of the loss in a step's first message, which leaves after forward"""
     linear_groups: Count | None = None
-    """linear layers are split inside each of so many groups of ranks (Das et al.); null: data-parallel like the rest"""
+    """number of groups of ranks, inside each of which linear layers are split (Das et al.); null: data-parallel"""
 
     @property
     def sends_norms_last(self) -> bool:
@@ -161,18 +159,18 @@ class Communication(Section):
 
 
 class Evaluation(Section):
-    """What classifying the held-out images costs beside their forward pass."""
+    """The cost of an evaluation beside its forward pass."""
 
     every: Positive = 1.0
-    """epochs; a recipe's own value goes before it"""
+    """epochs between evaluations; a recipe's own value goes before it"""
     seconds: NotNegative = 0.0
-    """each time"""
+    """seconds of an evaluation"""
     norm_sums: Annotated[int, Field(ge=0)] = 0
-    """all-reduces a batch-norm layer before each, where its statistics are not kept up during training"""
+    """all-reduces a batch-norm layer before each evaluation, if training does not update its statistics"""
 
 
 class Software(Section):
-    """What a training program makes of a machine: few numbers, each with a meaning."""
+    """How well a training program uses a machine, in few numbers."""
 
     name: str
     source: str
@@ -180,32 +178,32 @@ class Software(Section):
     """devices on which it was measured; null: those of its publication"""
     precision: Precision = "float32"
     fused: bool = False
-    """activations and additions are done inside the kernel before them"""
+    """whether activations and additions are done inside the kernel before them"""
     math: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """share of the device's peak in convolutions and products"""
+    """fraction of the device's peak in convolutions and products"""
     memory: Annotated[float, Field(gt=0, le=1)] = 0.75
-    """share of the memory bandwidth"""
+    """fraction of the memory bandwidth"""
     launch: NotNegative = 1e-5
-    """seconds a kernel takes whatever its work: launch, ramp and framework"""
+    """seconds of a kernel beside its work: launch, ramp and framework"""
     jitter: NotNegative = 0.01
     """relative spread (standard deviation of the logarithm) of a device's step time"""
     sharded_update: bool = False
-    """each rank updates a shard of the weights"""
+    """whether each rank updates a shard of the weights"""
     shares: Literal["even", "speed"] = "even"
-    """of devices that differ in speed; speed: a slow one computes fewer virtual workers"""
+    """assignment of virtual workers to devices that differ in speed; speed: a slow one computes fewer"""
     update_bytes: NotNegative = 24.0
     """bytes that the optimiser reads and writes a weight"""
     weights_first: bool = False
-    """a layer's weight gradient is computed before its input gradient, and leaves at once"""
+    """whether a layer's weight gradient is computed before its input gradient, and leaves at once"""
     norm_group: Count = 1
-    """devices of a node that share batch statistics"""
+    """number of devices of a node with common batch statistics"""
     input_rate: Positive | None = None
     """images/s that the input of one device gives; null: never the limit"""
     communication: Communication = Communication()
     base_devices: Count = 1
-    """devices that the publication's speed-ups and efficiencies are relative to"""
+    """number of devices that the publication's speed-ups and efficiencies are relative to"""
     whole_epochs: bool = False
-    """a published run's epochs end with a whole batch, padded from the next epoch; a recipe's schedule has its own"""
+    """whether a published run's epochs end with a whole batch, padded from the next epoch"""
     start: NotNegative | dict[Count, NotNegative] = 0.0
     """seconds that count as training time beside steps and evaluations: before the first step, and by what the first
     epoch and the first evaluation were longer than the later ones; by devices where logs of several sizes tell them"""

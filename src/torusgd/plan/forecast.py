@@ -1,4 +1,4 @@
-"""A recipe on a cluster: the same Recipe and Schedule that a run takes, walked through the cost model instead."""
+"""A recipe on a cluster: the Recipe and Schedule of a run, with the cost model in place of a network."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -24,19 +24,19 @@ from .timeline import StepTime, step_time
 
 @dataclass(frozen=True)
 class Workload:
-    """What is planned: a recipe's network and its steps."""
+    """A recipe's network and its steps."""
 
     cost: ModelCost
     stages: tuple[PlannedStage, ...]
     train_images: int
     eval_images: int
-    """passes of an evaluation through the network"""
+    """number of images of an evaluation that pass through the network"""
     evaluations: int
     eval_cost: ModelCost | None = None
-    """of the network at the size at which held-out images are classified; None: as in training"""
+    """cost of the network at the size of held-out images; None: as in training"""
 
     def cost_of(self, stage: PlannedStage) -> ModelCost:
-        """Of the network at a stage's image size."""
+        """The cost of the network at a stage's image size."""
         return stage.cost or self.cost
 
     @property
@@ -51,20 +51,20 @@ class Forecast:
 
     devices: int
     steps: tuple[StepTime, ...]
-    """one of each stage"""
+    """a step of each stage"""
     batches: tuple[int, ...]
     run: RunTime
     low: float
     high: float
-    """seconds of the run within which it should lie: the slowest device's luck, and the profile's own error"""
+    """with `low`, the band of the run's seconds: the slowest device's luck, and the profile's own error"""
     images_per_second: float
-    """over all steps"""
+    """mean rate over all steps"""
     efficiency: float
-    """of a device, against one device alone with the same virtual workers each"""
+    """efficiency of a device, against one device alone with the same virtual workers each"""
     memory: float
     """bytes a device needs, about"""
     limit: str
-    """what holds it back most, in words"""
+    """largest obstacle, in words"""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; all times in seconds."""
@@ -90,13 +90,8 @@ class Forecast:
 def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
     """Reads a recipe's network and lays out its steps.
 
-    Args:
-        recipe: What is to be trained.
-        path: Its data, looked at only where the recipe does not say how many training images there are.
-
-    Raises:
-        UserError: The number of images or classes is neither given nor found, or the network can't be read, or part of
-            it is frozen.
+    The data at `path` are read only if the recipe has no number of training images or classes. UserError if those are
+    neither given nor found, the network can't be read, or part of it is frozen.
     """
     if recipe.model.freeze:
         raise UserError("model.freeze: a plan is of networks that train as a whole; give --set model.freeze=[]")
@@ -125,7 +120,7 @@ def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
 
 
 def _counts(recipe: Recipe, path: Path | None) -> tuple[int, int, int]:
-    """Training images, held-out images (as ImageNet's 1 in 25 where nothing says) and classes."""
+    """Training images, held-out images (1 in 25, as in ImageNet, if no number is known) and classes."""
     data = recipe.data
     if data.train_images is not None and data.classes is not None:
         return data.train_images, data.eval_images or round(data.train_images / 25), data.classes
@@ -156,11 +151,7 @@ def with_communication(software: Software, **changes: Any) -> Software:
 
 
 def forecast(workload: Workload, cluster: Cluster, software: Software, devices: int) -> Forecast:
-    """Predicts the run of a workload.
-
-    Raises:
-        UserError: More devices than virtual workers.
-    """
+    """Predicts the run of a workload; UserError for more devices than virtual workers."""
     # Plan 4: the schedule's stages, each with the cost of the network at its size of images.
     workers = min(stage.workers for stage in workload.stages)
     if devices > workers:
@@ -168,31 +159,24 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
             f"devices = {devices}: the recipe has {workers} virtual workers to share; use at most {workers}, "
             f"or --set virtual_workers={devices}"
         )
+    cost, stages, evaluations = workload.cost, workload.stages, workload.evaluations
+    images, eval_cost = workload.eval_images, workload.eval_cost
     runs = [
-        run_time(
-            workload.cost,
-            cluster,
-            software,
-            devices,
-            workload.stages,
-            workload.evaluations,
-            workload.eval_images,
-            quantile,
-            workload.eval_cost,
-        )
+        run_time(cost, cluster, software, devices, stages, evaluations, images, quantile, eval_cost)
         for quantile in (0.5, LOW, HIGH)
     ]
     low, high = widened([run.seconds for run in runs], software.error)
     run = runs[0]
-    shares = [longest_share(cluster, software, devices, stage.workers)[1] for stage in workload.stages]
+    passes = [longest_share(cluster, software, devices, stage.workers)[1] for stage in workload.stages]
     speed = sum(islice(cycle(cluster.speeds or (1.0,)), devices))
+    # Against one device alone with as many passes a step, times the fraction of the devices' speed that has work.
     alone = sum(
-        stage.steps * step_time(workload.cost_of(stage), cluster, software, 1, stage.images, share).seconds
-        for stage, share in zip(workload.stages, shares, strict=True)
+        stage.steps * step_time(workload.cost_of(stage), cluster, software, 1, stage.images, number).seconds
+        for stage, number in zip(workload.stages, passes, strict=True)
     )
     balance = sum(
-        stage.steps * stage.batch / (stage.images * speed * share)
-        for stage, share in zip(workload.stages, shares, strict=True)
+        stage.steps * stage.batch / (stage.images * speed * number)
+        for stage, number in zip(workload.stages, passes, strict=True)
     )
     efficiency = alone / run.training * balance / sum(stage.steps for stage in workload.stages)
     return Forecast(
@@ -212,6 +196,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
 def _limit(workload: Workload, cluster: Cluster, software: Software, run: RunTime, devices: int) -> str:
     """The largest part of a run that is not arithmetic or memory traffic, with its remedy."""
     weights = [stage.steps for stage in workload.stages]
+    # What launches cost is the difference to a program whose kernels start at once: they overlap with nothing else.
 
     def total(name: str) -> float:
         values = [getattr(step, name) for step in run.steps]

@@ -1,4 +1,4 @@
-"""The machine at hand as a cluster: its network as `torusgd tune` measured it, its compute as a one-worker run did."""
+"""The machine at hand as a cluster: its network from `torusgd tune`, its compute from a run of one worker."""
 
 from pathlib import Path
 from statistics import median
@@ -13,7 +13,7 @@ from .forecast import Workload
 from .roofline import matched
 
 _NOMINAL = 1e12
-"""FLOP/s of a device nobody gave a figure for; a measured step scales it away"""
+"""FLOP/s of a device without a figure; a measured step cancels it"""
 
 
 def local_cluster(profile: Profile, name: str = "local") -> Cluster:
@@ -38,21 +38,15 @@ def local_cluster(profile: Profile, name: str = "local") -> Cluster:
 
 
 def _link(link: MeasuredLink | None) -> Link | None:
-    # A latency or slope of zero is below what tune can tell.
+    # A latency or slope of zero is below the resolution of tune.
     return None if link is None else Link(alpha=link.latency, bandwidth=1 / max(link.per_byte, 1e-12))
 
 
 def measured_software(workload: Workload, cluster: Cluster, software: Software, run: Path) -> Software:
-    """The profile scaled to the steps of a finished run of the same recipe with one worker.
+    """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker.
 
-    Args:
-        workload: The recipe's workload.
-        cluster: The machine, whose device is scaled.
-        software: To scale; its message cost becomes the measured one.
-        run: The run's folder, with summary.json and events.jsonl.
-
-    Raises:
-        UserError: No such run, one of several workers, or of another batch.
+    Its message cost becomes the measured one. UserError if there is no such run, or it had several workers or another
+    batch.
     """
     try:
         summary: dict[str, Any] = parse_json(read_text(run / "summary.json"))
@@ -71,7 +65,7 @@ def measured_software(workload: Workload, cluster: Cluster, software: Software, 
     steps = [event for event in events if event.get("batch") == batch and "update_seconds" in event]
     if len(steps) < 2:
         raise UserError(f"measured run {run}: has no 2 steps of batch {batch}; it was another recipe or too short")
-    # The first step pays for warming up.
+    # The first step includes the warm-up.
     passes, update = (median(event[key] for event in steps[1:]) for key in ("step_seconds", "update_seconds"))
     passes -= update
     if cluster.profile is not None:

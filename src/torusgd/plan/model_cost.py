@@ -1,8 +1,8 @@
-"""What a network costs, read off the network itself: it runs forward and backward on the meta device, watched by hooks.
+"""The cost of a network, read from a pass forward and backward on the meta device, watched by hooks.
 
 Nothing is computed there, so that a model of any size is read in a fraction of a second. Two runs, with 2 and with 4
-images, separate the work of each kernel that grows with the images from what doesn't (the weights). The
-networks of the published results are read by name; of BERT-large the layout of its gradients is enough.
+images, separate the work of each kernel that grows with the images from that which doesn't (the weights). The networks
+of the published results are read by name; of BERT-large the layout of its gradients is enough.
 """
 
 import math
@@ -43,22 +43,20 @@ _INPUTS = {
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one direction in the order in which they run; every field has one value a kernel.
-
-    flops: floating-point operations an image (a multiply-add is two).
-    values: tensor elements read and written an image.
-    fixed: tensor elements read and written whatever the batch, such as weights.
-    launches: 2 where one operator stands for two kernels (both gradients of a convolution), else 1.
-    elementwise: 1.0 where a fused implementation does it on the way (activations, additions), else 0.0.
-    linear: 1.0 for the matrix products of linear layers, else 0.0.
-    """
+    """The kernels of one direction in the order in which they run; every field has one value a kernel."""
 
     flops: Array
+    """floating-point operations an image (a multiply-add is two)"""
     values: Array
+    """tensor elements read and written an image"""
     fixed: Array
+    """tensor elements read and written whatever the batch, such as weights"""
     launches: Array
+    """number of kernels: 2 if one operator stands for two (both gradients of a convolution)"""
     elementwise: Array
+    """1.0 for activations and additions, which a fused implementation joins to the kernel before, else 0.0"""
     linear: Array
+    """1.0 for the matrix products of linear layers, else 0.0"""
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,9 @@ class Gradient:
     norm_or_bias: bool
     ready: int
     needed: int = 0
-    """forward kernels that have run when the layer that uses the parameter begins"""
+    """number of forward kernels that have run when the layer that uses the parameter begins"""
     is_norm: bool = False
-    """of batch norm"""
+    """whether it is batch norm's"""
 
 
 @dataclass(frozen=True)
@@ -104,22 +102,23 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """All that the planner knows of a network. `gradients` stand in the order in which backward completes them."""
+    """The numbers of a network that the planner uses."""
 
     forward: Kernels
     backward: Kernels
     gradients: tuple[Gradient, ...]
+    """gradients in the order in which backward completes them"""
     layers: tuple[Layer, ...]
     norms: int
-    """batch-norm layers"""
+    """number of batch-norm layers"""
     activations: float
-    """values an image that the forward pass writes: an upper bound of what backward needs of it"""
+    """number of values an image that the forward pass writes: an upper bound of those that backward needs"""
     statistics: int = 0
-    """means and variances of all batch-norm layers"""
+    """number of means and variances of all batch-norm layers"""
 
     @property
     def parameters(self) -> int:
-        """Trained values."""
+        """Number of trained values."""
         return sum(gradient.values for gradient in self.gradients)
 
     @property
@@ -136,12 +135,8 @@ class ModelCost:
 def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelCost:
     """Reads a network's cost.
 
-    Args:
-        build: Makes the network; called under the meta device, so that it takes no memory and draws no weights.
-        shape: Of one input, such as (3, 224, 224).
-
-    Raises:
-        UserError: The network can't run on the meta device, as when its forward pass looks at values.
+    `build` is called under the meta device, so that the network takes no memory and draws no weights; `shape` is that
+    of one input, such as (3, 224, 224). UserError if the network can't run there, since forward looks at values.
 
     >>> cost = read_model(lambda: nn.Linear(1000, 10), (1000,))
     >>> cost.parameters, cost.macs, [gradient.name for gradient in cost.gradients]
@@ -156,6 +151,7 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
         raise UserError(f"model: the planner can't trace it on the meta device: {reason}") from error
     if [row.name for row in few.rows] != [row.name for row in many.rows]:
         raise UserError("model: it runs other kernels for 4 images than for 2; the planner needs one order of work")
+    # Per image: half the difference of 4 and 2 images. The rest of 2 images is there whatever the batch.
     flops = np.array([(b.flops - a.flops) / 2 for a, b in zip(few.rows, many.rows, strict=True)])
     values = np.array([(b.values - a.values) / 2 for a, b in zip(few.rows, many.rows, strict=True)])
     fixed = np.maximum(np.array([row.values for row in few.rows]) - 2 * values, 0.0)
@@ -181,7 +177,7 @@ class _Row(NamedTuple):
 
 
 class _Trace(TorchDispatchMode):
-    """Notes every kernel of a pass: its name, operations, and the tensor elements that it reads and writes."""
+    """Records every kernel of a pass: its name, operations, and the tensor elements that it reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,11 +185,11 @@ class _Trace(TorchDispatchMode):
         self.gradients: list[Gradient] = []
         self.layers: list[Layer] = []
         self.needed: dict[int, int] = {}
-        """of each parameter, by its id: forward kernels before the first layer that uses it"""
+        """number of forward kernels before the first layer that uses a parameter, by the parameter's id"""
         self.middle = 0
-        """rows of the forward pass"""
+        """number of rows of the forward pass"""
         self.written = 0
-        """values that the forward pass wrote"""
+        """number of values that the forward pass wrote"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -242,7 +238,7 @@ def _trace(model: nn.Module, images: int, shape: tuple[int, ...]) -> _Trace:
             hook.remove()
     trace.written = forward_wrote
     # One kernel completes a convolution's weight and bias; buckets hold them in the reverse of the parameters' order.
-    order = {name: -place for place, (name, _) in enumerate(model.named_parameters())}
+    order = {name: -number for number, (name, _) in enumerate(model.named_parameters())}
     trace.gradients.sort(key=lambda gradient: (gradient.ready, order[gradient.name]))
     model.zero_grad()
     return trace
@@ -271,7 +267,7 @@ def _note_layer(trace: _Trace, name: str, module: nn.Module, inputs: tuple[Tenso
 
 @cache
 def known_cost(name: str) -> ModelCost:
-    """The cost of a built-in network at its published input size; UserError names those that there are.
+    """The cost of a built-in network at its published input size; UserError if there is none of that name.
 
     >>> known_cost("resnet50").parameters
     25557032

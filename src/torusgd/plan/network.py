@@ -1,8 +1,8 @@
-"""What the messages of a step cost on a described cluster, phase by phase.
+"""The cost of a step's messages on a described cluster, phase by phase.
 
-The price of an all-reduce is that of `comm.cost`, by which a run chooses too. Here a cluster file becomes the topology
-that it takes, a profile's algorithm becomes one of the run's, and what torusgd has no schedule for has its formula:
-NCCL's trees, and switches that add.
+The price of an all-reduce is that of `comm.tuning.cost`, by which a run chooses too. Here a cluster file becomes a
+topology, a profile's algorithm becomes one of the run's, and the algorithms of other programs have formulas: NCCL's
+trees, and switches that add.
 """
 
 import math
@@ -27,20 +27,20 @@ from ..comm.tuning.profile import Profile, expect, waited
 from .cluster import Cluster, Communication
 
 Kind = Literal["sum", "scatter", "gather"]
-"""of a message: an all-reduce, or its first or second half (reduce-scatter, all-gather)"""
+"""kind of a message: an all-reduce, or its first or second half (reduce-scatter, all-gather)"""
 
 
 class Phase(NamedTuple):
-    """A stretch of an all-reduce that keeps one axis busy."""
+    """A part of an all-reduce that occupies one axis."""
 
     axis: str
     seconds: float
     lead: float = 0.0
-    """seconds of it, at its beginning, that do not occupy the axis: another message's phase may go on meanwhile"""
+    """seconds at its beginning that do not occupy the axis: another message's phase may go on meanwhile"""
 
 
 def topology_of(cluster: Cluster, ranks: int, communication: Communication) -> Topology:
-    """The cluster as the price takes it, for its first `ranks` devices and a program's way of sending messages."""
+    """The topology of a cluster's first `ranks` devices for a program's way of sending messages."""
     inside, between = cluster.inside, cluster.between
     return Topology(
         per_host=min(ranks, cluster.devices_per_node),
@@ -55,7 +55,7 @@ def topology_of(cluster: Cluster, ranks: int, communication: Communication) -> T
 
 
 def grid_of(communication: Communication, cluster: Cluster, ranks: int) -> tuple[int, int]:
-    """The (Y, X) that the program's torus or hierarchical all-reduce has on so many devices."""
+    """The (Y, X) of the program's torus or hierarchical all-reduce on so many devices."""
     for rows, columns in communication.grids:
         if rows * columns == ranks:
             return rows, columns
@@ -87,9 +87,9 @@ def phases(
 
 
 def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, size: float) -> Algorithm:
-    """What a run takes by the program's name of its all-reduce, for `size` bytes on so many devices.
+    """The algorithm of a run by the program's name of it, for `size` bytes on so many devices.
 
-    `auto` takes the candidate with the least price; `native` is taken for a ring.
+    `auto` takes the candidate with the least price; `native` counts as a ring.
     """
     name = communication.algorithm
     if name == "auto":
@@ -100,7 +100,7 @@ def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, siz
 
 
 def _leaving_shards(algorithm: Algorithm) -> Algorithm:
-    """Whose halves a reduce-scatter and an all-gather take: doubling and a leader leave no shards (`comm.rounds`)."""
+    """The algorithm of a reduce-scatter and all-gather: doubling and a leader leave no shards (`comm.rounds`)."""
     vertical, horizontal = (m if m != "doubling" else "halving" for m in (algorithm.vertical, algorithm.horizontal))
     name = "torus" if algorithm.algorithm == "hierarchical" else algorithm.algorithm
     return replace(algorithm, algorithm=name, vertical=vertical, horizontal=horizontal)
@@ -109,10 +109,8 @@ def _leaving_shards(algorithm: Algorithm) -> Algorithm:
 def group_phases(
     cluster: Cluster, communication: Communication, ranks: int, members: int, apart: int, size: float, kind: Kind
 ) -> tuple[Phase, ...]:
-    """The same in each group of so many ranks, `apart` ranks from each other, all groups at the same time.
-
-    Groups have no grid: they sum by a ring where the program has anything but a flat algorithm.
-    """
+    """The phases in each group of `members` ranks, `apart` ranks from each other, all groups at the same time."""
+    # Groups have no grid: they sum by a ring if the program has no flat algorithm.
     topology = topology_of(cluster, ranks, communication)
     axis, method = Axis(members, apart, apart), FLAT.get(communication.algorithm, "ring")
     if kind == "sum":
@@ -130,14 +128,14 @@ def halves(whole: Sequence[Phase]) -> tuple[tuple[Phase, ...], tuple[Phase, ...]
 
 
 def _scheduled(algorithm: Algorithm, size: float, topology: Topology) -> tuple[Phase, ...]:
-    """By the price of a schedule in one chunk: what chunks gain within one message, buckets gain among each other."""
+    """Phases by the price of a schedule in one chunk: buckets gain among each other what chunks gain in a message."""
     costs = price(algorithm, topology)
     starts = (topology.start, *(0.0 for _ in costs[1:]))
     return tuple(Phase(axis, start + cost.seconds(size)) for (axis, cost), start in zip(costs, starts, strict=True))
 
 
 def _measured(profile: Profile, is_chosen: bool, size: float) -> Phase:
-    """By `torusgd tune`, on its own ranks: of what it chose, or of the backend's own all-reduce."""
+    """The phase that `torusgd tune` measured on its own ranks: of its choice, or of the backend's own all-reduce."""
     if not is_chosen:
         return Phase("flat", expect(profile, round(size))[2])
     # Each message has threads and connections of its own: its rounds begin while another's are under way.

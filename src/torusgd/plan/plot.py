@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_plot(path: Path) -> None:
-    """UserError where a picture can't be drawn: another kind of file, or no matplotlib."""
+    """UserError if a picture can't be drawn: another kind of file, or no matplotlib."""
     if path.suffix not in (".svg", ".png"):
         raise UserError(f"--plot {path}: write a picture as .svg or .png")
     try:
@@ -22,11 +22,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:
-    """Draws images/s and efficiency over devices, with the knee marked.
-
-    Raises:
-        UserError: matplotlib is missing, or the file is no .svg or .png or can't be written.
-    """
+    """Draws images/s and efficiency over devices, with the knee marked; UserError if it can't be drawn or written."""
     check_plot(path)
     from matplotlib.figure import Figure
 
@@ -48,8 +44,7 @@ def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:
 def plot_accuracy(sweep: AccuracySweep, title: str, path: Path) -> None:
     """Draws minutes to the accuracy with their band, and device-hours, over devices; the knee and the quickest marked.
 
-    Raises:
-        UserError: matplotlib is missing, or the file is no .svg or .png or can't be written.
+    UserError if it can't be drawn or written.
     """
     check_plot(path)
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
-"""The program that a plan prices: a software profile, with what a recipe and the runtime options say of it.
+"""The program that a plan prices: a software profile, changed by a recipe and the runtime options.
 
-A software profile (`software/*.yaml`) describes a program as it was published. Three things say what is planned, of
-which the later goes before the earlier:
+A software profile (`software/*.yaml`) describes a program as it was published. Three sources describe what is planned,
+of which the later goes before the earlier:
 
 1. the profile;
 2. the recipe, of its precision and of the bits of a gradient on the wire, batch norm's among them;
@@ -29,7 +29,7 @@ from .timeline import step_time
 
 
 def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, software: Software) -> Software:
-    """What trains a recipe on `runtime.workers` devices of a cluster, for `forecast`, `step_time` and rehearsals.
+    """The program that trains a recipe on `runtime.workers` devices, for `forecast`, `step_time` and rehearsals.
 
     Args:
         recipe: Its precision (unless `auto`) and its reduction go before the profile's.
@@ -74,8 +74,8 @@ def as_torusgd(software: Software) -> Software:
     """torusgd with another program's efficiencies: its own messages, of which each costs what that program's does."""
     own, theirs = load_software("torusgd"), software.communication
     changes = {"message": theirs.message, "contention": theirs.contention}
-    kept = {key: getattr(own, key) for key in ("sharded_update", "shares", "weights_first", "norm_group")}
-    return software.model_copy(update={**kept, "communication": own.communication.model_copy(update=changes)})
+    options = {key: getattr(own, key) for key in ("sharded_update", "shares", "weights_first", "norm_group")}
+    return software.model_copy(update={**options, "communication": own.communication.model_copy(update=changes)})
 
 
 def resolve_model_parallel(
@@ -83,8 +83,8 @@ def resolve_model_parallel(
 ) -> RuntimeOptions:
     """The options with `model_parallel: auto` replaced by the number of ranks with the shortest planned step.
 
-    Of equal ones it is the smallest. The numbers that are tried divide the number of devices, and the recipe's
-    `column_blocks` where it has some; the step is one of the last stage.
+    Of equal ones it is the smallest. The candidates divide the number of devices, and the recipe's `column_blocks` if
+    it has some; the step is one of the last stage.
     """
     if runtime.model_parallel != "auto":
         return runtime
@@ -102,7 +102,7 @@ def resolve_model_parallel(
 
 
 def _wire_dtype(recipe: Recipe) -> torch.dtype:
-    """Of a gradient on its way."""
+    """The dtype of a gradient on its way."""
     if recipe.reduction == "exact":
         return gradient_integers(recipe.virtual_workers)
     dtype: torch.dtype = getattr(torch, recipe.reduction)
@@ -110,7 +110,7 @@ def _wire_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, software: Software) -> dict[str, Any]:
-    """Algorithm and grid, where the user gave one of them."""
+    """Algorithm and grid, if the user gave one of them."""
     is_given = "allreduce" in runtime.model_fields_set
     name = runtime.allreduce if is_given else software.communication.algorithm
     algorithm, grid = name.partition(":")[0], runtime.grid_size
@@ -130,13 +130,13 @@ def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, softwar
 
 
 def _usual_grid(devices: int, per_node: int) -> tuple[int, int]:
-    """The grid that a run takes where none is given: nodes by devices a node, else the squarest."""
+    """The grid of a run without a given one: nodes by devices a node, else the squarest."""
     is_regular = 1 < per_node < devices and devices % per_node == 0
     return (devices // per_node, per_node) if is_regular else squarest(devices)
 
 
 def _groups(runtime: RuntimeOptions, devices: int) -> int | None:
-    """The number of groups of `model_parallel` ranks; None where each rank computes all of its linear layers."""
+    """The number of groups of `model_parallel` ranks; None if each rank computes all of its linear layers."""
     ranks = runtime.model_parallel
     assert ranks != "auto", "resolve_model_parallel comes first"
     if devices % ranks:

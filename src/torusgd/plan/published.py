@@ -47,7 +47,7 @@ class Row(Section):
     software: str
     devices: Ranks
     images: tuple[Count, ...]
-    """of a device, a value a stage; empty where the metric needs none"""
+    """images of a device in each stage; empty if the metric needs none"""
     epochs: Positive | None
     metric: Literal[
         "throughput", "iteration", "time_to_train", "scaling_efficiency", "speedup", "allreduce_speedup_vs_ring"
@@ -59,7 +59,7 @@ class Row(Section):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says of a row, in the row's unit; `error` is predicted / published - 1."""
+    """The planner's prediction of a row, in the row's unit."""
 
     row: Row
     predicted: float
@@ -68,7 +68,7 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Relative to what was published."""
+        """predicted / published - 1."""
         return self.predicted / self.row.value - 1
 
     def as_dict(self) -> dict[str, str | float]:
@@ -112,7 +112,7 @@ def _row(record: dict[str, str | None], where: str) -> Row:
         raise UserError(f"{where}: devices: needs at least 1, got {fields['devices']}")
     if batches and not images:
         images = [math.ceil(batch / devices) for batch in batches]
-    # Published batches are rounded (32K); an image a device is no rounding.
+    # Published batches are rounded (32K), but by less than an image a device.
     shares = [batch / devices for batch in batches]
     if batches and (len(images) != len(shares) or any(abs(a - b) >= 1 for a, b in zip(images, shares, strict=True))):
         raise UserError(f"{where}: global_batch {fields['global_batch']} is not batch_per_device times devices")
@@ -141,7 +141,7 @@ def _number(text: str, where: str, column: str) -> float:
 
 @dataclass(frozen=True)
 class System:
-    """What a row ran on."""
+    """The network, machine and program of a row."""
 
     cost: ModelCost
     cluster: Cluster
@@ -149,7 +149,7 @@ class System:
 
 
 def system_of(row: Row, factors: Factors | None = None) -> System:
-    """A row's network, cluster and software, calibrated; UserError says which of them is unknown."""
+    """A row's network, cluster and software, calibrated; UserError if one of them is unknown."""
     try:
         cost = known_cost(row.model)
         if factors is None:
@@ -213,12 +213,12 @@ def predict_row(row: Row) -> Prediction:
 
 
 def left_out(row: Row) -> float | None:
-    """The row predicted by the fit of all other rows, if it is one of those that the calibration knows."""
+    """The prediction of a row by the fit of all other rows, if the calibration has it."""
     return load_calibrated().left_out.get(row.id)
 
 
 def base_of(row: Row) -> str:
-    """What a speed-up or efficiency is relative to."""
+    """The base of a speed-up or efficiency, in words."""
     if row.metric == "allreduce_speedup_vs_ring":
         return "flat ring"
     if row.metric not in ("speedup", "scaling_efficiency"):
@@ -237,7 +237,7 @@ def counted_groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How good the calibration is on rows that it knows, in a few plain sentences."""
+    """The errors of the calibration on the rows that it has, in a few plain sentences."""
     parameters = load_parameters().parameters
     known = [row for row in rows if left_out(row) is not None]
     counted = [row for members in counted_groups(known).values() for row in members]

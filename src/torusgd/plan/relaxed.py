@@ -1,7 +1,7 @@
-"""The throughput of relaxed synchrony, beside the synchronous steps of a plan, where ranks are late at random.
+"""The throughput of relaxed synchrony, beside the synchronous steps of a plan, if ranks are late at random.
 
-A plan's step is a rank's passes and the rest (communication that is waited for, update, input). Keyed delays
-(`torusgd.synchrony.delays`) make the passes longer, each rank's by itself; what a step waits for follows from the form:
+A plan's step is a rank's passes and the rest (exposed communication, update, input). Keyed delays
+(`torusgd.synchrony.delays`) make the passes longer, each rank's by itself; the form decides how long a step waits:
 
 | form | a step waits for | its mean is over |
 | --- | --- | --- |
@@ -11,7 +11,7 @@ A plan's step is a rank's passes and the rest (communication that is waited for,
 | `local:H` | the slowest in H steps together, then one exchange | all, of changes over H steps |
 
 Expectations are means over keyed draws of steps. All but the first change what is computed: their images a second
-count work, not what it does for the accuracy.
+count work, not its effect on the accuracy.
 """
 
 import math
@@ -31,37 +31,34 @@ from .timeline import StepTime
 
 _SEED = 0
 _DRAWS = 400_000
-"""delays of ranks and steps that a mean is taken over"""
+"""number of draws of a delay (one rank, one step) of a mean"""
 _LEAST_STEPS = 30
 LOCAL_STEPS = (4, 16, 64)
-"""local steps that are tried where no number is given"""
+"""numbers of local steps that a search tries"""
 
 
 @dataclass(frozen=True)
 class RelaxedForecast:
-    """What a form brings, over the steps of all stages."""
+    """The throughput of a form, over the steps of all stages."""
 
     form: str
     seconds: float
-    """of a step, on average"""
+    """mean seconds of a step"""
     share: float
-    """of the gradients that enter an update"""
+    """fraction of the gradients that enter an update"""
     images_per_second: float
-    """that enter updates"""
+    """images a second that enter updates"""
     speedup: float
-    """of images_per_second over the synchronous steps with the same delays"""
+    """ratio of images_per_second to that of synchronous steps with the same delays"""
 
 
 def measured_delays(steps: Sequence[Mapping[str, Any]]) -> Measured:
-    """How late a rank was in the steps of a run: what its own work took beyond the fastest tenth at the same batch.
+    """The delays of rank 0 in a run's steps: the time of its own work beyond the fastest tenth at the same batch.
 
-    Args:
-        steps: Events of a run's steps, of which each tells what the rank that wrote them (rank 0) spent.
-
-    Raises:
-        UserError: Fewer than `_LEAST_STEPS` steps, the first tenth of which is warm-up and does not count.
+    `steps` are the events of the run's steps, which rank 0 writes. UserError for fewer than `_LEAST_STEPS` of them.
     """
     by_batch: dict[float, list[float]] = {}
+    # The first tenth of the steps is warm-up. Waiting for data or messages is no delay of the rank's own.
     for step in steps[len(steps) // 10 :]:
         own = step["step_seconds"] - step["data_seconds"] - step["sync_seconds"] - step["update_seconds"]
         by_batch.setdefault(step["batch"], []).append(max(own, 0.0))
@@ -74,26 +71,20 @@ def measured_delays(steps: Sequence[Mapping[str, Any]]) -> Measured:
 def relaxed_forecasts(
     workload: Workload, forecast: Forecast, forms: list[str], delays: str | Measured
 ) -> list[RelaxedForecast]:
-    """What synchronous steps and `forms` bring with delays, the synchronous steps first.
+    """The throughput of synchronous steps and then of `forms` (`cutoff`, `backup:B`, `local:H`) with delays.
 
-    Args:
-        workload: What is planned.
-        forecast: Its plan; its `jitter` is left out, as the delays stand in its place.
-        forms: `cutoff`, `backup:B`, `local:H`.
-        delays: A model's text; its unit, where it names none, is the time of one virtual worker's passes. Or what was
-            measured, in seconds, as if every rank were late like the one that measured it, each by itself.
-
-    Raises:
-        UserError: A form or the delays are not what there is, or more backup ranks than there are ranks.
+    `delays` is a model's text, in units of the time of one virtual worker's passes unless it names seconds; or measured
+    delays, as if every rank were late like the one that measured, each by itself. They replace the plan's `jitter`.
+    UserError for an unknown form or delay, or more backup ranks than ranks.
     """
     found: list[RelaxedForecast] = []
     for form in ["synchronous", *(form for form in forms if form != "synchronous")]:
         seconds = images = computed = 0.0
         for stage, step in zip(workload.stages, forecast.steps, strict=True):
             parts = math.ceil(stage.workers / forecast.devices)
-            each, share = _step(form, step, forecast.devices, parts, delays)
+            each, taken = _step(form, step, forecast.devices, parts, delays)
             seconds += stage.steps * each
-            images += stage.steps * stage.batch * share
+            images += stage.steps * stage.batch * taken
             computed += stage.steps * stage.batch
         rate = images / seconds
         steps = sum(stage.steps for stage in workload.stages)
@@ -103,7 +94,7 @@ def relaxed_forecasts(
 
 
 def candidate_forms(devices: int) -> list[str]:
-    """The forms that a search proposes: cutoff, a backup of 4 % (Chen et al.'s best of 100), and local steps.
+    """The candidates of a search: cutoff, a backup of 4 % (Chen et al.'s best of 100), and local steps.
 
     >>> candidate_forms(100)
     ['cutoff', 'backup:4', 'local:4', 'local:16', 'local:64']
@@ -113,7 +104,7 @@ def candidate_forms(devices: int) -> list[str]:
 
 
 def _step(form: str, step: StepTime, ranks: int, parts: int, delays: str | Measured) -> tuple[float, float]:
-    """Seconds of a step, and the share of the gradients that enter it."""
+    """Seconds of a step, and the fraction of the gradients that enter it."""
     rest = step.seconds - step.compute - step.jitter
     match = re.fullmatch(r"synchronous|cutoff|(backup|local):(\d+)", form)
     number = int(match[2]) if match is not None and match[2] is not None else 0
@@ -124,10 +115,11 @@ def _step(form: str, step: StepTime, ranks: int, parts: int, delays: str | Measu
     if match[1] == "local":
         draws = max(1, _DRAWS // (ranks * parts * number))
         late = _passes(delays, step.compute, ranks, parts, draws * number).reshape(draws, number, ranks)
+        # A rank's delays add up over H steps before the slowest is waited for; one exchange serves all of them.
         exchanged = step.exposed + step.contention
         return float(late.sum(axis=1).max(axis=1).mean()) / number + rest - exchanged * (1 - 1 / number), 1.0
     late = np.sort(_passes(delays, step.compute, ranks, parts, max(20, _DRAWS // (ranks * parts))), axis=1)
-    expected = late.mean(axis=0) + rest
+    expected = late.mean(axis=0) + rest  # of the first, second, ... rank to be done
     taken = ranks - number if form != "cutoff" else best_cutoff(expected)
     return float(expected[taken - 1]), taken / ranks
 

@@ -3,8 +3,8 @@
     seconds = launch + images * flops / (peak * math) + bytes / (memory_bandwidth * memory)
 
 Three numbers of the software profile describe all of a network's kernels on all devices: `math`, `memory` and `launch`.
-The launch is what makes few images a device slow. Terms add up rather than hide each other: batch norm and activations
-wait for the convolution before them.
+Launches make few images a device slow. Terms add up rather than hide each other: batch norm and activations wait for
+the convolution before them.
 """
 
 from dataclasses import dataclass
@@ -19,22 +19,21 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward pass of one virtual worker, in seconds.
-
-    ready: for each gradient, in the order of `ModelCost.gradients`, when it is complete after the start of backward.
-    needed: for each gradient's parameter, in the same order, when it is used first after the start of forward.
-    """
+    """One forward and backward pass of one virtual worker, in seconds."""
 
     forward: float
     backward: float
     ready: Array
+    """end of each gradient after the start of backward, in the order of `ModelCost.gradients`"""
     needed: Array
+    """first use of each gradient's parameter after the start of forward, in the same order"""
 
 
 def kernel_seconds(
     kernels: Kernels, device: Device, software: Software, images: float, linear_share: float = 1.0
 ) -> Array:
-    """Seconds of each kernel for so many images; `linear_share` of the weights of linear layers are this device's."""
+    """Seconds of each kernel for so many images; this device has the fraction `linear_share` of linear weights."""
+    # A fused activation costs neither a launch nor memory traffic; its few operations stay.
     left = 1.0 - kernels.elementwise if software.fused else np.ones_like(kernels.elementwise)
     peak = device.peak.get(software.precision) or max(device.peak.values())
     math_seconds = images * kernels.flops / (peak * software.math)
@@ -46,7 +45,8 @@ def kernel_seconds(
 
 
 def pass_seconds(cost: ModelCost, device: Device, software: Software, images: float, linear_share: float = 1.0) -> Pass:
-    """A pass over `images` images on one device, which keeps `linear_share` of the weights of linear layers."""
+    """A pass over `images` images on one device, which has the fraction `linear_share` of linear weights."""
+    # Running sums with a zero in front: index k is the time at which k kernels are done.
     forward = np.concatenate([[0.0], np.cumsum(kernel_seconds(cost.forward, device, software, images, linear_share))])
     needed = forward[np.array([gradient.needed for gradient in cost.gradients], dtype=int)]
     backward = kernel_seconds(cost.backward, device, software, images, linear_share)
@@ -59,10 +59,8 @@ def pass_seconds(cost: ModelCost, device: Device, software: Software, images: fl
 
 
 def update_seconds(cost: ModelCost, cluster: Cluster, software: Software, devices: int) -> float:
-    """What each device does once a step, however few virtual workers it has: the optimiser's memory traffic.
-
-    Of the weights that this device keeps, or of its shard of all.
-    """
+    """Seconds of the optimiser's memory traffic, once a step on each device, however few virtual workers it has."""
+    # For the weights that this device holds (of split layers a part), or its shard of all.
     groups = software.communication.linear_groups or devices
     shared = sum(layer.weights for layer in cost.layers if layer.linear) if groups < devices else 0
     weights = cost.parameters - shared * (1 - groups / devices)
@@ -73,20 +71,18 @@ def update_seconds(cost: ModelCost, cluster: Cluster, software: Software, device
 
 
 def memory_bytes(cost: ModelCost, software: Software, images: float) -> float:
-    """About what training holds on a device: activations of one pass, weights, gradients and momentum."""
+    """Memory of training on a device, about: activations of one pass, weights, gradients and momentum."""
     size = _BYTES[software.precision]
-    kept = 0.6 if software.fused else 1.0  # without the outputs of fused activations and additions
+    stored = 0.6 if software.fused else 1.0  # without the outputs of fused activations and additions
     sums = max(4, software.communication.wire_bits // 8)
-    return images * cost.activations * size * kept + cost.parameters * (12 + sums)
+    return images * cost.activations * size * stored + cost.parameters * (12 + sums)
 
 
 def matched(
     software: Software, cost: ModelCost, device: Device, images: float, seconds: float, update: float, passes: int = 1
 ) -> Software:
-    """The profile scaled so that `passes` passes of `images` images take `seconds` in all, and an update `update`.
-
-    For a device that was measured: one worker's step is enough to plan for more of them.
-    """
+    """The profile scaled so that `passes` passes of `images` images take `seconds` in all, and an update `update`."""
+    # One factor for all three terms: one measured step can't separate them.
     now = pass_seconds(cost, device, software, images)
     factor = passes * (now.forward + now.backward) / seconds
     memory = software.memory * factor

@@ -18,17 +18,17 @@ LOW, HIGH = 0.05, 0.95
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """The steps of one batch size, a recipe's stage without what it computes."""
+    """The steps of one batch size."""
 
     steps: int
     images: int
-    """of one virtual worker"""
+    """images of one virtual worker"""
     workers: int
-    """virtual workers"""
+    """number of virtual workers"""
     spare: int = 0
-    """how many images fewer than that a batch has, where the workers don't share it evenly"""
+    """number of images that a batch lacks, if the workers don't divide it evenly"""
     cost: ModelCost | None = None
-    """of the network at this stage's image size; None: as the workload's"""
+    """cost of the network at this stage's image size; None: the workload's"""
 
     @property
     def batch(self) -> int:
@@ -54,13 +54,8 @@ class RunTime:
 def longest_share(cluster: Cluster, software: Software, devices: int, workers: int) -> tuple[Cluster, int]:
     """The cluster as if all its devices were like the one that is done last, and the virtual workers of that one.
 
-    A plan is of one device that stands for all: where they differ in speed, of the one for which the others wait.
-
-    Args:
-        cluster: The machine.
-        software: The program; its `shares` say whether slow devices take fewer virtual workers.
-        devices: How many take part.
-        workers: Virtual workers of a step, at least as many.
+    A plan is of one device that stands for all: if they differ in speed, the one for which the others wait. `workers`
+    are the virtual workers of a step, at least one a device.
 
     >>> from torusgd.plan.cluster import load_cluster, load_software
     >>> mixed = load_cluster("abci").model_copy(update={"speeds": (1.0, 1.0, 0.5)})
@@ -70,9 +65,9 @@ def longest_share(cluster: Cluster, software: Software, devices: int, workers: i
     """
     if not cluster.speeds:
         return cluster, math.ceil(workers / devices)
-    seconds = [1 / cluster.speeds[place % len(cluster.speeds)] for place in range(devices)]
+    seconds = [1 / cluster.speeds[device % len(cluster.speeds)] for device in range(devices)]
     counts = best_counts(workers, seconds) if software.shares == "speed" else even_counts(workers, devices)
-    last = max(range(devices), key=lambda place: counts[place] * seconds[place])
+    last = max(range(devices), key=lambda device: counts[device] * seconds[device])
     slowdown = seconds[last] * cluster.slowdown(devices)
     return cluster.model_copy(update={"crowding": {devices: slowdown}, "speeds": ()}), counts[last]
 
@@ -90,19 +85,15 @@ def run_time(
 ) -> RunTime:
     """Seconds of a run on `devices` devices.
 
-    Args:
-        stages: In order; a device takes its share of a stage's virtual workers, one after another.
-        evaluations: How often the held-out images are classified.
-        eval_images: How many those are.
-        quantile: As in `step_time`.
-        eval_cost: Of the network at the size of the held-out images; None: `cost`.
+    `evaluations` are the times that `eval_images` held-out images are classified, at the cost `eval_cost` (None:
+    `cost`); `quantile` is that of `step_time`.
     """
     # Plan 7: steps, evaluations and the start, of the device for which all others wait.
     steps = tuple(_step(stage.cost or cost, cluster, software, devices, stage, quantile) for stage in stages)
     training = sum(stage.steps * step.seconds for stage, step in zip(stages, steps, strict=True))
-    share = math.ceil(eval_images / devices)
-    forward = pass_seconds(eval_cost or cost, cluster.device, software, share).forward if share else 0.0
-    forward /= min(cluster.speeds[:devices], default=1.0)  # held-out images are shared out evenly
+    images = math.ceil(eval_images / devices)
+    forward = pass_seconds(eval_cost or cost, cluster.device, software, images).forward if images else 0.0
+    forward /= min(cluster.speeds[:devices], default=1.0)  # all devices get as many held-out images
     small = sum(phase.seconds for phase in phases(cluster, software.communication, devices, 4096.0))
     each = forward + software.evaluation.seconds + software.evaluation.norm_sums * cost.norms * small
     return RunTime(software.start_on(devices), training, evaluations * each, steps)
@@ -132,15 +123,14 @@ def staged(
     """
     early = [1 / (len(images) + 1)] * (len(images) - 1)
     stages = []
-    for share, each in zip([*early, 1 - sum(early)], images, strict=True):
+    for part, each in zip([*early, 1 - sum(early)], images, strict=True):
         steps = train_images / (each * devices)
-        stages.append(
-            PlannedStage(math.ceil(epochs * share * (math.ceil(steps) if whole_epochs else steps)), each, devices)
-        )
+        steps = math.ceil(steps) if whole_epochs else steps
+        stages.append(PlannedStage(math.ceil(epochs * part * steps), each, devices))
     return stages
 
 
 def widened(values: Sequence[float], error: float) -> tuple[float, float]:
     """A band around predicted values: stragglers as they are, times the profile's own error at the same quantiles."""
-    spread = math.exp(1.645 * error)
+    spread = math.exp(1.645 * error)  # 1.645 deviations of a normal distribution: its quantiles LOW and HIGH
     return min(values) / spread, max(values) * spread

@@ -1,4 +1,4 @@
-"""What to change: the curve over numbers of devices with its knee, and the settings that a cluster likes best."""
+"""Searches: the curve over numbers of devices with its knee, and the quickest settings on a cluster."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,19 +11,18 @@ from .cluster import Buckets, Cluster, Software
 from .forecast import Forecast, Workload, forecast, with_communication
 
 KNEE_EFFICIENCY = 0.8
-"""the knee is the last point of the curve where one more device still gives this share of one device's work"""
+"""fraction of one device's work that one more device still gives at the knee of the curve"""
 
 
 def device_counts(limit: int, workers: int) -> list[int]:
-    """A few numbers of devices an octave up to `limit`, which is one of them, that share the virtual workers evenly.
-
-    Divisors of `workers` stand closer than others; of the others up to `workers` only those are taken that leave at
-    most 5 % of the devices' time idle.
+    """A few numbers of devices an octave up to `limit`, which is one of them, that divide the virtual workers evenly.
 
     >>> device_counts(64, 48)
     [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 48, 58, 64]
     """
     counts, last = {limit}, 0.0
+    # Divisors of `workers` stand closer than others; of the others up to `workers` only those that leave at most 5 %
+    # of the devices' time idle.
     for count in range(1, limit):
         divides = workers % count == 0
         even = count > workers or workers / (count * math.ceil(workers / count)) >= 0.95
@@ -34,7 +33,7 @@ def device_counts(limit: int, workers: int) -> list[int]:
 
 
 def fixed_batch(workload: Workload, devices: int) -> Workload:
-    """The same batches, cut anew where there are more devices than virtual workers: strong scaling."""
+    """The same batches, cut anew if there are more devices than virtual workers: strong scaling."""
     stages = []
     for stage in workload.stages:
         workers = max(stage.workers, devices)
@@ -71,20 +70,19 @@ def sweep(
 ) -> Sweep:
     """Forecasts for every number of devices, each with the program that trains on so many.
 
-    `scale` keeps the batch (`fixed_batch`) or a device's share of it (`fixed_share`).
+    `scale` fixes the batch (`fixed_batch`) or the images of a device (`fixed_share`).
     """
     forecasts = tuple(forecast(scale(workload, count), cluster, program(count), count) for count in counts)
     return Sweep(forecasts, knee_of([(f.devices, f.images_per_second) for f in forecasts]))
 
 
 def knee_of(curve: Sequence[tuple[int, float]]) -> int:
-    """The last number of devices up to which every added one kept KNEE_EFFICIENCY of the first point's rate a device.
-
-    Taken on the curve's upper hull, so that numbers that share the work badly do not count.
+    """The last number of devices up to which every added one had KNEE_EFFICIENCY of the first point's rate a device.
 
     >>> knee_of([(1, 100.0), (2, 195.0), (3, 200.0), (4, 370.0), (8, 500.0)])
     4
     """
+    # On the curve's upper hull, so that numbers of devices that divide the work badly do not count.
     hull: list[tuple[int, float]] = []
     for point in curve:
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
@@ -103,17 +101,17 @@ Change = Callable[[Software], Software]
 
 @dataclass(frozen=True)
 class ChosenSetting:
-    """One setting that differs from where the search began."""
+    """One setting that the search changed."""
 
     setting: str
     value: str
     saves: float
-    """seconds of the run: how much longer it takes with all other choices but without this one"""
+    """seconds by which the run is longer with all other choices but without this one"""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was found."""
+    """The settings that a search chose, and the forecasts before and after."""
 
     choices: tuple[ChosenSetting, ...]
     before: Forecast
@@ -125,9 +123,7 @@ class SearchResult:
 def search_settings(workload: Workload, cluster: Cluster, software: Software, devices: int) -> SearchResult:
     """Chooses all-reduce and grid, buckets, update, groups of split layers, and how the batch is cut.
 
-    Coordinate descent: each setting in turn takes its best value with all others as they are, until a whole turn
-    changes none by a thousandth of the run. The cut of the batch (images of a virtual worker, with the batch as it is)
-    comes last; where there is batch norm it makes another recipe.
+    With batch norm, another cut of the batch (images of a virtual worker) makes another recipe.
     """
 
     def seconds(chosen: dict[str, tuple[str, Change]]) -> float:
@@ -136,6 +132,8 @@ def search_settings(workload: Workload, cluster: Cluster, software: Software, de
     before = forecast(workload, cluster, software, devices)
     chosen: dict[str, tuple[str, Change]] = {}
     least, is_better = before.run.seconds, True
+    # Coordinate descent: each setting in turn takes its best value with all others as they are, until a whole turn
+    # changes none by a thousandth of the run.
     while is_better:
         is_better = False
         for setting, values in _options(workload, cluster, software, devices).items():
@@ -144,11 +142,12 @@ def search_settings(workload: Workload, cluster: Cluster, software: Software, de
             if time < least * (1 - 1e-3):
                 chosen[setting], least, is_better = value, time, True
     found = _apply(software, chosen)
+    # The cut of the batch comes last, since it alone may change the recipe.
     cuts = [(forecast(cut, cluster, found, devices), cut) for cut in _cuts(workload, cluster, found, devices)]
     after, cut = min(cuts, key=lambda item: item[0].run.seconds)
     choices = []
     for setting, (name, _) in chosen.items():
-        others = _apply(software, {key: kept for key, kept in chosen.items() if key != setting})
+        others = _apply(software, {key: other for key, other in chosen.items() if key != setting})
         without = forecast(cut, cluster, others, devices).run.seconds
         choices.append(ChosenSetting(setting, name, without - after.run.seconds))
     if after.run.seconds < least * (1 - 1e-3):
@@ -197,7 +196,7 @@ def _sharded(software: Software) -> Software:
 
 
 def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int) -> list[Workload]:
-    """As it is, and with other numbers of virtual workers, as many on each device, that fit into its memory."""
+    """The workload itself, and with other numbers of virtual workers, as many on each device, if they fit in memory."""
     batches = [stage.batch for stage in workload.stages]
     most = max(stage.workers for stage in workload.stages)
     even = [w for w in range(devices, most + 1, devices) if all(batch % w == 0 for batch in batches)]

@@ -1,4 +1,4 @@
-"""What one rank does in a step, as a list: compute for so long, start a message, wait for a message.
+"""The actions of one rank in a step, as a list: compute for so long, start a message, wait for a message.
 
 `compose` writes the list, for replicated and sharded updates and for split layers. A plan walks it with the prices of
 the network (`timeline`); a rehearsal (`torusgd.rehearse`) walks the same list with real messages and timed waits. By
@@ -21,11 +21,11 @@ from .roofline import Pass, update_seconds
 Content = Literal["gradients", "weights", "statistics", "activations"]
 CONTENTS: tuple[Content, ...] = get_args(Content)
 _MASTER_BYTES = 4
-"""of a weight, as a sharded update gathers it"""
+"""bytes of a weight that a sharded update gathers"""
 _WIDE_BYTES = 4
-"""of a gradient that travels as float32 beside others in 16 bits"""
+"""bytes of a gradient that travels as float32 beside others in 16 bits"""
 _STATUS_VALUES = 2
-"""of a tensor, by which the ranks of a sharded update agree on whether its sum may be used"""
+"""number of values of a tensor by which the ranks of a sharded update agree on whether its sum may be used"""
 
 
 class Compute(NamedTuple):
@@ -38,19 +38,19 @@ class Send(NamedTuple):
     """A message leaves: a sum over ranks, or its first or second half (reduce-scatter, all-gather)."""
 
     name: str
-    """of its own in the step"""
+    """unique name in the step"""
     kind: Kind
     content: Content
     bytes: float
-    """of the whole tensor, before it is cut into shards"""
+    """bytes of the whole tensor, before it is cut into shards"""
     members: int | None = None
-    """ranks of a group that exchange among themselves; None: all"""
+    """number of ranks of a group that exchange among themselves; None: all"""
     apart: int = 1
-    """how far the members are from each other"""
+    """distance between neighbouring members, in ranks"""
 
 
 class Wait(NamedTuple):
-    """Until that message has arrived; nothing where this step or the one before has not sent it."""
+    """A wait for that message; none if neither this step nor the one before has sent it."""
 
     name: str
 
@@ -67,7 +67,7 @@ class _Step:
     summed: list[Wait] = field(default_factory=list)
     status: list[Action] = field(default_factory=list)
     gathers: list[tuple[float, Send]] = field(default_factory=list)
-    """with the seconds after the start of forward at which they are needed"""
+    """messages, each with the seconds after the start of forward at which it is needed"""
 
 
 def compose(
@@ -75,19 +75,7 @@ def compose(
 ) -> list[Action]:
     """The script of one step on each of `devices` devices.
 
-    Buckets leave while the last virtual worker's backward pass runs. A sharded update with `gather_ahead` sums each
-    bucket into shards, updates its own, and gathers the new weights in the order in which the next forward pass needs
-    them; the layer that needs them waits. Split layers gather their inputs inside the group before they begin, and
-    scatter the gradients of their inputs.
-
-    Args:
-        cost: The network.
-        cluster: The machine.
-        software: The program.
-        devices: How many take part.
-        images: Of one virtual worker.
-        passes: Virtual workers of a device, one after another.
-        work: Times of one pass.
+    A device computes `passes` virtual workers of `images` images one after another; `work` are the times of one pass.
     """
     # Plan 5: a step as a list; a rehearsal plays the same one.
     step = _Step()
@@ -104,6 +92,8 @@ def compose(
         status = Send("status", "sum", "statistics", size * len(cost.gradients))
         step.status += [status, Wait(status.name)]
     between = (passes - 1) * (work.forward + work.backward)
+    # The first forward waits for gathered weights, the last backward sends buckets: all passes between are one stretch.
+    # Each rank updates its shards once all its sums are there, and then gathers first what forward needs first.
     return [
         *_spread(step.forward, work.forward),
         *([Compute(between)] if between else []),
@@ -116,13 +106,13 @@ def compose(
 
 
 def split_layers(cost: ModelCost, software: Software, devices: int) -> list[Layer]:
-    """The linear layers that the ranks of a group share."""
+    """The linear layers that the ranks of a group divide among them."""
     groups = software.communication.linear_groups
     return [layer for layer in cost.layers if layer.linear] if groups is not None and groups < devices else []
 
 
 def activation_bytes(software: Software) -> int:
-    """Of an activation that ranks exchange: as long as a gradient's element, but for integers of 64 bits."""
+    """Bytes of an activation that ranks exchange: those of a gradient's element, but for integers of 64 bits."""
     return min(software.communication.wire_bits // 8, _MASTER_BYTES)
 
 
@@ -136,18 +126,16 @@ def _gradients(step: _Step, cost: ModelCost, cluster: Cluster, software: Softwar
     is_ahead = software.sharded_update and communication.gather_ahead
     size = communication.wire_bits // 8
     ready = work.ready[whole]
-    may_rebuild = (
-        communication.algorithm == "auto"
-        and communication.buckets.option == "auto"
-        and not software.sharded_update
-        and not any(is_wide)
-    )
-    if may_rebuild and cluster.profile is not None and cluster.profile.backend == "gloo":  # on CPUs, as the run does
+    # The same conditions as those of a run (`gradients.bucket_rebuild`), which rebuilds on CPUs only.
+    is_auto = communication.algorithm == "auto" and communication.buckets.option == "auto"
+    may_rebuild = is_auto and not software.sharded_update and not any(is_wide)
+    if may_rebuild and cluster.profile is not None and cluster.profile.backend == "gloo":
         buckets = rebuilt_buckets(gradients, ready, work.backward, cluster.profile, size)
     else:
         buckets = cut_buckets(gradients, ready, communication.buckets, size, is_wide)
     for number, bucket in enumerate(buckets):
         when = bucket.ready if communication.overlap else work.backward
+        # With `gather_ahead` only shards are summed; the layer that needs the new weights first waits for them.
         _summed(step, when, Send(f"gradients {number}", "scatter" if is_ahead else "sum", "gradients", bucket.bytes))
         if is_ahead:
             first = float(min(needed[bucket.first : bucket.stop]))
@@ -164,8 +152,9 @@ def _exchange(
     groups = communication.linear_groups or devices
     members = devices // groups
     size = communication.wire_bits // 8
-    place = max(i for i, gradient in enumerate(cost.gradients) if gradient.name.rpartition(".")[0] == layer.name)
-    begin, ready = float(work.needed[place]), float(work.ready[place])
+    last = max(i for i, gradient in enumerate(cost.gradients) if gradient.name.rpartition(".")[0] == layer.name)
+    begin, ready = float(work.needed[last]), float(work.ready[last])
+    # Each wait follows its message at once: nothing else can be computed before the layer has its inputs.
     whole = activation_bytes(software) * layer.ifm * layer.in_area * images * members
     inputs = Send(f"inputs of {layer.name}", "gather", "activations", whole, members)
     back = Send(f"gradients of the inputs of {layer.name}", "scatter", "activations", whole, members)
@@ -182,7 +171,7 @@ def _summed(step: _Step, when: float, send: Send) -> None:
 
 
 def _spread(timed: Iterable[tuple[float, Sequence[Action]]], seconds: float) -> list[Action]:
-    """A pass of so many seconds, cut where something happens."""
+    """A pass of so many seconds, cut at the times of its actions."""
     script: list[Action] = []
     now = 0.0
     for when, actions in sorted(timed, key=lambda pair: pair[0]):
@@ -199,13 +188,13 @@ class Departure(NamedTuple):
     """Gradients that leave together."""
 
     ready: float
-    """seconds after the start of backward when the last of them is complete"""
+    """seconds after the start of backward at which the last of them is complete"""
     bytes: float
     values: float
     first: int
-    """the first of them, in the order in which they are sent: that of backward, but for wide ones, which come last"""
+    """index of the first of them in the order of sending: that of backward, but wide ones come last"""
     stop: int
-    """one more than the last"""
+    """index after the last of them"""
 
 
 def cut_buckets(
@@ -215,12 +204,12 @@ def cut_buckets(
 
     Args:
         gradients: In the order in which backward completes them.
-        ready: When each is complete, in seconds.
-        rule: How to cut. A tensor that is larger than a bucket is cut itself with `values` and `parts`, as a fusion
-            buffer does; the other rules keep tensors whole, and are the run's own (`comm.buckets`).
-        wire_bytes: Of one value on the network.
-        is_wide: Of each gradient whether it is sent after all others, in 32 bits, as a run with rule `torusgd` does;
-            the other rules take none. Empty: none is.
+        ready: Seconds at which each is complete.
+        rule: `values` and `parts` cut a tensor that is larger than a bucket, as a fusion buffer does; the other rules
+            leave tensors whole, and are the run's own (`gradients.layout`).
+        wire_bytes: Bytes of one value on the network.
+        is_wide: Whether each gradient is sent after all others, in 32 bits, as in a run with rule `torusgd`; the other
+            rules take none. Empty: none is.
     """
     if not gradients:
         return []
@@ -255,7 +244,7 @@ def _as_a_run(
 
 
 def _sending_order(is_wide: Sequence[bool]) -> list[int]:
-    """Numbers of gradients as they are sent: the wide ones last, else in the order of backward."""
+    """Indices of gradients in the order of sending: that of backward, but the wide ones last."""
     return sorted(range(len(is_wide)), key=lambda number: is_wide[number])
 
 
@@ -264,12 +253,7 @@ def rebuilt_buckets(
 ) -> list[Departure]:
     """The buckets that a run with `allreduce: auto` rebuilds after its first steps, by the same function.
 
-    Args:
-        gradients: In the order in which backward completes them.
-        ready: When each is complete, in seconds after the start of backward.
-        backward: When backward ends.
-        profile: The measured network that the run is given.
-        wire_bytes: Of one value on the network.
+    Gradients are in backward's order; `ready` and `backward` (its end) are seconds after the start of backward.
     """
     if not gradients or not profile.timings:
         return cut_buckets(gradients, ready, Buckets(), wire_bytes)
@@ -281,7 +265,7 @@ def rebuilt_buckets(
 def _departures(
     layout: Sequence[tuple[int, int]], numels: Sequence[int], ready: Array, wire_bytes: int
 ) -> list[Departure]:
-    """Buckets of whole tensors, each of which leaves when its last gradient is there."""
+    """Buckets of whole tensors, each of which leaves when its last gradient is complete."""
     departures = []
     for first, stop in layout:
         values = sum(numels[first:stop])
@@ -290,7 +274,8 @@ def _departures(
 
 
 def _fused(numels: Sequence[int], ready: Array, full: float, wire_bytes: int) -> list[Departure]:
-    """A buffer of `full` values that leaves whenever it is full; the last one with what is left."""
+    """Buffers of `full` values, each of which leaves when it is full; the last one has the rest."""
+    # `gone` and `seen` are sums of floats: the tolerances avoid a bucket of a rounding error.
     buckets, first, gone, seen = [], 0, 0.0, 0.0
     for number, (when, size) in enumerate(zip(ready, numels, strict=True)):
         seen += size

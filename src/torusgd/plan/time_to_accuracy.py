@@ -35,9 +35,9 @@ from .search import knee_of
 TARGET = 0.759
 """top-1 of the reference points"""
 FAMILY = "resnet50"
-"""the built-in recipe whose rows they are"""
+"""the built-in recipe with those rows"""
 SCHEDULE = 1.05
-"""the length of a reference point's schedule over its epochs to the accuracy, 1.03 to 1.06 in all ten"""
+"""length of a reference point's schedule over its epochs to the accuracy, 1.03 to 1.06 in all ten"""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def fit(points: Sequence[ReferencePoint]) -> EpochCurve:
 
 @cache
 def curve() -> EpochCurve:
-    """Of all reference points: 34.6 epochs, twice as many at a batch of about 46,900."""
+    """The fit of all reference points: 34.6 epochs, twice as many at a batch of about 46,900."""
     return fit(REFERENCE)
 
 
@@ -119,11 +119,11 @@ _EQUAL = (
     "optimizer.variant", "optimizer.trust", "optimizer.eps", "optimizer.no_decay", "optimizer.no_trust",
     "label_smoothing", "rate.decay.shape", "rate.decay.power",
 )  # fmt: skip
-"""what a recipe must have in common with FAMILY; rate, warm-up, momentum and weight decay go with the batch"""
+"""keys that must have FAMILY's values; rate, warm-up, momentum and weight decay go with the batch"""
 
 
 def check_known(recipe: Recipe, target: float) -> None:
-    """Raises UserError, naming the first difference, where the curve says nothing of a recipe or an accuracy."""
+    """UserError with the first difference if the curve does not hold for a recipe or an accuracy."""
     where = f"--to: epochs are known for the recipe {FAMILY} to {TARGET:.1%} alone (MLPerf's reference points)"
     if target != TARGET:
         raise UserError(f"{where}, not to {100 * target:.4g}%; write --to {TARGET:.1%}")
@@ -143,10 +143,10 @@ def _at(tree: Any, path: str) -> Any:
 
 
 IMAGES = (32, 50, 64, 100, 128, 204, 256, 400)
-"""of a virtual worker, which is a batch norm's: 32 in Goyal et al. (arXiv 1706.02677), 50 to 400 in the runs that the
-curve of epochs is made of"""
+"""numbers of images of a virtual worker, which is a batch norm's: 32 in Goyal et al. (arXiv 1706.02677), 50 to 400 in
+the reference runs"""
 _STEP = 2**0.5
-"""from one batch that is tried to the next, about"""
+"""ratio of one candidate batch to the next, about"""
 
 
 @dataclass(frozen=True)
@@ -156,23 +156,23 @@ class AccuracyPlan:
     devices: int
     batch: int
     images: int
-    """of a virtual worker"""
+    """images of a virtual worker"""
     epochs: float
-    """to the accuracy, as the mean over runs"""
+    """epochs to the accuracy, the mean over runs"""
     images_per_second: float
     run: RunTime
     low: float
     high: float
-    """seconds within which it should lie: the slowest device's luck, the errors of the profile and of the epochs"""
+    """with `low`, the band of the seconds: the slowest device's luck, the errors of the profile and of the epochs"""
 
     @property
     def seconds(self) -> float:
-        """Of the run, to the evaluation that finds the accuracy."""
+        """Seconds of the run, to the evaluation that finds the accuracy."""
         return self.run.seconds
 
     @property
     def schedule(self) -> float:
-        """Epochs for which the rate's schedule is to be laid out, so that the accuracy is reached near its end."""
+        """Epochs of the rate's schedule, so that the accuracy is reached near its end."""
         return SCHEDULE * curve().epochs(self.batch)
 
     def as_dict(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def plan_to_accuracy(
             f"--to with {devices:,} devices: {IMAGES[0]} images of the network don't fit into a device's memory "
             f"({byte_size(cluster.device.memory or 0)})"
         )
-    # Two errors that have nothing to do with each other: of the seconds of a step, and of the number of epochs.
+    # Two independent errors: of the seconds of a step, and of the number of epochs.
     error, plans = math.hypot(software.error, spread()), []
     for run, stage, evaluations in found.values():
         edges = [run_of(stage, evaluations, quantile).seconds for quantile in (LOW, HIGH)]
@@ -238,7 +238,7 @@ def plan_to_accuracy(
 
 
 def quickest(plans: Sequence[AccuracyPlan]) -> AccuracyPlan:
-    """The one that takes the least time."""
+    """The plan with the least time."""
     return min(plans, key=lambda plan: plan.seconds)
 
 
@@ -248,9 +248,9 @@ class AccuracySweep:
 
     plans: tuple[AccuracyPlan, ...]
     knee: int
-    """devices beyond which another one adds less than `search.KNEE_EFFICIENCY` of what the first did"""
+    """number of devices beyond which another one adds less than `search.KNEE_EFFICIENCY` of the first one's work"""
     useful: int
-    """devices beyond which more bring nothing"""
+    """number of devices beyond which more gain nothing"""
 
 
 def sweep_to_accuracy(
@@ -266,25 +266,23 @@ def sweep_to_accuracy(
 
 
 def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int) -> list[tuple[int, int]]:
-    """Images of a virtual worker and virtual workers of a device: a few batches an octave, that fit into memory."""
+    """Images of a virtual worker and virtual workers of a device: a few batches an octave that fit into memory."""
     limit, cuts = cluster.device.memory, []
     for images in IMAGES:
         if limit is not None and memory_bytes(workload.cost, software, images) > limit:
             continue
         last = 0.0
-        for share in range(math.ceil(SMALLEST / (devices * images)), LARGEST // (devices * images) + 1):
-            if share >= _STEP * last:
-                cuts.append((images, share))
-                last = share
+        for workers in range(math.ceil(SMALLEST / (devices * images)), LARGEST // (devices * images) + 1):
+            if workers >= _STEP * last:
+                cuts.append((images, workers))
+                last = workers
     return cuts
 
 
 def _length(recipe: Recipe, train_images: int, workers: int, images: int) -> tuple[PlannedStage, int]:
-    """The steps of the epochs that a batch needs, and the evaluations up to the one that finds the accuracy.
-
-    The steps are not rounded up to that evaluation: the reference points are means over runs, each of which ended with
-    an evaluation.
-    """
+    """The steps of the epochs that a batch needs, and the evaluations up to the one that finds the accuracy."""
+    # The steps are not rounded up to that evaluation: the reference points are means over runs, each of which ended
+    # with an evaluation.
     needed = curve().epochs(workers * images)
     stages = (Stage(until=Duration(SCHEDULE * needed, "ep"), images_per_worker=images),)
     schedule = Schedule(recipe.model_copy(update={"virtual_workers": workers, "stages": stages}), train_images)

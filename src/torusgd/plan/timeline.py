@@ -21,37 +21,37 @@ Price = Callable[[Send], Sequence[Phase]]
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where a step's seconds go; `seconds` is their sum, `hidden` is communication that costs none of its own."""
+    """The parts of a step's seconds; `hidden` is communication that adds none."""
 
     forward: float
     backward: float
     exposed: float
     """communication that compute waits for"""
     contention: float
-    """how much longer compute takes because of the communication that it hides"""
+    """seconds by which hidden communication makes compute longer"""
     exchange: float
     """activations between the ranks of a split layer, and batch statistics within a group"""
     coordination: float
     update: float
     input: float
-    """waiting for images"""
+    """wait for images"""
     jitter: float
-    """waiting for the slowest device"""
+    """wait for the slowest device"""
     hidden: float
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.compute + self.communication + self.update + self.input + self.jitter
 
     @property
     def compute(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.backward
 
     @property
     def communication(self) -> float:
-        """All that a single device would not spend."""
+        """Seconds that a single device would not spend."""
         return self.exposed + self.contention + self.exchange + self.coordination
 
 
@@ -78,14 +78,8 @@ def step_time(
 ) -> StepTime:
     """Seconds of one step.
 
-    Args:
-        cost: The network.
-        cluster: The machine.
-        software: The program.
-        devices: How many take part.
-        images: Of one virtual worker.
-        passes: Virtual workers of a device, one after another; only the last one's backward hides communication.
-        quantile: Of the slowest device's speed: 0.5 for the expected step, 0.05 and 0.95 for a band.
+    A device computes `passes` virtual workers of `images` images one after another; only the last one's backward hides
+    communication. `quantile` is of the slowest device's speed: 0.5 for the expected step, 0.05 and 0.95 for a band.
     """
     # Plan 6: walk the list; each message has the price by which a run's `auto` chooses too.
     split = split_layers(cost, software, devices)
@@ -115,23 +109,19 @@ def price_of(cluster: Cluster, communication: Communication, devices: int, messa
 
 
 def compute_seconds(actions: Sequence[Action]) -> float:
-    """Seconds of the step without any waiting."""
+    """Seconds of the step without its waits."""
     return sum(action.seconds for action in actions if isinstance(action, Compute))
 
 
 def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> float:
-    """Seconds by which messages make a step longer, by their prices: the exposed communication.
+    """Seconds by which the messages of a step's actions make it longer: the exposed communication.
 
-    Steps follow each other, so that what a step leaves in flight may hide behind the next one: the third of three is
-    taken, by when they are all alike.
-
-    Args:
-        actions: Of a step.
-        price: The phases of a message.
-        pipelined: Messages on different axes travel at the same time; else each has the whole network to itself.
+    With `pipelined` messages on different axes travel at the same time; else each has the whole network to itself.
     """
     network = _Network(price, pipelined)
     ends = [0.0]
+    # A message that a step leaves in flight may hide behind the next step, so that the first step is too short. The
+    # third of three is taken, by when all steps are alike.
     for _ in range(3):
         now = ends[-1]
         for action in actions:
@@ -147,22 +137,21 @@ def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> 
 
 
 class _Network:
-    """Messages in flight: past its lead a phase has its axis for itself; axes serve phases in order of arrival.
-
-    An event queue: each entry is the next phase of one message, and the time at which it may begin.
-    """
+    """Messages in flight: past its lead a phase has its axis for itself; axes serve phases in order of arrival."""
 
     def __init__(self, price: Price, pipelined: bool) -> None:
         self._price, self._pipelined = price, pipelined
+        # (time at which the phase may begin, number of the message, index of the phase, name, phases): of two phases
+        # that may begin at one time, the message that was sent first goes first.
         self._events: list[tuple[float, int, int, str, Sequence[Phase]]] = []
         self._free: dict[str, float] = {}
-        """when each axis has served all phases taken so far"""
+        """time at which each axis has served all phases taken so far"""
         self._ends: dict[str, float] = {}
         self._in_flight: set[str] = set()
         self._numbers = count()
 
     def send(self, message: Send, now: float) -> None:
-        """It leaves at `now`."""
+        """Sends a message at the time `now`."""
         ahead = self._price(message)
         if not self._pipelined:
             ahead = [Phase("all", sum(phase.seconds for phase in ahead), sum(phase.lead for phase in ahead))]
@@ -172,18 +161,16 @@ class _Network:
             heappush(self._events, (now, next(self._numbers), 0, message.name, ahead))
 
     def end_of(self, name: str) -> float:
-        """When that message has arrived; 0 where none of the name was sent.
-
-        Takes events in order of time until the message's last phase is done, and puts each message's next phase back
-        into the queue. Messages that are yet to be sent can't come before: they are sent after this one has arrived.
-        """
+        """The time at which that message has arrived; 0 if none of the name was sent."""
+        # Events in order of time until the message's last phase is done. A message that is yet to be sent can't come
+        # before them: it is sent after this one has arrived.
         while name in self._in_flight:
-            now, number, place, owner, ahead = heappop(self._events)
-            axis, seconds, lead = ahead[place]
+            now, number, index, owner, ahead = heappop(self._events)
+            axis, seconds, lead = ahead[index]
             end = max(now + lead, self._free.get(axis, 0.0)) + seconds - lead
             self._free[axis] = end
-            if place + 1 < len(ahead):
-                heappush(self._events, (end, number, place + 1, owner, ahead))
+            if index + 1 < len(ahead):
+                heappush(self._events, (end, number, index + 1, owner, ahead))
             else:
                 self._ends[owner] = end
                 self._in_flight.discard(owner)
@@ -210,7 +197,7 @@ class _Sent:
 def _sum_gradients(
     cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int, passes: int, work: Pass
 ) -> _Sent:
-    """What the step's script waits for; activations are waited for where they are, and counted apart."""
+    """The exposed and hidden communication of the step's script, without activations, which are always waited for."""
     communication = software.communication
     price = cache(partial(price_of, cluster, communication, devices))
     script = compose(cost, cluster, software, devices, images, passes, work)
@@ -221,6 +208,7 @@ def _sum_gradients(
     hidden = max(0.0, summed - waited)
     contention = communication.contention * hidden
     if cluster.profile is not None and cluster.profile.in_steps and summed:
+        # Measured: what each message costs the computation beside it, in proportion to the part that is hidden.
         own = [s for s in sent if s.content != "activations"]
         each = [hidden_seconds(cluster.profile, s.bytes) / (1 if s.kind == "sum" else 2) for s in own]
         contention = sum(each) * hidden / summed
@@ -228,14 +216,14 @@ def _sum_gradients(
 
 
 def step_work(cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int) -> Pass:
-    """Times of a pass over one virtual worker's images when so many devices share split layers and a crowded node."""
+    """Times of a pass over one virtual worker's images, with split layers and a crowded node."""
     split = split_layers(cost, software, devices)
     own = (software.communication.linear_groups or 1) / devices if split else 1.0
     return _crowded(pass_seconds(cost, cluster.device, software, images, own), cluster, devices)
 
 
 def _activations(layer: Layer, cluster: Cluster, software: Software, devices: int, images: int) -> float:
-    """Inputs of a split layer all-gathered in forward, their gradients reduce-scattered in backward: waited for."""
+    """Seconds of the all-gather of a split layer's inputs in forward and the reduce-scatter of their gradients."""
     groups = software.communication.linear_groups or devices
     bytes_, _ = hybrid_volume(layer, devices, images * devices, groups, size=activation_bytes(software))
     members = devices // groups

@@ -1,6 +1,6 @@
 """Rehearsals: a planned step with real messages over a network of hosts on one machine, and timed waits for compute.
 
-The network lab (namespaces, set latency and bandwidth) is here too.
+The network lab (namespaces with a given latency and bandwidth) is here too.
 """
 
 from .rehearsal import Rehearsal, rehearse

@@ -15,13 +15,13 @@ from typing import IO, NamedTuple
 from ..errors import RunError
 from .netns import INTERFACE, why_not
 
-__all__ = ["MTU", "USUAL_WINDOWS", "Crew", "Host", "Lab", "interface_bytes", "why_not"]
+__all__ = ["MTU", "USUAL_WINDOWS", "Host", "Lab", "LabRanks", "interface_bytes", "why_not"]
 
 _PREFIX = 16
 _PORT = 29_500
 _SETTINGS = {
-    # Nothing is lost here, so that the plainest control fills the link, as it does on every kernel, and nothing need be
-    # sent twice to find out what was (see also `netns.open_tun`).
+    # No packet is lost here, so that the plainest control fills the link, as it does on every kernel, and no packet
+    # need be sent twice to probe for a loss (see also `netns.open_tun`).
     "tcp_congestion_control": "reno",
     "tcp_early_retrans": "0",
     # Windows of several packets of 60,000 bytes from the first moment on.
@@ -31,7 +31,7 @@ _SETTINGS = {
 MTU = 60_000
 """bytes of a packet: few and large ones, since each costs the process that carries them the same"""
 USUAL_WINDOWS = {"tcp_rmem": "4096 131072 6291456", "tcp_wmem": "4096 16384 4194304"}
-"""those of a kernel that nobody has tuned: on a long, fast link a connection waits for them"""
+"""windows of a kernel that nobody has tuned: on a long, fast link a connection waits for them"""
 
 
 class Host(NamedTuple):
@@ -63,51 +63,50 @@ def interface_bytes() -> dict[str, Monitor]:
     return found
 
 
-class Crew:
+class LabRanks:
     """The ranks of one run: `processes` are their ids, in rank order."""
 
     def __init__(self, command: Sequence[str], ranks: list[tuple[str, dict[str, str]]], folder: Path) -> None:
         self._outputs = [folder / f"rank{rank}.txt" for rank in range(len(ranks))]
         described = [(*rank, str(output)) for rank, output in zip(ranks, self._outputs, strict=True)]
-        self._keeper = _start_module("torusgd.rehearse.spawn", [os.getpid(), list(command), described])
-        self.processes: list[int] = _answer(self._keeper, time.monotonic() + 60)
+        self._spawner = _start_module("torusgd.rehearse.spawn", [os.getpid(), list(command), described])
+        self.processes: list[int] = _answer(self._spawner, time.monotonic() + 60)
 
     def wait(self, timeout: float) -> list[int]:
         """Exit codes in rank order (negative: the signal); RunError after `timeout` seconds."""
-        codes: list[int] = _answer(self._keeper, time.monotonic() + timeout)
+        codes: list[int] = _answer(self._spawner, time.monotonic() + timeout)
         self.end()
         return codes
 
     def outputs(self) -> list[str]:
-        """What each rank has written to its standard output and error so far."""
+        """The standard output and error of each rank so far."""
         return [path.read_text(errors="replace") if path.exists() else "" for path in self._outputs]
 
     def end(self) -> None:
         """Kills the ranks that still run."""
-        _end(self._keeper)
+        _end(self._spawner)
 
 
 class Lab:
-    """Hosts on one machine, for a `with` statement; needs root (`why_not` tells what is missing).
+    """Hosts on one machine, for a `with` statement; needs root (`why_not` names what is missing).
 
     >>> with Lab([Host(latency=5e-3, rate=1e9)] * 16) as lab:  # doctest: +SKIP
     ...     outputs = lab.run(["train.py", "--steps", "3"], timeout=120)
 
     Ranks are numbered host by host and find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-    and GLOO_SOCKET_IFNAME set. Nothing outside the lab is touched, and nothing outlives it, even where it is killed.
+    and GLOO_SOCKET_IFNAME set. The lab changes nothing outside of it, and nothing outlives it, even if it is killed.
 
     Args:
         hosts: At least one.
-        settings: Of the kernel's IPv4 in each host, by their names below /proc/sys/net/ipv4, such as `USUAL_WINDOWS`.
-        mtu: Bytes of a packet. Small ones keep the process that carries them busy, and then it, and not the links, may
-            bound what is sent.
+        settings: The kernel's IPv4 settings in each host by name below /proc/sys/net/ipv4, such as `USUAL_WINDOWS`.
+        mtu: Bytes of a packet. With small ones the process that carries them may be slower than the links.
     """
 
     def __init__(self, hosts: Sequence[Host], settings: Mapping[str, str] | None = None, mtu: int = MTU) -> None:
         self.hosts = tuple(hosts)
         self._settings, self._mtu = {**_SETTINGS, **(settings or {})}, mtu
         self.addresses = [f"10.{77 + host // 65_000}.{host // 250}.{1 + host % 250}" for host in range(len(hosts))]
-        self._crews: list[Crew] = []
+        self._runs: list[LabRanks] = []
 
     def __enter__(self) -> "Lab":
         reason = why_not()
@@ -124,52 +123,52 @@ class Lab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for crew in self._crews:
-            crew.end()
+        for ranks in self._runs:
+            ranks.end()
         _end(self._wire)
         self._folder.cleanup()
 
     def cut(self, host: int) -> None:
-        """Loses every packet from and to a host from now on, as when its cable is pulled."""
+        """Drops every packet from and to a host from now on, as if its cable was pulled."""
         assert self._wire.stdin is not None
         self._wire.stdin.write(f"{host}\n")
         self._wire.stdin.flush()
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Crew:
+    def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> LabRanks:
         """Starts a Python program (`[script, argument, ...]` or `["-m", module, argument, ...]`) on every rank."""
-        places = [(host, local) for host, spec in enumerate(self.hosts) for local in range(spec.ranks)]
+        positions = [(host, local) for host, spec in enumerate(self.hosts) for local in range(spec.ranks)]
         ranks = []
-        for rank, (host, local) in enumerate(places):
+        for rank, (host, local) in enumerate(positions):
             variables = {
                 "RANK": rank,
-                "WORLD_SIZE": len(places),
+                "WORLD_SIZE": len(positions),
                 "LOCAL_RANK": local,
                 "LOCAL_WORLD_SIZE": self.hosts[host].ranks,
                 "MASTER_ADDR": self.addresses[0],
-                "MASTER_PORT": _PORT + len(self._crews),
+                "MASTER_PORT": _PORT + len(self._runs),
                 "GLOO_SOCKET_IFNAME": INTERFACE,
                 "OMP_NUM_THREADS": 1,
                 **(environment or {}),
             }
             ranks.append((self._spaces[host], {name: str(value) for name, value in variables.items()}))
-        crew = Crew(command, ranks, Path(tempfile.mkdtemp(dir=self._folder.name)))
-        self._crews.append(crew)
-        return crew
+        started = LabRanks(command, ranks, Path(tempfile.mkdtemp(dir=self._folder.name)))
+        self._runs.append(started)
+        return started
 
     def run(self, command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None) -> list[str]:
-        """The outputs of a program on every rank; RunError where one failed, or after `timeout` seconds."""
-        crew = self.start(command, environment)
+        """The outputs of a program on every rank; RunError if one failed, or after `timeout` seconds."""
+        ranks = self.start(command, environment)
         try:
-            codes = crew.wait(timeout)
+            codes = ranks.wait(timeout)
         except RunError as error:
-            raise RunError(f"{error}; rank 0 said: {crew.outputs()[0][-2000:]}") from None
+            raise RunError(f"{error}; rank 0 said: {ranks.outputs()[0][-2000:]}") from None
         finally:
-            crew.end()
+            ranks.end()
         bad = [rank for rank, code in enumerate(codes) if code]
         if bad:
-            text = crew.outputs()[bad[0]][-4000:]
+            text = ranks.outputs()[bad[0]][-4000:]
             raise RunError(f"{len(bad)} of {len(codes)} ranks failed; rank {bad[0]} ended with {codes[bad[0]]}: {text}")
-        return crew.outputs()
+        return ranks.outputs()
 
 
 def _start_module(module: str, message: object) -> subprocess.Popen[str]:
@@ -200,7 +199,7 @@ def _answer(process: subprocess.Popen[str], deadline: float) -> list:  # type: i
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Closing its input ends it."""
+    """Ends a helper by closing its input."""
     if process.stdin is not None and not process.stdin.closed:
         process.stdin.close()
     process.wait()

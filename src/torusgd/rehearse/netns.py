@@ -1,4 +1,4 @@
-"""Linux network namespaces and TUN devices by system calls: what `ip netns` does, without names to clean up.
+"""Linux network namespaces and TUN devices by system calls, as `ip netns` makes them, but without names to clean up.
 
 A namespace here has no name: it lives as long as a process or an open file holds it, so that a lab that was killed
 leaves nothing behind.
@@ -31,7 +31,7 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare() -> int:
-    """Moves this thread into a new, empty network namespace; an open file that holds it."""
+    """Moves this thread into a new, empty network namespace; returns an open file that holds it."""
     _checked(_LIBC.unshare(_CLONE_NEWNET), "a new network namespace")
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
@@ -46,20 +46,19 @@ def enter(path: str) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it (of process `parent`) ends."""
+    """Makes the kernel kill this process when the thread that started it (of process `parent`) ends."""
     _checked(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
 def open_tun(address: str, prefix: int, mtu: int, rate: float) -> int:
-    """A TUN device in this namespace, up, with an address; reading its file yields the IP packets that leave.
+    """A TUN device in this namespace, up, with an address; a read of its file returns an IP packet that leaves.
 
-    The kernel lets out `rate` bytes a second. It counts what waits for that against each socket and lets it queue a few
-    packets only, as before a network card. Without, sockets put whole windows into the device: what they answer to the
-    other direction came after them, the round trip grew to seconds, and TCP took that for losses.
+    The kernel lets out `rate` bytes a second.
     """
     device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
+    # struct ifreq: a name of 16 bytes, then the flags.
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))
     mask = socket.inet_ntoa(struct.pack(">I", (0xFFFFFFFF << (32 - prefix)) & 0xFFFFFFFF))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
@@ -70,7 +69,10 @@ def open_tun(address: str, prefix: int, mtu: int, rate: float) -> int:
             fcntl.ioctl(control, request, struct.pack("16si20x", INTERFACE.encode(), number))
         for name in (INTERFACE, "lo"):
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), _IFF_UP))
-    # On slow links answers wait for seconds behind data. Nothing is lost here, so TCP need not think so.
+    # tbf: the kernel counts the packets that wait for the rate against each socket, and lets it queue a few only, as
+    # before a network card. Without it sockets put whole windows into the device, acknowledgements queue behind them,
+    # the round trip grows to seconds, and TCP takes that for losses.
+    # rto_min: on slow links acknowledgements wait for seconds behind data, and no packet is ever lost here.
     subnet = ip_interface(f"{address}/{prefix}").network
     for command in (
         f"tc qdisc add dev {INTERFACE} root tbf rate {8 * rate:.0f}bit burst {mtu + 4096} limit 1gb",
@@ -83,7 +85,7 @@ def open_tun(address: str, prefix: int, mtu: int, rate: float) -> int:
 
 
 def why_not() -> str | None:
-    """Why this process can't make namespaces and TUN devices; None where it can."""
+    """The reason why this process can't make namespaces and TUN devices; None if it can."""
     if not hasattr(_LIBC, "unshare"):
         return "the network lab needs Linux"
     if os.geteuid() != 0:

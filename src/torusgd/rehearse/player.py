@@ -21,26 +21,21 @@ from ..plan.step_script import Action, Compute, Send, Wait
 
 
 def dump(actions: list[Action], steps: int, stretch: float, shrink: float, allreduce: str, dtype: str) -> str:
-    """A part for `play`, as JSON."""
+    """The script of a rank for `main`, as JSON."""
     kinds = [[type(action).__name__, *action] for action in actions]
     part = {"steps": steps, "stretch": stretch, "shrink": shrink, "allreduce": allreduce, "dtype": dtype}
     return json.dumps({**part, "actions": kinds})
 
 
 def elements(send: Send, shrink: float, dtype: torch.dtype) -> int:
-    """Of the tensor that stands for a message; at least one."""
+    """Number of elements of the tensor that stands for a message; at least one."""
     return max(1, round(send.bytes / shrink / dtype.itemsize))
 
 
 class Player:
-    """The messages of a script, ready to leave as often as it is played.
+    """The messages of a step's script, ready to leave as often as it is played.
 
-    Args:
-        actions: The script of a step.
-        shrink: By what their bytes are divided.
-        allreduce: Over all ranks.
-        grouped: An all-reduce over the ranks of this rank's group of so many, so far apart.
-        dtype: Of gradients.
+    Bytes are divided by `shrink`. `allreduce` is over all ranks, `grouped(members, apart)` over this rank's group.
     """
 
     def __init__(
@@ -69,7 +64,8 @@ class Player:
                 self._begin[send.name] = _later(starts[send.kind], tensor)
 
     def play(self, stretch: float) -> float:
-        """One step; when it ended (time.monotonic). What it leaves on its way, the next one waits for."""
+        """One step; the time at which it ended (time.monotonic). The next one waits for messages that it leaves."""
+        # Compute ends at times that add up from the step's beginning: after a sleep that was too long the next is short.
         due = time.monotonic()
         for action in self._actions:
             match action:
@@ -84,7 +80,7 @@ class Player:
         return due
 
     def end(self) -> None:
-        """Waits for what is still on its way."""
+        """Waits for the messages that are still on their way."""
         for work in self._on_the_way.values():
             work.wait()
 
@@ -92,16 +88,16 @@ class Player:
 def _open(
     name: str, shrink: float, group: Group, grid: tuple[int, int] | None = None
 ) -> AlgorithmAllReduce | NativeAllReduce:
-    """The all-reduce of that name, which cuts a message into as many chunks as one of its full size."""
+    """The all-reduce of that name."""
     if name in ("auto", "native"):
         return create(name, group=group)
 
     def choose(length: int) -> Algorithm:
+        # As many chunks as the message has in full size.
         return parse_algorithm(name, group.size, grid, usual_chunks(round(length * shrink)))
 
-    return AlgorithmAllReduce(
-        name, connect(group), choose, f"allreduce {parse_algorithm(name, group.size, grid)}: as asked for"
-    )
+    why = f"allreduce {parse_algorithm(name, group.size, grid)}: as requested"
+    return AlgorithmAllReduce(name, connect(group), choose, why)
 
 
 def _later(start: Callable[[torch.Tensor], Work], tensor: torch.Tensor) -> Callable[[], Work]:
@@ -116,17 +112,18 @@ def _actions(kinds: list[list[Any]]) -> list[Action]:
 def _neighbours(ranks: Group, members: int, apart: int) -> Group:
     """This rank's group, of `members` ranks that are `apart` ranks from one to the next; every rank calls it."""
     mine = None
+    # Every rank takes part in making every group, in one order.
     for first in range(ranks.size):
         if first // apart % members == 0:
-            places = range(first, first + apart * members, apart)
-            group = ranks.subgroup(places)
-            mine = group if ranks.rank in places else mine
+            neighbours = range(first, first + apart * members, apart)
+            group = ranks.subgroup(neighbours)
+            mine = group if ranks.rank in neighbours else mine
     assert mine is not None
     return mine
 
 
 def main(part: Path) -> None:
-    """Plays this rank's script and prints when each step ended."""
+    """Plays this rank's script and prints the end of each step."""
     spec = json.loads(part.read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Joins plan and lab: a recipe's step as planned for a cluster, played by real ranks, and what both say of it."""
+"""Joins plan and lab: a recipe's step as planned for a cluster, played by real ranks, and the difference."""
 
 import json
 import math
@@ -31,7 +31,7 @@ class Rehearsal:
     alone: float
     """a step of one device with the same batch"""
     predicted: float
-    """communication that the plan exposes, activations of split layers included"""
+    """exposed communication of the plan, activations of split layers included"""
     predicted_late: float
     """the same on the network that was played, whose rounds are `scale.excess` longer"""
     waits: tuple[float, ...]
@@ -39,13 +39,13 @@ class Rehearsal:
     ceiling: Ceiling
     scale: Scale
     allreduce: str
-    """what ran, in the all-reduce's own words"""
+    """the explanation of the all-reduce"""
     bytes: float
-    """that a rank hands to its messages in a step"""
+    """bytes of a rank's messages in a step"""
 
     @property
     def rehearsed(self) -> float:
-        """Exposed communication, the median of the steps."""
+        """Median exposed communication of the steps."""
         return median(self.waits)
 
     @property
@@ -55,17 +55,17 @@ class Rehearsal:
 
     @property
     def error(self) -> float:
-        """Of the plan's exposed communication against the rehearsed."""
+        """Relative error of the plan's exposed communication against the rehearsed."""
         return self.predicted / self.rehearsed - 1 if self.rehearsed > 0 else math.inf
 
     @property
     def error_late(self) -> float:
-        """The same for the network that was played: what is wrong with timeline and formulas, not with the lab."""
+        """The same for the network that was played: the error of timeline and formulas without that of the lab."""
         return self.predicted_late / self.rehearsed - 1 if self.rehearsed > 0 else math.inf
 
     @property
     def error_of_step(self) -> float:
-        """The same difference as a share of the rehearsed step."""
+        """The same difference as a fraction of the rehearsed step."""
         return (self.predicted - self.rehearsed) / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,18 +109,9 @@ def rehearse(
 ) -> Rehearsal:
     """Plays the last stage's step of a workload in the network lab.
 
-    Args:
-        workload: A recipe's network and steps.
-        cluster: The machine that the lab plays.
-        software: As `plan.program.program_for` makes it of `as_torusgd`.
-        devices: Ranks.
-        reduction: Of the recipe.
-        allreduce: By name.
-        steps: Rehearsed ones; another one before them warms up.
-        limit: About how many seconds a step may take in the lab.
-
-    Raises:
-        RunError: There is no lab here (no root, no Linux), or a rank failed.
+    `software` is `plan.program.program_for` of `as_torusgd`; `reduction` is the recipe's. One step more than `steps`
+    warms up; each may take about `limit` seconds in the lab. RunError if there is no lab here (no root, no Linux), or a
+    rank failed.
     """
     stage = workload.stages[-1]
     cluster, passes = longest_share(cluster, software, devices, stage.workers)
@@ -164,7 +155,7 @@ def rehearse(
 
 
 def _played(part: str, hosts: list[Host], seconds: float) -> tuple[list[float], str]:
-    """When each step ended on the slowest rank, all ranks reading one machine's clock; and what summed."""
+    """The end of each step on the slowest rank, by the one machine's clock; and the all-reduce's explanation."""
     mtu = packet_bytes(len(hosts), hosts[0].rate / 8)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file, Lab(hosts, mtu=mtu) as lab:
         file.write(part)

@@ -20,27 +20,27 @@ from ..plan.cluster import Cluster, Communication
 from .lab import MTU, Host, Lab
 
 SHARE = 0.15
-"""of the lab's measured rate that a scaled link may ask for, so that its CPU stays a carrier and no part of the play"""
+"""largest fraction of the lab's measured rate in a scaled link, so that the CPU that carries packets does not count"""
 _MEMORY = 4e9
-"""bytes of all ranks' messages together"""
+"""most bytes of all ranks' messages together"""
 _SMALLEST_PACKET = 4_096
 _PACKETS = 4_000
-"""a second, of all hosts together, each of which takes the lab's wire some 40 us of a core"""
+"""packets a second of all hosts together; each takes the lab's wire some 40 us of a core"""
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What the lab itself can do with so many hosts and ranks, all at work."""
+    """The speed of the lab itself with so many hosts and ranks, all at work."""
 
     round: float
-    """seconds that a round of small messages takes with a latency of zero"""
+    """seconds of a round of small messages with a latency of zero"""
     rate: float
     """bytes/s each way through each host's link"""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How a step is played in the lab."""
+    """The factors of time and bytes with which the lab plays a step."""
 
     stretch: float
     """seconds of the lab for a second of the machine"""
@@ -62,23 +62,16 @@ class Scale:
 def choose_scale(
     cluster: Cluster, how: Communication, ceiling: Ceiling, seconds: float, size: float, ranks: int, limit: float
 ) -> Scale:
-    """The scale at which the lab has room for a step.
+    """The scale at which the lab can play a planned step of `seconds` in at most about `limit` seconds.
 
-    Time is stretched until a round of the scaled network takes at least what the lab's own does, but no further than
-    to `limit` seconds a step; bytes are shrunk until a link asks for no more than SHARE of what the lab carries.
-
-    Args:
-        cluster: The machine; its links between nodes count, or those inside where it has one node.
-        how: What a message costs the program goes with the latency.
-        ceiling: Of the lab.
-        seconds: A planned step.
-        size: Bytes of a step's messages on a rank.
-        ranks: How many there are.
-        limit: Seconds that a step may take in the lab.
+    `size` are the bytes of a step's messages on a rank.
     """
+    # The links between nodes count, or those inside of the only node; a message's cost goes with the latency.
     link = cluster.between if ranks > cluster.devices_per_node else cluster.inside
     alpha = link.alpha + how.message
     bandwidth = min(link.bandwidth * link.efficiency, link.stream or float("inf"))
+    # Time is stretched until a round of the scaled network takes as long as the lab's own, but no further than to
+    # `limit`; bytes are shrunk until a link needs no more than SHARE of the lab's rate.
     stretch = max(1.0, limit / seconds)
     if alpha > 0:
         stretch = min(stretch, max(1.0, ceiling.round / alpha))
@@ -91,7 +84,7 @@ def choose_scale(
 def packet_bytes(hosts: int, rate: float) -> int:
     """The size of packets in a lab of so many hosts, each of which sends up to `rate` bytes a second.
 
-    A packet is passed on whole: the smaller it is, the less a round is late. More of them keep the wire busy.
+    A packet is passed on whole: the smaller it is, the less a round is late. But each costs the wire the same.
 
     >>> packet_bytes(16, 4e6), packet_bytes(16, 1e9), packet_bytes(2, 1e6)
     (16000, 60000, 4096)
@@ -105,7 +98,7 @@ _REPEAT = 5
 
 @cache
 def measure_ceiling(hosts: int, ranks: int) -> Ceiling:
-    """Of a lab of `hosts` hosts of `ranks` ranks each, all sending to the next host at once."""
+    """The ceiling of `hosts` hosts of `ranks` ranks each, all of which send to the next host at once."""
     with Lab([Host(ranks=ranks, latency=0.0, rate=1e12)] * hosts) as lab:
         output = lab.run(["-m", __name__, str(ranks)], timeout=120)[0]
     found = json.loads(result_line(output))

@@ -1,8 +1,8 @@
 """Starts the ranks of a lab: imports torch once, then forks a process a rank, each in its host's namespace.
 
 Reads one JSON line from standard input: the parent's process id, the command (a script or `-m module`, and arguments),
-and a rank's namespace, environment and output file each. Answers with the process ids; ends when all ranks have, with a
-JSON line of their exit codes; kills those it started when its input ends.
+and the namespace, environment and output file of each rank. Prints the process ids, and when all ranks have ended a
+JSON line of their exit codes; kills the ranks if its input ends before.
 """
 
 import json
@@ -37,13 +37,13 @@ def _be_rank(command: list[str], space: str, environment: dict[str, str], output
 
 
 def _start(command: list[str], space: str, environment: dict[str, str], output: str) -> int:
-    crew = os.getpid()
+    spawner = os.getpid()
     process = os.fork()
     if process:
         return process
     code = 1
     try:
-        namespace.die_with_parent(crew)
+        namespace.die_with_parent(spawner)
         _be_rank(command, space, environment, output)
         code = 0
     except SystemExit as stop:
@@ -55,12 +55,11 @@ def _start(command: list[str], space: str, environment: dict[str, str], output: 
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # The interpreter's own end would run what belongs to the parent it was forked from.
+        # The interpreter's own end would run exit handlers of the parent that it was forked from.
         os._exit(code)
 
 
 def main() -> None:
-    """See the module."""
     parent, command, ranks = json.loads(sys.stdin.readline())
     namespace.die_with_parent(parent)
     import torch.distributed  # noqa: F401 - imported here once rather than in every rank

@@ -1,11 +1,10 @@
 """The wire of the lab: one process that makes every host's namespace and carries packets between them, late and slowly.
 
-Started by `network.Lab`, which writes one JSON line to its standard input; it answers with one line and carries packets
-until that input ends, with whose end the lab and every namespace is gone. A further line is the number of a host whose
-link is cut from then on.
+`lab.Lab` starts it and writes one JSON line to its standard input; it prints one line and carries packets until that
+input ends, and the lab with every namespace. A further line is the number of a host whose link is cut from then on.
 
 A packet of a host leaves through its sending link (a queue served at the host's rate), travels the latency, and enters
-through the receiver's link. The kernel keeps to the rate too (`namespace.open_tun`).
+through the receiver's link. The kernel limits the rate, too (`netns.open_tun`).
 """
 
 import heapq
@@ -36,6 +35,7 @@ class Wire:
 
     def carry(self, orders: int) -> None:
         """Carries packets until the file `orders` ends; a line in it is the number of a host to cut off."""
+        # One thread, and one sleep until the next packet is due or a host sends: packets can't overtake each other.
         while True:
             now = time.monotonic()
             self._deliver(now)
@@ -50,16 +50,18 @@ class Wire:
                     return
 
     def _take(self, device: int) -> None:
-        """Reads what a host sends."""
+        """Takes the packets that a host sends."""
         source, now = self._host[device], time.monotonic()
         while True:
             try:
                 packet = os.read(device, 65_536)
             except BlockingIOError:
                 return
+            # Bytes 16 to 19 of an IPv4 header are the destination; other packets (IPv6's own) have none here.
             target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
             if target is None or self._cut & {source, target}:
                 continue
+            # The link is a queue: a packet begins when the one before it has left.
             sent = max(now, self._sends_until[source]) + len(packet) * self._seconds_a_byte[source]
             self._sends_until[source] = sent
             self._push(sent + self._latency[source] + self._latency[target], target, packet, received=False)
@@ -69,7 +71,7 @@ class Wire:
         heapq.heappush(self._travelling, (when, self._order, target, packet, received))
 
     def _deliver(self, now: float) -> None:
-        """Hands over what has arrived, when the receiver's link has taken it in."""
+        """Writes the packets that have arrived to their hosts, once the receiver's link has taken them in."""
         while self._travelling and self._travelling[0][0] <= now:
             when, _, target, packet, received = heapq.heappop(self._travelling)
             if not received:
