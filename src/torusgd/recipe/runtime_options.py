@@ -34,9 +34,12 @@ class RuntimeOptions(Section):
     the most, and waits, with a checkpoint written, while it has less than the fewest; null: 1 to virtual_workers"""
     ranks_per_gpu: Count = 1
     """consecutive ranks that share a GPU; above 1 their messages go by Gloo, since NCCL wants a GPU a rank"""
+    cuda_graphs: bool = False
+    """take the steps of a GPU as CUDA graphs, launched before the last step's end is known, with Triton kernels and
+    16-bit copies of the weights; it has never run on a GPU; exact sums with SGD or LARS only; the bits stay"""
     cuda_streams: Annotated[int, Field(ge=1, le=8)] = 1
-    """virtual workers whose passes run at the same time on a GPU, each on a CUDA stream with memory of its own: for
-    passes too small to fill it; the bits stay"""
+    """with cuda_graphs: virtual workers whose passes run at the same time on a GPU, each on a CUDA stream with memory
+    of its own, for passes too small to fill it; the bits stay"""
     allreduce: str = "native"
     """an algorithm of `torusgd train --help`, native for the backend's own, or auto, which measures and picks"""
     grid: Annotated[str, Field(pattern=r"^[1-9][0-9]*x[1-9][0-9]*$")] | None = None
