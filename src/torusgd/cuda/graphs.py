@@ -5,7 +5,8 @@ A ResNet-50's pass launches about 1,900 kernels, which takes the host 24 to 28 m
 the loss and the gradients as one graph, their sums and those of its statistics as another. A replay finds everything
 where it was: images, targets and the loss scale in memory of the pass's own, weights and sums in memory that never
 moves. It launches the same kernels, so the bits are those of a plain pass. A pass that looks for the largest gradients
-is taken plainly, and so are all passes of a network that can't be captured, of which a warning says why.
+is taken plainly, and so is one whose gradients a watcher looks at, and are all passes of a network that can't be
+captured, of which a warning says why.
 
 **Streams.** A small pass leaves a GPU half empty (16 images keep 40 % of an H100 busy). Exact sums mind no order, so
 two virtual workers' passes may run at the same time, each on a stream of its own (`runtime.cuda_streams`). What two
@@ -328,11 +329,13 @@ class GraphedNetwork:
         self._turn = (self._turn + 1) % len(self._streams)
         shape = (tuple(batch.images.shape), batch.partners is not None, batch.message is not None)
         ready = self._ready if worker == membership.mine[-1] else None
-        captured = None if reducer.is_measuring else self._captured(shape, ready)
+        # A graph hands no gradient to anybody but the sums.
+        is_plain = reducer.is_measuring or reducer.is_observed
+        captured = None if is_plain else self._captured(shape, ready)
         self.is_added = captured is not None
         if captured is not None:
             return self._replay(captured, ready, step, worker, batch)
-        if reducer.is_measuring or (shape, self._turn) in self._passes:
+        if is_plain or (shape, self._turn) in self._passes:
             return network.forward(step, worker, batch, membership)
         # The first pass of a shape warms up what chooses, compiles and allocates, the kernels of its sums included.
         coming = self._passes[shape, self._turn] = _Pass(self._parts, batch)
