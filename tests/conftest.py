@@ -69,13 +69,6 @@ def memory_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fsspec.filesystem("memory").store.clear()
 
 
-@pytest.fixture
-def triton_device() -> Iterator[torch.device]:
-    """New tensors lie where Triton's kernels run (`tests.triton_device`)."""
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
-        yield device
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a short recipe, to which something may happen while it runs (`tests.run.processes`)."""

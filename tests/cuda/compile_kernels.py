@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from torusgd.cuda import triton_kernels, triton_shadow, triton_update, triton_upload, triton_verdict
+from torusgd.cuda import triton_images, triton_sums, triton_weights
+from torusgd.cuda.sums import Verdict
 from torusgd.optim.lars import VARIANTS
 
 
@@ -38,32 +39,27 @@ def launch_all() -> None:
     """Each kernel in each of its forms."""
     tensor, one = torch.zeros(4, 3, 2, 2), torch.ones(1)
     sizes, scales, message = torch.tensor([48]), torch.ones(1), torch.zeros(52, dtype=torch.int32)
-    found = torch.zeros(2, dtype=torch.int32)
-    for wide in (torch.int32, torch.int64):
-        triton_kernels.add_gradients([tensor], sizes, scales, message.to(wide), found)
-        triton_kernels.add_bounds(found, scales, message.to(wide), 48, 8.0, 2.0**27)
-        triton_verdict.mean([message.to(wide)[:48]], sizes, scales, 1.0, [tensor])
-        double = torch.zeros(3, dtype=torch.float64)
-        control = torch.zeros(4 * 3 + 2, dtype=torch.int64)
-        triton_verdict.verdict(
-            [message.to(wide)[48:]], control, control[:2], 3, 8.0, 2**31 - 1, 2**33, one, double, scales, scales,
-            torch.zeros(2), torch.zeros(2), double,
+    found, wide = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.float64)
+    control = torch.zeros(4 * 3 + 2, dtype=torch.int64)
+    for dtype in (torch.int32, torch.int64):
+        sums = message.to(dtype)
+        triton_sums.add_gradients([tensor], sizes, scales, sums, found)
+        triton_sums.add_bounds(found, scales, sums, 48, 8.0, 2.0**27)
+        triton_sums.mean([sums[:48]], sizes, scales, 1.0, [tensor])
+        triton_sums.verdict(
+            Verdict(
+                [sums[48:]], control, control[:2], 3, 8.0, 2**31 - 1, 2**33, one, wide, scales, scales, torch.zeros(2),
+                torch.zeros(2), wide,
+            )
         )  # fmt: skip
     for is_first in (True, False):
-        triton_verdict.add_statistics(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2), one, is_first)
-    triton_shadow.copy_weights([tensor, tensor], [tensor.bfloat16(), tensor.half()])
+        triton_sums.add_statistics(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2), one, is_first)
+    triton_weights.copy_weights([tensor, tensor], [tensor.bfloat16(), tensor.half()])
     for images in (torch.zeros(4, 3, 2, 2), torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)):
-        triton_upload.look_up(images.byte(), torch.zeros(3, 256), images)
-    triton_update.block_norms([tensor])
-    for rule in ("sgd", "nesterov", *VARIANTS):
-        triton_update.update(
-            torch.zeros(48), torch.zeros(48), [tensor], one, [0], [0], [True], [0.1], [1e-4], [0.01], 0.9, rule, 0.0,
-            1.0, None,
-        )  # fmt: skip
-    triton_update.update(
-        torch.zeros(48), torch.zeros(48), [tensor], one, [0], [0], [False], [0.1], [0.0], [0.0], 0.0, "sgd", 0.0, 1.0,
-        None,
-    )  # fmt: skip
+        triton_images.look_up(images.byte(), torch.zeros(3, 256), images)
+    values = torch.zeros(1, 5, dtype=torch.float64)
+    for rule, momentum in (("sgd", 0.9), ("nesterov", 0.9), *((variant, 0.9) for variant in VARIANTS), ("sgd", 0.0)):
+        triton_weights.update(torch.zeros(48), torch.zeros(48), [tensor], one, values, [0], momentum, rule, 1.0)
 
 
 if __name__ == "__main__":

@@ -1,159 +1,38 @@
-"""Passes that are captured once and replayed: the same bits, whichever pass of a step, stage or precision it is.
+"""Passes that are captured once and replayed, on one stream or several, all-reduces leaving meanwhile.
 
-In the place of CUDA graphs, work that is done again: it finds in the graph's own memory what a replay would.
+The same bits, whichever pass of a step, stage or precision it is; one order of messages on all ranks; no two streams
+that use memory at once which either writes. The streams, events and graphs are those of `fake_cuda`.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.cuda.test_run_ahead import SGD, STEPS, all_steps, left, make_trainer, take, told
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.comm.gloo_world import run_ranks
+from tests.cuda.fake_cuda import CPU, Again, FakeEvent, FakeGpu, FakeStream, Races, Refused
+from tests.cuda.trainers import SGD, SMALL_BUCKETS, STEPS, all_steps, left, make_trainer
 
-from torusgd.comm.groups import Group
-from torusgd.cuda.cuda_streams import Graph, PassStream
-from torusgd.cuda.graphs import GraphedNetwork
-from torusgd.gradients.reducer import Reducer
+from torusgd.comm.groups import alone, group_of
+from torusgd.cuda import form, graphs
+from torusgd.cuda.graphs import GraphedNetwork, MainStream, SideStream, ready_events
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer
-from torusgd.step.forward_backward import WholeNetwork
+
+Notes = list[tuple[str, int]]
 
 
-class Again:
-    """As a CUDA graph: nothing is done while it is captured."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.replay = work
-
-
-class Recorded(TorchDispatchMode):
-    """As a CUDA graph of torusgd's operators: a replay gives them the numbers and the memory of the capture."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__()
-        self._calls: list[tuple[Any, Any, Any]] = []
-        with self:
-            work()
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        if function.namespace == "torusgd":
-            return self._calls.append((function, arguments, keywords or {}))
-        assert function.is_view, f"{function} is not done again"
-        return function(*arguments, **(keywords or {}))
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        for function, arguments, keywords in self._calls:
-            function(*arguments, **keywords)
-
-
-class Refused:
-    def __init__(self, work: Callable[[], None]) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-
-class Here:
-    """As the stream of all else: what it is given is done at once.
-
-    Args:
-        make: Makes a graph of work.
-    """
-
-    def __init__(self, make: Callable[[Callable[[], None]], Graph] = Again) -> None:
-        self._make, self.captured = make, list[object]()
-
-    def capture(self, work: Callable[[], None]) -> Graph:
-        self.captured.append(work)
-        return self._make(work)
-
-    def release(self) -> None:
-        pass
-
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
-    def join(self) -> None:
-        pass
-
-
-def graphed(
-    *overrides: str,
-    streams: Sequence[PassStream],
-    ready: Any = None,
-    world: Group | None = None,
-    options: RuntimeOptions | None = None,
-    capture: Callable[[Callable[[], None]], Graph] = Recorded,
-) -> Trainer:
-    """A trainer of the tiny recipe whose passes these streams take in turn; with events, all-reduces leave early.
-
-    Its updates are captured too.
-    """
-    trainer = make_trainer(True, *overrides, world=world, options=options)
-    run, network = trainer.step, trainer.step.forward_backward
-    assert isinstance(network, WholeNetwork)
-    assert trainer.ahead is not None
-    trainer.ahead._update._capture = capture
-    leaves = [
-        slot.tensor if network.shadow is None else network.shadow.leaf(slot.tensor) for slot in run.reducer.layout.held
-    ]
-    run.forward_backward = GraphedNetwork(
-        network,
-        run.reducer,
-        run.control,
-        run.batch_norm,
-        torch.device("cpu"),
-        leaves,
-        streams,
-        ready is not None,
-        ready,
-    )
-    return trainer
-
-
-def noting(network: WholeNetwork, reducer: Reducer, leaf: torch.Tensor) -> list[str]:
-    """What passes leave behind that matters to a capture, in order: sums of a bucket, and nodes of autograd."""
-    notes: list[str] = []
-    end_worker, forward = reducer.sum.end_worker, network.forward
-
-    def noted_sum(bucket: int) -> None:
-        notes.append("sum")
-        end_worker(bucket)
-
-    def noted_forward(*arguments: Any) -> torch.Tensor:
-        loss = forward(*arguments)
-        accumulator(leaf).metadata["of a plain pass"] = True
-        return loss
-
-    reducer.sum.end_worker = noted_sum  # type: ignore[method-assign]
-    network.forward = noted_forward  # type: ignore[method-assign]
-    return notes
-
-
-def accumulator(leaf: torch.Tensor) -> Any:
-    """Autograd's node for the gradient of a leaf; it lives as long as a pass that somebody holds."""
-    node = leaf.expand_as(leaf).grad_fn
-    assert node is not None
-    return node.next_functions[0][0]
-
-
-def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
-    """Kernels are compiled in the pass before, not while it is captured; no node on its stream remains."""
-    found = list[tuple[bool, bool]]()
-
-    def capture(work: Callable[[], None]) -> Again:
-        found.append(("sum" in notes, "of a plain pass" in accumulator(leaf).metadata))
-        return Again(work)
-
-    trainer = graphed(SGD, "virtual_workers=2", streams=[Here(capture)])
-    network = trainer.step.forward_backward
-    assert isinstance(network, GraphedNetwork)
-    leaf = network._leaves[0]
-    notes = noting(network._network, trainer.step.reducer, leaf)
+def plain_bits(*changes: str) -> str:
+    trainer = make_trainer(False, *changes)
     all_steps(trainer)
-    assert found == [(True, False)] * 4
+    return left(trainer)
+
+
+def network_of(trainer: Trainer) -> GraphedNetwork:
+    assert isinstance(trainer.step.forward_backward, GraphedNetwork)
+    return trainer.step.forward_backward
 
 
 @pytest.mark.parametrize(
@@ -165,69 +44,235 @@ def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
     ],
 )
 def test_replayed_passes_have_the_bits_of_plain_ones(changes: tuple[str, ...]) -> None:
-    plain = make_trainer(False, *changes)
-    stream = Here()
-    trainer = graphed(*changes, streams=[stream])
-    assert list(map(told, all_steps(trainer))) == list(map(told, all_steps(plain)))
+    plain, gpu = make_trainer(False, *changes), FakeGpu()
+    with gpu.streams():
+        trainer = make_trainer(True, *changes)
+        assert all_steps(trainer) == all_steps(plain)
     assert left(trainer) == left(plain)
-    assert len(stream.captured) == 4, "two graphs for each of the two stages"
+    assert len(gpu.captured) == 4, "two graphs for each of the two stages"
 
 
-class HandedOver(TorchDispatchMode):
-    """Counts what the host hands over: replays, and operators that are in no graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self._is_replaying = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        result = function(*arguments, **(keywords or {}))
-        is_nothing = (
-            function.is_view or "empty" in function.name() or (isinstance(result, Tensor) and not result.numel())
-        )
-        if not self._is_replaying and not is_nothing:
-            self.counts[function.overloadpacket.__name__] += 1
-        return result
-
-    def capture(self, work: Callable[[], None]) -> Graph:
-        def replay() -> None:
-            self.counts["replay"] += 1
-            self._is_replaying = True
-            work()
-            self._is_replaying = False
-
-        return Again(replay)
+def accumulator(leaf: torch.Tensor) -> Any:
+    """Autograd's node for the gradient of a leaf; it lives as long as a pass that somebody holds."""
+    node = leaf.expand_as(leaf).grad_fn
+    assert node is not None
+    return node.next_functions[0][0]
 
 
-@pytest.mark.parametrize("change", [SGD, "optimizer.name=lars"])
-@pytest.mark.parametrize("passes", [1, 3])
-def test_what_the_host_hands_over_in_a_step_of_replayed_passes(passes: int, change: str) -> None:
-    """Of the messages' copies to a GPU nothing is seen here: one more a pass. The report's is a clone here."""
-    host = HandedOver()
-    changes = ("precision=bfloat16", "data.augment={flip: 0.5}", f"virtual_workers={passes}")
-    trainer = graphed(change, *changes, streams=[Here(host.capture)], capture=host.capture)
-    for index in range(5):
-        take(trainer, index)
-    assert trainer.ahead is not None
-    trainer.step.forward_backward.shadow.are_of(STEPS - 1)  # type: ignore[attr-defined]  # which is handed over again
-    host.counts.clear()
-    with host:
-        trainer.ahead._launch(STEPS - 1, trainer.membership)
-    of_passes = {"replay": 2, "copy_": 1}
-    of_step = {"zero_": 2, "copy_": 2, "replay": 1, "clone": 1}
-    expected = Counter({name: passes * count for name, count in of_passes.items()}) + Counter(of_step)
-    assert host.counts == expected
-    assert sum(of_passes.values()) + 1 <= 4
-    assert sum(of_step.values()) <= 6
+def test_a_capture_follows_a_pass_with_sums_of_which_nothing_is_left() -> None:
+    """Kernels are compiled in the pass before, not while it is captured; no node on its stream remains."""
+    found, sums = list[tuple[bool, bool]](), list[int]()
+
+    def capture(work: Callable[[], None]) -> Again:
+        found.append((bool(sums), "of a plain pass" in accumulator(leaf).metadata))
+        return Again(work)
+
+    with FakeGpu(graph=capture).streams():
+        trainer = make_trainer(True, SGD, "virtual_workers=2")
+        parts = network_of(trainer)._parts
+        leaf, end_worker, forward = parts.leaves[0], parts.reducer.sum.end_worker, parts.network.forward
+
+        def noted_sum(bucket: int) -> None:
+            sums.append(bucket)
+            end_worker(bucket)
+
+        def noted_forward(*arguments: Any) -> torch.Tensor:
+            loss = forward(*arguments)
+            accumulator(leaf).metadata["of a plain pass"] = True
+            return loss
+
+        parts.reducer.sum.end_worker = noted_sum  # type: ignore[method-assign]
+        parts.network.forward = noted_forward  # type: ignore[method-assign]
+        all_steps(trainer)
+    assert found == [(True, False)] * 4
 
 
 def test_a_network_that_cannot_be_captured_goes_on_without() -> None:
-    plain = make_trainer(False, SGD)
-    streams = [Here(Refused), Here(Refused)]
-    trainer = graphed(SGD, streams=streams)
-    with pytest.warns(UserWarning, match="without a CUDA graph, more slowly: operation not permitted when stream is"):
-        assert len(all_steps(trainer)) == STEPS
-    all_steps(plain)
-    assert left(trainer) == left(plain)
-    assert sum(len(stream.captured) for stream in streams) == 2, "one attempt a stage"
+    gpu = FakeGpu(graph=Refused)
+    with gpu.streams(2):
+        trainer = make_trainer(True, SGD)
+        with pytest.warns(UserWarning, match="without a CUDA graph, more slowly: operation not permitted"):
+            assert len(all_steps(trainer)) == STEPS
+    assert left(trainer) == plain_bits(SGD)
+    assert len(gpu.captured) == 2, "one attempt a stage"
+
+
+def races(*changes: str, ignores: Callable[[FakeGpu, FakeStream, FakeEvent], bool] | None = None) -> tuple[Races, str]:
+    """What is found in the steps of the tiny recipe on two streams, and a hash of what they leave."""
+    gpu = FakeGpu()
+    if ignores is not None:
+        gpu.ignores = lambda stream, event: ignores(gpu, stream, event)
+    with gpu.streams(2):
+        trainer = make_trainer(True, *changes)
+        with Races(gpu) as found:
+            all_steps(trainer)
+    return found, left(trainer)
+
+
+def test_passes_on_two_streams_have_the_bits_of_one_and_share_no_memory_that_either_writes() -> None:
+    changes = (SGD, "precision=bfloat16")  # with 16-bit copies of the weights
+    found, hashed = races(*changes)
+    assert hashed == plain_bits(*changes)
+    assert found.found == set()
+    assert found.at_once > 100, "both read the weights at the same time"
+
+
+@pytest.mark.parametrize("of_main", [True, False])
+def test_a_stream_that_does_not_wait_is_found_out(of_main: bool) -> None:
+    """Control: the main stream is not joined to the passes, or they are not to it."""
+    assert races(SGD, ignores=lambda gpu, stream, event: (stream is gpu.main) == of_main)[0].found
+
+
+def noting_messages(trainer: Trainer, notes: Notes) -> None:
+    """Notes the buckets and control vectors that leave."""
+    run = trainer.step
+    send, send_control = run.reducer._send, run.control.send
+
+    def bucket(index: int) -> Any:
+        notes.append(("bucket", index))
+        return send(index)
+
+    def control(*arguments: Any) -> Any:
+        notes.append(("control", 0))
+        return send_control(*arguments)
+
+    run.reducer._send = bucket  # type: ignore[method-assign]
+    run.control.send = control  # type: ignore[method-assign]
+
+
+def on_ranks(streams: int) -> tuple[str, int, Notes]:
+    group, sent = group_of(), Notes()
+    gpu = FakeGpu(graph=Refused if group.rank else Again)  # the second rank can't capture its passes
+    with gpu.streams(streams, overlaps=True), warnings.catch_warnings(action="ignore"):
+        trainer = make_trainer(True, SGD, world=group, options=SMALL_BUCKETS)
+        noting_messages(trainer, sent)
+        all_steps(trainer)
+    return left(trainer), sum(len(each.graphs[True]) for each in network_of(trainer)._passes.values() if each), sent
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_messages_leave_in_one_order_whether_a_rank_captures_its_passes_or_not(streams: int) -> None:
+    (captured, last_passes, sent), (usual, none, sent_too) = run_ranks(2, on_ranks, streams)
+    assert captured == usual == plain_bits(SGD)
+    assert last_passes > none == 0
+    assert sent == sent_too
+    buckets = 1 + max(bucket for _, bucket in sent)
+    assert buckets > 3
+    messages = [("bucket", bucket) for bucket in range(buckets)] + [("control", 0)]
+    assert sent == [("control", 0), *STEPS * messages], "the first measures the scales"
+
+
+def early_races(ignores_ready: bool = False, releases: bool = True) -> tuple[Races, str]:
+    """Of steps on two streams, whose messages are read and written on a third one."""
+    gpu = FakeGpu()
+    gpu.ignores = lambda stream, event: ignores_ready and event.is_external
+    with gpu.streams(2, overlaps=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(form.GpuForm, "_overlaps", property(lambda self: True))
+        if not releases:
+            patch.setattr(SideStream, "release", lambda self: None)
+        trainer = make_trainer(True, SGD, options=SMALL_BUCKETS)
+        reducer = trainer.step.reducer
+
+        def send(index: int) -> Any:
+            reducer.sum.message(index).add_(0)  # as an all-reduce does it in place
+            there = FakeEvent()
+            there.record(gpu.current)
+            return SimpleNamespace(wait=lambda: gpu.current.wait_event(there))
+
+        reducer._send = send  # type: ignore[method-assign]
+        with Races(gpu, reducer.sum._messages) as found:  # type: ignore[attr-defined]
+            all_steps(trainer)
+    return found, left(trainer)
+
+
+def test_messages_beside_a_pass_use_no_memory_that_it_writes() -> None:
+    found, weights = early_races()
+    assert found.found == set()
+    assert weights == plain_bits(SGD)
+    assert early_races(ignores_ready=True)[0].found
+    assert early_races(releases=False)[0].found
+
+
+def test_a_parameter_without_a_gradient_does_not_hold_back_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = []
+    for overlaps in (False, True):
+        monkeypatch.setattr(form.GpuForm, "_overlaps", property(lambda self, value=overlaps: value))
+        with FakeGpu().streams(overlaps=True):
+            trainer = make_trainer(True, SGD, options=SMALL_BUCKETS)
+            leaves: Any = network_of(trainer)._parts.leaves
+            leaves[0] = torch.ones(3, requires_grad=True)  # nothing is computed by it
+            all_steps(trainer)
+        weights.append(left(trainer))
+    assert weights[0] == weights[1]
+
+
+class Delayed:
+    """A graph that is done when something waits for it, or never."""
+
+    def __init__(self, work: Callable[[], None], under_way: list[Callable[[], None]]) -> None:
+        self.replay = lambda: under_way.append(work)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_events_are_used_if_a_trial_shows_that_they_are_waited_for(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way = list[Callable[[], None]]()
+
+    def wait(event: object) -> None:
+        while waits and under_way:
+            under_way.pop(0)()
+
+    with FakeGpu().streams():
+        monkeypatch.setattr(FakeStream, "wait_event", lambda stream, event: wait(event))
+        monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: wait(other), raising=False)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+        monkeypatch.setattr(graphs, "CudaGraph", lambda work, memory: Delayed(work, under_way))
+        assert (ready_events(CPU, 3) is not None) == waits
+
+
+def test_without_a_gpu_there_are_no_such_events() -> None:
+    assert ready_events(CPU, 3) is None
+
+
+@pytest.mark.parametrize("kind", [MainStream, SideStream])
+def test_graphs_share_memory_while_one_of_them_lives_and_then_take_new_memory(
+    kind: type[MainStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch refuses a capture in a pool whose graphs have all ended, as when a process builds one run after another."""
+
+    class Graph:
+        def __init__(self, work: object, memory: graphs.GraphMemory, stream: object) -> None:
+            self.memory = memory
+
+    with FakeGpu().streams():
+        monkeypatch.setattr(graphs, "_of_main_streams", graphs._Memories())
+        monkeypatch.setattr(graphs, "CudaGraph", Graph)
+        streams = [kind(CPU), kind(CPU)]
+        first, second, other = (stream.capture(lambda: None) for stream in (streams[0], streams[0], streams[1]))
+        pools: list[Any] = [each.memory.pool for each in (first, second, other)]  # type: ignore[attr-defined]
+        assert pools[0] == pools[1]
+        assert (pools[0] == pools[2]) == (kind is MainStream), "all that runs on the main stream shares"
+        del first, second, other
+        last: Any = streams[0].capture(lambda: None)
+        assert last.memory.pool not in pools
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streams", [1, 2])
+def test_on_a_gpu_events_within_graphs_are_waited_for_and_bits_stay(
+    streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda", 0)
+    assert ready_events(gpu, 1) is not None
+    monkeypatch.setattr(form.GpuForm, "_overlaps", property(lambda self: True))
+    hashes = []
+    try:
+        for cuda_graphs in (False, True):
+            options = RuntimeOptions(buckets=0.002, cuda_streams=streams if cuda_graphs else 1)
+            trainer = make_trainer(cuda_graphs, SGD, world=alone(gpu), options=options)
+            all_steps(trainer)
+            hashes.append(left(trainer))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert hashes[0] == hashes[1]

@@ -1,29 +1,24 @@
 """What a step asks its device for: each question makes the host wait for all that the device has been given.
 
-Counted on the CPU, where the same code runs: every call by which Python gets at a tensor's values, and every operator
-whose result has a length that depends on values. What only the CPU's own kernels ask for is switched to the GPU's way.
+Counted on the CPU, where the same code runs: every copy to the host (`Monitor.to_host`), every other call by which
+Python gets at a tensor's values, and every operator whose result has a length that depends on values. What only the
+CPU's own kernels ask for is switched to the GPU's way.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.run.runs import TINY
+from tests.cuda.trainers import make_trainer, take
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.groups import alone
-from torusgd.comm.liveness import NoLiveness
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import Trainer, build, open_data
-from torusgd.run.job import Job
-from torusgd.step.journal import synchronous
+from torusgd.comm.monitor import Monitor
 
 READS = {
     "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__",
@@ -37,16 +32,25 @@ SIZED_BY_VALUES = {
 """of aten"""
 
 
+class OnHost(Tensor):
+    """What was copied to the host, and what is made of it there; to read it is free."""
+
+
 class ByPython(TorchFunctionMode):
     def __init__(self, reads: Counter[str]) -> None:
         self._reads = reads
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        if getattr(function, "__name__", "") in READS:
+        is_free = any(issubclass(kind, OnHost) for kind in types) or (arguments and _is_nothing(arguments[0]))
+        if getattr(function, "__name__", "") in READS and not is_free:
             self._reads[function.__name__] += 1
             with torch._C.DisableTorchFunction(), Silent():
                 return function(*arguments, **(keywords or {}))
         return function(*arguments, **(keywords or {}))
+
+
+def _is_nothing(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.numel()
 
 
 class Silent(TorchDispatchMode):
@@ -74,18 +78,17 @@ class ByOperators(TorchDispatchMode):
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     reads: Counter[str] = Counter()
-    with ByPython(reads), ByOperators(reads):
+
+    def start_to_host(monitor: Monitor, tensor: Tensor) -> Callable[[], Tensor]:
+        def wait() -> Tensor:
+            reads["to_host"] += 1
+            return tensor.as_subclass(OnHost)
+
+        return wait
+
+    with pytest.MonkeyPatch.context() as patch, ByPython(reads), ByOperators(reads):
+        patch.setattr(Monitor, "start_to_host", start_to_host)
         yield reads
-
-
-def make_trainer(*overrides: str) -> Trainer:
-    recipe = load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
-    job, world, liveness = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), alone(), NoLiveness()
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
-    for group in trainer.step.update.optimizer.param_groups:
-        if "foreach" in group:
-            group["foreach"] = True  # LARS: the CPU's fused kernel takes each layer's rate from the host
-    return trainer
 
 
 @pytest.mark.parametrize(
@@ -101,14 +104,18 @@ def make_trainer(*overrides: str) -> Trainer:
 )
 def test_a_step_asks_its_device_twice(change: str) -> None:
     """For the control vector, and for the status of the sums."""
-    trainer = make_trainer(change)
+    trainer = make_trainer(False, change)
+    for group in trainer.step.update.optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = True  # LARS: the CPU's fused kernel takes each layer's rate from the host
     for index in range(3):
         with counted() as reads:
-            stats = trainer.step.run(trainer.membership, synchronous(index, trainer.step.recipe.virtual_workers))
+            stats = take(trainer, index)
+        assert stats is not None
         # Step 0 measures its scales first, by passes with a control vector of their own. So does a redo, and then it
         # takes the step again.
         measured = index == 0 and not change.endswith("reduction=float32")
-        assert reads == {"tolist": 2 + measured + 3 * stats.redone}
+        assert reads == {"to_host": 2 + measured + 3 * stats.redone}
 
 
 @pytest.mark.parametrize(
@@ -129,24 +136,14 @@ def test_every_way_of_asking_counts_once(ask: Any, name: str) -> None:
     assert reads == {name: 1}
 
 
-def one_step_on_the_gpu() -> int:
-    """Calls that wait, as torch itself counts them: it warns at each."""
-    recipe = load_recipe("digits", list(TINY)).recipe.resolve(precision="float16", memory_format="channels_last")
-    world, liveness = alone(torch.device("cuda", 0)), NoLiveness()
-    job = Job(recipe, RuntimeOptions(), "cuda", Path("nowhere"))
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
-    for index in range(2):
-        torch.cuda.set_sync_debug_mode("error" if index else "default")
-        trainer.step.run(trainer.membership, synchronous(index, recipe.virtual_workers))
-    torch.cuda.set_sync_debug_mode("default")
-    return 0
-
-
 @pytest.mark.gpu
-def test_the_host_waits_for_events_only() -> None:
-    """The two answers come by asynchronous copies; nothing else in a step synchronises."""
+def test_on_a_gpu_the_host_waits_for_events_only() -> None:
+    """The two answers come by asynchronous copies; torch itself raises an error at whatever else synchronises."""
     try:
-        assert one_step_on_the_gpu() == 0
+        trainer = make_trainer(False, "precision=float16", world=alone(torch.device("cuda", 0)))
+        for index in range(2):
+            torch.cuda.set_sync_debug_mode("error" if index else "default")
+            take(trainer, index)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.use_deterministic_algorithms(False)

@@ -1,11 +1,11 @@
-"""Steps handed to the device in advance: the same bits as one by one, whatever happens, and what they ask of the host.
+"""Steps launched in advance: the same bits as one by one, whatever happens, captured or not, and few calls of the host.
 
-The form that a GPU takes, on the CPU, where each of its operators is made of torch's own.
+The GPU form on the CPU, whose operators are made of torch's own; in the place of graphs, what `fake_cuda` has.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,129 +13,106 @@ from typing import Any
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
+from tests.cuda.fake_cuda import FakeGpu, Races, Recorded, Refused
 from tests.cuda.test_host_reads import counted
+from tests.cuda.trainers import (
+    AVERAGED,
+    LAUNCHES,
+    SGD,
+    STEPS,
+    all_steps,
+    grow_once,
+    launches,
+    left,
+    make_trainer,
+    never,
+    take,
+)
 from tests.run.runs import TINY, events, run_here
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torusgd.run.data import open_data
 
-from torusgd.comm.groups import Group, alone, group_of
+from torusgd.comm.groups import alone, group_of
 from torusgd.comm.liveness import NoLiveness
 from torusgd.cuda.graphs import GraphedNetwork
-from torusgd.data.loader import Loader
-from torusgd.data.order import StreamOrder
 from torusgd.data.pipeline import allocate_by_torch
-from torusgd.data.to_device import BytePipeline, can_normalise_later
-from torusgd.errors import RunError
+from torusgd.data.to_device import BytePipeline
+from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run import build as build_module
-from torusgd.run import run as run_module
-from torusgd.run.build import Trainer, build, open_data
+from torusgd.run import data as data_module
+from torusgd.run.build import Trainer
 from torusgd.run.job import Job
-from torusgd.step.journal import synchronous
-from torusgd.step.stats import StepStats
-from torusgd.weights import weights_sha256
+from torusgd.step.requests import Requests
+from torusgd.step.watch import StepView, StepWatch
 
-STEPS = 7
-LONG = f"stages=[{{until: 3st, images_per_worker: 3}}, {{until: {STEPS}st, images_per_worker: 4}}]"
-AVERAGED = "average={half_life: 2st, every: 3}"
-SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-3}"
+MOMENTA = f"stages=[{{until: 3st, images_per_worker: 3}}, {{until: {STEPS}st, images_per_worker: 3, momentum: 0.5}}]"
+GROWING = ("precision=float16", "virtual_workers=2", "loss_scale={initial: 512, growth_interval: 3}")
 
 
-def never() -> bool:
-    return False
-
-
-def make_trainer(
-    ahead: bool,
-    *overrides: str,
-    world: Group | None = None,
-    stop: Callable[[], bool] = never,
-    options: RuntimeOptions | None = None,
-) -> Trainer:
-    """A trainer of the tiny recipe, whose weights nobody looks at before its end."""
-    changed = load_recipe("digits", [*TINY, LONG, "rate={lr: 0.05}", *overrides]).recipe
-    recipe = changed.resolve(precision="float32", memory_format="contiguous")
-    world, liveness = world or alone(), NoLiveness()
-    job = Job(recipe, options or RuntimeOptions(), world.device.type, Path("nowhere"))
-    data = open_data(job, world.device, liveness)
-    if ahead and can_normalise_later(recipe.data.augment):  # as on a GPU, which normalises the images itself
-        pipeline = BytePipeline(data.training.source, recipe.data, recipe.seed, data.training.allocate)
-        data.loader.close()
-        data = replace(
-            data, training=pipeline, loader=Loader(pipeline, StreamOrder(96, recipe.seed), threads=1, ahead=4)
-        )
-    trainer = build(job, data, world, liveness, stop, ahead=ahead)
-    trainer.step.next_look = lambda steps: len(trainer.step.schedule)
+def captured(*changes: str, capture: Callable[..., Any] = Recorded) -> Trainer:
+    """A trainer whose updates are captured, and whose passes are not."""
+    trainer = make_trainer(True, *changes)
+    assert trainer.ahead is not None
+    trainer.ahead._update._capture = capture
     return trainer
 
 
-def take(trainer: Trainer, index: int) -> StepStats | None:
-    workers = trainer.step.recipe.virtual_workers
-    return (trainer.ahead or trainer.step).run(trainer.membership, synchronous(index, workers))
+def graphs_of(trainer: Trainer) -> int:
+    assert trainer.ahead is not None
+    return sum(graph is not None for graph in trainer.ahead._update._graphs.values())
 
 
-def all_steps(trainer: Trainer) -> list[StepStats]:
-    return [stats for index in range(STEPS) if (stats := take(trainer, index)) is not None]
+@pytest.mark.parametrize(
+    ("changes", "graphs"),
+    [
+        ((SGD,), 1),
+        (("optimizer.name=lars",), 1),
+        ((SGD, AVERAGED), 1),
+        ((SGD, "precision=bfloat16"), 1),
+        ((SGD, MOMENTA), 2),
+        ((SGD, *GROWING), 2),
+    ],
+)
+def test_steps_in_advance_are_those_one_by_one(changes: tuple[str, ...], graphs: int) -> None:
+    plain, launched, replayed = make_trainer(False, *changes), make_trainer(True, *changes), captured(*changes)
+    reports = [all_steps(trainer) for trainer in (plain, launched, replayed)]
+    assert reports[0] == reports[1] == reports[2]
+    assert left(plain) == left(launched) == left(replayed)
+    assert graphs_of(replayed) == graphs, "one for each combination of numbers"
 
 
-def left(trainer: Trainer) -> str:
-    """A hash of all that the next step needs."""
-    return weights_sha256(trainer.step.state.state_dict(STEPS, keep=True))
-
-
-def told(stats: StepStats) -> dict[str, Any]:
-    """All of a step but its times."""
-    return {key: value for key, value in vars(stats).items() if key not in ("times", "entry")}
-
-
-@pytest.mark.parametrize("change", [SGD, "optimizer.name=lars", AVERAGED, "precision=bfloat16"])
-def test_a_run_ahead_is_the_run_one_by_one(change: str) -> None:
-    trainers = [make_trainer(ahead, change) for ahead in (False, True)]
-    plain, ahead = (list(map(told, all_steps(trainer))) for trainer in trainers)
-    assert plain == ahead
-    assert left(trainers[0]) == left(trainers[1])
-
-
-def grow_once(trainer: Trainer, by: float) -> None:
-    """The fifth step's gradients are so many times as large, however often it is taken."""
-    forward = trainer.step.forward_backward.forward
-
-    def larger(step: Any, *arguments: Any) -> torch.Tensor:
-        loss = forward(step, *arguments) * (by if step.index == 4 else 1.0)
-        trainer.step.forward_backward._loss = loss  # type: ignore[attr-defined]
-        return loss
-
-    trainer.step.forward_backward.forward = larger  # type: ignore[method-assign]
-
-
-def redo_alike(one: Trainer, other: Trainer) -> None:
-    """Both measure and redo the fifth step, whose sums leave their range, and go on with the same bits."""
-    for trainer in (one, other):
+@pytest.mark.parametrize("make", [partial(make_trainer, True), captured])
+@pytest.mark.parametrize("change", ["precision=float32", "precision=bfloat16"])
+def test_a_sum_out_of_its_range_is_measured_and_redone_with_the_same_bits(
+    change: str, make: Callable[..., Trainer]
+) -> None:
+    """The refused step, and those launched after it, have changed nothing."""
+    trainers = make_trainer(False, SGD, change), make(SGD, change)
+    for trainer in trainers:
         grow_once(trainer, by=2.0**12)
-    plain, ahead = (list(map(told, all_steps(trainer))) for trainer in (one, other))
+    plain, ahead = map(all_steps, trainers)
     assert plain == ahead
     assert [step["redone"] for step in plain][:5] == [0, 0, 0, 0, 1]
-    assert left(one) == left(other)
-
-
-def test_a_sum_out_of_its_range_is_measured_and_redone_with_the_same_bits() -> None:
-    redo_alike(*(make_trainer(ahead, SGD) for ahead in (False, True)))
+    assert left(trainers[0]) == left(trainers[1])
 
 
 def test_a_skipped_step_halves_the_loss_scale_of_those_after_it() -> None:
-    changes = (SGD, "precision=float16", "virtual_workers=1", "loss_scale={initial: 1024, growth_interval: 2}")
-    trainers = [make_trainer(ahead, *changes) for ahead in (False, True)]
+    changes = (SGD, "precision=float16", "virtual_workers=1", "loss_scale={initial: 1024, growth_interval: 9}")
+    trainers = [make_trainer(False, *changes), make_trainer(True, *changes), captured(*changes)]
     for trainer in trainers:
         grow_once(trainer, by=float("inf"))
-    plain, ahead = (list(map(told, all_steps(trainer))) for trainer in trainers)
-    assert [bool(step["skipped"]) for step in plain] == [False] * 4 + [True] + [False] * 2
-    assert [step["loss_scale"] for step in ahead] == [step["loss_scale"] for step in plain]
-    assert left(trainers[0]) == left(trainers[1])
+    reports = list(map(all_steps, trainers))
+    assert [bool(step["skipped"]) for step in reports[0]] == [False] * 4 + [True] + [False] * 2
+    scales = [[step["loss_scale"] for step in report] for report in reports]
+    assert scales[0] == scales[1] == scales[2]
+    assert left(trainers[0]) == left(trainers[1]) == left(trainers[2])
+    assert graphs_of(trainers[2]) == 2
 
 
 def test_an_error_leaves_what_the_last_good_step_left() -> None:
-    trainers = [make_trainer(ahead, SGD) for ahead in (False, True)]
+    trainers = [make_trainer(cuda_graphs, SGD) for cuda_graphs in (False, True)]
     for trainer in trainers:
         grow_once(trainer, by=float("nan"))
         with pytest.raises(RunError, match=r"step 4: .* not finite"):
@@ -144,11 +121,11 @@ def test_an_error_leaves_what_the_last_good_step_left() -> None:
 
 
 def test_a_wish_to_stop_leaves_the_steps_before_it() -> None:
-    asked: list[bool] = []
-    trainer = make_trainer(True, SGD, stop=lambda: bool(asked))
+    wishes: list[bool] = []
+    trainer = make_trainer(True, SGD, stop=lambda: bool(wishes))
     for index in range(3):
         take(trainer, index)
-    asked.append(True)
+    wishes.append(True)
     # The device has been given two more steps, which are taken; the next one is not.
     assert [take(trainer, index) is not None for index in (3, 4, 5)] == [True, True, False]
     plain = make_trainer(False, SGD)
@@ -157,30 +134,123 @@ def test_a_wish_to_stop_leaves_the_steps_before_it() -> None:
     assert left(plain) == left(trainer)
 
 
-def on_ranks() -> list[str]:
-    trainer = make_trainer(True, SGD, world=group_of())
-    all_steps(trainer)
-    return [left(trainer), *(trainer.step.reducer.names[:1])]
+class OddSteps(StepWatch):
+    """Looks at odd steps, and at what has been launched when it does."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def due(self, step: int) -> bool:
+        return step % 2 == 1
+
+    def before_accept(self, view: StepView, control: Any) -> None:
+        self.seen.append(view.step.index)
 
 
-def test_ranks_that_run_ahead_have_the_bits_of_one() -> None:
+def test_a_watcher_that_is_due_sees_its_steps_one_by_one() -> None:
+    watchers = OddSteps(), OddSteps()
+    plain, ahead = (make_trainer(bool(number), SGD, watchers=[each]) for number, each in enumerate(watchers))
+    all_steps(plain)
+    assert launches(ahead, partial(take, ahead)) == [0, 0, 1, 0, 1, 0, 1]
+    assert watchers[0].seen == list(range(STEPS))
+    assert watchers[1].seen == [0, 1, 3, 5], "the first is measured"
+    assert left(plain) == left(ahead)
+
+
+def test_steps_are_launched_two_in_advance() -> None:
+    trainer = make_trainer(True, SGD)
+    assert launches(trainer, partial(take, trainer)) == LAUNCHES
+
+
+class Alone:
+    """The all-reduce of one rank."""
+
+    name = "alone"
+
+    def start(self, tensor: Tensor) -> Any:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def on_ranks() -> list[Any]:
+    """Comparisons in steps between those that are launched in advance send longer records."""
+    options = RuntimeOptions(drift_every=3)
+    with FakeGpu().streams():
+        trainer = make_trainer(True, SGD, world=group_of(), options=options)
+        control: Any = trainer.step.control
+        lies = control.summed.data_ptr()
+        all_steps(trainer)
+    longest = {str(number): torch.zeros(each.words) for number, each in enumerate(trainer.step.watchers)}
+    control.send(Alone(), {name: words.long() for name, words in longest.items()})
+    return [left(trainer), graphs_of(trainer), lies == control.summed.data_ptr()]
+
+
+def test_on_ranks_the_bits_are_those_of_one_and_the_record_never_moves() -> None:
     trainer = make_trainer(False, SGD)
     all_steps(trainer)
-    assert run_ranks(2, on_ranks) == [[left(trainer), trainer.step.reducer.names[0]]] * 2
+    with warnings.catch_warnings(action="error"):
+        assert run_ranks(2, on_ranks) == [[left(trainer), 1, True]] * 2
 
 
-def test_evaluations_and_checkpoints_see_the_weights_of_their_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, _ = run_here(tmp_path / "plain", LONG, "evaluate.every=3st")
-    monkeypatch.setattr(run_module, "build", partial(build, ahead=True))
-    ahead, _ = run_here(tmp_path / "ahead", LONG, "evaluate.every=3st")
+def test_a_checkpoint_that_is_due_during_a_launched_step_is_of_its_weights() -> None:
+    """The step is launched, refused, and taken again; its passes copy no weights beside one another."""
+    gpu, liveness = FakeGpu(), NoLiveness()
+    with gpu.streams(2):
+        trainer = make_trainer(True, SGD, "precision=bfloat16")
+        requests = Requests(never, liveness, looks=range(STEPS), save_due=lambda steps: steps == 5)
+        watchers = [requests, *trainer.step.watchers[1:]]
+        object.__setattr__(trainer.step, "watchers", watchers)
+        with Races(gpu) as found:
+            stats = all_steps(trainer)
+    assert [each["save"] for each in stats] == [index == 4 for index in range(STEPS)]
+    assert found.found == set()
+
+
+def test_evaluations_and_checkpoints_see_the_weights_of_their_step(tmp_path: Path) -> None:
+    every = "evaluate.every=3st"
+    change = ("stages=[{until: 3st, images_per_worker: 3}, {until: 7st, images_per_worker: 4}]", every)
+    plain, _ = run_here(tmp_path / "plain", *change)
+    ahead, _ = run_here(tmp_path / "ahead", *change, options=RuntimeOptions(cuda_graphs=True))
     assert ahead["weights_sha256"] == plain["weights_sha256"]
     of_plain, of_ahead = (
         [(event.get("step"), event.get("loss"), event.get("top1")) for event in events(tmp_path / name)]
         for name in ("plain", "ahead")
     )
     assert of_plain == of_ahead
+
+
+def test_updates_that_cannot_be_captured_go_on_without() -> None:
+    plain, trainer = make_trainer(False, SGD), captured(SGD, capture=Refused)
+    with pytest.warns(UserWarning, match="updates run without a CUDA graph, .*: operation not permitted") as warned:
+        all_steps(trainer)
+    all_steps(plain)
+    assert left(trainer) == left(plain)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "why"),
+    [
+        (["reduction=float32"], {}, "reduction = float32"),
+        (["optimizer={name: adamw}"], {}, "optimizer.name = adamw"),
+        (["clip_grad_norm=1.0"], {}, "clip_grad_norm"),
+        ([SGD], {"update": "sharded"}, "update = sharded"),
+        ([SGD], {"work_stealing": True}, "work_stealing"),
+        ([SGD], {"cuda_streams": 2}, "cuda_streams = 2 on a CPU"),
+    ],
+)
+def test_runs_that_cannot_have_it_are_refused_in_one_line(
+    changes: list[str], options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UserError, match=f"^cuda_graphs = true: {why}.*; leave one of them out$"):
+        make_trainer(True, *changes, options=RuntimeOptions(**options))
+
+
+def test_passes_at_once_need_the_option() -> None:
+    with pytest.raises(UserError, match=r"^cuda_streams = 2: passes at once need cuda_graphs = true$"):
+        make_trainer(False, SGD, options=RuntimeOptions(cuda_streams=2))
 
 
 @pytest.mark.parametrize("change", ["data.augment={mixup: 0.2}", "data.augment={flip: 0.5}"])
@@ -190,7 +260,7 @@ def test_images_for_a_gpu_are_pinned_as_bytes_or_not(change: str, monkeypatch: p
     def allocate_pinned(*arguments: Any) -> Any:
         return allocate_by_torch(*arguments)
 
-    monkeypatch.setattr(build_module, "allocate_pinned", allocate_pinned)
+    monkeypatch.setattr(data_module, "allocate_pinned", allocate_pinned)
     recipe = load_recipe("digits", [*TINY, change]).recipe.resolve(precision="float32", memory_format="contiguous")
     data = open_data(Job(recipe, RuntimeOptions(), "cuda", Path("nowhere")), torch.device("cuda", 0), NoLiveness())
     data.close()
@@ -198,89 +268,101 @@ def test_images_for_a_gpu_are_pinned_as_bytes_or_not(change: str, monkeypatch: p
     assert data.training.allocate is data.held_out.allocate is allocate_pinned
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators outside the network's passes, and those of torusgd everywhere."""
+class Launched(TorchDispatchMode):
+    """Counts what the host launches: replays, and operators that are in no graph and in no pass of the network."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.in_network = False
+        self._is_off = False
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         result = function(*arguments, **(keywords or {}))
         is_nothing = (
-            function.is_view or "empty" in function.name() or (isinstance(result, Tensor) and not result.numel())
+            function.is_view
+            or function.namespace == "profiler"
+            or "empty" in function.name()
+            or (isinstance(result, Tensor) and not result.numel())
         )
-        if not self.in_network and not is_nothing:
-            self.counts[str(function.overloadpacket)] += 1
+        if not self._is_off and not is_nothing:
+            self.counts[function.overloadpacket.__name__] += 1
         return result
 
-    def around(self, function: Callable[..., Any], in_network: bool) -> Callable[..., Any]:
-        """The same function, inside of which one is, or is not, in the network."""
+    def off(self, function: Callable[..., Any], is_off: bool = True) -> Callable[..., Any]:
+        """The same function, inside of which nothing is counted, or everything is."""
 
         def call(*arguments: Any, **keywords: Any) -> Any:
-            before, self.in_network = self.in_network, in_network
+            before, self._is_off = self._is_off, is_off
             try:
                 return function(*arguments, **keywords)
             finally:
-                self.in_network = before
+                self._is_off = before
 
         return call
 
+    def graph(self, work: Callable[[], None], *memory: Any) -> Any:
+        """A graph whose replay counts as one call."""
 
-@pytest.mark.parametrize("change", [SGD, "optimizer.name=lars", "precision=float16"])
-def test_a_step_asks_for_nothing_and_has_two_operators_a_bucket_and_six(
-    change: str, monkeypatch: pytest.MonkeyPatch
+        def replay() -> None:
+            self.counts["replay"] += 1
+            self.off(work)()
+
+        return type("Counted", (), {"replay": staticmethod(replay)})
+
+
+@pytest.mark.parametrize(("change", "more"), [(SGD, 0), ("optimizer.name=lars", 0), ("precision=float16", 1)])
+def test_a_plainly_launched_step_reads_nothing_and_has_two_operators_a_bucket_and_seven(
+    change: str, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond the network's own passes, one pass a step; of the budget of eight LARS, three kernels, takes all."""
+    """Beyond the network's own passes, one pass a step, and one more for 16-bit copies."""
     trainer = make_trainer(True, change, "virtual_workers=1")
     take(trainer, 0)  # measures its scales, and is taken as on a CPU
-    run, operators = trainer.step, Operators()
+    run, launched = trainer.step, Launched()
     passes = run.forward_backward
-    monkeypatch.setattr(passes, "forward", operators.around(passes.forward, in_network=True))
-    monkeypatch.setattr(passes, "backward", operators.around(passes.backward, in_network=True))
-    monkeypatch.setattr(run.reducer, "add", operators.around(run.reducer.add, in_network=False))
+    monkeypatch.setattr(passes, "forward", launched.off(passes.forward))
+    monkeypatch.setattr(passes, "backward", launched.off(passes.backward))
+    monkeypatch.setattr(run.reducer, "add", launched.off(run.reducer.add, is_off=False))
     assert trainer.ahead is not None
-    with operators:
+    with launched:
         trainer.ahead._launch(1, trainer.membership)
-    assert sum(operators.counts.values()) <= 2 * len(run.reducer.layout.buckets) + 6
+    del launched.counts["clone"], launched.counts["cat"]  # of the report and of numbers, which lie on a GPU's host
+    assert launched.counts["add_gradients"] == launched.counts["add_bounds"] == len(run.reducer.layout.buckets)
+    assert sum(launched.counts.values()) == 2 * len(run.reducer.layout.buckets) + 7 + more, launched.counts
     with counted() as reads:
         trainer.ahead._launch(2, trainer.membership)
     assert reads == {}
 
 
-def handed_over(trainer: Trainer, take_step: Callable[[int], object]) -> list[int]:
-    """Of each step, how many the device is given when it is taken."""
-    assert trainer.ahead is not None
-    launch, counts = trainer.ahead._launch, [0] * STEPS
-
-    def counted_launch(*arguments: Any) -> None:
-        counts[now] += 1
-        launch(*arguments)
-
-    trainer.ahead._launch = counted_launch  # type: ignore[method-assign]
-    for now in range(STEPS):
-        take_step(now)
-    return counts
-
-
-HANDED_OVER = [0, 3, 1, 1, 1, 0, 0]
-"""steps 1 to 3 together, of both stages; the others one by one, each two steps before it is taken"""
-
-
-def test_steps_are_handed_over_two_in_advance() -> None:
-    trainer = make_trainer(True, SGD)
-    assert handed_over(trainer, partial(take, trainer)) == HANDED_OVER
+@pytest.mark.parametrize("change", [SGD, "optimizer.name=lars"])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_replayed_step_is_four_calls_a_pass_and_six(passes: int, change: str) -> None:
+    """Of the messages' copies to a GPU nothing is seen here: one more a pass. The report's is a clone here."""
+    host = Launched()
+    changes = ("precision=bfloat16", "data.augment={flip: 0.5}", f"virtual_workers={passes}")
+    with FakeGpu(graph=host.graph, update=host.graph).streams():
+        trainer = make_trainer(True, change, *changes)
+        for index in range(5):
+            take(trainer, index)
+        assert trainer.ahead is not None
+        host.counts.clear()
+        with host:
+            trainer.ahead._launch(STEPS - 1, trainer.membership)
+    del host.counts["cat"]  # of numbers on the host
+    of_pass = {"replay": 2, "copy_": 1}
+    of_step = {"zero_": 2, "copy_": 2, "replay": 1, "clone": 1}
+    assert host.counts == Counter({name: passes * count for name, count in of_pass.items()}) + Counter(of_step)
+    assert sum(of_pass.values()) + 1 <= 4
+    assert sum(of_step.values()) <= 6
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", [SGD, "optimizer.name=lars"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("streams", [1, 2])
-def test_on_a_gpu_a_run_ahead_has_the_bits_of_one_by_one_and_waits_for_events_only(
+def test_on_a_gpu_steps_in_advance_have_the_plain_bits_and_wait_for_events_only(
     streams: int, precision: str, optimizer: str
 ) -> None:
-    """Captured passes, kernels, 16-bit copies and images as bytes are in the one and not in the other."""
+    """Captured passes, kernels and 16-bit copies are in the one and not in the other."""
     gpu, changes = alone(torch.device("cuda", 0)), (optimizer, f"precision={precision}", "model.options={dropout: 0.3}")
     try:
         plain = make_trainer(False, *changes, world=gpu)
@@ -292,7 +374,7 @@ def test_on_a_gpu_a_run_ahead_has_the_bits_of_one_by_one_and_waits_for_events_on
             torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")
             take(ahead, index)
 
-        assert handed_over(ahead, take_step) == HANDED_OVER, "something was handed over while nobody might wait"
+        assert launches(ahead, take_step) == LAUNCHES, "something was launched while nobody might wait"
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.use_deterministic_algorithms(False)
@@ -301,3 +383,33 @@ def test_on_a_gpu_a_run_ahead_has_the_bits_of_one_by_one_and_waits_for_events_on
     assert isinstance(passes, GraphedNetwork)
     assert len(passes._passes) == 2 * streams
     assert all(each is not None and each.graphs for each in passes._passes.values()), "all stages, on all streams"
+
+
+CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [SGD, "optimizer.name=lars"])
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("streams", [1, 2])
+def test_on_a_gpu_the_host_calls_four_times_a_pass_and_six_a_step(streams: int, passes: int, change: str) -> None:
+    """On one rank, which sends nothing."""
+    one = f"stages=[{{until: {STEPS}st, images_per_worker: 3}}]"
+    changes = (change, "precision=bfloat16", "data.augment={flip: 0.5}", f"virtual_workers={passes}", one)
+    gpu, options = alone(torch.device("cuda", 0)), RuntimeOptions(cuda_streams=streams)
+    try:
+        trainer = make_trainer(True, *changes, world=gpu, options=options)
+        for index in range(3):
+            take(trainer, index)
+        assert trainer.ahead is not None
+        torch.cuda.synchronize()
+        with torch.profiler.profile() as profile:
+            for index in (STEPS - 2, STEPS - 1):
+                trainer.ahead._launch(index, trainer.membership)
+        torch.cuda.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    on_gpu = torch.autograd.DeviceType.CUDA
+    calls = [event.name for event in profile.events() if event.device_type != on_gpu and event.name.startswith(CALLS)]
+    assert graphs_of(trainer) == 1
+    assert 0 < len(calls) <= 2 * (6 + 4 * passes), sorted(calls)

@@ -1,12 +1,14 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.optim import BLOCK, block_norms, layer_norms, norm_from_blocks, norms_from_blocks
+from torusgd.optim import BLOCK, block_norms, layer_norms, norm_from_blocks, norms, norms_from_blocks
+from torusgd.optim.norms import norms_by_lanes
 
 SIZES = st.one_of(st.sampled_from([1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]), st.integers(1, 40 * BLOCK))
 
@@ -86,3 +88,27 @@ def test_small_shapes() -> None:
 def test_other_dtypes_are_measured_in_float32(dtype: torch.dtype) -> None:
     tensor = random_tensor(2 * BLOCK, 3).to(dtype)
     assert torch.equal(block_norms(tensor), block_norms(tensor.float()))
+
+
+def test_the_norms_of_a_gpu_are_those_of_their_definition_near_those_of_a_cpu() -> None:
+    tensor = torch.randn(BLOCK + 77, generator=torch.Generator().manual_seed(5))
+    ours = norms_by_lanes([tensor])
+    torch.testing.assert_close(ours, block_norms(tensor), rtol=1e-6, atol=0)
+    padded = np.zeros(2 * BLOCK)
+    padded[: len(tensor)] = tensor.numpy()
+    lanes = np.zeros((2, 256))
+    for chunk in range(0, BLOCK, 256):
+        lanes += padded.reshape(2, BLOCK)[:, chunk : chunk + 256] ** 2
+    while lanes.shape[1] > 1:
+        low, high = np.split(lanes, 2, axis=1)
+        lanes = low + high
+    assert np.array_equal(ours.numpy(), np.sqrt(lanes[:, 0]).astype(np.float32))
+
+
+def test_on_a_gpu_shards_have_the_norms_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, other = torch.randn(2 * BLOCK + 9), torch.randn(45)
+    whole = norms_by_lanes([other, tensor])
+    monkeypatch.setattr(norms, "_BLOCKS_AT_A_TIME", 2)
+    assert torch.equal(whole, norms_by_lanes([other, tensor[:BLOCK], tensor[:0], tensor[BLOCK:]]))
+    assert norms_by_lanes([tensor[:0]]).shape == (0,)
+    assert norms_by_lanes([torch.tensor([1.0, torch.nan])]).isnan().all()

@@ -36,7 +36,9 @@ TINY = (
 )
 
 
-def run_here(out: Path, *overrides: str, tiny: bool = True, **job: Any) -> tuple[dict[str, Any], str]:
+def run_here(
+    out: Path, *overrides: str, tiny: bool = True, options: RuntimeOptions | None = None, **job: Any
+) -> tuple[dict[str, Any], str]:
     """Trains in this process on one rank; the summary and the printed plan. `job`: more of its fields."""
     recipe = resolve_auto(load_recipe("digits", [*(TINY if tiny else ()), *overrides]).recipe, "cpu")
     folder = RunDir(out)
@@ -44,7 +46,7 @@ def run_here(out: Path, *overrides: str, tiny: bool = True, **job: Any) -> tuple
     folder.claim(recipe, fresh=False)
     threads = torch.get_num_threads()
     try:
-        run = Run(Job(recipe, RuntimeOptions(), "cpu", out, **job), group_of(), StopFlag(), restarts=0)
+        run = Run(Job(recipe, options or RuntimeOptions(), "cpu", out, **job), group_of(), StopFlag(), restarts=0)
         console = Console(width=200, record=True, file=io.StringIO())
         console.print(plan_table(recipe, run.schedule, 1))
         return run.run().summary, console.export_text()

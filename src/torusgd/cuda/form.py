@@ -1,4 +1,7 @@
-"""The form of a run for a GPU: the parts that stand in the place of the plain step's, made here and nowhere else."""
+"""What a run puts in place of the plain step's parts to take its steps as CUDA graphs, and which runs can.
+
+On a CPU the same parts work without graphs and kernels, with the bits of the plain step.
+"""
 
 from functools import partial
 
@@ -7,56 +10,98 @@ from torch.optim import Optimizer
 
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
-from ..gradients.reducer import MakeSum, Reducer
+from ..errors import UserError
+from ..gradients.reducer import Reducer, hook_parameters
 from ..optim import Lars, Sgd
-from ..optim.flat import FlatUpdate
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..step.control_vector import ControlMessage
-from ..step.forward_backward import WholeNetwork
+from ..step.forward_backward import ForwardBackward, WholeNetwork
 from ..step.model_state import StepState
 from ..step.step import TrainStep
-from .cuda_streams import MainStream
-from .device_sum import device_sum
-from .graphs import GraphedNetwork, device_network
-from .run_ahead import RunAhead
-from .update_graph import GraphedUpdate
+from .flat_update import FlatUpdate
+from .graphs import GraphedNetwork, PassParts, pass_streams, ready_events
+from .run_ahead import GraphedUpdate, RunAhead
+from .sums import DeviceControl, device_sum
+from .weights16 import Weights16
+
+_TRITON_FROM = (8, 0)
+"""compute capability"""
 
 
 class GpuForm:
-    """Makes the parts of a run on a GPU, or of the same form on a CPU.
+    """The parts of one rank's step.
 
     Args:
-        recipe: Of the run; `runs_ahead` holds for it.
-        options: Of the run.
-        device: Of the rank.
+        recipe: Of the run.
+        options: Of the run, with `cuda_graphs`.
+        world: All ranks.
+
+    Raises:
+        UserError: The run can't take its steps so.
     """
 
-    def __init__(self, recipe: Recipe, options: RuntimeOptions, device: torch.device) -> None:
-        self._recipe, self._options, self._device = recipe, options, device
+    def __init__(self, recipe: Recipe, options: RuntimeOptions, world: Group) -> None:
+        why = _why_not_here(world.device)
+        if why:
+            raise UserError(f"cuda_graphs = true: {why}; leave one of them out")
+        self._recipe, self._options, self._world, self._device = recipe, options, world, world.device
+        self._copies: Weights16 | None = None
+        self._flat: FlatUpdate | None = None
+        self.make_sum = partial(device_sum, recipe.virtual_workers, world.device)
+        """makes the reducer's sum"""
+
+    def control(self, state: StepState, monitor: Monitor, room: int) -> DeviceControl:
+        """The step's control vector, with `room` words for all sections at once."""
+        return DeviceControl(state.batch_norm.running.numel(), self._device, monitor.to_host, room)
+
+    def passes(self, state: StepState, control: ControlMessage) -> ForwardBackward:
+        """A whole network with 16-bit copies of its weights, on a GPU with captured passes; it hooks the parameters."""
+        assert isinstance(control, DeviceControl), "made above"
+        reducer, precision, batch_norm = state.reducer, state.precision, state.batch_norm
+        leaves = [slot.tensor for slot in reducer.layout.held]
+        if precision.dtype != torch.float32:
+            self._copies = Weights16(state.model, precision.dtype, precision.memory_format)
+            leaves = [self._copies.leaf(tensor) for tensor in leaves]
+        hook_parameters(reducer, leaves)
+        network = WholeNetwork(self._copies or state.model, self._recipe, precision, batch_norm, self._device)
+        streams = pass_streams(self._device, self._options.cuda_streams)
+        if not streams:
+            return network
+        parts = PassParts(network, reducer, control, batch_norm, self._device, leaves)
+        ready = ready_events(self._device, len(reducer.layout.buckets)) if self._overlaps else None
+        return GraphedNetwork(parts, streams, self._overlaps, ready)
+
+    def flat_update(self, optimizer: Optimizer, reducer: Reducer) -> FlatUpdate:
+        """Takes the optimizer's steps; the 16-bit copies of `passes` follow the weights."""
+        assert isinstance(optimizer, Sgd | Lars), "checked above"
+        self._flat = FlatUpdate(optimizer, reducer.owned, self._copy)
+        return self._flat
+
+    def run_ahead(self, step: TrainStep, monitor: Monitor) -> RunAhead:
+        """Takes the steps in the place of `step`, which has the parts above."""
+        assert self._flat is not None
+        captures = [stream.capture for stream in pass_streams(self._device, count=1)]
+        return RunAhead(step, GraphedUpdate(step, self._flat, captures[0] if captures else None), monitor)
 
     @property
-    def make_sum(self) -> MakeSum:
-        """Makes the gradient sum, on the device."""
-        return partial(device_sum, self._recipe.virtual_workers, self._device)
+    def _overlaps(self) -> bool:
+        """Whether all-reduces leave during a step's last pass."""
+        return self._world.size > 1
 
-    def flat(self, optimizer: Optimizer, reducer: Reducer) -> FlatUpdate:
-        """The update of all tensors at once."""
-        assert isinstance(optimizer, Sgd | Lars)
-        return FlatUpdate(optimizer, reducer.owned)
+    def _copy(self) -> None:
+        if self._copies is not None:
+            self._copies.copy()
 
-    def passes(self, state: StepState, control: ControlMessage, world: Group) -> WholeNetwork | GraphedNetwork:
-        """The passes of a virtual worker, captured if they can be."""
-        # A rank that may take over others' work does not know beforehand which of its passes is the last.
-        overlaps = world.size > 1 and not self._options.work_stealing
-        return device_network(
-            state.model, self._recipe, state.precision, state.batch_norm, state.reducer, control, self._device,
-            self._options.cuda_streams, overlaps,
-        )  # fmt: skip
 
-    def ahead(self, step: TrainStep, monitor: Monitor) -> RunAhead:
-        """What hands the steps over in advance."""
-        passes = step.forward_backward
-        assert isinstance(passes, WholeNetwork | GraphedNetwork)
-        capture = MainStream(self._device).capture if self._device.type == "cuda" else None
-        return RunAhead(step, GraphedUpdate(step, passes.shadow, capture), monitor)
+def _why_not_here(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _TRITON_FROM:
+        return f"a GPU of compute capability {capability[0]}.{capability[1]}, and Triton's kernels need 8.0"
+    try:
+        import triton  # noqa: F401  # only whether it is there
+    except ImportError:
+        return "Triton is not installed (the extra triton)"
+    return ""

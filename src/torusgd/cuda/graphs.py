@@ -1,55 +1,301 @@
-"""A virtual worker's pass as CUDA graphs: two calls of the host in place of some thousand.
+"""Passes captured as CUDA graphs, the CUDA streams on which they run, and all-reduces that leave during the last one.
 
 A ResNet-50's pass launches about 1,900 kernels, which takes the host 24 to 28 ms; an H100 computes one of 32 images in
 8 (docs/gpu.md). So a pass is captured once for each shape of its images: the look-up of its images, the forward pass,
-the loss and the gradients as one graph, their sums and those of its statistics as another, since passes may run on
-several streams and their sums on one (`cuda_streams`). A replay finds everything where it was: images, targets and the
-loss scale in memory of the pass's own, weights and sums in memory that never moves. It launches the same kernels, so
-the bits are those of a plain pass. Images and targets that come as one message (`upload.parts`) are copied as one.
+the loss and the gradients as one graph, their sums and those of its statistics as another. A replay finds everything
+where it was: images, targets and the loss scale in memory of the pass's own, weights and sums in memory that never
+moves. It launches the same kernels, so the bits are those of a plain pass. A pass that looks for the largest gradients
+is taken plainly, and so is one whose gradients a watcher looks at, and are all passes of a network that can't be
+captured, of which a warning says why.
 
-A rank's last pass of a step is one graph, in which each bucket is summed as soon as its gradients are there, and an
-event says so: its all-reduce leaves while the pass goes on (`ready_events`).
+**Streams.** A small pass leaves a GPU half empty (16 images keep 40 % of an H100 busy). Exact sums mind no order, so
+two virtual workers' passes may run at the same time, each on a stream of its own (`runtime.cuda_streams`). What two
+such passes may not share, and who sees to it:
 
-A pass that looks for the largest gradients is taken plainly, and so are all passes of a network that can't be captured,
-which is told once.
+    gradients, activations    a stream's graphs have a pool of memory of their own
+    images, targets, losses   each captured pass has its own, and batch norm's statistics too
+    random numbers            a graph reads its seed from memory of the generator with which it was captured, which the
+                              host fills before a replay: so each stream has a generator of its own
+    cuBLAS's workspace        torch has one for each stream: so a graph is captured on the stream on which it runs
+    the sums                  only the main stream adds, pass by pass, each after an event of its stream: so no kernel
+                              needs atomic additions, and all that follows the sums follows them there; but for a last
+                              pass that adds by itself, which begins after all others
+
+The main stream is the one that is current outside of this file. Events order the streams; the host waits for none.
+
+**All-reduces.** A stream that waits for another waits for all of its work, and a graph is one piece of work. But a pass
+has the gradients of its last layers long before those of its first. So with several ranks the last pass of a step is
+one graph, in which each bucket is summed as soon as its gradients are there, and then an event is recorded, a node of
+the graph (torch calls such an event external). Each all-reduce, which is in no graph, waits for that of its bucket. The
+collectives themselves are not captured: torch's watchdog does not see a captured one (pytorch#103503), and a group
+can't be destroyed while a graph with its collectives lives.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.pipeline import Batch
-from ..data.to_device import arriving, on_device, parts, pinned, place
+from ..data.to_device import arriving, look_up, on_device, pinned, place
+from ..data.to_device import parts as message_parts
 from ..errors import first_line
-from ..gradients.reducer import Reducer, hook_parameters
-from ..precision import Precision
+from ..gradients.reducer import Reducer
 from ..recipe.schedule import Step
-from ..recipe.schema import Recipe
 from ..step.batchnorm import BatchNormStatistics
-from ..step.control_vector import ControlMessage
 from ..step.forward_backward import WholeNetwork
 from ..step.membership import Membership
-from .cuda_streams import Graph, PassStream, pass_streams
-from .ready_events import ReadyEvents, ready_events
-from .shadow import ShadowWeights
+from .kernels import operators, register, tables_of_capture
+from .sums import DeviceControl
 
-_Shape = tuple[tuple[int, ...], bool, bool]
+_ROUNDS = 3
+_CYCLES = 2_000_000
+"""of the GPU's clock, about a millisecond, in which a stream that did not wait would be found out"""
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None:
+        """Does the work again, with what its memory holds now."""
+
+
+Capture = Callable[[Callable[[], None]], Graph]
+"""makes a graph of work that waits for nothing on the host, and does not do it; RuntimeError if it can't be captured"""
+
+
+class GraphMemory:
+    """What graphs share, no two of which run at a time; each of them holds it.
+
+    Torch retains a pool of memory for as long as something lies in it, such as cuBLAS's workspace, but takes no new
+    graph into one whose last graph has ended: it would refuse that capture.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+
+class CudaGraph:
+    """Work captured on the current GPU; it is not done meanwhile.
+
+    Args:
+        work: Waits for nothing on the host.
+        memory: Of the graphs of one stream.
+        stream: On which it is captured; None: one that torch has for captures.
+
+    Raises:
+        RuntimeError: The work can't be captured; it says why.
+    """
+
+    def __init__(self, work: Callable[[], None], memory: GraphMemory, stream: torch.cuda.Stream | None = None) -> None:
+        self._graph, self._memory = torch.cuda.CUDAGraph(), memory
+        # A node of autograd that an earlier pass has made, and somebody still holds, has that pass's stream; torch
+        # refuses to capture it, unless it may move it to the stream that is captured (from torch 2.13 on).
+        if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
+            torch.autograd.graph.set_override_stale_capture_stream(True)
+        device, before = torch.cuda.current_device(), torch.cuda.current_stream()
+        try:
+            # Thread-local: the threads that load images may go on to allocate pinned memory.
+            with (
+                tables_of_capture(torch.device("cuda", device)) as self._tables,
+                torch.cuda.graph(self._graph, pool=memory.pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                work()
+        except RuntimeError as error:
+            # If a capture fails torch leaves its stream the current one, and its allocator in the belief that the
+            # capture goes on: then memory that two streams have used would never be free again.
+            torch.cuda.set_stream(before)
+            with suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(device, memory.pool)
+            # If torch's own end of the capture failed too, its error hides the cause.
+            raise (error.__context__ if isinstance(error.__context__, RuntimeError) else error) from None
+        self._tables.fill()
+
+    def replay(self) -> None:
+        """Launches all of it by one call."""
+        self._graph.replay()
+
+
+class _Memories:
+    """The memory of the graphs that are there, or new memory once there are none any more."""
+
+    def __init__(self) -> None:
+        self._last: Callable[[], GraphMemory | None] = lambda: None
+
+    def take(self) -> GraphMemory:
+        """For a graph that is about to be captured."""
+        memory = self._last() or GraphMemory()
+        self._last = weakref.ref(memory)
+        return memory
+
+
+_of_main_streams = _Memories()
+"""all their graphs run on the main stream, no two of them at a time"""
+
+
+class MainStream:
+    """Passes one at a time, on the main stream.
+
+    Args:
+        device: A GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._default = torch.cuda.default_generators[index]
+        # A capture that fails leaves its generator in the belief that the capture goes on; torch's own stays whole.
+        self._random = self._default.clone_state()
+        self._memories = _of_main_streams
+        self._captures_on: torch.cuda.Stream | None = None
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Makes a graph of work that waits for nothing on the host; RuntimeError if it can't be captured."""
+        with self._own_random():
+            return CudaGraph(work, self._memories.take(), self._captures_on)
+
+    def release(self) -> None:
+        """Lets the next work begin once all has ended that the main stream has been given until now."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Gives the stream work, whose random numbers are the stream's own."""
+        with self._own_random():
+            work()
+
+    def join(self) -> None:
+        """Has the main stream go on once the work that this one was given has ended."""
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Whatever draws from torch's generator of this GPU, or seeds it, meanwhile has the stream's own."""
+        usual = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(self._random)
+        try:
+            yield
+        finally:
+            self._default.graphsafe_set_state(usual)
+
+
+class SideStream(MainStream):
+    """Passes on a stream of their own, beside those of other streams.
+
+    Args:
+        device: A GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._device, self._memories = device, _Memories()
+        self._stream = self._captures_on = torch.cuda.Stream(device)
+        self._released, self._done = torch.cuda.Event(), torch.cuda.Event()
+
+    def release(self) -> None:
+        """Records an event on the main stream, for which `run` waits."""
+        self._released.record(torch.cuda.current_stream(self._device))
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Gives this stream work that begins after the last `release`."""
+        self._stream.wait_event(self._released)
+        with torch.cuda.stream(self._stream):
+            super().run(work)
+        self._done.record(self._stream)
+
+    def join(self) -> None:
+        """Has the main stream wait for the last `run`."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+
+def pass_streams(device: torch.device, count: int) -> list[MainStream]:
+    """So many streams on a GPU; one is the main stream. A CPU has none."""
+    if device.type != "cuda":
+        return []
+    return [MainStream(device)] if count == 1 else [SideStream(device) for _ in range(count)]
+
+
+class ReadyEvents:
+    """Events of one graph, which is replayed once a step at most, and a stream that waits for them.
+
+    Args:
+        device: A GPU.
+        buckets: Their number.
+    """
+
+    def __init__(self, device: torch.device, buckets: int) -> None:
+        self._device = device
+        self._events = [torch.cuda.Event(external=True) for _ in range(buckets)]
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, bucket: int) -> None:
+        """While the graph is captured: here the bucket's sums are whole."""
+        self._events[bucket].record(torch.cuda.current_stream(self._device))
+
+    @contextmanager
+    def after(self, bucket: int) -> Iterator[None]:
+        """After a replay was launched: work that is given meanwhile begins when that replay has come to the bucket."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._events[bucket])
+            yield
+
+
+def ready_events(device: torch.device, buckets: int) -> ReadyEvents | None:
+    """Events for a GPU's graphs; None if such an event is unknown, or was not waited for when it was tried."""
+    try:
+        return ReadyEvents(device, buckets) if _are_waited_for(device) else None
+    except (RuntimeError, TypeError):  # a graph that can't be captured; a torch whose events are never external
+        return None
+
+
+def _are_waited_for(device: torch.device) -> bool:
+    """Whether a stream sees what a graph did before its event, in each of several replays.
+
+    Nobody would notice an all-reduce that now and then leaves too early, so the GPU has to show it once a run.
+    """
+    count, seen = torch.zeros((), device=device), torch.zeros(_ROUNDS, device=device)
+    events = ReadyEvents(device, buckets=1)
+
+    def work() -> None:
+        torch.cuda._sleep(_CYCLES)
+        count.add_(1)
+        events.record(0)
+
+    main = torch.cuda.current_stream(device)
+    graph = CudaGraph(work, GraphMemory())
+    for found in seen:
+        graph.replay()
+        with events.after(0):
+            found.copy_(count)
+        main.wait_stream(events._stream)
+    return seen.tolist() == list(range(1, _ROUNDS + 1))
+
+
+@dataclass(frozen=True)
+class PassParts:
+    """What a captured pass works with."""
+
+    network: WholeNetwork
+    """takes the passes that are captured, and plain ones"""
+    reducer: Reducer
+    """with a `DeviceGradientSum`"""
+    control: DeviceControl
+    """takes the statistics and the loss of each pass"""
+    batch_norm: BatchNormStatistics
+    """of the network"""
+    device: torch.device
+    """of the network"""
+    leaves: Sequence[Tensor]
+    """of each slot the tensor by which the network computes, in order"""
 
 
 class GraphedNetwork:
-    """Passes through a whole network, captured for each shape of the images; see `ForwardBackward`.
+    """Passes through a whole network, captured for each shape of the images; a `ForwardBackward`.
 
     Args:
-        network: Takes the passes that are captured, and plain ones.
-        reducer: With a `DeviceGradientSum`.
-        control: Takes the statistics and the loss of each pass.
-        batch_norm: Of the network.
-        device: Of the network.
-        leaves: Of each slot the tensor by which the network computes, in order.
+        parts: Of a pass.
         streams: Take the passes in turn.
         overlaps: All-reduces may leave during the last pass; the same on every rank.
         ready: For that, the events of this rank's last passes; None: its all-reduces leave after them.
@@ -60,219 +306,183 @@ class GraphedNetwork:
 
     def __init__(
         self,
-        network: WholeNetwork,
-        reducer: Reducer,
-        control: ControlMessage,
-        batch_norm: BatchNormStatistics,
-        device: torch.device,
-        leaves: Sequence[Tensor],
-        streams: Sequence[PassStream],
+        parts: PassParts,
+        streams: Sequence[MainStream],
         overlaps: bool = False,
         ready: ReadyEvents | None = None,
     ) -> None:
-        self.control_follows, self._ready, self.shadow = overlaps, ready, network.shadow
-        self._network, self._reducer, self._batch_norm, self._device = network, reducer, batch_norm, device
-        self._control, self._leaves, self._streams = control, leaves, streams
-        self._passes: dict[tuple[_Shape, int], _Pass | None] = {}
+        self.control_follows, self._ready = overlaps, ready
+        self._parts, self._streams = parts, streams
+        self._passes: dict[tuple[object, int], _Pass | None] = {}
+        """by shape and stream: a plain pass was taken, and the next one is captured; None: it can't be"""
         self._turn = 0
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
-        """See `ForwardBackward`; a captured pass goes all the way, and its gradients are in the sums."""
-        # What the last pass left has been used by now, so that its stream may take the next one.
+        """The loss, float32 []; a captured pass goes all the way, and its gradients are in the sums."""
+        reducer, network = self._parts.reducer, self._parts.network
+        # What this stream's last pass left has been used by now, so that it may take its next one. It must not wait for
+        # the pass before, on another stream, to which the main stream is about to be joined.
         self._streams[self._turn].release()
-        if not self._control.counts.contributions:  # the first of a step, or of a step that is taken again
-            self._network.follow(step)
+        if not self._parts.control.counts.contributions:  # the first pass of a step, or of one that is taken again
             for each in self._streams:
                 each.release()
         self._turn = (self._turn + 1) % len(self._streams)
         shape = (tuple(batch.images.shape), batch.partners is not None, batch.message is not None)
         ready = self._ready if worker == membership.mine[-1] else None
-        captured = None if self._reducer.is_measuring else self._captured(shape, ready)
+        # A graph hands no gradient to anybody but the sums.
+        is_plain = reducer.is_measuring or reducer.is_observed
+        captured = None if is_plain else self._captured(shape, ready)
         self.is_added = captured is not None
         if captured is not None:
             return self._replay(captured, ready, step, worker, batch)
-        if self._reducer.is_measuring or (shape, self._turn) in self._passes:
-            return self._network.forward(step, worker, batch, membership)
+        if is_plain or (shape, self._turn) in self._passes:
+            return network.forward(step, worker, batch, membership)
         # The first pass of a shape warms up what chooses, compiles and allocates, the kernels of its sums included.
-        coming = _Pass(batch, self._network.precision, self._batch_norm, self._device)
-        self._passes[shape, self._turn] = coming
-        with self._batch_norm.aside(coming.statistics):
-            return self._network.forward(step, worker, batch, membership)
+        coming = self._passes[shape, self._turn] = _Pass(self._parts, batch)
+        with self._parts.batch_norm.aside(coming.statistics):
+            return network.forward(step, worker, batch, membership)
 
     def backward(self) -> None:
-        """See `ForwardBackward`."""
+        """Back from the loss of the last `forward`, unless that has gone all the way."""
         if not self.is_added:
-            self._network.backward()
+            self._parts.network.backward()
 
-    def _captured(self, shape: _Shape, ready: ReadyEvents | None) -> "_Pass | None":
+    def _captured(self, shape: object, ready: ReadyEvents | None) -> "_Pass | None":
         """The pass that this turn's stream replays for a shape; its second pass captures it. None: a plain one.
 
         With `ready`, for the last pass of a step.
         """
-        captured, capture = self._passes.get((shape, self._turn)), self._streams[self._turn].capture
-        if captured is None or captured.graphs[ready is not None]:
-            return captured
-        network = (self._network, self._batch_norm, self._leaves)
+        found, capture = self._passes.get((shape, self._turn)), self._streams[self._turn].capture
+        if found is None or found.graphs[ready is not None]:
+            return found
         try:
             if ready is None:
-                there = capture(partial(captured.run, *network))
-                captured.graphs[False] = (there, capture(partial(captured.add, self._reducer, self._control)))
+                found.graphs[False] = (capture(found.run), capture(found.add))
             else:
-                work = partial(captured.run_to_sums, *network, self._reducer, self._control, ready.record)
-                captured.graphs[True] = (capture(work),)
+                found.graphs[True] = (capture(partial(found.run_and_add, ready.record)),)
         except RuntimeError as error:
             warnings.warn(
                 f"the network's passes run without a CUDA graph, more slowly: {first_line(error)}", stacklevel=3
             )
             self._passes |= dict.fromkeys((shape, turn) for turn in range(len(self._streams)))
             return None
-        captured.gradients = ()  # their memory is the graphs' own; other shapes may use it in between
-        return captured
+        found.gradients = ()  # their memory is the graphs' own; other shapes may use it in between
+        return found
 
     def _replay(self, captured: "_Pass", ready: ReadyEvents | None, step: Step, worker: int, batch: Batch) -> Tensor:
-        stream = self._streams[self._turn]
+        parts, stream = self._parts, self._streams[self._turn]
         there, *sums = captured.graphs[ready is not None]
 
         def work() -> None:
-            captured.take(batch, self._network.precision)
-            self._network.begin(step, worker)
+            captured.take(batch)
+            parts.network.begin(step, worker)
             there.replay()
 
-        self._control.will_be_added()
-        if ready is not None:  # the graph adds to the sums itself, so all other passes have been added before
+        parts.control.will_be_added()
+        if ready is not None:  # the graph adds to the sums itself, so it begins after all other passes were added
             stream.release()
         stream.run(work)
         stream.join()
         for each in sums:
             each.replay()
-        self._reducer.taken(None if ready is None else ready.after)
-        self._batch_norm.batch = captured.statistics
+        parts.reducer.taken(None if ready is None else ready.after)
+        parts.batch_norm.batch = captured.statistics
         return captured.loss
 
 
-def device_network(
-    model: nn.Module,
-    recipe: Recipe,
-    precision: Precision,
-    batch_norm: BatchNormStatistics,
-    reducer: Reducer,
-    control: ControlMessage,
-    device: torch.device,
-    streams: int,
-    overlaps: bool,
-) -> WholeNetwork | GraphedNetwork:
-    """A whole network in the form of a GPU: with 16-bit copies of the weights, and on a GPU with captured passes.
-
-    The arguments are those of `WholeNetwork` and of `GraphedNetwork`; so many passes run at a time.
-    """
-    shadow = None
-    if precision.dtype != torch.float32:
-        shadow = ShadowWeights(model, precision.dtype, precision.memory_format)
-    leaves = [slot.tensor if shadow is None else shadow.leaf(slot.tensor) for slot in reducer.layout.held]
-    hook_parameters(reducer, leaves)
-    network = WholeNetwork(model, recipe, precision, batch_norm, device, shadow)
-    if device.type != "cuda":
-        return network
-    ready = ready_events(device, len(reducer.layout.buckets)) if overlaps else None
-    in_turn = pass_streams(device, streams)
-    return GraphedNetwork(network, reducer, control, batch_norm, device, leaves, in_turn, overlaps, ready)
-
-
 class _Pass:
-    """The memory of a captured pass: what it reads, and what it leaves."""
+    """A captured pass: its work, and the memory that this reads and writes.
 
-    def __init__(
-        self, batch: Batch, precision: Precision, batch_norm: BatchNormStatistics, device: torch.device
-    ) -> None:
-        self._device = device
-        self._images = place(batch, device, precision.memory_format)
+    Args:
+        parts: See above.
+        batch: Of the shape of those that it will take.
+    """
+
+    def __init__(self, parts: PassParts, batch: Batch) -> None:
+        self._parts, device = parts, parts.device
+        self._images = place(batch, device, parts.network.precision.memory_format)
         self._message = self._pixels = self._table = None
         if batch.message is not None and batch.table is not None:
             self._message, self._table = arriving(batch.message, device).clone(), on_device(batch.table, device)
-            self._pixels, targets = parts(self._message, batch.images.shape)
+            self._pixels, targets = message_parts(self._message, batch.images.shape)
             self._batch = replace(batch, targets=targets)
         else:
-            self._batch = replace(
-                batch,
-                targets=batch.targets.to(device, copy=True),
-                partners=None if batch.partners is None else batch.partners.to(device, copy=True),
-                shares=None if batch.shares is None else batch.shares.to(device, copy=True),
-            )
+            copies: dict[str, Any] = {name: each.to(device, copy=True) for name, each in _tensors(batch).items()}
+            self._batch = replace(batch, **copies)
         self._scale, self._scale_there = 1.0, torch.ones((), device=device)
         self.loss = torch.zeros((), device=device)
-        self.statistics = torch.zeros_like(batch_norm.running)
+        self.statistics = torch.zeros_like(parts.batch_norm.running)
         self.gradients: Sequence[Tensor | None] = ()
         self.graphs: dict[bool, tuple[Graph, ...]] = {False: (), True: ()}
         """from the images to the gradients, and from those to the sums; of a step's last pass, all in one. Empty before
         they are captured"""
 
-    def take(self, batch: Batch, precision: Precision) -> None:
+    def take(self, batch: Batch) -> None:
         """Puts a batch and the loss scale where the graph reads them."""
+        device, precision = self._parts.device, self._parts.network.precision
         if self._message is not None and batch.message is not None:
-            self._message.copy_(arriving(batch.message, self._device))
+            self._message.copy_(arriving(batch.message, device))
         else:
-            self._images.copy_(place(batch, self._device, precision.memory_format))
-            for mine, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
-                mine.copy_(pinned(given, self._device), non_blocking=True)
+            self._images.copy_(place(batch, device, precision.memory_format))
+            mine = _tensors(self._batch)
+            for name, given in _tensors(batch).items():
+                mine[name].copy_(pinned(given, device), non_blocking=True)
         if self._scale != precision.loss_scale:
             self._scale = precision.loss_scale
             self._scale_there.fill_(self._scale)
 
-    def run(self, network: WholeNetwork, batch_norm: BatchNormStatistics, leaves: Sequence[Tensor]) -> None:
+    def run(self) -> None:
         """The work of the first graph."""
         if self._pixels is not None:
-            torch.ops.torusgd.look_up(self._pixels, self._table, self._images)
-        with batch_norm.aside(self.statistics):
-            loss = network.loss_of_images(self._images, self._batch)
-        self.gradients = torch.autograd.grad(loss * self._scale_there, leaves, allow_unused=True)
+            operators.look_up(self._pixels, self._table, self._images)
+        with self._parts.batch_norm.aside(self.statistics):
+            loss = self._parts.network.loss_of_images(self._images, self._batch)
+        self.gradients = torch.autograd.grad(loss * self._scale_there, self._parts.leaves, allow_unused=True)
         self.loss.copy_(loss.detach())
 
-    def run_to_sums(
-        self,
-        network: WholeNetwork,
-        batch_norm: BatchNormStatistics,
-        leaves: Sequence[Tensor],
-        reducer: Reducer,
-        control: ControlMessage,
-        ready: Callable[[int], None],
-    ) -> None:
+    def add(self) -> None:
+        """The work of the second graph."""
+        total = self._parts.reducer.sum
+        for index, bucket in enumerate(self._parts.reducer.layout.buckets):
+            for slot in range(bucket.first, bucket.stop):
+                gradient = self.gradients[slot]
+                if gradient is not None:
+                    total.add(index, slot, gradient)
+            total.end_worker(index)
+        self._parts.control.add_captured(self.statistics, self.loss)
+
+    def run_and_add(self, ready: Callable[[int], None]) -> None:
         """The work of a last pass' one graph; `ready` is called with each bucket after the work that ends its sums."""
-        layout = reducer.layout
+        layout, total = self._parts.reducer.layout, self._parts.reducer.sum
         missing = [bucket.stop - bucket.first for bucket in layout.buckets]
 
         def end(bucket: int) -> None:
-            reducer.sum.end_worker(bucket)
+            total.end_worker(bucket)
             ready(bucket)
 
         def take(slot: int, gradient: Tensor) -> None:
             bucket = layout.bucket_of[slot]
-            reducer.sum.add(bucket, slot, gradient)
+            total.add(bucket, slot, gradient)
             missing[bucket] -= 1
             if not missing[bucket]:
                 end(bucket)
 
-        hooks = [leaf.register_hook(partial(take, slot)) for slot, leaf in enumerate(leaves)]
+        hooks = [leaf.register_hook(partial(take, slot)) for slot, leaf in enumerate(self._parts.leaves)]
         try:
-            self.run(network, batch_norm, leaves)
+            self.run()
         finally:
             for hook in hooks:
                 hook.remove()
         for bucket, count in enumerate(missing):
             if count:  # of parameters that this network does not use
                 end(bucket)
-        control.add_captured(self.statistics, self.loss)
-
-    def add(self, reducer: Reducer, control: ControlMessage) -> None:
-        """The work of the second graph."""
-        for index, bucket in enumerate(reducer.layout.buckets):
-            for slot in range(bucket.first, bucket.stop):
-                gradient = self.gradients[slot]
-                if gradient is not None:
-                    reducer.sum.add(index, slot, gradient)
-            reducer.sum.end_worker(index)
-        control.add_captured(self.statistics, self.loss)
+        self._parts.control.add_captured(self.statistics, self.loss)
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    """What a loss asks of a batch."""
-    return [each for each in (batch.targets, batch.partners, batch.shares) if each is not None]
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    """What a loss reads of a batch, by field."""
+    found = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+register("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()", look_up, "triton_images")

@@ -1,40 +1,106 @@
-"""Steps that the host hands to the device before it knows how the ones before them have ended.
+"""Steps that the host launches before it knows how the ones before them have ended.
 
-`TrainStep.run` asks its device twice in a step, and between the answer and the next kernel the device has nothing to
-do. Here the host asks for nothing: whether a step's gradients may be used is found on the device
-(`gradients.operators.verdict`), and the update looks there. The host reads the verdict of a step when it has handed
-over the next ones.
+`TrainStep.run` reads its device twice in a step, and between the answer and the next kernel the device has nothing to
+do. Here the host reads nothing: whether a step's gradients may be used is found on the device (`sums.verdict`), and the
+update looks there. The host reads the verdict of a step after it has launched the next ones.
 
-The verdict latches. What is not an ordinary step (a sum out of its range, a gradient or statistic that is not finite,
-a missing virtual worker, a replaced image, a rank that is asked to stop, to save or to change) changes nothing on the
-device, and nor do the steps after it. When the host learns of it, it forgets those, and `TrainStep.run` takes that
-step anew from the same state, with the same bits as if nobody had run ahead.
+The verdict latches. What is not an ordinary step (a sum out of its range, a gradient or statistic that is not finite, a
+missing virtual worker, a replaced image, a rank that wants to stop, to save or to change) changes nothing on the
+device, and nor do the steps after it. When the host learns of it, it forgets those, and `TrainStep.run` takes that step
+anew from the same state, with the same bits as if nobody had run ahead.
 """
 
+import warnings
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
 from ..comm.monitor import Monitor
+from ..errors import first_line
 from ..gradients.integer_hash import IntegerHash
-from ..recipe.compatibility import CUDA_STREAMS, Setup, obstacle
-from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Step
-from ..recipe.schema import Recipe
 from ..step.closing import Open
+from ..step.control_vector import VERSION, Counts
 from ..step.journal import JournalEntry, synchronous
 from ..step.membership import Membership
+from ..step.requests import Requests
 from ..step.stats import StepStats
 from ..step.step import TrainStep
 from ..step.watch import StepView
-from .device_sum import DeviceGradientSum
-from .operators import ACCEPTED, LOSS, UNDERFLOW
-from .update_graph import GraphedUpdate
+from .flat_update import FlatUpdate
+from .graphs import Capture, Graph
+from .sums import ACCEPTED, LOSS, REPORT, UNDERFLOW, DeviceControl, DeviceGradientSum
 
 AHEAD = 2
-"""steps that the host hands over beyond the one whose verdict it waits for"""
+"""steps that the host launches beyond the one whose verdict it waits for"""
+
+
+class GraphedUpdate:
+    """Launches the end of a step: verdict, mean, update and 16-bit copies, from the second time on as one CUDA graph.
+
+    All of it works in memory that never moves. What changes from step to step the host copies beside the replay: the
+    optimizer's values before it, the report after it. What enters a graph as a number is part of its key: a step with
+    another loss scale, or a stage's other momentum, is first launched plainly, which compiles what is new, and from the
+    second one on has a graph of its own.
+
+    Args:
+        run: Takes the same steps one by one; its sum is a `DeviceGradientSum`, its control vector a `DeviceControl`.
+        flat: Updates its weights.
+        capture: Makes a graph on the main stream; None: nothing is captured.
+    """
+
+    def __init__(self, run: TrainStep, flat: FlatUpdate, capture: Capture | None) -> None:
+        workers, size, device = run.recipe.virtual_workers, run.world.size, run.world.device
+        usual = Counts(version=VERSION * size, ranks=size, contributions=workers)
+        counts = [getattr(usual, field.name) for field in fields(Counts)]
+        # Behind the counts stands the section of requests, all zeros unless a rank has one.
+        self._ordinary = torch.tensor([*counts, *[0] * Requests.words], device=device)
+        self._run, self._flat, self._capture = run, flat, capture
+        self._report = torch.zeros(REPORT, dtype=torch.float64, device=device)
+        self._graphs: dict[Hashable, Graph | None] = {}
+        """by the numbers in it; None: a step with these was launched, and the next one is captured"""
+
+    def end(self, step: Step) -> Tensor:
+        """Launches all of a step that follows its messages.
+
+        Returns:
+            The verdict's report, to be copied to the host before the next call.
+        """
+        self._run.reducer.show_means()
+        self._run.update.set_rates(step)
+        self._flat.write_values()
+        graph = self._graph()
+        if graph is None:
+            self._decide_and_update()
+        else:
+            graph.replay()
+        # The host reads a CPU's report where it lies, when the next one may have been written.
+        return self._report if self._report.is_cuda else self._report.clone()
+
+    def _graph(self) -> Graph | None:
+        key = (self._run.reducer.sum, self._run.state.precision.loss_scale, *self._flat.constants())
+        if self._capture is None or key not in self._graphs:
+            self._graphs[key] = None
+        elif self._graphs[key] is None:
+            try:
+                self._graphs[key] = self._capture(self._decide_and_update)
+            except RuntimeError as error:
+                self._capture = None
+                why = first_line(error)
+                warnings.warn(f"updates run without a CUDA graph, with some more launches: {why}", stacklevel=3)
+        return self._graphs[key]
+
+    def _decide_and_update(self) -> None:
+        run = self._run
+        total, control, statistics = run.reducer.sum, run.control, run.state.batch_norm
+        assert isinstance(total, DeviceGradientSum)
+        assert isinstance(control, DeviceControl)
+        total.decide(control.summed, self._ordinary, statistics.running, statistics.momenta, self._report)
+        total.write_mean(run.reducer.means, run.state.precision.loss_scale)
+        self._flat.update(total.going)
 
 
 @dataclass(frozen=True)
@@ -43,19 +109,14 @@ class _Launched:
 
     step: Step
     read: Callable[[], Tensor]
-    """the verdict's report, once the device has come there"""
+    """waits until the device has come there, and gives the verdict's report"""
     loss_scale: float
     accepted_in_a_row: int
     """of the precision, before the step"""
 
 
-def runs_ahead(recipe: Recipe, options: RuntimeOptions) -> bool:
-    """Whether a GPU takes a run's steps this way: all are summed exactly, and SGD or LARS updates them whole."""
-    return not obstacle(CUDA_STREAMS, Setup(recipe, options, "cuda"))
-
-
 def nothing_to_recompute(worker: int) -> IntegerHash:
-    """A step that is handed over has no watcher that recomputes: those are due, and it is not."""
+    """No watcher of an ordinary step recomputes a virtual worker."""
     raise AssertionError(worker)
 
 
@@ -65,7 +126,7 @@ class RunAhead:
     Which steps are ordinary is the same on every rank.
 
     Args:
-        step: Of the run: synchronous, with a `DeviceGradientSum`, a flat update, no audit and no clipping.
+        step: Of the run: synchronous, without audit and clipping; see `GraphedUpdate`.
         update: Of that step.
         monitor: Waits for the reports.
     """
@@ -86,7 +147,7 @@ class RunAhead:
             return self._step.run(membership, asked)
         launched = self._launched[0]
         assert launched.step.index == asked.step, "steps are taken in their order"
-        stats = self._settle(launched)
+        stats = self._stats_of(launched)
         if stats is None:
             self._forget()
             return self._step.run(membership, asked)
@@ -94,7 +155,7 @@ class RunAhead:
         return stats
 
     def _is_ordinary(self, index: int) -> bool:
-        """Whether a step may be handed over before the ones before it have ended."""
+        """Whether a step may be launched before the ones before it have ended: no watcher wants to see it."""
         run = self._step
         if index >= len(run.schedule) or run.reducer.sum.needs_measure:
             return False
@@ -115,8 +176,8 @@ class RunAhead:
         precision.grow()
         self._launched.append(_Launched(step, self._monitor.start_to_host(report), *before))
 
-    def _settle(self, launched: _Launched) -> StepStats | None:
-        """What a step did; None where the device has refused it."""
+    def _stats_of(self, launched: _Launched) -> StepStats | None:
+        """What a step did; None if the device has refused it."""
         run, step = self._step, launched.step
         report = launched.read().tolist()
         if not report[ACCEPTED]:
@@ -131,7 +192,7 @@ class RunAhead:
         )
 
     def _forget(self) -> None:
-        """Returns when the device has passed by all that it was given, and goes on as after the last accepted step."""
+        """Returns once the device has passed by all that it was given, and goes on as after the last accepted step."""
         first, last = self._launched[0], self._launched[-1]
         last.read()
         self._launched.clear()

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..kernels import register
 from ..recipe.data_schema import Augment, Data
 from .geometry import Warps
 from .pipeline import Allocate, Batch, Pipeline, allocate_by_torch
@@ -107,7 +106,7 @@ def place(batch: Batch, device: torch.device, memory_format: torch.memory_format
     pixels = arriving(batch.images, device)
     if batch.table is None:
         return placed.copy_(pixels)
-    torch.ops.torusgd.look_up(pixels, on_device(batch.table, device), placed)
+    look_up(pixels, on_device(batch.table, device), placed)
     return placed
 
 
@@ -123,9 +122,6 @@ def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
     firsts = 256 * torch.arange(len(table), dtype=torch.int32, device=pixels.device)
     places = pixels.int().add_(firsts.view(1, -1, 1, 1))
     out.copy_(table.view(-1).index_select(0, places.view(-1)).view(pixels.shape))
-
-
-register("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()", look_up, "torusgd.cuda.triton_upload")
 
 
 def arriving(images: Tensor, device: torch.device) -> Tensor:

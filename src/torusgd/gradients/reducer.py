@@ -114,6 +114,11 @@ class Reducer:
         return self._is_measuring
 
     @property
+    def is_observed(self) -> bool:
+        """Whether somebody looks at each gradient of the virtual worker that has begun."""
+        return self._observe is not None
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each rank gets back a shard of each bucket only."""
         return self._channels[1].shards is not None

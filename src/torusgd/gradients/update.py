@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optim import AdamW, Lamb, Lars, layer_norms, set_hyperparameters
-from ..optim.flat import FlatUpdate
 from ..optim.lars import Norms
 from ..recipe.schedule import Step
 from .reducer import Reducer
@@ -48,7 +47,7 @@ class Update:
         reducer: Puts the mean into the `grad` of `owned`.
         sum_over_ranks: Sums a float32 tensor over all ranks, in place.
         columns: The layers in column blocks; None: there are none.
-        flat: Takes the optimizer's steps in its place; replicated updates only.
+        take_step: Takes the optimizer's steps in its place; replicated updates only.
         follows_schedule: Whether the schedule's rates are for this optimizer; with local steps they are for that of the
             copies, and the outer rate stays.
     """
@@ -60,10 +59,10 @@ class Update:
         reducer: Reducer,
         sum_over_ranks: Callable[[Tensor], object],
         columns: ColumnGather | None = None,
-        flat: FlatUpdate | None = None,
+        take_step: Callable[[], object] | None = None,
         follows_schedule: bool = True,
     ) -> None:
-        self._reducer, self._columns, self._flat = reducer, columns, flat
+        self._reducer, self._columns, self._take_step = reducer, columns, take_step
         self._follows_schedule = follows_schedule
         self._gather = WeightGather(model, reducer) if reducer.is_sharded else None
         self._parameters = dict(model.named_parameters())
@@ -111,16 +110,10 @@ class Update:
     def step(self) -> None:
         """Updates the weights that this rank owns, and begins to gather the others' shards."""
         # Gradient 9: the optimizer has the schedule's rates, and updates what this rank owns.
-        (self._flat or self.optimizer).step()
+        (self._take_step or self.optimizer.step)()
         self._is_whole = False
         if self._gather is not None:
             self._gather.start()
-
-    @property
-    def flat(self) -> FlatUpdate:
-        """For steps on which the device decides; the optimizer's own step asks nobody."""
-        assert self._flat is not None, "only these runs have steps on which the device decides"
-        return self._flat
 
     def wait_weights(self) -> None:
         """Returns when this rank has the new weights that its passes need; to be called before each backward pass."""
@@ -182,7 +175,7 @@ class Update:
                     low, high = reducer.spans[number]
                     part = part.reshape(-1)[low:high]
                 state = self.optimizer.state[tensor]
-                if key in state:  # where it lies is somebody's choice
+                if key in state:  # it may be a part of flat memory
                     state[key].copy_(part)
                 else:
                     state[key] = part.to(tensor.device, copy=True)

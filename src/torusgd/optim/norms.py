@@ -3,7 +3,7 @@
 A norm that is summed shard by shard differs in its last bits from one that is summed in one pass, and the difference
 would depend on the number of workers. So blocks belong to the definition of the norm here (ours):
 
-1. float32 norms of blocks of `BLOCK` elements, in logical order (on a GPU as `triton_update` defines them);
+1. float32 norms of blocks of `BLOCK` elements, in logical order: torch's on a CPU; on a GPU `norms_by_lanes`;
 2. their squares, in float64, added in pairs of neighbours, then the sums in pairs, until one is left: a binary tree;
 3. the square root of that one.
 
@@ -19,17 +19,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from ..kernels import register
-
 BLOCK = 4096
 """number of elements of a block"""
+LANES = 256
+"""of a block on a GPU"""
+_BLOCKS_AT_A_TIME = 4096
+"""whose squares, 128 MiB, are added at a time"""
 
 
 def block_norms(tensor: Tensor) -> Tensor:
     """Euclidean norms of the blocks of a tensor in logical (row-major) order: float32 [ceil(numel / BLOCK)].
 
     Any shape and floating dtype; another memory format is copied first. The last block may be shorter. A NaN makes its
-    block's norm NaN; an element above 1.8e19 makes it infinite.
+    block's norm NaN; on a CPU an element above 1.8e19
+    makes it infinite.
 
     >>> block_norms(torch.ones(2 * BLOCK + 9))
     tensor([64., 64.,  3.])
@@ -38,16 +41,35 @@ def block_norms(tensor: Tensor) -> Tensor:
 
 
 def all_block_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`block_norms` of each of several tensors on one device, on a GPU by one kernel for all of them."""
+    """`block_norms` of each of several tensors on one device."""
     if not tensors:
         return []
-    norms: Tensor = torch.ops.torusgd.block_norms([tensor.detach() for tensor in tensors])
-    return list(norms.split([-(-tensor.numel() // BLOCK) for tensor in tensors]))
+    flats = [tensor.detach().reshape(-1).float() for tensor in tensors]
+    if not flats[0].is_cuda:
+        return [_norms_of_blocks(flat) for flat in flats]
+    return list(norms_by_lanes(flats).split([-(-flat.numel() // BLOCK) for flat in flats]))
 
 
-def joined_block_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """`block_norms` of each tensor, one after another, by torch's own operators."""
-    return torch.cat([_norms_of_blocks(tensor.reshape(-1).float()) for tensor in tensors])
+def norms_by_lanes(flats: Sequence[Tensor]) -> Tensor:
+    """The block norms of 1-D float32 tensors on a GPU, one tensor after another: float32 [all blocks].
+
+    A library's reduction may choose its order by the number of blocks, so that a shard would have other bits than the
+    whole. Here element i of a block belongs to lane i modulo LANES. Each lane adds its squares in float64, in which the
+    square of a float32 is exact, one after another; then the upper half of the lanes is added to the lower half, until
+    one is left. All of it is elementwise additions, in which no library chooses an order.
+    """
+    padded = torch.cat([pad(flat, (0, -flat.numel() % BLOCK)) for flat in flats])
+    blocks = padded.view(padded.numel() // BLOCK, BLOCK // LANES, LANES)
+    norms = []
+    for part in blocks.split(_BLOCKS_AT_A_TIME):
+        lanes, *others = part.double().square_().unbind(1)
+        for row in others:
+            lanes += row
+        while lanes.shape[1] > 1:
+            lower, upper = lanes.chunk(2, dim=1)
+            lanes = lower + upper
+        norms.append(lanes[:, 0].sqrt().float())
+    return torch.cat(norms)
 
 
 def _norms_of_blocks(flat: Tensor) -> Tensor:
@@ -83,6 +105,3 @@ def norms_from_blocks(blocks: Sequence[Tensor]) -> Tensor:
 def layer_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Euclidean norm of each tensor by blocks, without a host sync: float64 [len(tensors)], tensors on one device."""
     return norms_from_blocks(all_block_norms(tensors))
-
-
-register("block_norms(Tensor[] tensors) -> Tensor", joined_block_norms, "torusgd.cuda.triton_update")

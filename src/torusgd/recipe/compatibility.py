@@ -202,6 +202,8 @@ SHARDED = Part("update", "`update: sharded`", lambda s: s.options.update == "sha
 MODEL_PARALLEL = Part("model_parallel", "`model_parallel` above 1", _splits_layers)
 DISALLOWED = Part("", "ranks or `column_blocks` that it does not divide", _is_disallowed)
 WEIGHTS_FIRST = Part("weights_first", "`weights_first: true`", lambda s: s.options.weights_first)
+CUDA_GRAPHS = Part("cuda_graphs", "`cuda_graphs: true`", lambda s: s.options.cuda_graphs)
+NO_GRAPHS = Part("", "`cuda_graphs: false`", lambda s: not s.options.cuda_graphs)
 CUDA_STREAMS = Part("cuda_streams", "`cuda_streams` above 1", lambda s: s.options.cuda_streams > 1)
 AUDITED = Part("audit", "`audit`", lambda s: s.options.audit > 0)
 BY_SPEED = Part("shares", "`shares: speed`",
@@ -255,7 +257,6 @@ RUN_RULES = (
     Rule(AUDITED, MIXED_RANKS, "ranks under mixed conditions round differently", "leave out audit or mixed"),
     Rule(AUDITED, LEAVES_OUT, "not all of a step's work is done twice", "leave out one"),
     *(Rule(BY_SPEED, other, why, "leave it out, and the shares are even") for other, why in _UNEVEN_SHARES),
-    Rule(STEALING, ON_GPU, "a GPU is given its passes in advance", "use --device cpu"),
     Rule(STEALING, AUDITED, "an audit must know beforehand who computes what", "leave one of them out"),
     Rule(STEALING, SHARDED, "new weights arrive while the passes of a fixed share run", "leave one of them out"),
     *(Rule(STEALING, other, why, "leave one of them out") for other, why in _UNEVEN_SHARES),
@@ -272,14 +273,16 @@ RUN_RULES = (
          "{0.ranks} ranks can't share {0.recipe.virtual_workers} virtual workers evenly, and the ranks of a group work "
          "in step", "use a number of workers that divides {0.recipe.virtual_workers}"),
     Rule(CUDA_STREAMS, ON_CPU, "a CPU has no CUDA streams", "set it to 1"),
-    *(Rule(CUDA_STREAMS, other, why, "set it to 1") for other, why in (
-        (INEXACT, "only exact sums take passes at the same time"),
-        (RELAXED, "only synchronous steps take passes at the same time"),
-        (IN_BLOCKS, "only whole layers take passes at the same time"),
-        (CLIPPED, "a clipped update waits for the norm of all gradients"),
+    Rule(CUDA_STREAMS, NO_GRAPHS, "passes at the same time are those of graphs", "set cuda_graphs: true, or this to 1"),
+    *(Rule(CUDA_GRAPHS, other, why, "leave one of them out") for other, why in (
+        (INEXACT, "only exact sums are found right or wrong on the GPU itself"),
+        (RELAXED, "clocks on the host decide what a step takes"),
+        (IN_BLOCKS, "column blocks are summed one by one"),
+        (CLIPPED, "a clipped update reads the gradient's norm on the host"),
         (OTHER_RULE, "only sgd and lars update on the GPU without the host"),
-        (SHARDED, "a sharded update waits for other ranks"),
+        (SHARDED, "a sharded update gathers weights during the passes"),
         (AUDITED, "an audit looks at each pass"),
+        (STEALING, "stolen work is settled during the step"),
     )),
     Rule(NVJPEG, ON_CPU, "needs a GPU", "use --device cuda, or set it to libjpeg"),
     Rule(LOADER_PROCESSES, NVJPEG, "nvjpeg decodes in the rank itself", "set it to 0"),

@@ -65,7 +65,7 @@ class Player:
 
     def play(self, stretch: float) -> float:
         """One step; the time at which it ended (time.monotonic). The next one waits for messages that it leaves."""
-        # Compute ends at times that add up from the step's beginning: after a sleep that was too long the next is short.
+        # Ends of compute add up from the step's beginning: after a sleep that was too long the next one is short.
         due = time.monotonic()
         for action in self._actions:
             match action:

@@ -11,15 +11,13 @@ step       `build`                 joins them
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.groups import Group
 from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
-from ..cuda.form import GpuForm
-from ..cuda.run_ahead import RunAhead, runs_ahead
 from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.reducer import hook_parameters
 from ..gradients.update import Update
@@ -47,6 +45,10 @@ from .open_data import Data
 from .sums import Sums, explanations, sums_of
 from .watchers import drift_of, watches_of
 
+if TYPE_CHECKING:
+    from ..cuda.form import GpuForm
+    from ..cuda.run_ahead import RunAhead
+
 
 @dataclass(frozen=True)
 class Trainer:
@@ -64,8 +66,8 @@ class Trainer:
     trace: StepTrace | None
     explanation: str
     """lines that say how gradients travel; empty if there is nothing to choose"""
-    ahead: RunAhead | None
-    """takes the steps in the place of `step` on a GPU that can be given them in advance"""
+    ahead: "RunAhead | None"
+    """takes the steps in the place of `step`, with the runtime option `cuda_graphs`"""
     close: Callable[[], None]
     """ends threads and groups; every rank calls it, with nothing under way"""
 
@@ -80,7 +82,6 @@ def build(
     generation: int = 0,
     fingerprint: Fingerprint | None = None,
     network: Network | None = None,
-    ahead: bool | None = None,
 ) -> Trainer:
     """A run's parts on this rank; every rank calls it, since groups are made.
 
@@ -95,7 +96,6 @@ def build(
         fingerprint: Of the job, as this rank has found it in an earlier generation, since it costs hashes of the data
             and of the weights; None: it is found here.
         network: Of the job, likewise, whose weights are then any; None: it is drawn here.
-        ahead: Whether the steps are taken in the form of a GPU, on any device; None: on a GPU, where they can be.
 
     Raises:
         UserError: The job can't be run as given.
@@ -107,7 +107,7 @@ def build(
     fingerprint = fingerprint or fingerprint_of(job, data, network.model, world.device)
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
-    form, monitor = _gpu_form(job, world.device, ahead), Monitor(liveness)
+    form, monitor = _gpu_form(job, world), Monitor(liveness)
     sums = sums_of(network.model, recipe, options, world, monitor, form.make_sum if form is not None else None)
     requests = requests or Requests(lambda: False, liveness)
     state, clock = _state(job, data, network, world, sums, form), StepClock(data.loader, monitor)
@@ -135,7 +135,7 @@ def build(
         mixed_conditions=mixed_conditions,
         trace=None if job.trace is None else StepTrace(job.trace, world, job.out),
         explanation="\n".join(explanations(recipe, options, sums.allreduce, sums.tail, world)),
-        ahead=form.ahead(step, monitor) if form is not None else None,
+        ahead=form.run_ahead(step, monitor) if form is not None else None,
         close=close,
     )
     if form is None:  # last, since nobody takes the hooks off the network if ranks are lost before
@@ -143,7 +143,7 @@ def build(
     return trainer
 
 
-def _state(job: Job, data: Data, network: Network, world: Group, sums: Sums, form: GpuForm | None) -> StepState:
+def _state(job: Job, data: Data, network: Network, world: Group, sums: Sums, form: "GpuForm | None") -> StepState:
     """What the steps change: the network, its statistics and average, the optimizer, scales."""
     recipe, train = job.recipe, data.training.source
     optimizer = optimizer_of(
@@ -155,7 +155,7 @@ def _state(job: Job, data: Data, network: Network, world: Group, sums: Sums, for
         sums.reducer,
         sum_over_ranks=lambda table: sums.watched.start(table).wait(),
         columns=sums.tail,
-        flat=form.flat(optimizer, sums.reducer) if form is not None else None,
+        take_step=form.flat_update(optimizer, sums.reducer).step if form is not None else None,
         follows_schedule=recipe.synchrony.local_steps is None,
     )
     average = None
@@ -176,19 +176,19 @@ def _step(
     state: StepState,
     clock: StepClock,
     requests: Requests,
-    form: GpuForm | None,
+    form: "GpuForm | None",
 ) -> TrainStep:
     """Joins the parts of a step."""
     recipe, watched = job.recipe, [requests, *state.watchers]
-    # A CUDA graph reads and writes the control vector where it lies, so there it has room for all sections at once.
-    room = sum(watch.words for watch in watched) if form is not None else None
-    control = ControlMessage(state.batch_norm.running.numel(), world.device, clock.monitor.to_host, room)
+    control = ControlMessage(state.batch_norm.running.numel(), world.device, clock.monitor.to_host)
+    if form is not None:
+        control = form.control(state, clock.monitor, room=sum(watch.words for watch in watched))
     own_copy = copy.deepcopy(network.own_copy)
     return TrainStep(
         recipe=recipe,
         schedule=schedule,
         images=ImageReader(data.loader, schedule, liveness, images_at(job), watched),
-        forward_backward=form.passes(state, control, world)
+        forward_backward=form.passes(state, control)
         if form is not None
         else passes_of(job, state, own_copy, sums.tail, world),
         reducer=state.reducer,
@@ -213,7 +213,10 @@ def _check(job: Job, world: Group, steps: int) -> None:
         delay_model(text, job.recipe.seed)
 
 
-def _gpu_form(job: Job, device: torch.device, ahead: bool | None) -> GpuForm | None:
-    """The parts of a run in the form of a GPU; None: the plain ones."""
-    is_ahead = (device.type == "cuda" if ahead is None else ahead) and runs_ahead(job.recipe, job.options)
-    return GpuForm(job.recipe, job.options, device) if is_ahead else None
+def _gpu_form(job: Job, world: Group) -> "GpuForm | None":
+    """The parts by which a GPU takes steps as CUDA graphs; None: the plain step's parts."""
+    if not job.options.cuda_graphs:
+        return None
+    from ..cuda.form import GpuForm  # the only way to cuda/, which has never run on a GPU
+
+    return GpuForm(job.recipe, job.options, world)

@@ -65,6 +65,8 @@ def sums_of(
     def maximum_over_ranks(maxima: Tensor) -> None:
         if world.size > 1:
             monitor.watch(world.start_all_reduce(maxima, maximum=True)).wait()
+            # A GPU's host has not waited yet, and no scale may follow from what a lost rank has left half done.
+            monitor.to_host(maxima)
 
     reducer = Reducer(
         slots_of(recipe, model, tail),

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.base import AllReduce, Work
-from ..comm.exact_sum import NARROW, decode
-from ..cuda.operators import operators
+from ..comm.exact_sum import NARROW, decode, encode
 from ..data.to_device import pinned
 from ..errors import RunError
 
@@ -68,8 +67,6 @@ class ControlMessage:
         width: Values of the batch-norm statistics of a virtual worker.
         device: Where the values live.
         to_host: Gives a tensor's values on the host (`comm.monitor.Monitor.to_host`); called once a step.
-        room: The most words of all sections, for a record that never moves, since CUDA graphs read and write it; None:
-            it may move.
     """
 
     def __init__(
@@ -77,12 +74,11 @@ class ControlMessage:
         width: int,
         device: torch.device,
         to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
-        room: int | None = None,
     ) -> None:
-        self._to_host, self._may_move = to_host, room is None
+        self._to_host = to_host
         self._rows = (NARROW.rows, width + 1)
-        # The sums of the passes, then what `send` puts behind them: all of it stays where it is, and travels as it is.
-        length = NARROW.rows * (width + 1) + len(fields(Counts)) + (room or 0)
+        # The sums of the passes, then what `send` puts behind them.
+        length = NARROW.rows * (width + 1) + len(fields(Counts))
         self._memory = torch.zeros(length, dtype=torch.int64, device=device)
         self._message = self._memory
         self._words: dict[str, int] = {}
@@ -96,17 +92,7 @@ class ControlMessage:
 
     def add(self, batch_norm: Tensor, loss: Tensor) -> None:
         """Adds a virtual worker: its batch statistics (float32, flat) and its loss (float32, 0-d)."""
-        operators.add_statistics(self._values, batch_norm, loss, is_first=not self.counts.contributions)
-        self.counts.contributions += 1
-
-    def add_captured(self, batch_norm: Tensor, loss: Tensor) -> None:
-        """The part of `add` that goes into a CUDA graph, which is the same for the first pass and for all others."""
-        operators.add_statistics(self._values, batch_norm, loss, is_first=False)
-
-    def will_be_added(self) -> None:
-        """The rest of it, before such a graph is replayed."""
-        if not self.counts.contributions:
-            self._values.zero_()
+        add_statistics(self._values, batch_norm, loss, is_first=not self.counts.contributions)
         self.counts.contributions += 1
 
     def send(self, allreduce: AllReduce, sections: Mapping[str, Tensor]) -> Work:
@@ -114,24 +100,23 @@ class ControlMessage:
 
         Args:
             allreduce: Over all ranks.
-            sections: int64, by name, each of one length on all ranks, in one order.
+            sections: int64, by name, each on one device and of one length on all ranks, in one order.
         """
         device, length = self._memory.device, self._length
         if not self.counts.contributions:
             self._values.zero_()
         counts = torch.tensor([getattr(self.counts, field.name) for field in fields(Counts)])
-        parts = [counts, *sections.values()]
-        self._words = {name: section.numel() for name, section in sections.items()}
+        # What is on the host goes over in one copy; what a GPU has computed is never brought to the host for it.
+        here = {name: section for name, section in sections.items() if section.device.type == "cpu"}
+        there = {name: section for name, section in sections.items() if name not in here}
+        parts = [pinned(torch.cat([counts, *here.values()]), device), *there.values()]
+        self._words = {name: section.numel() for name, section in (here | there).items()}
         total = length + sum(part.numel() for part in parts)
         if total > len(self._memory):
-            assert self._may_move, "graphs know where it lies"
             self._memory = torch.cat([self._memory[:length], self._memory.new_zeros(total - length)])
         self._message = self._memory[:total]
-        # What is on the host goes over in one copy; what a GPU has computed is never brought to the host for it.
-        here = [part for part in parts if part.device.type == "cpu"]
-        moved = iter(pinned(torch.cat(here), device).split([part.numel() for part in here]))
-        for place, part in zip(self._message[length:].split([part.numel() for part in parts]), parts, strict=True):
-            place.copy_(next(moved) if part.device.type == "cpu" else part, non_blocking=True)
+        for target, part in zip(self._message[length:].split([part.numel() for part in parts]), parts, strict=True):
+            target.copy_(part, non_blocking=True)
         return allreduce.start(self._message)
 
     @property
@@ -143,12 +128,6 @@ class ControlMessage:
     def _length(self) -> int:
         rows, columns = self._rows
         return rows * columns
-
-    @property
-    def on_device(self) -> Tensor:
-        """int64: of the summed record, after its work has been waited for, limbs of the statistics and the loss,
-        counts, and the sections."""
-        return self._message
 
     def read(self) -> ControlVector:
         """The summed record, after its work has been waited for; one transfer to the host.
@@ -168,3 +147,16 @@ class ControlMessage:
         workers = max(counts.contributions, 1)
         sections = dict(zip(self._words, small[many:].split([*self._words.values()]), strict=True))
         return ControlVector(counts, loss / workers, (sums[:-1] / workers).float(), is_finite > 0, sections)
+
+
+def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: bool) -> None:
+    """Adds the batch statistics and the loss of a pass to exact sums, or begins them.
+
+    Args:
+        sums: int64 [NARROW.rows, values + 1].
+        statistics: float32 [values].
+        loss: float32 [].
+        is_first: The sums are overwritten.
+    """
+    limbs = encode(torch.cat([statistics, loss.reshape(1)]), NARROW)
+    sums.copy_(limbs if is_first else sums + limbs)

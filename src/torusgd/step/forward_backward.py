@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..comm.groups import Group
-from ..cuda.shadow import ShadowWeights
 from ..data.pipeline import Batch
 from ..data.to_device import pinned, place
 from ..gradients.reducer import Reducer
@@ -48,12 +47,11 @@ class WholeNetwork:
     """Each rank computes all of the network for its own virtual workers; the reducer's hooks take the gradients.
 
     Args:
-        model: Its modes are `batch_norm`'s to set.
+        model: Gives the logits of images; its modes are `batch_norm`'s to set.
         recipe: Its seed and label smoothing.
         precision: Of the pass.
         batch_norm: Of the model.
         device: Of the model.
-        shadow: Computes in the place of the model; None: the model does.
         order: Of gradients; a context of the network's forward pass.
     """
 
@@ -63,18 +61,15 @@ class WholeNetwork:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Callable[[Tensor], Tensor],
         recipe: Recipe,
         precision: Precision,
         batch_norm: BatchNormStatistics,
         device: torch.device,
-        shadow: ShadowWeights | None = None,
         order: Context = nullcontext,
     ) -> None:
         self._model, self._recipe, self.precision = model, recipe, precision
-        self.shadow, self._order = shadow, order
-        """see above"""
-        self._batch_norm, self._device = batch_norm, device
+        self._batch_norm, self._device, self._order = batch_norm, device, order
         self._loss: Tensor | None = None
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership, part: int = 0) -> Tensor:
@@ -85,23 +80,16 @@ class WholeNetwork:
         return self._loss
 
     def begin(self, step: Step, worker: int, part: int = 0) -> None:
-        """Before a pass: the weights are those of the step, and dropout's draws belong to the virtual worker, whichever
-        rank computes it."""
-        self.follow(step)
+        """Before a pass: dropout's draws belong to the virtual worker, whichever rank computes it."""
         keys = (worker, part) if part else (worker,)
         seed_torch(self._device, DROPOUT, self._recipe.seed, step.index, *keys)
-
-    def follow(self, step: Step) -> None:
-        """Has the copies of the weights, where there are some, be those with which a step begins."""
-        if self.shadow is not None:
-            self.shadow.follow(step.index)
 
     def loss_of_images(self, images: Tensor, batch: Batch) -> Tensor:
         """The loss of a batch whose images lie on the device; batch norm's statistics of this pass are left aside."""
         self._batch_norm.begin_pass()
         targets = pinned(batch.targets, self._device).to(self._device, non_blocking=True)
         with self.precision.autocast(), self._order():
-            logits = (self.shadow or self._model)(images)
+            logits = self._model(images)
         return loss_of(self._recipe, logits.float(), targets, batch)
 
     def backward(self) -> None:

@@ -77,7 +77,7 @@ class NoiseScale(StepWatch):
 
     def _take(self, norms: dict[int, Tensor], slot: int, gradient: Tensor) -> None:
         # On a GPU the host reads none of them before the passes are done.
-        norms[slot] = torch.linalg.vector_norm(gradient.detach())
+        norms[slot] = torch.linalg.vector_norm(gradient.detach().float())
 
     def after_passes(self, view: StepView) -> None:
         """Sends the squared norms of this rank's virtual workers."""

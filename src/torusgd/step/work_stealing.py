@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -192,10 +193,11 @@ class StealingShare:
     Args:
         membership: Who has which share.
         claims: Of this rank, for the step's passes.
+        wait: Called before each claim; returns once the device is about to begin what was claimed last.
     """
 
-    def __init__(self, membership: Membership, claims: Claims) -> None:
-        self._membership, self._claims = membership, claims
+    def __init__(self, membership: Membership, claims: Claims, wait: Callable[[], object] = lambda: None) -> None:
+        self._membership, self._claims, self._wait = membership, claims, wait
         claims.begin(membership.counts)
         self.own = 0
         self.is_helping = False
@@ -205,6 +207,7 @@ class StealingShare:
 
     def next(self) -> int | None:
         """See `OwnShare.next`."""
+        self._wait()
         now = time.perf_counter()
         if self.own and not self.is_helping:
             self._shortest = min(self._shortest, now - self._last)
@@ -294,10 +297,29 @@ class WorkStealing:
     def __init__(self, world: Group) -> None:
         self.claims = Claims(world)
         """of this rank"""
+        self._wait = one_pass_behind(world.device)
 
     def share(self, membership: Membership) -> StealingShare:
         """This rank's work in the passes of a step; all ranks call it for the same passes."""
-        return StealingShare(membership, self.claims)
+        return StealingShare(membership, self.claims, self._wait)
+
+
+def one_pass_behind(device: torch.device) -> Callable[[], object]:
+    """To be called before each pass; on a GPU it waits until all passes but the last one have ended.
+
+    A GPU's host launches passes far faster than they are computed. If it claimed them as fast, a late rank's work would
+    all be claimed by itself before another rank could help.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    ended: list[torch.cuda.Event] = []
+
+    def wait() -> None:
+        for event in ended:
+            event.synchronize()
+        ended[:] = [torch.cuda.current_stream(device).record_event()]
+
+    return wait
 
 
 def work_stealing(options: RuntimeOptions, world: Group) -> WorkStealing | None:

@@ -1,7 +1,12 @@
-"""The kernels of a step on a GPU, by Triton's interpreter in a real run: its bits, and how many are launched."""
+"""The kernels of a whole step: its bits and their number by Triton's interpreter, their assembly by its compiler."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,21 +15,24 @@ pytest.importorskip("triton", reason="needs the extra triton")
 if torch.cuda.is_available():
     pytest.skip("there the interpreter is off", allow_module_level=True)
 
-from tests.cuda.test_run_ahead import SGD, left, make_trainer, take
+from tests.cuda.trainers import SGD, left, make_trainer, take
 from triton.runtime.interpreter import GridExecutor
 
-from torusgd.cuda import triton_kernels, triton_shadow, triton_update, triton_verdict
+from torusgd.cuda import triton_sums, triton_weights
+from torusgd.cuda.sums import Verdict
 
 pytestmark = pytest.mark.slow
 
-SUMS = {
-    "add_gradients": triton_kernels,
-    "add_bounds": triton_kernels,
-    "add_statistics": triton_verdict,
-    "verdict": triton_verdict,
-    "mean": triton_verdict,
+SUMS: dict[str, Callable[..., Any]] = {
+    "add_gradients": triton_sums.add_gradients,
+    "add_bounds": triton_sums.add_bounds,
+    "add_statistics": triton_sums.add_statistics,
+    "verdict": lambda *given: triton_sums.verdict(Verdict(*given)),
+    "mean": triton_sums.mean,
 }
-UPDATE = {"update": triton_update, "block_norms": triton_update, "copy_weights": triton_shadow}
+UPDATE: dict[str, Callable[..., Any]] = {"update": triton_weights.update, "copy_weights": triton_weights.copy_weights}
+ELEMENTS_OF_A_THREAD = 32
+"""4,096 of a block over 128 threads"""
 
 
 @pytest.fixture
@@ -39,13 +47,13 @@ def weights_after(steps: int, *changes: str) -> tuple[str, torch.Tensor]:
     trainer = make_trainer(True, "virtual_workers=1", *changes)
     for index in range(steps):
         take(trainer, index)
-    return left(trainer), torch.cat([p.detach().flatten() for p in trainer.step.model.parameters()])
+    return left(trainer), torch.cat([p.detach().flatten() for p in trainer.step.state.model.parameters()])
 
 
 def test_sums_verdict_and_mean_by_kernels_have_the_bits_of_a_cpu(library: torch.library.Library) -> None:
     plain, _ = weights_after(2, SGD)
-    for name, module in SUMS.items():
-        library.impl(name, getattr(module, name), "CPU")
+    for name, kernel in SUMS.items():
+        library.impl(name, kernel, "CPU")
     assert weights_after(2, SGD)[0] == plain
 
 
@@ -64,8 +72,8 @@ def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
     """With 16-bit copies of the weights one more, in the place of autocast's casts in each pass."""
     changes = (change, f"precision={precision}", "virtual_workers=1")
     _, plain = weights_after(2, *changes)
-    for name, module in {**SUMS, **UPDATE}.items():
-        library.impl(name, getattr(module, name), "CPU")
+    for name, kernel in {**SUMS, **UPDATE}.items():
+        library.impl(name, kernel, "CPU")
     _, ours = weights_after(2, *changes)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
@@ -85,3 +93,24 @@ def test_a_step_launches_two_kernels_a_bucket_and_at_most_seven(
     copies = {} if precision == "float32" else {"_copy_weights": 1}
     assert launched == {"_add_gradients": buckets, "_add_bounds": buckets, **of_a_step, **copies}
     assert sum(of_a_step.values()) <= 7
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile_and_join_no_more_roundings_than_foreach(capability: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_kernels.py"), str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=590,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = [line.split() for line in ran.stdout.splitlines()]
+    assert {kind for _, _, kind in lines} == {"exact"}
+    fused = [int(count) // ELEMENTS_OF_A_THREAD for name, count, _ in lines if name == "_momentum"]
+    # SGD: decay and step; Nesterov: the look ahead too; every variant of LARS: decay alone; then SGD without momentum.
+    assert fused == [2, 3, *[1] * (len(fused) - 3), 2]
+    assert {count for name, count, _ in lines if name in ("_follow", "_mean", "_add_statistics", "_rates")} == {"0"}

@@ -1,12 +1,12 @@
 """16-bit copies of the weights, with which the passes compute in place of autocast's casts.
 
-Autocast rounds each weight of a convolution or linear layer to 16 bits in every pass, and a channels-last network turns
-each filter round in every pass: some hundred launches and 0.3 GB for a ResNet-50. The copies here are made once a step,
-in the layout in which they are used. The network gets them in the parameters' stead, and their gradients, 16 bits wide,
-are what autocast would have widened: the sums take them as they are, so the integers are the same.
+Autocast rounds each weight of a convolution or linear layer to 16 bits in every pass, and a channels-last network
+reorders each filter in every pass: some hundred launches and 0.3 GB for a ResNet-50. The copies here are made once a
+step, in the layout in which they are used. The network gets them in the parameters' stead, and their gradients, 16 bits
+wide, are what autocast would have widened: the sums take them as they are, so the integers are the same.
 
-All copies are made by one operator, `torch.ops.torusgd.copy_weights`, with Triton in one kernel (`triton_shadow`).
-Torch's own foreach copy falls back to a launch for each tensor as soon as one has another layout than its parameter.
+All copies are made by one operator, `torch.ops.torusgd.copy_weights`, on a GPU by one kernel. Torch's own foreach copy
+falls back to a launch for each tensor as soon as one has another layout than its parameter.
 """
 
 from collections import defaultdict
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..kernels import register
+from .kernels import operators, register
 
 _CAST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 """layers whose weights autocast casts, and that do nothing else with them"""
 
 
-class ShadowWeights:
-    """The parameters that autocast would cast, as copies.
+class Weights16:
+    """A model that computes with copies of the parameters that autocast would cast.
 
     Args:
         model: Its own parameters stay as they are.
@@ -44,29 +44,24 @@ class ShadowWeights:
             copy = parameter.detach().to(dtype, memory_format=layout, copy=True)
             self._copies[name] = copy.requires_grad_(parameter.requires_grad)
         self._leaves: dict[Tensor, Tensor] = {parameter: self._copies[name] for name, parameter in named.items()}
-        self._step: int | None = None
+        self._is_new = True
 
     def leaf(self, parameter: Tensor) -> Tensor:
         """What the passes compute with in a parameter's stead: its copy, or itself."""
         return self._leaves.get(parameter, parameter)
 
-    def follow(self, step: int) -> None:
-        """Makes the copies those of the weights with which a step begins."""
-        if step != self._step:
-            self.copy()
-            self._step = step
-
+    @torch.no_grad()
     def copy(self) -> None:
-        """Makes the copies those of the weights as they are; may be captured."""
-        with torch.no_grad():
-            torch.ops.torusgd.copy_weights(list(self._leaves), list(self._copies.values()))
-
-    def are_of(self, step: int) -> None:
-        """By `copy` they are those of the weights with which a step begins."""
-        self._step = step
+        """Makes the copies those of the weights as they are, after each update; may be captured."""
+        operators.copy_weights(list(self._leaves), list(self._copies.values()))
+        self._is_new = False
 
     def __call__(self, images: Tensor) -> Tensor:
         """The logits, as the model gives them, with the copies."""
+        # A run loads its weights after its parts are made. Its first pass is never captured, and runs on the stream of
+        # the update, so the copies are there before any other stream reads them.
+        if self._is_new:
+            self.copy()
         return functional_call(self._model, self._copies, (images,))
 
 
@@ -74,10 +69,10 @@ def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
     """Rounds weights to 16 bits.
 
     Args:
-        weights: float32, contiguous, in memory that stays where it is.
+        weights: float32, contiguous, in memory that never moves.
         copies: float16 or bfloat16, of the same shapes, contiguous or channels-last; likewise.
     """
     torch._foreach_copy_(list(copies), list(weights))
 
 
-register("copy_weights(Tensor[] weights, Tensor(a!)[] copies) -> ()", copy_weights, "torusgd.cuda.triton_shadow")
+register("copy_weights(Tensor[] weights, Tensor(a!)[] copies) -> ()", copy_weights, "triton_weights")

@@ -1,13 +1,12 @@
-"""Operators of torusgd in torch's dispatcher, and what their Triton kernels share: tables of addresses and of blocks.
+"""Operators of torch.ops.torusgd, and what their Triton kernels share: tables of addresses and of blocks.
 
-An operator has a form made of torch's own operators, which runs on any device. On a GPU it runs as one to three Triton
-kernels instead, where there is Triton and it knows the GPU (`register`). Such a kernel takes all tensors of a network
-at once: it finds them by a table of their addresses, and each of its programs takes one block of one tensor, by a table
-of blocks. Both tables are made once, since what a step works on never moves, or else for each call.
+An operator has a form made of torch's own operators, which runs on a CPU, and one to three Triton kernels, which run on
+a GPU (`register`). Such a kernel takes all tensors of a network at once: it finds them by a table of their addresses,
+and each of its programs takes one block of one tensor, by a table of blocks.
 
 Tables go to the GPU from pinned memory, so that the host never waits. While a CUDA graph is captured nothing can be
-copied from the host, and whatever is allocated lies in memory that the graph uses for other things too, before and
-after. A table asked for then lies in memory that was taken before the capture, and is filled after it (`Tables`).
+copied from the host, and whatever is allocated lies in memory that the graph uses for other things too. A table that
+is made during a capture therefore lies in memory that was taken before it, and is filled after it (`Tables`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,54 +20,41 @@ from torch import Tensor
 from torch.library import Library
 
 LIBRARY = Library("torusgd", "FRAGMENT")
-"""the operators by name, as torch.ops.torusgd has them"""
-
-_TRITON_FROM = (8, 0)
-"""compute capability; torch's operators serve V100, T4 and RTX 20"""
+operators = torch.ops.torusgd
+"""the registered operators, by name"""
 _MOST_ENTRIES = 1 << 17
 """of the tables of a captured pass, 1 MiB: four for each tensor whose gradient it adds"""
 
 
-def register(schema: str, function: Callable[..., Any], kernels: str) -> None:
+def register(
+    schema: str, function: Callable[..., Any], kernels: str, arguments: Callable[..., Any] | None = None
+) -> None:
     """Makes an operator of a function.
 
     Args:
         schema: Of the operator, its name first.
         function: Its form made of torch's own operators.
-        kernels: The module that has a function of the operator's name for CUDA tensors; it imports Triton.
+        kernels: The module of this folder that has a function of the operator's name for CUDA tensors.
+        arguments: A dataclass that both functions take; None: they take the operator's arguments one by one.
     """
     name = schema.partition("(")[0]
 
-    def on_cuda(*arguments: Any) -> Any:
-        return form_on(torch.cuda.get_device_capability(), function, kernels, name)(*arguments)
+    def packed(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return given if arguments is None else (arguments(*given),)
 
     LIBRARY.define(schema)
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, on_cuda, "CUDA")
+    LIBRARY.impl(name, lambda *given: function(*packed(given)), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, lambda *given: _kernel(kernels, name)(*packed(given)), "CUDA")
 
 
 @cache
-def form_on(capability: tuple[int, int], function: Callable[..., Any], kernels: str, name: str) -> Callable[..., Any]:
-    """What an operator runs on a GPU of a compute capability: the kernels' function, or else torch's own operators."""
-    if not has_kernels(capability):
-        return function
-    form: Callable[..., Any] = getattr(import_module(kernels), name)
-    return form
-
-
-def has_kernels(capability: tuple[int, int]) -> bool:
-    """Whether a GPU of a compute capability runs Triton's kernels."""
-    if capability < _TRITON_FROM:
-        return False
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def _kernel(module: str, name: str) -> Callable[..., Any]:
+    kernel: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), name)
+    return kernel
 
 
 class Tables:
-    """The tables of work that is captured in a CUDA graph; to be kept as long as the graph.
+    """The tables of work that is captured in a CUDA graph; the graph's owner holds them as long as the graph.
 
     Args:
         device: Of the tables.
@@ -103,8 +89,8 @@ _of_capture: list[Tables] = []
 
 
 @contextmanager
-def tables_aside(device: torch.device) -> Iterator[Tables]:
-    """Whatever is captured inside finds its tables in the memory that it gives."""
+def tables_of_capture(device: torch.device) -> Iterator[Tables]:
+    """Whatever is captured inside finds its tables in the memory that this context yields."""
     tables = Tables(device)
     _of_capture.append(tables)
     try:
@@ -113,10 +99,9 @@ def tables_aside(device: torch.device) -> Iterator[Tables]:
         _of_capture.pop()
 
 
-def table_of(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], device: torch.device) -> Tensor:
-    """int64, or of floats float64, [rows, columns] on a device, for a kernel; the host does not wait."""
-    dtype = torch.float64 if isinstance(rows[0][0], float) else torch.int64
-    values = torch.tensor(rows, dtype=dtype, device="cpu")
+def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64 [rows, columns] on a device, for a kernel; the host does not wait."""
+    values = torch.tensor(rows, dtype=torch.int64, device="cpu")
     if device.type != "cuda":
         return values
     if torch.cuda.is_current_stream_capturing():
@@ -126,20 +111,22 @@ def table_of(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], device: 
 
 def write_table(table: Tensor, rows: Sequence[Sequence[float]]) -> None:
     """Gives a table other values, by one copy for which the host does not wait."""
+    # Pinned memory of its own for each copy: torch does not hand it out again before the copy has ended.
     values = torch.tensor(rows, dtype=table.dtype, device="cpu")
     table.copy_(values.pin_memory() if table.is_cuda else values, non_blocking=True)
 
 
-def kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+def cached_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """`table_of` rows that are the same at each step, such as addresses of memory that never moves."""
-    # A graph has its own: it would not keep this one from being forgotten, nor is what it takes filled if it fails.
+    # A graph has its own: the cache may drop this one while the graph still reads it, and what a capture takes is not
+    # filled if the capture fails.
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return table_of(rows, device)
-    return _kept_table(rows, device)
+    return _cached_table(rows, device)
 
 
 @lru_cache(maxsize=64)
-def _kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+def _cached_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return table_of(rows, device)
 
 

@@ -1,15 +1,13 @@
-"""Norms of layers and the update of all weights as Triton kernels: one for SGD, three for LARS.
+"""The update of all weights as Triton kernels, one for SGD and three for LARS, and their 16-bit copies as one.
 
     _block_norms   one program a block of 4,096 elements
     _rates         one program a layer: the tree over its blocks' norms, and the rate that a variant of LARS makes of it
-    _momentum      one program a block: weights and momentum, or nothing where the step is refused
+    _momentum      one program a block: weights and momentum, or nothing if the step is refused
+    _copy_weights  one program a block
 
-Norms have a definition of their own on a GPU, near that of `norms` (a relative 1e-6) and the same for whole tensors and
-for shards: inside a block element i belongs to lane i modulo 256; each lane adds its squares in float64 (in which the
-square of a float32 is exact) one after another; the lanes are added in a tree, always the upper half to the lower one.
-Nothing of it is left to a library's choice. From there on it is the float64 tree of `norms`.
+Norms have the bits of `optim.norms` on a GPU: squares in float64, by lanes, then in a tree.
 
-The update rounds where torch's foreach operators on a GPU round: a product and a sum in one (fma) where those take
+The update rounds as torch's foreach operators on a GPU round: a product and a sum in one (fma) where those take
 `alpha`, otherwise each alone, for which the compiler must not join them (`enable_fp_fusion=False`).
 """
 
@@ -21,28 +19,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels import blocks_of, kept_table, table_of
-from ..optim.flat import rows_of
+from ..optim import norms as definition
 from ..optim.lars import VARIANTS
-from ..optim.norms import BLOCK
+from .kernels import blocks_of, cached_table
+from .triton_sums import BFLOAT16, layout_of, offset_in_memory
+from .triton_sums import BLOCK as COPY_BLOCK
 
-_LANES, _LANE_STAGES = 256, 8
-_WIDTH, _STAGES = 1024, 10
+BLOCK, LANES = tl.constexpr(definition.BLOCK), tl.constexpr(definition.LANES)
+LANE_STAGES = tl.constexpr(definition.LANES.bit_length() - 1)
+WIDTH, STAGES = tl.constexpr(1024), tl.constexpr(10)
 """block norms that a tree takes at a time, a power of two; a layer has at most the square of it, 4e9 elements"""
 _BYTES = 4
 
 
 @triton.jit
-def _block_norms(
-    tensors,
-    blocks,
-    values,
-    norms,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    STAGES: tl.constexpr,
-    DECAYED: tl.constexpr,
-):
+def _block_norms(tensors, blocks, values, norms, DECAYED: tl.constexpr):
     """The norm of one block of a tensor; or with DECAYED of a tensor and the decay of another, where there is one."""
     block = blocks + 4 * tl.program_id(0)
     number, begin, count = tl.load(block), tl.load(block + 1), tl.load(block + 2)
@@ -60,13 +51,13 @@ def _block_norms(
             value = tl.where(second != 0, tl.fma(decay, weight, value), value)
         wide = value.to(tl.float64)
         squares += wide * wide
-    for stage in tl.static_range(STAGES):
+    for stage in tl.static_range(LANE_STAGES):
         squares = tl.sum(tl.reshape(squares, [2, LANES >> (stage + 1)]), axis=0)
     tl.store(norms + tl.program_id(0), tl.sqrt(tl.sum(squares, axis=0)).to(tl.float32))
 
 
 @triton.jit
-def _tree(values, WIDTH: tl.constexpr, STAGES: tl.constexpr):
+def _tree(values):
     """The sum by pairs of neighbours, then of those, until one is left."""
     for stage in tl.static_range(STAGES):
         values = tl.sum(tl.reshape(values, [WIDTH >> (stage + 1), 2]), axis=1)
@@ -74,36 +65,26 @@ def _tree(values, WIDTH: tl.constexpr, STAGES: tl.constexpr):
 
 
 @triton.jit
-def _norm(norms, first, count, WIDTH: tl.constexpr, STAGES: tl.constexpr):
+def _norm(norms, first, count):
     """The norm of a tensor from those of its blocks; trees of whole runs are branches of the one tree."""
     index = tl.arange(0, WIDTH)
     runs = tl.zeros([WIDTH], tl.float64)
     for run in range(0, tl.cdiv(count, WIDTH)):
         at = run * WIDTH + index
         part = tl.load(norms + first + at, mask=at < count, other=0.0).to(tl.float64)
-        runs = tl.where(index == run, _tree(part * part, WIDTH, STAGES), runs)
-    return tl.sqrt(_tree(runs, WIDTH, STAGES))
+        runs = tl.where(index == run, _tree(part * part), runs)
+    return tl.sqrt(_tree(runs))
 
 
 @triton.jit
-def _rates(
-    values,
-    runs,
-    norms,
-    all_blocks,
-    WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    ZERO_IS_PLAIN: tl.constexpr,
-    CLIP: tl.constexpr,
-):
-    """The rate of one layer in the place of that of its group, as `lars.layer_rates` has it."""
+def _rates(values, runs, norms, all_blocks, THRESHOLD: tl.constexpr, ZERO_IS_PLAIN: tl.constexpr, CLIP: tl.constexpr):
+    """The rate of one layer over that of its group, as `lars.layer_rates` has it."""
     layer = tl.program_id(0)
     row = values + 5 * layer
     rate, trust, decay, eps = tl.load(row), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     first, count = tl.load(runs + 2 * layer), tl.load(runs + 2 * layer + 1)
-    weight = _norm(norms, first, count, WIDTH, STAGES)
-    gradient = _norm(norms, all_blocks + first, count, WIDTH, STAGES)
+    weight = _norm(norms, first, count)
+    gradient = _norm(norms, all_blocks + first, count)
     denominator = gradient + decay * weight
     is_plain = weight == 0.0
     if THRESHOLD:
@@ -130,7 +111,6 @@ def _momentum(
     RATE_INSIDE: tl.constexpr,
     NESTEROV: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Weights and momentum of one block of a tensor, unless the step is refused."""
     block = blocks + 4 * tl.program_id(0)
@@ -161,16 +141,23 @@ def _momentum(
     tl.store(weights, weight, mask=is_here)
 
 
-def block_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """See `norms.all_block_norms`."""
-    device = tensors[0].device
-    flats = [tensor.detach().reshape(-1).float() for tensor in tensors]
-    blocks = blocks_of(tuple(flat.numel() for flat in flats), BLOCK, device)
-    norms = torch.empty(len(blocks), device=device)
-    if len(blocks):
-        table = table_of([(flat.data_ptr(), 0, 0) for flat in flats], device)
-        _launch_norms(table, blocks, norms, norms, is_decayed=False)
-    return norms
+@triton.jit
+def _copy_weights(tensors, blocks):
+    """One block of one weight: rounds its elements to nearest, ties to even, and puts each where the copy has it."""
+    block = blocks + 4 * tl.program_id(0)
+    number, begin, count = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    row = tensors + 5 * number
+    here = tl.arange(0, COPY_BLOCK)
+    is_here = here < count
+    value = tl.load(tl.load(row).to(tl.pointer_type(tl.float32)) + begin + here, mask=is_here, other=0.0)
+    target, kind = tl.load(row + 1), tl.load(row + 2)
+    at = offset_in_memory(begin + here, tl.load(row + 3), tl.load(row + 4))
+    is_brain = kind.to(tl.int32) + tl.zeros_like(here) == BFLOAT16
+    # The upper half of a float32, rounded as integers: Triton's interpreter would cut the lower half off.
+    bits = value.to(tl.int32, bitcast=True)
+    upper = tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+    tl.store(target.to(tl.pointer_type(tl.int16)) + at, upper.to(tl.int16), mask=is_here & is_brain)
+    tl.store(target.to(tl.pointer_type(tl.float16)) + at, value.to(tl.float16), mask=is_here & (is_brain == 0))
 
 
 def update(
@@ -178,81 +165,53 @@ def update(
     momenta: Tensor,
     gradients: Sequence[Tensor],
     going: Tensor,
+    values: Tensor,
     offsets: Sequence[int],
-    groups: Sequence[int],
-    scaled: Sequence[bool],
-    rates: Sequence[float],
-    decays: Sequence[float],
-    trusts: Sequence[float],
     momentum: float,
     rule: str,
-    eps: float,
     peak: float,
-    foreach: bool | None,
-    values: Tensor | None = None,
 ) -> None:
-    """See `flat.update`."""
+    """The kernels of `flat_update.update`; with LARS the layers' rates replace those of the groups in `values`."""
     device = weights.device
     addresses = [
         (weights.data_ptr() + _BYTES * offset, momenta.data_ptr() + _BYTES * offset, gradient.data_ptr())
         for offset, gradient in zip(offsets, gradients, strict=True)
     ]
     numels = tuple(gradient.numel() for gradient in gradients)
-    blocks = blocks_of(numels, BLOCK, device)
+    blocks = blocks_of(numels, BLOCK.value, device)
     row = VARIANTS.get(rule)
-    if values is None:
-        values = table_of(rows_of(groups, scaled, rates, decays, trusts, rule, eps, peak), device)
-    if row is not None and any(trusts):
+    if row is not None:
         pairs = [(weight, 0, layer) for layer, (weight, _, _) in enumerate(addresses)]
         pairs += [
             (gradient, weight if row.decayed_gradient else 0, layer)
             for layer, (weight, _, gradient) in enumerate(addresses)
         ]
-        both = blocks_of(numels * 2, BLOCK, device)
+        both = blocks_of(numels * 2, BLOCK.value, device)
         norms = torch.empty(len(both), device=device)
-        _launch_norms(kept_table(tuple(pairs), device), both, values, norms, is_decayed=row.decayed_gradient)
-        _rates[(len(numels),)](
-            values,
-            _runs_of_blocks(numels, device),
-            norms,
-            len(blocks),
-            WIDTH=_WIDTH,
-            STAGES=_STAGES,
-            THRESHOLD=row.eps_is_threshold,
-            ZERO_IS_PLAIN=row.zero_gradient_is_plain,
-            CLIP=row.clip,
+        _block_norms[(len(both),)](
+            cached_table(tuple(pairs), device), both, values, norms, DECAYED=row.decayed_gradient,
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
+        _rates[(len(numels),)](
+            values, _runs_of_blocks(numels, device), norms, len(blocks), THRESHOLD=row.eps_is_threshold,
+            ZERO_IS_PLAIN=row.zero_gradient_is_plain, CLIP=row.clip, enable_fp_fusion=False,
+        )  # fmt: skip
     _momentum[(len(blocks),)](
-        kept_table(tuple(addresses), device),
-        blocks,
-        values,
-        going,
-        momentum,
-        IS_LARS=row is not None,
-        RATE_INSIDE=row is not None and row.rate_in_buffer,
-        NESTEROV=rule == "nesterov",
-        HAS_MOMENTUM=row is not None or momentum > 0,
-        BLOCK=BLOCK,
-        enable_fp_fusion=False,
-    )
+        cached_table(tuple(addresses), device), blocks, values, going, momentum, IS_LARS=row is not None,
+        RATE_INSIDE=row is not None and row.rate_in_buffer, NESTEROV=rule == "nesterov",
+        HAS_MOMENTUM=row is not None or momentum > 0, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
-def _launch_norms(tensors: Tensor, blocks: Tensor, values: Tensor, norms: Tensor, is_decayed: bool) -> None:
-    _block_norms[(len(blocks),)](
-        tensors,
-        blocks,
-        values,
-        norms,
-        BLOCK=BLOCK,
-        LANES=_LANES,
-        STAGES=_LANE_STAGES,
-        DECAYED=is_decayed,
-        enable_fp_fusion=False,
-    )
+def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """One kernel."""
+    device = weights[0].device
+    rows = tuple((weight.data_ptr(), *layout_of(copy)) for weight, copy in zip(weights, copies, strict=True))
+    blocks = blocks_of(tuple(weight.numel() for weight in weights), COPY_BLOCK.value, device)
+    _copy_weights[(len(blocks),)](cached_table(rows, device), blocks)
 
 
 def _runs_of_blocks(numels: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 [tensors, 2]: the first of each tensor's blocks among all, and how many it has."""
-    counts = [-(-numel // BLOCK) for numel in numels]
-    return kept_table(tuple(zip(accumulate(counts, initial=0), counts, strict=False)), device)
+    counts = [-(-numel // BLOCK.value) for numel in numels]
+    return cached_table(tuple(zip(accumulate(counts, initial=0), counts, strict=False)), device)

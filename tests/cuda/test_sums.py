@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torusgd.cuda.device_sum import DeviceGradientSum
+from torusgd.cuda.sums import DeviceGradientSum
 from torusgd.gradients.integer_sum import IntegerGradientSum
 from torusgd.gradients.layout import plan_buckets
 

@@ -1,0 +1,156 @@
+"""Weights and momentum in one piece of memory each, and an update of all of them that the device may refuse.
+
+The host launches an update before anybody knows whether the step's gradients may be used. So the update reads `going`,
+a value on the device, and changes nothing if it is zero. One operator takes all tensors at once,
+`torch.ops.torusgd.update`; its form here computes on copies by `momentum_step` or `lars`, and then takes the result or
+leaves it, so that it has the bits of `Sgd` and `Lars` on the same device. `triton_weights` has it as one kernel, or
+with LARS as three, which round as torch's foreach operators do.
+
+The numbers that change from step to step stand in a table on the device, which the host writes before each update: an
+update that is captured once in a CUDA graph reads them there.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..optim.lars import VARIANTS, Lars, denominator_decay, lars
+from ..optim.sgd import Sgd, momentum_step
+from .kernels import operators, register, write_table
+
+_ALIGNED = 16
+"""elements at whose multiples a tensor begins, 64 bytes: kernels read whole vectors"""
+_SGD, _NESTEROV = "sgd", "nesterov"
+"""rules beside the variants of LARS"""
+COLUMNS = 5
+"""of the table: rate, weight decay, trust coefficient (zero: the rate follows no norm), the factor on the weights' norm
+in LARS' denominator, and LARS' eps"""
+
+
+class FlatUpdate:
+    """Lays the tensors of an optimizer, and their momentum, in one piece of memory each, and updates them at once.
+
+    Args:
+        optimizer: `Sgd` or `Lars`, over these tensors; its groups' values are read at each step, its state is shared.
+        tensors: float32, contiguous; they keep their identity and their values.
+        after: Called after each update; captured with it.
+    """
+
+    def __init__(self, optimizer: Sgd | Lars, tensors: Sequence[Tensor], after: Callable[[], object]) -> None:
+        self._optimizer, self._tensors, self._after = optimizer, list(tensors), after
+        self._offsets = offsets_of([tensor.numel() for tensor in tensors])
+        first, length = tensors[0], self._offsets.pop()
+        self.weights = torch.zeros(length, device=first.device)
+        self.momenta = torch.zeros(length, device=first.device)
+        self._kinds = {
+            tensor: (number, bool(group["scaled"][index]) if "scaled" in group else False)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, tensor in enumerate(group["params"])
+        }
+        self._always = torch.ones(1, device=first.device)
+        self._values = torch.zeros(len(tensors), COLUMNS, dtype=torch.float64, device=first.device)
+        for tensor, weights, momenta in zip(tensors, self._runs(self.weights), self._runs(self.momenta), strict=True):
+            weights.copy_(tensor.detach().view(-1))
+            tensor.data = weights.view_as(tensor)
+            optimizer.state[tensor]["momentum_buffer"] = momenta.view_as(tensor)
+
+    def constants(self) -> tuple[float, str, float]:
+        """Momentum, rule and LARS' peak rate: what a captured update reads once, at the capture."""
+        first = self._optimizer.param_groups[0]
+        rule = _NESTEROV if first.get("nesterov") else first.get("variant", _SGD)
+        return first["momentum"], rule, first.get("peak_lr", 0.0)
+
+    def step(self) -> None:
+        """Updates all tensors by their `grad`, in any case."""
+        self.write_values()
+        self.update(self._always)
+
+    def write_values(self) -> None:
+        """Writes the optimizer's values of this step into the table, for the next `update`."""
+        _, rule, peak = self.constants()
+        groups, rows = self._optimizer.param_groups, []
+        for tensor in self._tensors:
+            number, is_scaled = self._kinds[tensor]
+            group = groups[number]
+            decay = denominator_decay(VARIANTS[rule], group["weight_decay"], peak) if rule in VARIANTS else 0.0
+            trust = (group.get("trust") or 0.0) if is_scaled else 0.0
+            rows.append((group["lr"], group["weight_decay"], trust, decay, group.get("eps", 0.0)))
+        write_table(self._values, rows)
+
+    def update(self, going: Tensor) -> None:
+        """Updates all tensors by their `grad`, unless `going` (float32 [1]) is zero; may be captured."""
+        gradients = [tensor.grad for tensor in self._tensors if tensor.grad is not None]
+        assert len(gradients) == len(self._tensors), "every tensor has its mean gradient"
+        operators.update(
+            self.weights, self.momenta, gradients, going, self._values, self._offsets, *self.constants()
+        )  # fmt: skip
+        self._after()
+
+    def _runs(self, flat: Tensor) -> list[Tensor]:
+        return [flat[at : at + tensor.numel()] for at, tensor in zip(self._offsets, self._tensors, strict=True)]
+
+
+def offsets_of(numels: Sequence[int]) -> list[int]:
+    """Where tensors of so many elements begin in one piece of memory, and its length.
+
+    >>> offsets_of([3, 16, 20])
+    [0, 16, 32, 64]
+    """
+    offsets = [0]
+    for numel in numels:
+        offsets.append(offsets[-1] + -(-numel // _ALIGNED) * _ALIGNED)
+    return offsets
+
+
+def update(
+    weights: Tensor,
+    momenta: Tensor,
+    gradients: Sequence[Tensor],
+    going: Tensor,
+    values: Tensor,
+    offsets: Sequence[int],
+    momentum: float,
+    rule: str,
+    peak: float,
+) -> None:
+    """One update of tensors in flat memory by torch's own operators, or none.
+
+    Args:
+        weights: float32, flat.
+        momenta: float32, flat, alike.
+        gradients: float32, of each tensor.
+        going: float32 [1]; zero: nothing changes.
+        values: float64 [tensors, COLUMNS]; a kernel may use it for its own ends afterwards.
+        offsets: Of each tensor in the flat memory.
+        momentum: Of all.
+        rule: `sgd`, `nesterov`, or a variant of LARS.
+        peak: Highest rate of the schedule, for LARS.
+    """
+    new_weights, new_momenta = weights.clone(), momenta.clone()
+    alike: dict[tuple[float, ...], list[int]] = {}
+    for number, row in enumerate(values.tolist()):
+        alike.setdefault(tuple(row), []).append(number)
+    for (lr, decay, trust, _, eps), mine in alike.items():
+        runs = [slice(offsets[i], offsets[i] + gradients[i].numel()) for i in mine]
+        params, buffers = [new_weights[run] for run in runs], [new_momenta[run] for run in runs]
+        grads = [gradients[i].reshape(-1) for i in mine]
+        if rule in VARIANTS:
+            lars(
+                params, grads, buffers, lr=lr, momentum=momentum, weight_decay=decay, trust=trust or None, eps=eps,
+                variant=rule, peak_lr=peak,
+            )  # fmt: skip
+        else:
+            momentum_step(
+                params, grads, buffers, lr=lr, momentum=momentum, weight_decay=decay, nesterov=rule == _NESTEROV
+            )
+    weights.copy_(torch.where(going > 0, new_weights, weights))
+    momenta.copy_(torch.where(going > 0, new_momenta, momenta))
+
+
+register(
+    "update(Tensor(a!) weights, Tensor(b!) momenta, Tensor[] gradients, Tensor going, Tensor(c!) values, "
+    "int[] offsets, float momentum, str rule, float peak) -> ()",
+    update,
+    "triton_weights",
+)

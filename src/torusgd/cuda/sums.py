@@ -1,0 +1,340 @@
+"""Exact sums as a GPU takes them: a bucket at a time, by operators that leave all decisions on the device.
+
+The integers, messages, scales and status are those of `IntegerGradientSum` and `ControlMessage`; what differs is how
+often the host calls. There each gradient is rounded when it comes, which is fastest while it is still in a cache. Here
+the gradients of a bucket wait for one another, and then one call takes them all:
+
+    add_gradients   rounds the gradients of a bucket and adds them to its message
+    add_bounds      adds what the message says of them: bounds, counts
+    add_statistics  adds the batch statistics and the loss of a pass to the exact sums of a step
+    verdict         whether the step may be used, the next scales, batch norm's running statistics
+    mean            the mean gradient from the summed messages
+
+None of them makes the host wait, none changes a shape, all write into memory that never moves: they may be captured in
+a CUDA graph. The forms here are made of torch's own operators; `triton_sums` has them as kernels, with the same bits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from ..comm.base import AllReduce, Work
+from ..comm.exact_sum import NARROW, decode
+from ..gradients.integer_hash import IntegerHash
+from ..gradients.integer_sum import (
+    COUNT_BITS,
+    IntegerGradientSum,
+    SumStatus,
+    power_of_two_scale,
+    read_trailers,
+    total_lost,
+)
+from ..gradients.layout import Bucket, ParameterLayout, Span
+from ..step.control_vector import ControlMessage, add_statistics
+from .kernels import operators, register
+
+ACCEPTED, LOSS, UNDERFLOW = range(3)
+"""indices of the verdict's report"""
+REPORT = 3
+
+
+class DeviceGradientSum(IntegerGradientSum):
+    """Takes the gradients of a bucket by two operators; for all slots on every rank.
+
+    Args:
+        buckets: Of all slots.
+        addends: V, the most addends of a step over all ranks.
+        device: Where gradients live.
+
+    Attributes:
+        going: float32 [1]: 1 while the device takes steps, 0 once it has refused one (`verdict`).
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], addends: int, device: torch.device) -> None:
+        super().__init__(buckets, addends, device)
+        lengths = [len(message) for message in self._messages]
+        # All sums in one piece of memory, so that one call clears them.
+        self._all = torch.zeros(sum(lengths), dtype=self._dtype, device=device)
+        self._messages = list(self._all.split(lengths))
+        self._views = [view for b, message in zip(buckets, self._messages, strict=True) for view in b.views(message)]
+        self._factors = torch.zeros_like(self._scales)
+        self._found = [torch.zeros(b.stop - b.first + 1, dtype=torch.int32, device=device) for b in buckets]
+        self._sizes = [torch.tensor(b.numels, device=device) for b in buckets]
+        self._all_sizes = torch.cat(self._sizes)
+        self._payloads = [message[: b.length] for b, message in zip(buckets, self._messages, strict=True)]
+        self._waiting: list[dict[int, Tensor]] = [{} for _ in buckets]
+        self.going = torch.ones(1, device=device)
+
+    def clear(self) -> None:
+        """Begins a step: all sums are zero."""
+        self._all.zero_()
+
+    def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
+        """Takes one virtual worker's gradient (any floating dtype and memory format), which waits for its bucket."""
+        assert hash_into is None, "a run that audits adds gradients one by one"
+        self._waiting[bucket][slot] = gradient
+
+    def end_worker(self, bucket: int) -> None:
+        """Adds the bucket's gradients of one virtual worker; one that did not come is zero."""
+        b, waiting, found = self.buckets[bucket], self._waiting[bucket], self._found[bucket]
+        gradients = [
+            waiting[slot] if slot in waiting else torch.zeros(n, device=found.device)
+            for slot, n in zip(range(b.first, b.stop), b.numels, strict=True)
+        ]
+        waiting.clear()
+        scales, message = self._scales[b.first : b.stop], self._messages[bucket]
+        operators.add_gradients(gradients, self._sizes[bucket], scales, message, found)
+        operators.add_bounds(found, scales, message, b.length, self._shift, self._cap)
+
+    def message(self, bucket: int) -> Tensor:
+        """Integers [length + 2 * slots of the bucket + 2]: the sums, the bounds, the counts."""
+        return self._messages[bucket]
+
+    def decide(self, control: Tensor, ordinary: Tensor, running: Tensor, momenta: Tensor, report: Tensor) -> None:
+        """The verdict on a step whose messages have arrived, and all that follows from it but the weights.
+
+        The arguments are those of `Verdict`. `write_mean` then writes the mean.
+        """
+        given = Verdict(
+            trailers=[m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)],
+            control=control,
+            ordinary=ordinary,
+            addends=self._addends,
+            shift=self._shift,
+            limit=self._limit,
+            elements=self._elements,
+            going=self.going,
+            bounds=self._bounds,
+            scales=self._scales,
+            factors=self._factors,
+            running=running,
+            momenta=momenta,
+            report=report,
+        )
+        operators.verdict(*(getattr(given, field.name) for field in fields(given)))
+
+    def write_mean(self, out: Sequence[Tensor], loss_scale: float) -> None:
+        """Writes the mean (float32) of every slot without the loss scale, after `decide`."""
+        operators.mean(self._payloads, self._all_sizes, self._factors, 1.0 / loss_scale, list(out))
+
+    def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
+        """Writes the mean (float32) of every slot, in a step on which the host has decided."""
+        assert spans is None, "all of the sums are here"
+        self._factors.copy_(1.0 / (self._scales.double() * addends))
+        self.write_mean(out, loss_scale=1.0)
+        self.load_state(self._pending)
+
+    def set_maxima(self, maxima: Tensor) -> None:
+        """Takes the scales from the measured maximum of each slot over all virtual workers: float32 [slots]."""
+        self.load_state(maxima.double() * self._addends)
+
+    def load_state(self, state: Tensor) -> None:
+        """Takes back the bounds that `state` gave, where a captured verdict reads and writes them."""
+        self._bounds.copy_(state)
+        self.needs_measure = False
+        self._scales.copy_(power_of_two_scale(self._bounds, float(self._limit)))
+
+    def finish(self, trailers: Tensor | None = None) -> SumStatus:
+        """Finds what has left the range or was not finite, for the host to decide on a step."""
+        self._all_scales = self._scales.double()
+        return super().finish(trailers)
+
+
+def device_sum(addends: int, device: torch.device, layout: ParameterLayout) -> DeviceGradientSum:
+    """The sum of a layout's gradients, all of whose slots every rank holds."""
+    assert layout.is_whole, "column blocks are summed one by one"
+    return DeviceGradientSum(layout.buckets, addends, device)
+
+
+class DeviceControl(ControlMessage):
+    """A control vector that never moves, since CUDA graphs read and write it.
+
+    Args:
+        width: Values of the batch-norm statistics of a virtual worker.
+        device: Where the values live.
+        to_host: Gives a tensor's values on the host.
+        room: The most words of all sections.
+    """
+
+    def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor], room: int) -> None:
+        super().__init__(width, device, to_host)
+        self._memory = self._message = torch.zeros(len(self._memory) + room, dtype=torch.int64, device=device)
+
+    def add(self, batch_norm: Tensor, loss: Tensor) -> None:
+        """Adds a virtual worker: its batch statistics (float32, flat) and its loss (float32, 0-d)."""
+        operators.add_statistics(self._values, batch_norm, loss, is_first=not self.counts.contributions)
+        self.counts.contributions += 1
+
+    def add_captured(self, batch_norm: Tensor, loss: Tensor) -> None:
+        """The part of `add` that goes into a CUDA graph, which is the same for the first pass and for all others."""
+        operators.add_statistics(self._values, batch_norm, loss, is_first=False)
+
+    def will_be_added(self) -> None:
+        """The rest of it, before such a graph is replayed."""
+        if not self.counts.contributions:
+            self._values.zero_()
+        self.counts.contributions += 1
+
+    def send(self, allreduce: AllReduce, sections: Mapping[str, Tensor]) -> Work:
+        """Begins the sum over ranks."""
+        memory, work = self._memory, super().send(allreduce, sections)
+        assert self._memory is memory, "graphs read it there"
+        return work
+
+    @property
+    def summed(self) -> Tensor:
+        """int64, once the message's work has been waited for: limbs of statistics and loss, counts, sections."""
+        return self._message
+
+
+def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
+    """Adds the rounded gradients of one virtual worker to a bucket's message.
+
+    Args:
+        gradients: Of the bucket's slots, in order; of any floating dtype and memory format, taken in logical order.
+        sizes: int64 [slots], their elements.
+        scales: float32 [slots], powers of two.
+        message: int32 or int64, begins with the sums.
+        found: int32 [slots + 1]: of each slot the bits of the largest magnitude so far as float32, which are ordered as
+            the magnitudes are, with nan above inf; then the count of elements that were rounded to zero.
+    """
+    flats = [gradient.reshape(-1) for gradient in gradients]
+    values = torch.cat(flats).float()
+    of_element = torch.repeat_interleave(scales, sizes, output_size=len(values))
+    # No clamp before the cast: a value out of range also lifts the bound, and then the sum is never used.
+    integers = torch.mul(values, of_element).round_().to(message.dtype)
+    message[: len(values)].add_(integers)
+    magnitudes = torch.stack(torch._foreach_norm(flats, ord=torch.inf)).float().abs()
+    torch.maximum(found[:-1], magnitudes.view(torch.int32), out=found[:-1])
+    found[-1:] += torch.count_nonzero(values) - torch.count_nonzero(integers)
+
+
+def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shift: float, cap: float) -> None:
+    """Adds the bounds and the counts of one virtual worker to a bucket's trailer, and clears `found`.
+
+    Args:
+        found: As `add_gradients` left it.
+        scales: As there.
+        message: Its elements from `length` on are the trailer of `IntegerGradientSum`.
+        length: Of the sums.
+        shift: The unit of bounds.
+        cap: The largest of them.
+    """
+    slots = len(scales)
+    maxima = found[:-1].view(torch.float32)
+    finite = maxima.isfinite()
+    units = (maxima * (scales / shift)).ceil_().clamp_(max=cap)
+    bounds, bad, lost = message[length:].split([slots, slots, 2])
+    bounds += torch.where(finite, units, 0.0).to(message.dtype)
+    bad += ~finite
+    lost[:1] += found[-1:] & ((1 << COUNT_BITS) - 1)
+    lost[1:] += found[-1:] >> COUNT_BITS
+    found.zero_()
+
+
+def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
+    """Writes sum * factor * scale of every slot.
+
+    Args:
+        sums: int32 or int64, of each bucket those of its slots.
+        sizes: int64 [slots], their elements.
+        factors: float32 [slots]: one over scale and addends.
+        scale: A power of two: one over the loss scale.
+        out: float32, of each slot.
+    """
+    values = torch.cat(list(sums)).float()
+    values.mul_(torch.repeat_interleave(factors, sizes, output_size=len(values)))
+    if scale != 1.0:
+        values.mul_(scale)
+    torch._foreach_copy_([target.view(-1) for target in out], list(values.split([target.numel() for target in out])))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verdict` reads and writes, in the order of the operator's arguments."""
+
+    trailers: Sequence[Tensor]
+    """of the summed messages of all buckets"""
+    control: Tensor
+    """int64, the summed control vector: limbs of batch statistics and loss, then counts and sections"""
+    ordinary: Tensor
+    """int64, counts and sections of a step in which all ranks have computed all and nobody requests anything"""
+    addends: int
+    """virtual workers of the step"""
+    shift: float
+    """the unit of the bounds"""
+    limit: int
+    """largest magnitude of a sum"""
+    elements: int
+    """of all gradients of a virtual worker"""
+    going: Tensor
+    """float32 [1], written: 1, or 0 once a step was refused"""
+    bounds: Tensor
+    """float64 [slots], written: as `IntegerGradientSum.state`, then those of this step"""
+    scales: Tensor
+    """float32 [slots], written: then those of the next step"""
+    factors: Tensor
+    """float32 [slots], written: for `mean`, of this step"""
+    running: Tensor
+    """float32, written: batch norm's running statistics"""
+    momenta: Tensor
+    """float32, the fraction of a step in each of them"""
+    report: Tensor
+    """float64 [REPORT], written: for the host, which reads it later"""
+
+
+def verdict(v: Verdict) -> None:
+    """Decides on the device what every rank decides alike, and latches: once a step is refused, so are all after it.
+
+    A step is refused if a sum has left its range, a gradient or a batch statistic is not finite, or the counts of the
+    control vector are not those of an ordinary step. Then only `going`, `factors` and `report` are written.
+    """
+    sums, counts = v.control.split([len(v.control) - len(v.ordinary), len(v.ordinary)])
+    statistics = decode(sums.view(NARROW.rows, -1), NARROW)
+    reach, bad, lost = read_trailers(joined(v.trailers), v.shift)
+    fits = ~(bad | (reach > v.limit)).any() & statistics[:-1].isfinite().all() & (counts == v.ordinary).all()
+    v.going.mul_(fits)
+    is_going = v.going > 0
+    old = v.scales.double()
+    v.factors.copy_(1.0 / (old * v.addends))
+    underflow = lost / (v.elements * v.addends)
+    v.report.copy_(torch.stack([v.going[0].double(), statistics[-1] / v.addends, underflow]))
+    v.bounds.copy_(torch.where(is_going, reach / old, v.bounds))
+    v.scales.copy_(torch.where(is_going, power_of_two_scale(reach / old, float(v.limit)), old))
+    moved = v.running.mul(1 - v.momenta).add_(v.momenta * (statistics[:-1] / v.addends).float())
+    v.running.copy_(torch.where(is_going, moved, v.running))
+
+
+def joined(trailers: Sequence[Tensor]) -> Tensor:
+    """The trailers of all buckets as that of one: all bounds, all counts, and the elements lost in all."""
+    parts = [trailer.split([len(trailer) // 2 - 1, len(trailer) // 2 - 1, 2]) for trailer in trailers]
+    bounds, bad, lost = zip(*parts, strict=True)
+    return torch.cat([*bounds, *bad, total_lost(lost)])
+
+
+register(
+    "add_gradients(Tensor[] gradients, Tensor sizes, Tensor scales, Tensor(a!) message, Tensor(b!) found) -> ()",
+    add_gradients,
+    "triton_sums",
+)
+register(
+    "add_bounds(Tensor(a!) found, Tensor scales, Tensor(b!) message, int length, float shift, float cap) -> ()",
+    add_bounds,
+    "triton_sums",
+)
+register(
+    "add_statistics(Tensor(a!) sums, Tensor statistics, Tensor loss, bool is_first) -> ()",
+    add_statistics,
+    "triton_sums",
+)
+register(
+    "verdict(Tensor[] trailers, Tensor control, Tensor ordinary, int addends, float shift, int limit, "
+    "int elements, Tensor(a!) going, Tensor(b!) bounds, Tensor(c!) scales, Tensor(d!) factors, Tensor(e!) running, "
+    "Tensor momenta, Tensor(f!) report) -> ()",
+    verdict,
+    "triton_sums",
+    arguments=Verdict,
+)
+register("mean(Tensor[] sums, Tensor sizes, Tensor factors, float scale, Tensor(a!)[] out) -> ()", mean, "triton_sums")

@@ -1,0 +1,203 @@
+"""A GPU's streams, events and graphs as CUDA's guide describes them, on the CPU: work is done at once, under the vector
+clock of its stream. Whoever uses memory that another stream may be using at that time is found out.
+
+In the place of a CUDA graph stands work that is done again, which finds in the graph's own memory what a replay would.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torusgd.cuda import form, graphs
+from torusgd.cuda.graphs import MainStream, ReadyEvents, SideStream
+from torusgd.cuda.run_ahead import GraphedUpdate
+
+CPU = torch.device("cpu")
+
+
+class Again:
+    """Nothing is done while it is captured."""
+
+    def __init__(self, work: Callable[[], None], *memory: Any) -> None:
+        self.replay = work
+
+
+class Recorded(TorchDispatchMode):
+    """A graph of torusgd's operators: a replay gives them the numbers and the memory of the capture."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any]] = []
+        with self:
+            work()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function.namespace == "torusgd":
+            return self._calls.append((function, arguments, keywords or {}))
+        assert function.is_view, f"{function} is not done again"
+        return function(*arguments, **(keywords or {}))
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for function, arguments, keywords in self._calls:
+            function(*arguments, **keywords)
+
+
+class Refused:
+    def __init__(self, *work: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+class FakeStream:
+    def __init__(self, gpu: "FakeGpu") -> None:
+        self._gpu, self.known = gpu, Counter[int]()
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        if not self._gpu.ignores(self, event):
+            self.known |= event.known
+
+    def tick(self) -> None:
+        self.known[id(self)] += 1
+
+
+class FakeEvent:
+    def __init__(self, external: bool = False) -> None:
+        self.known, self.is_external = Counter[int](), external
+
+    def record(self, stream: FakeStream) -> None:
+        self.known = stream.known.copy()
+        stream.tick()
+
+
+class FakeGenerator:
+    """Of random numbers: its state can be exchanged for that of another."""
+
+    def clone_state(self) -> "FakeGenerator":
+        return FakeGenerator()
+
+    def graphsafe_get_state(self) -> "FakeGenerator":
+        return self
+
+    def graphsafe_set_state(self, other: "FakeGenerator") -> None:
+        pass
+
+
+class FakeGpu:
+    """What torch has of a GPU.
+
+    Args:
+        graph: Makes a graph of the work of a pass.
+        update: Makes a graph of the end of a step.
+    """
+
+    def __init__(self, graph: Callable[..., Any] = Again, update: Callable[..., Any] = Recorded) -> None:
+        self.main = self.current = FakeStream(self)
+        self.main.tick()
+        self.captured = list[object]()
+        self.ignores: Callable[[FakeStream, FakeEvent], bool] = lambda stream, event: False
+        self._graph, self._update = graph, update
+        self._pools = iter(range(1000))
+
+    def capture(self, work: Callable[[], None], *memory: Any) -> Any:
+        self.captured.append(work)
+        return self._graph(work)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        stream.tick()
+        yield
+        self.current = before
+
+    @contextmanager
+    def streams(self, count: int = 1, overlaps: bool = False) -> Iterator["FakeGpu"]:
+        """The GPU form on a CPU finds this GPU's streams, and with `overlaps` its events."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {
+                "Stream": lambda device=None: FakeStream(self),
+                "Event": FakeEvent,
+                "stream": self.stream,
+                "current_stream": lambda device=None: self.current,
+                "current_device": lambda: 0,
+                "default_generators": [FakeGenerator()],
+                "graph_pool_handle": lambda: next(self._pools),
+            }.items():
+                patch.setattr(torch.cuda, name, value)
+            patch.setattr(graphs, "CudaGraph", self.capture)
+            made = [MainStream(CPU)] if count == 1 else [SideStream(CPU) for _ in range(count)]
+            patch.setattr(form, "pass_streams", lambda device, count: made)
+            patch.setattr(form, "GraphedUpdate", lambda run, flat, capture: GraphedUpdate(run, flat, self._update))
+            patch.setattr(form, "ready_events", ReadyEvents if overlaps else lambda device, buckets: None)
+            yield self
+
+
+Memory = tuple[int, int]
+"""a storage, and the number of a part of it"""
+
+
+class Races(TorchDispatchMode):
+    """Notes the operators that use memory which another stream may be using at the same time.
+
+    Args:
+        gpu: Whose streams.
+        parts: Tensors that share one storage, as separate memory each.
+    """
+
+    def __init__(self, gpu: FakeGpu, parts: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._starts: dict[int, list[int]] = {}
+        for part in parts:
+            self._starts.setdefault(part.untyped_storage().data_ptr(), []).append(part.data_ptr())
+        self._uses: dict[Memory, dict[tuple[int, bool], int]] = {}
+        """of each memory, by stream and whether it wrote there, when it did so last"""
+        self.found: set[str] = set()
+        self.at_once = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords, schema = keywords or {}, function._schema
+        given = [*zip(schema.arguments, arguments, strict=False)]
+        given += [(each, keywords[each.name]) for each in schema.arguments if each.name in keywords]
+        result, before = function(*arguments, **keywords), set[Memory]()
+        if function.is_view:
+            return result
+        for argument, value in given:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in (each for each in tree_leaves(value) if isinstance(each, Tensor)):
+                for memory in self._memory_of(tensor):
+                    before.add(memory)
+                    self._use(str(function), memory, is_written)
+        for tensor in (each for each in tree_leaves(result) if isinstance(each, Tensor)):
+            for memory in self._memory_of(tensor):
+                if memory not in before:  # new, or free since its last use
+                    self._uses.pop(memory, None)
+                    self._use(str(function), memory, True)
+        return result
+
+    def _memory_of(self, tensor: Tensor) -> list[Memory]:
+        storage = tensor.untyped_storage().data_ptr()
+        starts = self._starts.get(storage)
+        if starts is None or not tensor.numel():
+            return [(storage, 0)]
+        begin = tensor.data_ptr()
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first, last = (bisect_right(starts, at) for at in (begin, begin + reach * tensor.element_size()))
+        return [(storage, part) for part in range(first, last + 1)]
+
+    def _use(self, name: str, memory: Memory, is_written: bool) -> None:
+        stream = self._gpu.current
+        known, uses = stream.known, self._uses.setdefault(memory, {})
+        for (other, was_written), when in uses.items():
+            if other != id(stream) and known[other] < when:
+                self.at_once += 1
+                if is_written or was_written:
+                    self.found.add(name)
+        uses[id(stream), is_written] = known[id(stream)]

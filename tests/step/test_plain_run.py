@@ -1,0 +1,66 @@
+"""A plain run: it imports nothing of the GPU form, and needs no Triton, on a CPU or a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torusgd
+
+TRAIN = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+import torch
+from pathlib import Path
+from tests.cuda.trainers import SGD, make_trainer, take
+from torusgd.comm.groups import alone
+
+world = alone(torch.device(sys.argv[1]))
+for change in (SGD, "optimizer.name=lars", "precision=float16", "reduction=float16"):
+    trainer = make_trainer(False, change, world=world)
+    for index in range(3):
+        assert take(trainer, index) is not None
+    trainer.step.state.state_dict(3, keep=True)
+    trainer.close()
+print(*(name for name in sys.modules if name.startswith(("torusgd.cuda", "triton"))))
+"""
+
+
+def imported_by_steps(device: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, device],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_plain_steps_import_nothing_of_the_gpu_form_and_need_no_triton(device: str) -> None:
+    assert imported_by_steps(device) == ""
+
+
+def test_one_import_leads_to_the_gpu_form() -> None:
+    """It stands in a function, behind the option `cuda_graphs`; no file but this and cuda/'s own imports from there."""
+    source = Path(torusgd.__file__).parent
+    found = [
+        (file.relative_to(source).as_posix(), line)
+        for file in sorted(source.rglob("*.py"))
+        for line in file.read_text().splitlines()
+        if file.parent.name != "cuda" and line.lstrip().startswith(("from ..cuda", "from .cuda", "from torusgd.cuda"))
+    ]
+    lazy = [(file, line) for file, line in found if "GpuForm  #" in line]
+    typing = [(file, line) for file, line in found if (file, line) not in lazy]
+    assert [file for file, _ in lazy] == ["run/build.py"]
+    assert {file for file, _ in typing} <= {"run/build.py"}
