@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from torusgd.comm.liveness import LateRank
+from torusgd.comm.base import LateRank
 from torusgd.ranks import heartbeat
 from torusgd.ranks.failures import Failure, FailureChannel, FailureKind
 from torusgd.ranks.heartbeat import Heartbeat

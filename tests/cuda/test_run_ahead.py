@@ -18,8 +18,8 @@ from tests.run.runs import TINY, events, run_here
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group, alone, group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.cuda.graphs import GraphedNetwork
 from torusgd.data.loader import Loader
 from torusgd.data.order import StreamOrder

@@ -31,8 +31,8 @@ from tests.run.runs import command
 from torch._C._distributed_c10d import HashStore
 
 from torusgd.comm import groups
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
-from torusgd.comm.liveness import Liveness
 from torusgd.observe.events import Telemetry
 from torusgd.observe.trackers import Trackers
 from torusgd.ranks import generations

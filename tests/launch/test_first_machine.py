@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
-from torusgd.comm.liveness import Liveness
 from torusgd.errors import UserError
 from torusgd.ranks.failures import FailureKind
 from torusgd.ranks.heartbeat import Heartbeat

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store
 
-from torusgd.comm.liveness import LateRank
+from torusgd.comm.base import LateRank
 from torusgd.ranks import heartbeat, roll_call
 from torusgd.ranks.heartbeat import Heartbeat
 from torusgd.ranks.rank import serve_store

@@ -14,8 +14,8 @@ import torch
 from tests.run.processes import LOOPBACK, listening
 from tests.run.runs import TINY
 
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
-from torusgd.comm.liveness import Liveness
 from torusgd.errors import UserError
 from torusgd.ranks.failures import Failure, FailureKind
 from torusgd.ranks.rank import RankFunction

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..comm.base import Liveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..errors import UserError
 from ..launch.torchrun import run_joined
 from ..ranks.roll_call import Limits

@@ -17,8 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
+from ..comm.base import Liveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..comm.tuning.profile import Profile
 from ..errors import RunError, UserError, warn
 from ..ranks.failures import Failure, FailureKind

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ..comm.liveness import LateRank
+from ..comm.base import LateRank
 from .generations import Generations
 from .roll_call import BEAT_SECONDS, STORE_KEY, Beat, Follower, Limits, Unchanged, Watch
 

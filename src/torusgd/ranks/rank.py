@@ -20,9 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import groups
-from ..comm.base import CommError
+from ..comm.base import CommError, Liveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..signals import StopFlag, die_with_launcher, hold_back
 from .failures import Failure, FailureChannel
 from .generations import GROUP_SECONDS, Generations, Released

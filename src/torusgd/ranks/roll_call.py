@@ -26,7 +26,7 @@ from itertools import islice
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ..comm.liveness import LateRank
+from ..comm.base import LateRank
 
 BEAT_SECONDS = 1.0
 """from one beat to the next, and from one look at the others' beats to the next"""

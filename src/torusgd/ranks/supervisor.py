@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..comm.liveness import LateRank
+from ..comm.base import LateRank
 from ..signals import held_back, how_it_ended
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import start_forkserver

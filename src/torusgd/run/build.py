@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..comm.base import Liveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
 from ..cuda.form import GpuForm
 from ..cuda.run_ahead import RunAhead, runs_ahead
