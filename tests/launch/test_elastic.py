@@ -36,7 +36,7 @@ from torusgd.comm.groups import Group
 from torusgd.observe.events import Telemetry
 from torusgd.observe.trackers import Trackers
 from torusgd.ranks import generations
-from torusgd.ranks.roll_call import Limits
+from torusgd.ranks.liveness import Limits
 from torusgd.ranks.supervisor import Supervisor
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

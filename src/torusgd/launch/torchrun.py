@@ -31,9 +31,8 @@ from ..comm.groups import Group
 from ..errors import RunError, UserError, warn, write_exit
 from ..ranks.failures import Failure, FailureChannel, FailureKind, cause_of
 from ..ranks.generations import GROUP_SECONDS
-from ..ranks.heartbeat import Heartbeat
+from ..ranks.liveness import SILENT_SECONDS, Heartbeat, Limits, Watch
 from ..ranks.rank import RankFunction, meet
-from ..ranks.roll_call import SILENT_SECONDS, Limits, Watch
 from ..recipe.compatibility import WORKERS, check
 from ..run.job import Job, setup_of
 from ..run.node_memory import torchrun_agent

@@ -26,8 +26,7 @@ from ..signals import StopFlag, die_with_launcher, hold_back
 from .failures import Failure, FailureChannel
 from .generations import GROUP_SECONDS, Generations, Released
 from .gpus import compare_gpus, device_of, tell_gpu
-from .heartbeat import Heartbeat
-from .roll_call import Limits
+from .liveness import Heartbeat, Limits
 
 RankFunction = Callable[[Group, StopFlag, int, Liveness], Any]
 """what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value"""
