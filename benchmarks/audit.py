@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from torusgd.comm.liveness import NoLiveness
+from torusgd.comm.base import NoLiveness
 from torusgd.ranks.rank import meet, serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

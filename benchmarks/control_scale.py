@@ -28,12 +28,11 @@ from typing import Any, ClassVar
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from torusgd.comm.liveness import LateRank
-from torusgd.ranks import heartbeat
+from torusgd.comm.base import LateRank
+from torusgd.ranks import liveness
 from torusgd.ranks.failures import Failure, FailureChannel, FailureKind
-from torusgd.ranks.heartbeat import Heartbeat
+from torusgd.ranks.liveness import BEAT_SECONDS, STORE_KEY, Beat, Follower, Heartbeat, Limits, Watch
 from torusgd.ranks.rank import serve_store
-from torusgd.ranks.roll_call import BEAT_SECONDS, STORE_KEY, Beat, Follower, Limits, Watch
 
 WAIT = timedelta(seconds=300)
 
@@ -120,7 +119,7 @@ def _host(number: int, arguments: argparse.Namespace, port: int, answers: Any) -
     _allow_files()
     store = _connected(port)
     limits = Limits(beat=arguments.limit, start=WAIT.total_seconds(), stuck=1e9)
-    heartbeat.Watch = _TimedWatch  # type: ignore[misc]
+    liveness.Watch = _TimedWatch  # type: ignore[misc]
     _meet(store, "started", many + 2)
     began = time.monotonic()
     caller = Heartbeat(store, 0, limits, range(size)) if number == 0 else None

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group
-from torusgd.comm.liveness import NoLiveness
 from torusgd.gradients.integer_hash import IntegerHash
 from torusgd.ranks.rank import meet, serve_store
 from torusgd.recipe.load import load_recipe

@@ -34,8 +34,8 @@ import torch
 from torch.nn import functional as F
 
 from gpu_section import COMPILED, EXACT, FLOAT, PEER, RUN, RUN_COMPILED, put_section, section
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import alone
-from torusgd.comm.liveness import NoLiveness
 from torusgd.data.loader import Share
 from torusgd.data.pipeline import Batch
 from torusgd.launch.local import launch

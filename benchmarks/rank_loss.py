@@ -31,7 +31,7 @@ from tests.rehearse.test_join_in_lab import COMMAND
 from tests.run.processes import last_step, summary, torusgd, until, wait_for_step
 
 from changes import GO_ON, LONGEST
-from torusgd.ranks.handshake import make_token
+from torusgd.ranks.join import make_token
 from torusgd.rehearse.lab import Host, Lab
 
 PEERS = {

@@ -26,9 +26,9 @@ from typing import Any
 
 from torch import Tensor
 
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
-from torusgd.comm.liveness import Liveness
-from torusgd.ranks.roll_call import Limits
+from torusgd.ranks.liveness import Limits
 from torusgd.ranks.supervisor import Supervisor
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import alone
-from torusgd.comm.liveness import NoLiveness
 from torusgd.data.loader import Share
 from torusgd.data.pipeline import Batch
 from torusgd.models import build_model

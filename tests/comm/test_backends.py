@@ -11,7 +11,7 @@ from tests.comm.fake_cuda import fake_cuda
 from tests.comm.gloo_world import run_ranks
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from torusgd.comm import backends, groups
+from torusgd.comm import groups
 
 GPU = torch.device("cuda", 0)
 NOTES: list[str] = []
@@ -42,7 +42,7 @@ class FakeNccl(ProcessGroupGloo):
 
 def make_split_and_close() -> list[str]:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    with patch.object(backends.c10d, "ProcessGroupNCCL", FakeNccl, create=True), fake_cuda():
+    with patch.object(groups.c10d, "ProcessGroupNCCL", FakeNccl, create=True), fake_cuda():
         world = groups.build(PrefixStore("run", store), range(3), rank, device=GPU, timeout=600.0)
         pair = world.partition([[0, 1], [2]])
         everyone = world.duplicate(timeout=7.0)
@@ -86,7 +86,7 @@ def sum_on_the_gpu_by_gloo() -> float:
 def sum_by_nccl() -> float:
     store = dist.distributed_c10d._get_default_store()
     world = groups.build(PrefixStore("run", store), [0], 0, device=GPU, timeout=240)
-    group = backends.connected(PrefixStore("alone", store), [0], 0, GPU, timedelta(seconds=60), nccl=True)
+    group = groups.connected(PrefixStore("alone", store), [0], 0, GPU, timedelta(seconds=60), nccl=True)
     value = torch.ones(1000, device=GPU, dtype=torch.int32)
     groups.Group(group, (0,), 0, GPU, None, 60.0, nccl=True, owned=True).start_all_reduce(value).wait()
     world.close()

@@ -10,9 +10,8 @@ import torch
 from tests.comm.gloo_world import run_ranks
 
 from torusgd.comm.allreduce import create
-from torusgd.comm.base import CommTimeout
+from torusgd.comm.base import CommTimeout, LateRank, NoLiveness
 from torusgd.comm.groups import group_of
-from torusgd.comm.liveness import LateRank, NoLiveness
 from torusgd.comm.monitor import Monitor, hidden_share
 
 

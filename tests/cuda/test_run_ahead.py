@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torusgd.run.data import open_data
 
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import alone, group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.cuda.graphs import GraphedNetwork
 from torusgd.data.pipeline import allocate_by_torch
 from torusgd.data.to_device import BytePipeline

@@ -9,8 +9,8 @@ import torch
 from tests.run.runs import TINY
 from torusgd.run.data import open_data
 
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group, alone
-from torusgd.comm.liveness import NoLiveness
 from torusgd.data.loader import Loader
 from torusgd.data.order import StreamOrder
 from torusgd.data.to_device import BytePipeline, can_normalise_later

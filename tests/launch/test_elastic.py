@@ -31,12 +31,12 @@ from tests.run.runs import command
 from torch._C._distributed_c10d import HashStore
 
 from torusgd.comm import groups
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
-from torusgd.comm.liveness import Liveness
 from torusgd.observe.events import Telemetry
 from torusgd.observe.trackers import Trackers
 from torusgd.ranks import generations
-from torusgd.ranks.roll_call import Limits
+from torusgd.ranks.liveness import Limits
 from torusgd.ranks.supervisor import Supervisor
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
-from torusgd.comm.liveness import Liveness
 from torusgd.errors import UserError
 from torusgd.ranks.failures import FailureKind
-from torusgd.ranks.heartbeat import Heartbeat
-from torusgd.ranks.roll_call import Limits
+from torusgd.ranks.liveness import Heartbeat, Limits
 from torusgd.ranks.supervisor import RankFailed, Supervisor
 from torusgd.signals import StopFlag
 

@@ -38,7 +38,7 @@ from torusgd.launch import local, node_agent
 from torusgd.launch.local import TOKEN, Entrance, launch
 from torusgd.launch.node_agent import join_run
 from torusgd.ranks import supervisor as processes
-from torusgd.ranks.handshake import Channel, read_token
+from torusgd.ranks.join import Channel, read_token
 from torusgd.ranks.rank import start_rank
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

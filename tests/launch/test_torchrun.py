@@ -27,7 +27,7 @@ from tests.run.processes import (
 
 from torusgd.comm import groups
 from torusgd.launch import torchrun as torchrun_ranks
-from torusgd.ranks.roll_call import Limits
+from torusgd.ranks.liveness import Limits
 
 
 def torchrun(folder: Path, out: Path, recipe: Path, *options: str, flags: list[str]) -> Process:

@@ -24,7 +24,7 @@ from torusgd.ranks.gpus import (
     own_gpu,
     tell_gpu,
 )
-from torusgd.ranks.heartbeat import Limits
+from torusgd.ranks.liveness import Limits
 from torusgd.ranks.rank import meet
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from torusgd.errors import UserError
-from torusgd.ranks import handshake
-from torusgd.ranks.handshake import (
+from torusgd.ranks import join
+from torusgd.ranks.join import (
     NODE,
     STORE,
     Channel,
@@ -105,7 +105,7 @@ def test_garbage_in_place_of_a_proof_is_refused(said: bytes) -> None:
 
 
 def test_who_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(join, "HANDSHAKE_SECONDS", 0.2)
     assert isinstance(Pair().end(), Refused)
 
 

@@ -13,8 +13,16 @@ from tests.run.processes import until
 from torusgd.errors import RunError, UserError
 from torusgd.launch import node_agent
 from torusgd.launch.node_agent import join_run
-from torusgd.ranks.handshake import NODE, make_token, prove_to_client, prove_to_listener
-from torusgd.ranks.listener import MOST_STRANGERS, Listener, interface_addresses, interface_of
+from torusgd.ranks.join import (
+    MOST_STRANGERS,
+    NODE,
+    Listener,
+    interface_addresses,
+    interface_of,
+    make_token,
+    prove_to_client,
+    prove_to_listener,
+)
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.job import Job
@@ -107,9 +115,7 @@ def test_odd_messages_of_the_first_machine_are_one_line(
 def test_ranks_can_be_reached_at_an_address_of_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert ("lo", "127.0.0.1") in interface_addresses()
-    monkeypatch.setattr(
-        "torusgd.ranks.listener.interface_addresses", lambda: [("eth0", "10.0.0.1"), ("eth0", "10.0.0.2")]
-    )
+    monkeypatch.setattr("torusgd.ranks.join.interface_addresses", lambda: [("eth0", "10.0.0.1"), ("eth0", "10.0.0.2")])
     assert interface_of("10.0.0.2") == "eth0"
     with pytest.raises(UserError, match="no network interface of this machine has it"):
         interface_of("0.0.0.0")

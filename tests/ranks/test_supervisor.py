@@ -14,12 +14,12 @@ import torch
 from tests.run.processes import LOOPBACK, listening
 from tests.run.runs import TINY
 
+from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
-from torusgd.comm.liveness import Liveness
 from torusgd.errors import UserError
 from torusgd.ranks.failures import Failure, FailureKind
+from torusgd.ranks.liveness import Limits
 from torusgd.ranks.rank import RankFunction
-from torusgd.ranks.roll_call import Limits
 from torusgd.ranks.supervisor import RankFailed, Supervisor
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

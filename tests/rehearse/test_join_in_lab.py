@@ -10,7 +10,7 @@ import pytest
 
 from tests.rehearse.marks import needs_lab
 from tests.run.processes import RECIPE, results, run_alone, summary
-from torusgd.ranks.handshake import make_token
+from torusgd.ranks.join import make_token
 from torusgd.rehearse.lab import Host, Lab
 
 pytestmark = needs_lab

@@ -9,8 +9,8 @@ import pytest
 
 from tests.comm.gloo_world import run_ranks
 from tests.data.pictures import write_folder
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.data.file_lists import Arrays, Progress
 from torusgd.data.fingerprint import data_sha256
 from torusgd.data.pictures import PictureFiles, open_folder

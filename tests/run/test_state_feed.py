@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import HashStore
 from tests.run.runs import TINY
 from tests.step.test_step import make_trainer, take
 from torusgd.comm import groups
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group
-from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import state_feed

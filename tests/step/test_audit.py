@@ -11,9 +11,8 @@ from tests.run.runs import TINY, around_steps
 from torch import Tensor
 
 from torusgd.comm.allreduce import create
-from torusgd.comm.base import ConnectionLost, Done
+from torusgd.comm.base import ConnectionLost, Done, NoLiveness
 from torusgd.comm.groups import Group, group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.data.pipeline import Batch
 from torusgd.errors import CorruptionError
 from torusgd.gradients.integer_hash import IntegerHash

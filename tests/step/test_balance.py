@@ -12,8 +12,8 @@ import torch
 from tests.comm.gloo_world import run_ranks
 from tests.run.runs import TINY, events, run_here
 
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group, group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.shares import best_counts

@@ -13,9 +13,8 @@ from tests.comm.gloo_world import run_ranks
 from tests.run.runs import TINY, around_steps
 
 from torusgd.comm.allreduce import create
-from torusgd.comm.base import ConnectionLost, Done
+from torusgd.comm.base import ConnectionLost, Done, NoLiveness
 from torusgd.comm.groups import Group, alone, group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.errors import CorruptionError
 from torusgd.gradients.layout import Slot
 from torusgd.recipe.duration import Duration

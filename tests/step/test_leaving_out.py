@@ -14,8 +14,8 @@ from tests.run.processes import last_step, until
 from tests.run.runs import TINY, events
 from torch import Tensor
 
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.errors import UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

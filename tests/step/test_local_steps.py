@@ -8,8 +8,8 @@ import torch
 from tests.run.runs import TINY
 from tests.step.test_leaving_out import run_world
 
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer, build

@@ -8,9 +8,8 @@ import torch
 from tests.comm.gloo_world import run_ranks
 from tests.run.runs import TINY, events, run_here
 
-from torusgd.comm.base import Done
+from torusgd.comm.base import Done, NoLiveness
 from torusgd.comm.groups import Group, alone, group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule

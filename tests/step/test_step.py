@@ -8,8 +8,8 @@ from tests.run.runs import TINY, events, run_here
 from torch import nn
 from torch.nn import functional as F
 
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.data.order import StreamOrder
 from torusgd.errors import RunError
 from torusgd.models import build_model

@@ -10,8 +10,8 @@ from tests.comm.gloo_world import run_ranks
 from tests.run.runs import TINY, run_here
 from torch import Tensor
 
+from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group, alone, group_of
-from torusgd.comm.liveness import NoLiveness
 from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

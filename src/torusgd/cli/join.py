@@ -34,7 +34,7 @@ def join(
 
     start_forkserver()  # before torch is imported here
     from ..launch.node_agent import join_run
-    from ..ranks.handshake import parse_address, read_token
+    from ..ranks.join import parse_address, read_token
 
     where, token = parse_address(address, "torusgd join"), read_token(token_file)
     raise typer.Exit(join_run(where, token, data, workers))

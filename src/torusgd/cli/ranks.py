@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ..comm.base import Liveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..errors import UserError
 from ..launch.torchrun import run_joined
-from ..ranks.roll_call import Limits
+from ..ranks.liveness import Limits
 from ..ranks.supervisor import RankFailed, Supervisor
 from ..recipe.runtime_options import RuntimeOptions
 from ..runtime import ranks_are_given, resolve_device

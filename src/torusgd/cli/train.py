@@ -94,7 +94,7 @@ def train(
     from ..observe.compare_plan import PlanComparison
     from ..observe.trace import TracedSteps
     from ..ranks import slurm
-    from ..ranks.handshake import parse_address
+    from ..ranks.join import parse_address
     from ..recipe.load import load_recipe
     from ..run.initial_weights import check_initial
     from ..run.job import Job

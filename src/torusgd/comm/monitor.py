@@ -16,8 +16,7 @@ from math import inf, nan
 import torch
 from torch.profiler import record_function
 
-from .base import AllReduce, CommTimeout, Done, Work
-from .liveness import Liveness, NoLiveness
+from .base import AllReduce, CommTimeout, Done, Liveness, NoLiveness, Work
 
 SLICE = 0.25
 """seconds between two looks of a wait at who is late"""

@@ -17,15 +17,13 @@ from typing import Any
 
 from rich.console import Console
 
+from ..comm.base import Liveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..comm.tuning.profile import Profile
 from ..errors import RunError, UserError, warn
 from ..ranks.failures import Failure, FailureKind
-from ..ranks.handshake import make_token
-from ..ranks.heartbeat import Heartbeat
-from ..ranks.listener import Listener
-from ..ranks.roll_call import Limits
+from ..ranks.join import Listener, make_token
+from ..ranks.liveness import Heartbeat, Limits
 from ..ranks.supervisor import RankFailed, Supervisor
 from ..recipe.compatibility import LISTENS, RANGE, check, fixed_ranks
 from ..run.fingerprint import Fingerprint

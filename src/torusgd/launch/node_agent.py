@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunError, UserError, warn
-from ..ranks.handshake import (
+from ..ranks.join import (
     MOST_RANKS,
     NODE,
     STORE,
@@ -30,13 +30,13 @@ from ..ranks.handshake import (
     accepted,
     as_text,
     hang_up,
+    interface_of,
     pass_on,
     printable,
     prove_to_listener,
 )
-from ..ranks.listener import interface_of
+from ..ranks.liveness import BEAT_SECONDS
 from ..ranks.rank import LOOPBACK, RankSpec, start_rank
-from ..ranks.roll_call import BEAT_SECONDS
 from ..run.job import Job
 from ..run.open_data import find_images
 from ..signals import held_back

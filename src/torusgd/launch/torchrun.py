@@ -26,15 +26,13 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from ..comm.base import CommError
+from ..comm.base import CommError, LateRank, Liveness
 from ..comm.groups import Group
-from ..comm.liveness import LateRank, Liveness
 from ..errors import RunError, UserError, warn, write_exit
 from ..ranks.failures import Failure, FailureChannel, FailureKind, cause_of
 from ..ranks.generations import GROUP_SECONDS
-from ..ranks.heartbeat import Heartbeat
+from ..ranks.liveness import SILENT_SECONDS, Heartbeat, Limits, Watch
 from ..ranks.rank import RankFunction, meet
-from ..ranks.roll_call import SILENT_SECONDS, Limits, Watch
 from ..recipe.compatibility import WORKERS, check
 from ..run.job import Job, setup_of
 from ..run.node_memory import torchrun_agent

@@ -20,9 +20,8 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import groups
-from ..comm.base import CommTimeout, ConnectionLost
+from ..comm.base import CommTimeout, ConnectionLost, Liveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..text import named
 from .gpus import compare_gpus, tell_gpu
 

@@ -20,15 +20,13 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import groups
-from ..comm.base import CommError
+from ..comm.base import CommError, Liveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..signals import StopFlag, die_with_launcher, hold_back
 from .failures import Failure, FailureChannel
 from .generations import GROUP_SECONDS, Generations, Released
 from .gpus import compare_gpus, device_of, tell_gpu
-from .heartbeat import Heartbeat
-from .roll_call import Limits
+from .liveness import Heartbeat, Limits
 
 RankFunction = Callable[[Group, StopFlag, int, Liveness], Any]
 """what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value"""

@@ -20,14 +20,14 @@ from typing import Any, Self
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..comm.liveness import LateRank
+from ..comm.base import LateRank
 from ..signals import held_back, how_it_ended
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import start_forkserver
 from .generations import Generations, ranks_do
-from .listener import JoinedNode, Listener, RemoteRank
+from .join import JoinedNode, Listener, RemoteRank
+from .liveness import BEAT_SECONDS, Limits, Watch
 from .rank import JOINING, LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start_rank
-from .roll_call import BEAT_SECONDS, Limits, Watch
 
 EXPLAIN_SECONDS = 5.0
 """for the other ranks to say why they end as well, before they are killed"""

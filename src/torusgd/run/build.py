@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch.utils.hooks import RemovableHandle
 
+from ..comm.base import Liveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..comm.monitor import Monitor
 from ..gradients.bucket_rebuild import BucketRebuild
 from ..gradients.reducer import hook_parameters

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from safetensors.numpy import save
 
+from ..comm.base import Liveness
 from ..comm.connection import hosts_of
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..data.file_lists import Arrays, Progress, read_arrays
 from ..errors import UserError
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm.liveness import Liveness
+from ..comm.base import Liveness
 from ..data.loader import Loader
 from ..data.loader_processes import LoaderProcesses, Opener
 from ..data.nvjpeg import decode_on_gpu

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..comm.liveness import Liveness
+from ..comm.base import Liveness
 from ..errors import RunError, UserError, warn
 from ..models import head_of
 from ..observe.events import Telemetry, plan_table

@@ -8,9 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..comm.base import CommError, ConnectionLost
+from ..comm.base import CommError, ConnectionLost, Liveness, NoLiveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness, NoLiveness
 from ..errors import UserError
 from ..observe.events import Telemetry, evaluation_event
 from ..recipe.compatibility import fixed_ranks

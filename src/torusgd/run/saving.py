@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from ..comm.base import Liveness
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..errors import CorruptionError, RunError, warn
 from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter, step_on_disk
 from ..step.drift import DriftWatch

@@ -20,9 +20,8 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
-from ..comm.base import CommError, ConnectionLost
+from ..comm.base import CommError, ConnectionLost, Liveness
 from ..comm.groups import Group, alone
-from ..comm.liveness import Liveness
 from ..step.model_state import StepState
 from ..step.requests import Requests
 from ..weights import Tensors

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from ..comm.algorithms import parse_algorithm
-from ..comm.base import ConnectionLost
+from ..comm.base import ConnectionLost, Liveness
 from ..comm.groups import Group, alone
-from ..comm.liveness import Liveness
 from ..errors import UserError, warn
 from ..observe.trackers import Trackers
 from ..recipe.compatibility import fixed_ranks

@@ -5,7 +5,7 @@ from itertools import chain
 
 from torch.profiler import record_function
 
-from ..comm.liveness import Liveness
+from ..comm.base import Liveness
 from ..data.loader import Loader, Share
 from ..data.pipeline import Batch
 from ..errors import DiskError, RunError, is_transient

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.liveness import Liveness
+from ..comm.base import Liveness
 from .control_vector import ControlVector
 from .watch import StepView, StepWatch
 

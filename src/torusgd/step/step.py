@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..comm.base import AllReduce, Work
+from ..comm.base import AllReduce, Liveness, Work
 from ..comm.groups import Group
-from ..comm.liveness import Liveness
 from ..data.pipeline import Batch
 from ..errors import RunError
 from ..gradients.integer_hash import IntegerHash

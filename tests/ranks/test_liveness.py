@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store
 
-from torusgd.comm.liveness import LateRank
-from torusgd.ranks import heartbeat, roll_call
-from torusgd.ranks.heartbeat import Heartbeat
+from torusgd.comm.base import LateRank
+from torusgd.ranks import liveness
+from torusgd.ranks.liveness import Beat, Follower, Heartbeat, Limits, Watch
 from torusgd.ranks.rank import serve_store
-from torusgd.ranks.roll_call import Beat, Follower, Limits, Watch
 
 LIMITS = Limits(beat=30, start=100, stuck=60)
 
@@ -24,7 +23,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.store = 0.0, HashStore()
-        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(liveness.time, "monotonic", lambda: self.now)
         self.watch = Watch(self.store, [0, 1], LIMITS)
         self.number = 0
 
@@ -34,7 +33,7 @@ class Clock:
         self.number += 1
         for rank, beat in enumerate(beats):
             if beat is not None:
-                record = heartbeat.json.dumps(heartbeat.asdict(replace(beat, number=self.number)))
+                record = liveness.json.dumps(liveness.asdict(replace(beat, number=self.number)))
                 self.store.set(f"beats/{rank}", record)
         return self.watch.look()
 
@@ -134,7 +133,7 @@ def test_few_of_many_late_ranks_are_named(clock: Clock) -> None:
     for _ in range(102):
         clock.now += 1
         many.look()
-    assert len(many.look()) == roll_call.MOST_NAMED
+    assert len(many.look()) == liveness.MOST_NAMED
 
 
 def test_a_wait_for_a_disk_is_told_and_given_up_late(clock: Clock) -> None:
@@ -174,9 +173,9 @@ def test_a_rank_alone_that_hangs_is_named(clock: Clock) -> None:
 @pytest.fixture
 def beating(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Heartbeat]]:
     """Makes heartbeats of ranks of this process, 20 a second."""
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(heartbeat, "QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(heartbeat, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(liveness, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(liveness, "GRACE_SECONDS", 0.5)
     common, made = serve_store(), list[Heartbeat]()
 
     def make(*arguments: Any, store: Store = common) -> Heartbeat:
@@ -218,7 +217,7 @@ def test_a_rank_that_sleeps_in_a_loop_is_found_by_another_with_phase_and_stack(
     release.set()
     other.join()
     assert (late.rank, late.phase, late.step) == (1, "train", 6)
-    assert "hang_in_a_loop (test_heartbeat.py:" in late.why
+    assert "hang_in_a_loop (test_liveness.py:" in late.why
 
 
 def test_a_main_thread_that_asks_nobody_is_told_by_a_call(beating: Callable[..., Heartbeat]) -> None:
