@@ -37,6 +37,8 @@ class System:
     seconds: float
     """that a step may take in the lab"""
     published: str = ""
+    software: str | None = None
+    """the profile whose speed of compute is played; None: the record's"""
 
 
 SYSTEMS = {
@@ -44,7 +46,7 @@ SYSTEMS = {
     "fdr-cddnn": System("intel-cddnn-16", "endeavor", 1024, 8.0, "das_cddnn_16"),
     "fdr-vgga": System("intel-aws-vgga-16", "endeavor", 256, 12.0),
     "fdr-overfeat": System("intel-overfeat-64", "endeavor", 256, 12.0),
-    "abci": System("resnet50", "abci", 512, 6.0),
+    "abci": System("resnet50", "abci", 512, 6.0, software="mxnet-fujitsu"),
 }
 IDEAS = {
     "native, no overlap": {"allreduce": "native", "overlap": False},
@@ -90,8 +92,8 @@ def play(name: str, devices: int, idea: str, steps: int, date: str) -> dict[str,
     seconds = SPLIT_SECONDS if "model_parallel" in IDEAS[idea] else system.seconds
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         rehearse(
-            recipe=system.recipe, overrides=sets, cluster=system.cluster, workers=devices, steps=steps,
-            seconds=seconds, json_file=Path(file.name), **IDEAS[idea],
+            recipe=system.recipe, overrides=sets, cluster=system.cluster, software=system.software, workers=devices,
+            steps=steps, seconds=seconds, json_file=Path(file.name), **IDEAS[idea],
         )  # fmt: skip
         found = json.loads(Path(file.name).read_text())
     groups = found["linear_groups"]

@@ -217,7 +217,7 @@ class PlannedMachine:
         str | None,
         Option(
             "--software",
-            help="Software profile; a rehearsal takes its speed of compute. Default: the record's, else the cluster's.",
+            help="Software profile; a rehearsal takes its speed of compute. Default: the record's, else torusgd.",
             rich_help_panel="Cluster",
         ),
     ] = None

@@ -77,8 +77,6 @@ class Cluster(Section):
     """share of the bandwidth that leaves a rack"""
     in_network_reduction: bool = False
     """switches can add (SHARP)"""
-    software: str = "torusgd"
-    """profile used when none is named"""
     profile: Profile | None = None
     """what torusgd tune measured, where the machine is this one"""
 
@@ -175,6 +173,8 @@ class Software(Section):
     """What a training program makes of a machine: few numbers, each with a meaning."""
 
     name: str
+    program: str | None = None
+    """of other people, in words, which the first line of a plan names; null: torusgd, or one of your own"""
     source: str
     measured_on: tuple[str, ...] | None = None
     """devices on which it was measured; null: those of its publication"""

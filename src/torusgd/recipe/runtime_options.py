@@ -59,7 +59,7 @@ class RuntimeOptions(Section):
     CPUs; it costs some 0.1 ms of a core a layer and virtual worker"""
     software: str | None = None
     """of a published record: the planner's profile of the program that set it; a plan then takes that program as
-    published, and the options beside it are how a run does the same; null: the cluster's"""
+    published, and the options beside it are how a run does the same; null: torusgd"""
     checkpoint_every: Duration = Duration(1, "ep")
     """from one checkpoint to the next"""
     checkpoint_minutes: Annotated[float, Field(gt=0)] = 10.0
