@@ -53,6 +53,8 @@ class Calibrated(Section):
     """software profile: spread of the logarithm of its predictions"""
     left_out: dict[str, Positive]
     """published row: predicted by the fit of all others"""
+    system_left_out: dict[str, Positive]
+    """published row: predicted by the fit of the rows of other systems, each a cluster with a program"""
     other_networks: dict[str, Positive]
     """published row of a program with three networks or more: predicted by the fit without any row of its network"""
 
@@ -78,9 +80,7 @@ def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | 
     Without `factors` by those found, and a profile gets its error beside them. A value that a file leaves to its
     default is not multiplied.
     """
-    found = (
-        load_calibrated() if factors is None else Calibrated(factors=factors, errors={}, left_out={}, other_networks={})
-    )
+    multiplied_by = load_calibrated().factors if factors is None else factors
     result = copy.deepcopy(tree)
     for parameter in load_parameters().parameters:
         for key in parameter.keys(folder, name):
@@ -89,7 +89,7 @@ def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | 
             for part in parents:
                 node = node.get(part, {})
             if last in node:
-                node[last] = float(node[last]) * found.factors[parameter.name]
-    if folder == "software" and name in found.errors:
-        result["error"] = found.errors[name]
+                node[last] = float(node[last]) * multiplied_by[parameter.name]
+    if factors is None and folder == "software" and name in load_calibrated().errors:
+        result["error"] = load_calibrated().errors[name]
     return result
