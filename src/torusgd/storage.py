@@ -24,8 +24,12 @@ _SECONDS = 30
 """without a byte, after which an attempt is given up; huggingface_hub has 10 of its own (HF_HUB_DOWNLOAD_TIMEOUT)"""
 _SMALL_SECONDS = 60
 """for an attempt at what takes a few bytes, with all that a store's library tries within it"""
-_EXTRAS = {"gs": "gcs", "hf": "remote,hub"}
-"""that bring what a kind of URL needs, where it isn't `remote` alone"""
+_PACKAGES = {
+    "s3": "fsspec s3fs (the extra remote)",
+    "gs": "gcsfs (the extra gcs)",
+    "hf": "fsspec huggingface_hub (the extras remote and hub)",
+}
+"""that a kind of URL needs, if it is not the web's"""
 
 T = TypeVar("T")
 
@@ -75,8 +79,8 @@ class Store:
 
             self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **_timeouts(scheme))
         except ImportError as error:
-            extra = _EXTRAS.get(scheme, "remote")
-            raise UserError(f"{url}: a package for it is missing ({error}); pip install 'torusgd[{extra}]'") from error
+            packages = _PACKAGES.get(scheme, "fsspec aiohttp (the extra remote)")
+            raise UserError(f"{url}: a package for it is missing ({error}); pip install {packages}") from error
         except ValueError as error:
             raise UserError(f"{url}: no URL of a bucket or a web server ({error})") from error
         self.url = url.rstrip("/")

@@ -238,7 +238,7 @@ def test_a_picture_or_what_is_missing_for_one(tmp_path: Path, monkeypatch: pytes
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        assert "pip install 'torusgd[plot]'" in run_cli(*command)[2]
+        assert "pip install matplotlib (the extra plot)" in run_cli(*command)[2]
         return
     assert run_cli(*command)[0] == 0
     assert path.read_text().startswith("<?xml")
@@ -246,7 +246,7 @@ def test_a_picture_or_what_is_missing_for_one(tmp_path: Path, monkeypatch: pytes
     assert run_cli("plan", "resnet50", *command[2:-1], accuracy, "--to", "75.9%")[0] == 0
     assert "minutes to the accuracy" in accuracy.read_text()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'torusgd[plot]'" in run_cli(*command)[2]
+    assert "pip install matplotlib (the extra plot)" in run_cli(*command)[2]
 
 
 def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan, run_cli: Run) -> None:
