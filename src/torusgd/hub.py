@@ -111,7 +111,9 @@ def _hub(flag: str) -> Any:
         import huggingface_hub
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as error:
-        raise UserError(f"{flag}: needs huggingface_hub ({error}); pip install 'torusgd[hub]'") from None
+        raise UserError(
+            f"{flag}: needs huggingface_hub ({error}); pip install huggingface_hub (the extra hub)"
+        ) from None
     if not sys.stderr.isatty():
         disable_progress_bars()
     # Its warning that no file is there is our own error.

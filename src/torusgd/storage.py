@@ -23,8 +23,12 @@ _SECONDS = 30
 """seconds without a byte that end an attempt; huggingface_hub has 10 of its own (HF_HUB_DOWNLOAD_TIMEOUT)"""
 _SMALL_SECONDS = 60
 """seconds of an attempt at a call of a few bytes, all retries of the store's library included"""
-_EXTRAS = {"gs": "gcs", "hf": "remote,hub"}
-"""extras to install by kind of URL, if not `remote` alone"""
+_PACKAGES = {
+    "s3": "fsspec s3fs (the extra remote)",
+    "gs": "gcsfs (the extra gcs)",
+    "hf": "fsspec huggingface_hub (the extras remote and hub)",
+}
+"""packages by kind of URL, if it is not the web's"""
 
 T = TypeVar("T")
 
@@ -70,8 +74,8 @@ class Store:
 
             self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **_timeouts(scheme))
         except ImportError as error:
-            extra = _EXTRAS.get(scheme, "remote")
-            raise UserError(f"{url}: a package for it is missing ({error}); pip install 'torusgd[{extra}]'") from error
+            packages = _PACKAGES.get(scheme, "fsspec aiohttp (the extra remote)")
+            raise UserError(f"{url}: a package for it is missing ({error}); pip install {packages}") from error
         except ValueError as error:
             raise UserError(f"{url}: no URL of a bucket or a web server ({error})") from error
         self.url = url.rstrip("/")

@@ -10,6 +10,7 @@ import pytest
 from tests.run.runs import events, run_here
 
 from torusgd.comm.tuning.profile import Link, Profile
+from torusgd.plan.cluster import cluster_names
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -58,6 +59,28 @@ def test_a_record_is_planned_as_its_own_software_unless_another_is_named(plan) -
     assert other["stages"] == flags["stages"] != found["stages"]
     _, ring = plan(*command, "--allreduce", "ring")
     assert ring["stages"][0]["seconds"] > found["stages"][0]["seconds"]
+
+
+@pytest.mark.parametrize("cluster", cluster_names())
+def test_a_plan_is_of_torusgd_unless_another_program_is_named(plan, cluster: str) -> None:
+    command = ("digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--cluster", cluster)
+    out, found = plan(*command, "--devices", 2)
+    assert found["software"] == "torusgd"
+    assert "not torusgd" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (("--software", "mxnet-v30"), "NVIDIA's MXNet program of MLPerf v3.0"),
+        (("--software", "mxnet-v30", "--to", "75.9%"), "NVIDIA's MXNet program of MLPerf v3.0"),
+        (("--set", "runtime.software=nnl-v1"), "Sony's NNL program of November 2018"),
+    ],
+)
+def test_another_program_is_named_in_the_first_line(plan, words: tuple[str, ...], program: str) -> None:
+    out, found = plan("resnet50", "--cluster", "hgx-h100", "--devices", 8, *words)
+    assert found["title"].endswith(f", as {program}, not torusgd")
+    assert " ".join(out.split()).startswith(found["title"])
 
 
 @pytest.mark.parametrize("devices", [2048, 3072])
@@ -210,7 +233,7 @@ def test_a_picture_or_what_is_missing_for_one(tmp_path: Path, monkeypatch: pytes
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        assert "pip install 'torusgd[plot]'" in run_cli(*command)[2]
+        assert "pip install matplotlib (the extra plot)" in run_cli(*command)[2]
         return
     assert run_cli(*command)[0] == 0
     assert path.read_text().startswith("<?xml")
@@ -218,7 +241,7 @@ def test_a_picture_or_what_is_missing_for_one(tmp_path: Path, monkeypatch: pytes
     assert run_cli("plan", "resnet50", *command[2:-1], accuracy, "--to", "75.9%")[0] == 0
     assert "minutes to the accuracy" in accuracy.read_text()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'torusgd[plot]'" in run_cli(*command)[2]
+    assert "pip install matplotlib (the extra plot)" in run_cli(*command)[2]
 
 
 def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan, run_cli: Run) -> None:
@@ -244,7 +267,7 @@ def test_a_device_on_which_the_program_has_not_run_is_told(tmp_path: Path, plan)
     command = ("digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--cluster", "hgx-h100")
     alone = (*command, "--devices", 1, "--software", "torusgd")
     assert "torusgd was never measured on such a device (H100-SXM5-80GB)" in " ".join(plan(*alone)[0].split())
-    assert "never measured" not in plan(*command, "--devices", 1)[0]
+    assert "never measured" not in plan(*command, "--devices", 1, "--software", "mxnet-v30")[0]
     # A run with one worker on such a device is all that it takes; its steps were handed over in advance.
     (tmp_path / "summary.json").write_text(json.dumps({"world_size": 1}))
     events = [{"step": n, "batch": 96, "step_seconds": 0.002, "update_seconds": 0.0} for n in range(1, 6)]

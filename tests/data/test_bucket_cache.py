@@ -152,6 +152,6 @@ def test_a_missing_package_is_one_line(url: str, package: str, extra: str, monke
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(registry, "_registry", {})  # of those imported already
     monkeypatch.setattr(registry, "registry", registry._registry)
-    line = rf"{url}: a package for it is missing \(.*\); pip install 'torusgd\[{extra}\]'"
+    line = rf"{url}: a package for it is missing \(.*\); pip install .*{package} \(the extra {extra}\)"
     with pytest.raises(UserError, match=line):
         Store(url)

@@ -130,7 +130,7 @@ def test_it_is_refused_where_it_can_not_be(folder: Path, monkeypatch: pytest.Mon
     sources = open_sources(folder_data(), folder, 0)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
-    with pytest.raises(UserError, match=r"^data.decoder: nvjpeg needs torchvision \(.*pip install 'torusgd\[torchvis"):
+    with pytest.raises(UserError, match=r"^data.decoder: nvjpeg needs torchvision \(.*pip install torchvis"):
         decode_on_gpu(sources, GPU)
     given: list[Any] = []
 

@@ -220,7 +220,7 @@ def test_a_missing_path_is_told(tmp_path: Path) -> None:
 def test_missing_packages_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in ("sklearn", "simplejpeg"):
         monkeypatch.setitem(__import__("sys").modules, module, None)  # an import then fails
-    with pytest.raises(UserError, match=r"pip install 'torusgd\[digits\]'"):
+    with pytest.raises(UserError, match=r"pip install scikit-learn \(the extra digits\)"):
         open_sources(grey("digits"), None, 0)
-    with pytest.raises(UserError, match=r"pip install 'torusgd\[images\]'"):
+    with pytest.raises(UserError, match=r"pip install simplejpeg opencv-python-headless \(the extra images\)"):
         open_sources(folder_data(), write_folder(tmp_path), 0)

@@ -75,7 +75,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_figures_of_the_readme_stand_in_the_documents_that_it_names() -> None:
-    rows = re.findall(r"^\| (.*) \| (.*) \| (docs/\S+\.md) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    row = r"^\| (.*) \| (.*) \| \[.*\]\((docs/[\w/-]+\.md)(?:#.*)?\) \|$"
+    rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(rows) >= 4
     for what, told, document in rows:
         text = (ROOT / document).read_text()

@@ -84,7 +84,7 @@ def test_mistakes_are_told_in_one_line(name: str, options: dict[str, Any], messa
 
 def test_without_timm_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError, match=r"model.name: timm can't be imported .* pip install 'torusgd\[timm\]'"):
+    with pytest.raises(UserError, match=r"model.name: timm can't be imported .* pip install timm.* \(the extra timm\)"):
         build("timm:net")
 
 

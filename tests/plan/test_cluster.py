@@ -30,13 +30,13 @@ def test_the_clusters_of_the_published_results_ship() -> None:
         cluster = load_cluster(name)
         assert cluster.name == name
         assert len(cluster.source) > 60
-        assert cluster.software in software_names()
 
 
 def test_every_profile_says_where_it_comes_from() -> None:
     for name in software_names():
         software = load_software(name)
         assert software.name == name
+        assert (software.program is None) == (name == "torusgd")
         assert len(software.source) > 60
         assert 0 < software.error < 0.5
 
@@ -56,7 +56,6 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
     path.write_text(MINE)
     cluster = load_cluster(str(path))
     assert cluster.device.peak["bfloat16"] == 362e12
-    assert cluster.software == "torusgd"
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from tools.calibrate_planner.fit import ROW_SPREAD, fit_factors
+from tools.calibrate_planner.fit import ROW_SPREAD, fit_factors, predict_left_out
 from tools.calibrate_planner.report import Played, best_of, further_rows, markdown, read_played, section, step_rows
 
 from torusgd.plan.calibration import load_calibrated, load_parameters
-from torusgd.plan.published import predict, predict_row, read_rows, system_of
+from torusgd.plan.published import counted_groups, predict, predict_row, read_rows, system_of
 
 ROWS = read_rows()
 ONE = Played(
@@ -76,6 +76,20 @@ def test_a_left_out_row_is_predicted_by_the_others_alone(name: str) -> None:
     others = [other for other in ROWS if other.id != name]
     factors = fit_factors(others, load_calibrated().factors)
     assert predict(row, system_of(row, factors)) == pytest.approx(load_calibrated().left_out[name], rel=1e-3)
+
+
+def test_a_left_out_system_is_predicted_by_the_others_alone() -> None:
+    group = [row for row in ROWS if (row.cluster, row.software) == ("stampede2-knl", "intel-caffe")]
+    found = predict_left_out(ROWS, [group], load_calibrated().factors)
+    assert len(found) == len(group) == 2
+    assert found == pytest.approx({name: load_calibrated().system_left_out[name] for name in found}, rel=1e-3)
+
+
+def test_of_a_system_with_one_row_that_row_is_left_out() -> None:
+    known, several = load_calibrated(), [row.id for rows in counted_groups(ROWS).values() for row in rows]
+    alone = {row.id for row in ROWS} - set(several)
+    assert len(several) == 22
+    assert {name: known.left_out[name] for name in alone} == {name: known.system_left_out[name] for name in alone}
 
 
 def test_without_rows_every_factor_is_as_stated() -> None:

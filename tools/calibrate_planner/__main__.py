@@ -14,7 +14,7 @@ from .report import further_rows, markdown, step_rows
 def main() -> None:
     """Fits, checks, and writes calibrated.json and the page."""
     rows = read_rows()
-    found, _ = calibrate(rows)
+    found = calibrate(rows)
     Path(str(files("torusgd.plan"))).joinpath("calibrated.json").write_text(
         json.dumps(found.model_dump(mode="json"), indent=2) + "\n"
     )

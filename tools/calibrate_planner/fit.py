@@ -1,13 +1,12 @@
-"""Fits the few factors of the calibration to published rows, and checks each row with itself left out.
+"""Fits the few factors of the calibration to published rows, and checks each by fits that have not seen it.
 
 Least squares of log(predicted / published), every row with the same weight, and each factor held near 1 by its stated
 spread: Gauss-Newton with a shrinking step, a handful of parameters, no library.
 """
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import cache
 from statistics import median
 
@@ -15,25 +14,10 @@ import numpy as np
 
 from torusgd.plan.calibration import Calibrated, Factors, load_parameters
 from torusgd.plan.model_cost import Array
-from torusgd.plan.published import Row, predict, system_of
+from torusgd.plan.published import Row, counted_groups, predict, system_of
 
 ROW_SPREAD = 0.04
 """how well a row can be expected to be met: rounding, runs that differ, and physics left out"""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A row predicted by a calibration that has not seen it."""
-
-    row: Row
-    predicted: float
-    counted: bool
-    """another row has the same cluster and software"""
-
-    @property
-    def error(self) -> float:
-        """Relative to what was published."""
-        return self.predicted / self.row.value - 1
 
 
 def fit_factors(rows: Sequence[Row], start: Factors | None = None) -> Factors:
@@ -88,29 +72,22 @@ def _log_error(row: Row, mine: tuple[tuple[str, float], ...]) -> float:
     return math.log(predict(row, system_of(row, factors)) / row.value)
 
 
-def leave_one_out(rows: Sequence[Row], factors: Factors) -> list[Check]:
-    """Each row predicted by the fit of all others; `factors`, the fit of all, is where each begins."""
-    members = Counter((row.cluster, row.software) for row in rows)
-    checks = []
-    for row in rows:
-        others = [other for other in rows if other.id != row.id]
-        predicted = predict(row, system_of(row, fit_factors(others, factors)))
-        checks.append(Check(row, predicted, members[row.cluster, row.software] > 1))
-    return checks
-
-
-def other_networks(rows: Sequence[Row], factors: Factors) -> dict[str, float]:
-    """Where a program trained three networks or more: each one's rows, predicted by the fit of the others alone."""
-    networks = {
-        software: {row.model for row in rows if row.software == software} for software in {r.software for r in rows}
-    }
+def predict_left_out(rows: Sequence[Row], groups: Iterable[Sequence[Row]], factors: Factors) -> dict[str, float]:
+    """By id each row of each group, predicted by the fit of the rows outside its group; a fit begins at `factors`."""
     found: dict[str, float] = {}
-    for software in sorted(networks):
-        for network in sorted(networks[software]) if len(networks[software]) > 2 else ():
-            mine = [row for row in rows if (row.software, row.model) == (software, network)]
-            fit = fit_factors([row for row in rows if row not in mine], factors)
-            found |= {row.id: predict(row, system_of(row, fit)) for row in mine}
+    for group in groups:
+        ids = {row.id for row in group}
+        fit = fit_factors([row for row in rows if row.id not in ids], factors)
+        found |= {row.id: float(f"{predict(row, system_of(row, fit)):.6g}") for row in group}
     return found
+
+
+def networks(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each network of each program that trained three networks or more."""
+    by_program = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        by_program[row.software][row.model].append(row)
+    return [group for _, found in sorted(by_program.items()) if len(found) > 2 for _, group in sorted(found.items())]
 
 
 def spread_of(errors: Sequence[float]) -> float:
@@ -118,19 +95,18 @@ def spread_of(errors: Sequence[float]) -> float:
     return max(0.05, 1.4826 * median(abs(math.log1p(error)) for error in errors))
 
 
-def calibrate(rows: Sequence[Row]) -> tuple[Calibrated, list[Check]]:
-    """Fits everything to `rows`, and checks each row; takes a minute."""
+def calibrate(rows: Sequence[Row]) -> Calibrated:
+    """Fits everything to `rows`, and checks each row by fits that have not seen it; takes a minute."""
     factors = fit_factors(rows)
-    checks = leave_one_out(rows, factors)
+    left_out = predict_left_out(rows, [[row] for row in rows], factors)
     errors = defaultdict(list)
-    for check in checks:
-        errors[check.row.software].append(check.error)
-    return (
-        Calibrated(
-            factors={name: float(f"{factor:.6g}") for name, factor in factors.items()},
-            errors={software: round(spread_of(each), 4) for software, each in sorted(errors.items())},
-            left_out={check.row.id: float(f"{check.predicted:.6g}") for check in checks},
-            other_networks={name: float(f"{value:.6g}") for name, value in other_networks(rows, factors).items()},
-        ),
-        checks,
+    for row in rows:
+        errors[row.software].append(left_out[row.id] / row.value - 1)
+    return Calibrated(
+        factors={name: float(f"{factor:.6g}") for name, factor in factors.items()},
+        errors={software: round(spread_of(each), 4) for software, each in sorted(errors.items())},
+        left_out=left_out,
+        # Of a system with one row, that row is all of it.
+        system_left_out=left_out | predict_left_out(rows, counted_groups(rows).values(), factors),
+        other_networks=predict_left_out(rows, networks(rows), factors),
     )

@@ -16,6 +16,7 @@ from torusgd.plan.published import (
     left_out,
     read_rows,
     summary,
+    system_left_out,
 )
 from torusgd.text import change, number
 
@@ -90,22 +91,26 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction], s
         "",
         summary([p.row for p in predictions]),
         "",
-        "*Left out* is the error where the fit has not seen the row; *fitted* marks systems with one row, which are",
-        "not counted: their left-out error shows how well the stated values alone do. The band holds the slowest",
+        "*Left out* is the error if the fit has not seen the row, *system out* if it has seen no row of that cluster",
+        "with that program; the stated values of both remain, of which some were chosen with published figures in view",
+        "([which](methods/planner.md#parameters-and-how-they-are-fitted)). *Fitted* marks systems with one row, which",
+        "are not counted: their left-out error shows how well the stated values alone do. The band holds the slowest",
         "device's luck (5 to 95 %) and the profile's own error. *Rehearsed* is torusgd's own best, see below.",
         "",
-        "| id | devices | images | metric | published | predicted | band | error | left out | rehearsed |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| id | devices | images | metric | published | predicted | band | error | left out | system out | rehearsed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     played = read_played()
     groups = counted_groups([p.row for p in predictions])
     for prediction in predictions:
         row = prediction.row
         alone = "" if (row.cluster, row.software) in groups else " (fitted)"
-        free = left_out(row)
         best = best_of(played, row.id)
-        alone = f"{change(None if free is None else free / row.value - 1)}{alone}"
-        lines.append(f"{_line(prediction)} {alone} | {'' if best is None else f'{best.speedup:.3g}'} |")
+        free, farther = (
+            change(None if value is None else value / row.value - 1) for value in (left_out(row), system_left_out(row))
+        )
+        rehearsed = "" if best is None else f"{best.speedup:.3g}"
+        lines.append(f"{_line(prediction)} {free}{alone} | {farther} | {rehearsed} |")
     lines += [
         "",
         "## Two networks check a third",

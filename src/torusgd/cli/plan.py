@@ -184,7 +184,7 @@ class Planned:
             )
         # This machine runs torusgd, whoever set the record.
         record = None if machine.cluster == "local" else block.software
-        software = load_software(machine.software or record or cluster.software)
+        software = load_software(machine.software or record or "torusgd")
         is_record = record is not None and machine.software in (None, record)
         published = block.model_fields_set - flags.given.keys() if is_record else ()
         workload = workload_of(recipe, path=data)
@@ -195,6 +195,12 @@ class Planned:
         """How many of the cluster's devices train."""
         assert self.runtime.workers is not None
         return self.runtime.workers
+
+    def title(self, what: str) -> str:
+        """The first line of a plan: what, on which devices, and as which program if that is not torusgd."""
+        cluster, software = self.cluster, self.software
+        where = f"{what} on {self.devices:,} x {cluster.device.name} ({cluster.name}, {software.name})"
+        return where if software.program is None else f"{where}, as {software.program}, not torusgd"
 
     def program(self, runtime: "RuntimeOptions") -> "Software":
         """The program that trains by these options."""
@@ -225,7 +231,7 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
 
     terminal, cluster, devices = console(), planned.cluster, planned.devices
     program = planned.program(planned.runtime)
-    title = f"{planned.recipe.name} on {devices:,} x {cluster.device.name} ({cluster.name}, {program.name})"
+    title = planned.title(planned.recipe.name)
     terminal.print(title, markup=False)
     workload = fixed_batch(planned.workload, devices)
     now = forecast(workload, cluster, program, devices)
@@ -297,9 +303,7 @@ def _show_accuracy(
     check_known(planned.recipe, target)
     terminal, cluster, devices = console(), planned.cluster, planned.devices
     program = planned.program(planned.runtime)
-    title = (
-        f"{planned.recipe.name} to {target:.1%} on {devices:,} x {cluster.device.name} ({cluster.name}, {program.name})"
-    )
+    title = planned.title(f"{planned.recipe.name} to {target:.1%}")
     found: dict[str, Any] = {
         "title": title, "recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name,
     }  # fmt: skip

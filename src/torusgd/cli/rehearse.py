@@ -51,8 +51,9 @@ def rehearse(
     groups = program.communication.linear_groups
     shared = "" if groups is None else f", linear layers shared by {planned.devices // groups}"
     cluster = planned.cluster
+    speed = "" if program.program is None else f", computing like {program.program}"
     console().print(
-        f"{planned.recipe.name} on {planned.devices} x {cluster.device.name} ({cluster.name}, {program.name}), "
+        f"{planned.recipe.name} on {planned.devices} x {cluster.device.name} ({cluster.name}), torusgd{speed}, "
         f"{options.update} update{shared}",
         markup=False,
     )

@@ -217,7 +217,7 @@ def open_digits() -> Pair:
     """
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise UserError("data.source: digits need scikit-learn; pip install 'torusgd[digits]'")
+        raise UserError("data.source: digits need scikit-learn; pip install scikit-learn (the extra digits)")
     # The package's own file, read without importing the package: that takes 2 s, in each rank.
     table = np.loadtxt(Path(package.submodule_search_locations[0], _DIGITS), delimiter=",", dtype=np.int64)
     images = np.round(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)  # values 0..16 in the file

@@ -51,7 +51,8 @@ def load_decoders() -> tuple[Any, Any]:
         import simplejpeg
     except ImportError as error:
         raise UserError(
-            f"data.source: JPEG and PNG files need simplejpeg and OpenCV ({error}); pip install 'torusgd[images]'"
+            f"data.source: JPEG and PNG files need simplejpeg and OpenCV ({error}); "
+            "pip install simplejpeg opencv-python-headless (the extra images)"
         ) from error
     cv2.setNumThreads(0)  # the loader has threads of its own; OpenCV's would take the cores from training
     return simplejpeg, cv2

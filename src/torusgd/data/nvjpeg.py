@@ -124,7 +124,8 @@ def _torchvision(device: torch.device) -> DecodeMany:
         from torchvision.io import ImageReadMode, decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
-            f"data.decoder: nvjpeg needs torchvision ({first_line(error)}); pip install 'torusgd[torchvision]'"
+            f"data.decoder: nvjpeg needs torchvision ({first_line(error)}); "
+            "pip install torchvision (the extra torchvision)"
         ) from error
     modes: dict[int, Any] = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 

@@ -210,7 +210,7 @@ def _open(path: Path) -> _File:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UserError(f"data.source: parquet needs pyarrow ({error}); pip install 'torusgd[hf]'") from error
+        raise UserError(f"data.source: parquet needs pyarrow ({error}); pip install pyarrow (the extra hf)") from error
     try:
         if path.suffix == ".parquet":
             return _File(path, None, pq.ParquetFile(path))

@@ -41,7 +41,8 @@ def export_onnx(trained: TrainedModel, path: Path) -> float:
         import onnxruntime
         import onnxscript  # noqa: F401 - torch needs it
     except ImportError as error:
-        raise UserError(f"--format onnx: {error.name} is missing; give: pip install 'torusgd[onnx]'") from None
+        packages = "onnx onnxruntime onnxscript (the extra onnx)"
+        raise UserError(f"--format onnx: {error.name} is missing; pip install {packages}") from None
     images, data = example_images(trained, _BATCHES[0]), trained.recipe.held_out_data
     with _telling("onnx"), replacing(path) as temporary:
         torch.onnx.export(

@@ -24,7 +24,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:
     UserError if the compiler for the device is not installed.
     """
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UserError("compile: true: needs Triton on a GPU; pip install 'torusgd[triton]', or set compile: false")
+        raise UserError("compile: true: needs Triton on a GPU; pip install triton, or set compile: false")
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise UserError(f"compile: true: needs the C++ compiler {compiler}; install it, or set compile: false")

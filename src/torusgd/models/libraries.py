@@ -118,5 +118,5 @@ def _remedy(library: str, error: Exception) -> str:
     index = f" --extra-index-url https://download.pytorch.org/whl/{build}" if build else ""
     return (
         f"model.name: {library} can't be imported ({first_line(error)}); with the torchvision that is made for torch "
-        f"{torch.__version__} it comes by: pip install 'torusgd[{library}]'{index}"
+        f"{torch.__version__} it comes by: pip install {library}{index} (the extra {library})"
     )

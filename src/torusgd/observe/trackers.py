@@ -335,4 +335,5 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
 
 
 def _missing(name: str) -> UserError:
-    return UserError(f"--track {name}: not installed; give: pip install 'torusgd[{name}]'")
+    package = {"mlflow": "mlflow-skinny"}.get(name, name)
+    return UserError(f"--track {name}: not installed; pip install {package} (the extra {name})")

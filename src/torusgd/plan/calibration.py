@@ -51,7 +51,9 @@ class Calibrated(Section):
     errors: dict[str, NotNegative]
     """by software profile: spread of the logarithm of its predictions"""
     left_out: dict[str, Positive]
-    """by published row: its prediction by the fit of all others"""
+    """predictions by published row, each by the fit of all others"""
+    system_left_out: dict[str, Positive]
+    """predictions by published row, each by the fit of the rows of other systems: a cluster with a program"""
     other_networks: dict[str, Positive]
     """by published row of a program with three networks or more: its prediction without any row of its network"""
 
@@ -76,9 +78,7 @@ def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | 
     The fitted factors are used if none are given, and a profile then has its error, too. A default value that is not in
     the file is not multiplied.
     """
-    found = (
-        load_calibrated() if factors is None else Calibrated(factors=factors, errors={}, left_out={}, other_networks={})
-    )
+    multiplied_by = load_calibrated().factors if factors is None else factors
     result = copy.deepcopy(tree)
     for parameter in load_parameters().parameters:
         for key in parameter.keys(folder, name):
@@ -87,7 +87,7 @@ def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | 
             for part in parents:
                 node = node.get(part, {})
             if last in node:
-                node[last] = float(node[last]) * found.factors[parameter.name]
-    if folder == "software" and name in found.errors:
-        result["error"] = found.errors[name]
+                node[last] = float(node[last]) * multiplied_by[parameter.name]
+    if factors is None and folder == "software" and name in load_calibrated().errors:
+        result["error"] = load_calibrated().errors[name]
     return result

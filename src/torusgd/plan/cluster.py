@@ -76,8 +76,6 @@ class Cluster(Section):
     """fraction of the bandwidth that leaves a rack"""
     in_network_reduction: bool = False
     """whether switches can add (SHARP)"""
-    software: str = "torusgd"
-    """default profile"""
     profile: Profile | None = None
     """measurement of torusgd tune, if the machine is this one"""
 
@@ -173,6 +171,8 @@ class Software(Section):
     """How well a training program uses a machine, in few numbers."""
 
     name: str
+    program: str | None = None
+    """of other people, in words, which the first line of a plan names; null: torusgd, or one of your own"""
     source: str
     measured_on: tuple[str, ...] | None = None
     """devices on which it was measured; null: those of its publication"""

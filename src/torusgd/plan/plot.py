@@ -18,7 +18,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UserError("--plot: needs matplotlib; pip install 'torusgd[plot]'") from error
+        raise UserError("--plot: needs matplotlib; pip install matplotlib (the extra plot)") from error
 
 
 def plot_sweep(sweep: Sweep, title: str, path: Path) -> None:

@@ -3,7 +3,7 @@
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -217,6 +217,11 @@ def left_out(row: Row) -> float | None:
     return load_calibrated().left_out.get(row.id)
 
 
+def system_left_out(row: Row) -> float | None:
+    """The row predicted by the fit of the rows of other systems, if it is one of those that the calibration knows."""
+    return load_calibrated().system_left_out.get(row.id)
+
+
 def base_of(row: Row) -> str:
     """The base of a speed-up or efficiency, in words."""
     if row.metric == "allreduce_speedup_vs_ring":
@@ -241,11 +246,17 @@ def summary(rows: Sequence[Row]) -> str:
     parameters = load_parameters().parameters
     known = [row for row in rows if left_out(row) is not None]
     counted = [row for members in counted_groups(known).values() for row in members]
-    errors = sorted(abs((left_out(row) or 0.0) / row.value - 1) for row in counted)
     shared = [p for p in parameters if any(p.aims_at(row.cluster, row.software) for row in counted)]
     return (
         f"{len(parameters)} parameters for {len(known)} rows. Leave-one-out, {len(counted)} rows of systems with two "
-        f"rows or more ({len(shared)} of the parameters): median error {100 * median(errors):.1f} %, "
-        f"worst {100 * errors[-1]:.1f} %. "
-        f"The other {len(known) - len(counted)} rows are of systems with one row: fitted, and not counted."
+        f"rows or more ({len(shared)} of the parameters): {_sizes(counted, left_out)}. "
+        f"The same rows, each predicted without any row of its system (cluster and program): "
+        f"{_sizes(counted, system_left_out)}. "
+        f"All {len(known)} rows so: {_sizes(known, system_left_out)}. "
+        f"The other {len(known) - len(counted)} rows are of systems with one row: fitted, and not counted above."
     )
+
+
+def _sizes(rows: Sequence[Row], predicted: Callable[[Row], float | None]) -> str:
+    errors = sorted(100 * abs((predicted(row) or 0.0) / row.value - 1) for row in rows)
+    return f"median error {median(errors):.1f} %, worst {errors[-1]:.1f} %"

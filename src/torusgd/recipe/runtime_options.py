@@ -94,7 +94,7 @@ class RuntimeOptions(Section):
     some 0.1 ms of a core a layer and virtual worker."""
     software: str | None = None
     """Plan a published record as this program did it, by the planner's profile of the program; a run takes the options
-    beside it. By default the cluster's program."""
+    beside it. By default torusgd."""
     checkpoint_every: Annotated[Duration, Flag(OUTPUT, ("train",), "DURATION")] = Duration(1, "ep")
     """Write a checkpoint this often, such as 50st (steps), 1ep (epochs) or 1e6sa (samples)."""
     checkpoint_minutes: Annotated[float, Field(gt=0), Flag(OUTPUT, ("train",))] = 10.0

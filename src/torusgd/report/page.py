@@ -44,7 +44,7 @@ def check_jinja() -> None:
     try:
         import jinja2  # noqa: F401
     except ImportError:
-        raise UserError("a report needs jinja2; give: pip install 'torusgd[report]'") from None
+        raise UserError("a report needs jinja2; pip install jinja2 (the extra report)") from None
 
 
 def run_page(runs: Sequence[RunRecord], mistakes: "Sequence[Mistakes | None]") -> str:
