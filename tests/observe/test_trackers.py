@@ -137,7 +137,7 @@ def test_a_tracker_that_fails_is_left_aside_with_one_line(
     assert set(sent) == WHOLE
     assert len(told) == 1
     assert "\n" not in told[0]
-    assert "--track wandb: left aside, since it failed: gone" in told[0]
+    assert "--track wandb: switched off, since it failed: gone" in told[0]
 
 
 def test_figures_of_a_diverged_step_are_left_out() -> None:

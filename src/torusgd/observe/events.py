@@ -1,4 +1,4 @@
-"""What a run reports: a progress line, `events.jsonl`, and trackers where they are asked for. Rank 0 only."""
+"""What a run reports: a progress line, `events.jsonl`, and trackers if there are any. Rank 0 only."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ class Telemetry:
         steps: Of them the run takes so many.
         first_step: Steps done before; later events of an earlier attempt are dropped.
         evaluated: The last step that was evaluated; later evaluations are dropped.
-        about: What `status.json` tells from the first to the last step.
+        about: What `status.json` holds from the first to the last step.
         trackers: Also take every event, opened if there are any; they stay open.
     """
 
@@ -65,7 +65,7 @@ class Telemetry:
         trackers.catch_up(self._path)
         self._file = self._path.open("ab", buffering=0)  # one write a line: what was written survives a killed process
         self.status = StatusFile(folder, about)
-        """to be told of what is no step"""
+        """the run's status, for what is no step"""
         self.status.tell(now=True, phase="start", step=first_step, steps=steps)
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()

@@ -3,13 +3,13 @@
 A run that is resumed goes back to its last checkpoint and takes the steps after it again, and a killed process may not
 have sent its last ones. So a tracker is never trusted to be where the run is. When it is opened, events.jsonl, which
 the run has cut to its checkpoint, is read from the start, and every event that the tracker does not have yet is sent;
-from then on the run's events follow, again without those that it has. What it has, a server tells (MLflow, W&B). Files
+from then on the run's events follow, again without those that it has. A server says what it has (MLflow, W&B). Files
 (TensorBoard, W&B offline) are written anew.
 
 When ranks are lost or join, the process that is rank 0 keeps its trackers open: to begin anew would cost seconds, while
 all ranks wait, and a look through all events. Only if that very process is lost does another one open them.
 
-A tracker that fails later is left aside with one line: nothing is lost, since the next resume finds what it lacks.
+A tracker that fails later is switched off with one line: nothing is lost, since the next resume finds what it lacks.
 """
 
 import os
@@ -56,7 +56,7 @@ class Trackers:
     """The trackers of a run; the process that is rank 0 opens them, and keeps them when the ranks change.
 
     Args:
-        names: Those that are asked for.
+        names: Those of --track.
         warn: Takes a line where one fails.
     """
 
@@ -123,7 +123,7 @@ class Trackers:
         assert self._open is not None
         del self._open[name]
         self._warn(
-            f"--track {name}: left aside, since it failed: {first_line(error)}; events.jsonl holds everything, and "
+            f"--track {name}: switched off, since it failed: {first_line(error)}; events.jsonl holds everything, and "
             "the next resume sends what is missing"
         )
 
@@ -297,7 +297,7 @@ class MLflow:
 def _few_attempts() -> Iterator[None]:
     """Asks a server of MLflow three times, in some 10 s, unless the environment says otherwise.
 
-    MLflow's own eight, in four minutes, are meant for a busy server; a wrong address should be told at once.
+    MLflow's own eight, in four minutes, are meant for a busy server; a wrong address should be reported at once.
     """
     name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
     is_ours = name not in os.environ
@@ -320,7 +320,7 @@ def _opened(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
 
 
 def _run_id(folder: Path) -> str:
-    """The run's name with servers; drawn when it is first asked for."""
+    """The run's name with servers; drawn when it is first needed."""
     path = folder / TRACKING_ID
     if not path.exists():
         write_text(path, secrets.token_hex(8) + "\n")

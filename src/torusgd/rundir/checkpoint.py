@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, checksummed, the newest few kept, written beside the training.
+"""Checkpoints: atomic, checksummed, the newest few retained, written beside the training.
 
 A checkpoint is a folder `step-00000120` with the weights, the rest of the state, and a manifest of SHA-256 sums. It is
 written under another name, flushed, and renamed; a folder of the right name is whole unless the disk damaged it.
@@ -268,7 +268,7 @@ class CheckpointTimes:
         self._is_due = False
 
     def is_due(self, step: int) -> bool:
-        """Whether to take one after so many steps; asked before the last of them is done."""
+        """Whether to take one after so many steps; called before the last of them is done."""
         self._is_due = self._is_due or step in self._steps or time.monotonic() - self.last >= self._seconds
         return self._is_due and not self._writer.is_slow
 
@@ -278,7 +278,7 @@ class CheckpointTimes:
 
 
 def _patiently(read: Callable[[Path], T], path: Path) -> T:
-    """What `read` gives for a path; after an error of the disk it is asked again, and then the run ends."""
+    """What `read` gives for a path; after errors of the disk it is read again, and then the run ends."""
     for pause in READ_PAUSES:
         try:
             return read(path)

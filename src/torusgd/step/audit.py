@@ -3,7 +3,7 @@
 Any rank can compute any virtual worker, and must get the same integers. So some virtual workers of a step are computed
 again on another rank, and 64-bit hashes of the integers (`gradients.integer_hash`) are compared before the step is
 accepted. Where they differ a third rank computes too, and the one that stands alone is named. Ours; that processors
-compute wrongly in silence is told by Hochschild et al., "Cores that don't count" (HotOS 2021).
+compute wrongly in silence is reported by Hochschild et al., "Cores that don't count" (HotOS 2021).
 
 Which ones: a *turn* is the n-th virtual worker of every rank. A keyed draw takes a share of a step's turns, and the
 virtual workers of such a turn are computed again by the ranks that are a keyed distance further. So all ranks audit at
@@ -209,7 +209,7 @@ def _value(recompute: Callable[[int], IntegerHash], worker: int) -> tuple[int, i
 
 @lru_cache(maxsize=64)
 def _draw(share: float, seed: int, step: int, most: int, ranks: int) -> tuple[list[int], int]:
-    """See `Audit._turns`; asked several times a step, and by the loader for the steps that follow."""
+    """The draw of a step, cached: it is wanted several times a step, and by the loader for the steps that follow."""
     turns = np.arange(most)
     distance = 1 + int(keyed_integer(ranks - 1, AUDIT, seed, step, _SHIFT))
     return turns[keyed_uniform(AUDIT, seed, step, _TURN, turns) < share].tolist(), distance

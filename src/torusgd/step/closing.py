@@ -3,11 +3,11 @@
     count        the step is closed when so many virtual workers have finished, on whichever ranks
     seconds      each rank closes it for itself, so long after it has begun it
 
-By count the first so many are taken, in the order of the ranks' common store (`step/arrivals.py`). By seconds no rank
-asks another. In both cases each rank tells in its control vector which virtual workers it has summed, and when they had
-finished; that sum of all ranks alone decides what is in the update, and it is what the journal keeps. So ranks need not
+By count the first so many are taken, in the order of the ranks' common store (`Arrivals`). By seconds no rank
+asks another. In both cases each rank reports in its control vector which virtual workers it has summed, and when
+they had finished. The sum of these reports alone decides what is in the update, and the journal holds it. So ranks need not
 agree on anything beforehand: if they chose differently, or their clocks ran differently, the update and the journal
-would still tell the same on all of them.
+would still be the same on all of them.
 
 With a model of delays in the recipe no clock is read: each virtual worker takes a second of virtual time and the delay
 that the model gives it.
@@ -42,7 +42,7 @@ class Arrivals:
     """Counts the arrivals of a step over the ranks of a group; all ranks make one at the same time.
 
     Args:
-        group: Its members' store is asked; a rank alone counts by itself.
+        group: Its members' store counts; a rank alone counts by itself.
 
     >>> from torusgd.comm.groups import alone
     >>> arrivals = Arrivals(alone())
@@ -107,12 +107,12 @@ class Open:
 
 
 class Closing:
-    """Chooses, step by step, what the next one waits for; every rank has one and tells it the same.
+    """Chooses, step by step, what the next one waits for; every rank has one and gives it the same times.
 
     Args:
         recipe: With `synchrony.form` backup or cutoff.
         shares: Of each rank its virtual workers.
-        first_step: From which on it is asked; so many steps as `synchrony.warmup` says wait for all.
+        first_step: The run's next; the first `synchrony.warmup` steps from it wait for all.
     """
 
     def __init__(self, recipe: Recipe, shares: Sequence[Sequence[int]], first_step: int) -> None:
@@ -235,7 +235,7 @@ class StepClosing:
 
 
 def arrived(step: int, microseconds: Sequence[int]) -> JournalEntry:
-    """The update that all ranks have told of: of each virtual worker when it had finished, 0 where it was left out."""
+    """The update that all ranks have reported: when each virtual worker had finished, 0 if it was left out."""
     return entry_of(step, (worker for worker, when in enumerate(microseconds) if when > 0))
 
 
@@ -250,5 +250,5 @@ def as_microseconds(seconds: float) -> int:
 
 def as_seconds(microseconds: Sequence[int]) -> F64:
     """Times that have travelled: float64, nan for 0."""
-    told = np.array(microseconds, dtype=np.float64)
-    return np.where(told > 0, told / _MICRO, np.nan)
+    times = np.array(microseconds, dtype=np.float64)
+    return np.where(times > 0, times / _MICRO, np.nan)

@@ -140,7 +140,7 @@ class DriftWatch(StepWatch):
         more = f" and {len(suspects) - _MOST_NAMED} more" if len(suspects) > _MOST_NAMED else ""
         who = ", ".join(named) + more
         what = "other weights than most ranks: its memory or processor has failed" if is_clear else (
-            "different weights, and no majority tells which are right: a memory or processor has failed"
+            "different weights, and no majority says which are right: a memory or processor has failed"
         )  # fmt: skip
         verb = "hold" if len(suspects) > 1 else "holds"
         return (
@@ -152,7 +152,7 @@ class DriftWatch(StepWatch):
 def named_with_host(world: Group, place: int) -> str:
     """A rank to blame, for people; every rank calls it. Without its host where ranks are lost at that very moment.
 
-    A corruption that is found must be told all the same: else the ranks that are left would go on with it.
+    A corruption that is found must be reported all the same: else the ranks that are left would go on with it.
     """
     name = f"rank {world.ranks[place]}"
     try:
@@ -166,7 +166,7 @@ def steps_between(images: int) -> int:
 
     A comparison reads each weight once. A step does at least ten times as much with it when it rounds, sums and
     updates, and each image multiplies by it three times or more. So neither the network's size nor the machine's speed
-    matters, and no clock is asked: all ranks find the same (ours; docs/benchmarks.md has what it costs).
+    matters, and no clock is read: all ranks find the same (ours; docs/benchmarks.md has what it costs).
 
     Args:
         images: That a rank computes in a step.

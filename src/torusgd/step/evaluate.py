@@ -62,7 +62,7 @@ def evaluate(
     progress: Callable[[int], object] = lambda chunk: None,
     observe: Callable[[Tensor, Tensor], object] = lambda logits, targets: None,
 ) -> Evaluation | None:
-    """Classifies all images of a source; None when a rank was asked to stop meanwhile.
+    """Classifies all images of a source; None if a stop was requested meanwhile.
 
     Args:
         model: In any mode; left in evaluation mode.

@@ -208,7 +208,7 @@ def read_journal(
 
 
 def _read(
-    text: str, where: str, first: str, told: Mapping[str, Any] | None, reached: Mapping[str, Any] | None = None
+    text: str, where: str, first: str, expected: Mapping[str, Any] | None, reached: Mapping[str, Any] | None = None
 ) -> Journaled:
     name, _, rest = text.partition("\n")
     if f"{name}\n" != first:
@@ -234,7 +234,7 @@ def _read(
             f"{where}: ends after {len(updates)} updates, before the run did; the journal was cut or edited: "
             "put a good copy there"
         )
-    if told is not None and (len(text), digest) != (told["bytes"], told["sha256"]):
+    if expected is not None and (len(text), digest) != (expected["bytes"], expected["sha256"]):
         raise UserError(
             f"{where}: ends after {len(updates)} updates, otherwise than the run left it; the journal was cut or "
             "edited: put a good copy there"

@@ -40,7 +40,7 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
     over all batches, weighted by their sizes. Dropout is off; weights and the count of updates stay.
 
     Args:
-        model: Any model; its mode is kept.
+        model: Any model; its mode stays.
         batches: This rank's batches (n, c, h, w), on the model's device, of at least 2 images. Cut the images into
             the same batches on any number of ranks, and share these out in any way: the result is the same.
         allreduce: Sums over ranks; by default over all ranks of torch.distributed, if it is initialised.

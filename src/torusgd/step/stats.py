@@ -25,7 +25,7 @@ class StepTimes:
     sync_seconds: float
     """that it waited for messages"""
     on_way_seconds: float
-    """with at least one message under way; nan where nobody can tell (NCCL)"""
+    """with at least one message under way; nan if nobody can measure it (NCCL)"""
     update_seconds: float
     """of this rank's own work after its last backward pass: status, mean, optimiser, statistics"""
 
@@ -170,7 +170,7 @@ class StepTotals:
     data_seconds: float = 0.0
     sync_seconds: float = 0.0
     on_way_seconds: float | None = 0.0
-    """null where nobody can tell"""
+    """null if nobody can measure it"""
     train_loss: float | None = None
     """of the last step"""
     underflow: float = 0.0

@@ -170,7 +170,7 @@ class LinkProbe:
     def close(self) -> None:
         """Ends the thread; every rank calls it.
 
-        First it measures what it was asked for: a neighbour that has begun waits for this rank's part.
+        First it makes the measurement that has begun: a neighbour that has begun waits for this rank's part.
         """
         self._asked.put(False)
         self._thread.join()

@@ -51,12 +51,12 @@ class MovingAverage:
     @torch.no_grad()
     def update(self, step: Step) -> None:
         """Takes the weights and statistics after a step; the model holds all of them."""
-        kept = self.kept(step)
+        remains = self.remains(step)
         for part, source in zip(self._parts, self._sources, strict=True):
-            part.mul_(kept).add_(source, alpha=1 - kept)
+            part.mul_(remains).add_(source, alpha=1 - remains)
 
-    def kept(self, step: Step) -> float:
-        """The share of the average that an update keeps: a half to the power of the half-lives since the one before."""
+    def remains(self, step: Step) -> float:
+        """The fraction of the average that stays: a half to the power of the half-lives since the last update."""
         length, steps = self._settings.half_life, self._settings.every
         if length.unit == "st":
             return float(2 ** -(steps / length.value))
@@ -75,6 +75,6 @@ class MovingAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for part, source in zip(self._parts, self._sources, strict=True):
-            kept = source.clone()
+            own = source.clone()
             source.copy_(part)
-            part.copy_(kept)
+            part.copy_(own)

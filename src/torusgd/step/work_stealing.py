@@ -2,12 +2,12 @@
 
 A step is as long as its slowest rank, and a rank that pauses makes all others wait. Any rank can compute any virtual
 worker with the same bits, so those that have nothing left to do take some of its work (work stealing). Who computes
-which is settled by claims (`comm.claims`): each virtual worker is computed exactly once.
+which is settled by claims (`Claims`): each virtual worker is computed exactly once.
 
 Gradients leave during a rank's last backward pass, so a rank must know which one is its last. It decides after the
 forward pass of its last own virtual worker: if no other rank is late, it will take over nothing in this step, and its
 messages leave as they always do. Otherwise they wait until nothing is left that is worth taking over. So a step in
-which no rank is late costs a few questions to the store, and what happens after the decision can't be helped.
+which no rank is late costs a few queries of the store, and what happens after the decision can't be helped.
 
 A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
 compute one more. Shares are sized by speed, so a virtual worker of a rank with n of them counts as m / n of those of a
@@ -24,8 +24,8 @@ those that others have. The store adds to it and answers with the new value, one
 as far as both counts together are no more than the row has pieces. So the owner's pieces and the others' can't meet.
 
 The owner claims a quarter of what it has left at a time (guided self-scheduling: Polychronopoulos and Kuck, 1987), and
-its first quarter needs no claim. So it asks the store O(log pieces) times a round, and one by one near the end, where
-it matters.
+its first quarter needs no claim. So it queries the store O(log pieces) times a round, and piece by piece near the end,
+when it matters.
 """
 
 import time
@@ -58,9 +58,9 @@ class Claims:
     """One member's claims; all members make one at the same time, and begin the same rounds.
 
     Args:
-        group: Of several members, whose store is asked.
+        group: Of several members with a store.
 
-    Whatever asks the store raises ConnectionLost where it is out of reach.
+    Whatever queries the store raises ConnectionLost if it is out of reach.
     """
 
     def __init__(self, group: Group) -> None:
@@ -71,7 +71,7 @@ class Claims:
         self._me, self._size, self._round = group.rank, group.size, -1
         for turn in range(_ROUNDS):
             self._store.add(f"{turn}/{self._me}", 0)
-        group.barrier()  # from now on all numbers are there: to ask for one that is not would wait for it
+        group.barrier()  # from now on all numbers are there; a query of one that is not would wait for it
 
     def begin(self, counts: Sequence[int]) -> None:
         """Begins a round; `counts`: of each member the pieces of its row, at least one, the same on all members."""
@@ -79,11 +79,11 @@ class Claims:
         self._counts = counts
         self._begun, self._claimed, self._taken = 0, _unclaimed(counts[self._me]), 0
         # It has arrived before this round ends anywhere, since `looks` or `claim_own` wait for an answer after it.
-        self.ask(lambda store: store.set(f"{(self._round + 1) % _ROUNDS}/{self._me}", "0"))
+        self._query(lambda store: store.set(f"{(self._round + 1) % _ROUNDS}/{self._me}", "0"))
 
     @property
     def may_have_own(self) -> bool:
-        """Whether this member may have a piece of its own left: others may have taken it since it last asked."""
+        """Whether this member may have a piece of its own left: others may have taken it since its last query."""
         return self._begun < self._claimed or self._claimed + self._taken < self._count
 
     def claim_own(self) -> int | None:
@@ -105,12 +105,12 @@ class Claims:
     def looks(self) -> dict[int, int]:
         """Of some other members, by place, the pieces that nobody has claimed yet."""
         places = [(self._me + n) % self._size for n in range(1, min(LOOKS, self._size - 1) + 1)]
-        values = self.ask(lambda store: store.multi_get([self._name(place) for place in places]))
+        values = self._query(lambda store: store.multi_get([self._name(place) for place in places]))
         return {place: max(0, self._open(place) - sum(_split(int(v)))) for place, v in zip(places, values, strict=True)}
 
     def claim_of(self, place: int) -> int | None:
         """The place in another member's row of a piece that this one computes now; None: it has none left."""
-        own, others = _split(self.ask(lambda store: store.add(self._name(place), _OTHERS)))
+        own, others = _split(self._query(lambda store: store.add(self._name(place), _OTHERS)))
         return self._counts[place] - others if own + others <= self._open(place) else None
 
     @property
@@ -123,18 +123,18 @@ class Claims:
 
     def _claim(self, pieces: int) -> int:
         """Claims so many of this member's own; those that it gets."""
-        own, others = _split(self.ask(lambda store: store.add(self._name(self._me), pieces)))
+        own, others = _split(self._query(lambda store: store.add(self._name(self._me), pieces)))
         beyond = max(0, own + others - self._open(self._me))
-        self._taken = self._count if beyond else others  # no more to ask for
+        self._taken = self._count if beyond else others  # nothing is left to claim
         return max(0, pieces - beyond)
 
     def _name(self, place: int) -> str:
         return f"{self._round % _ROUNDS}/{place}"
 
-    def ask(self, question: Callable[[Store], T]) -> T:
-        """What the store answers; all that is sent to it passes here."""
+    def _query(self, query: Callable[[Store], T]) -> T:
+        """The store's answer; all that is sent to it passes here."""
         try:
-            return question(self._store)
+            return query(self._store)
         except RuntimeError as error:
             raise ConnectionLost(f"the store that all ranks share can't be reached ({error})") from error
 
@@ -150,9 +150,10 @@ def _split(value: int) -> tuple[int, int]:
 
 
 _LATE = 2
-"""virtual workers that a late rank has not begun: one for the rest of the pass of the rank that asks, one to take"""
+"""virtual workers that a late rank has not begun: one for the rest of the helper's own pass, one to take"""
 _FIELDS = 4
-_UNIT = 1e-6  # seconds; what a rank tells travels as integers
+_UNIT = 1e-6
+"""seconds; reports travel as integers"""
 
 
 class OwnShare:
@@ -176,7 +177,7 @@ class OwnShare:
         return self._workers[self.own - 1]
 
     def is_last(self) -> bool:
-        """Whether the one that `next` gave is the last; asked after its forward pass."""
+        """Whether the one that `next` gave is the last; called after its forward pass."""
         return self.own == len(self._workers)
 
     def leave(self) -> None:
@@ -261,20 +262,20 @@ class TakenOver:
     as for the quickest of its own"""
 
     @classmethod
-    def read(cls, told: Tensor, ranks: Sequence[int]) -> "TakenOver | None":
-        """From what all ranks told, summed; None where nothing was taken over.
+    def read(cls, reports: Tensor, ranks: Sequence[int]) -> "TakenOver | None":
+        """From the reports of all ranks, summed; None if nothing was taken over.
 
         Args:
-            told: int64 [4 N]: of each place the virtual workers that it has lost and those that it has taken, the
-                microseconds until its last forward pass had ended, and those of its quickest own virtual worker.
+            reports: int64 [4 N]: of each rank index the virtual workers that it has lost and those that it has taken,
+                the microseconds until its last forward pass had ended, and those of its quickest own virtual worker.
             ranks: In the order of their places.
 
         >>> from torch import tensor
-        >>> told = tensor([0, 1, 4_500_000, 500_000, 1, 0, 4_500_000, 500_000])
-        >>> TakenOver.read(told, [0, 1])
+        >>> reports = tensor([0, 1, 4_500_000, 500_000, 1, 0, 4_500_000, 500_000])
+        >>> TakenOver.read(reports, [0, 1])
         TakenOver(late={1: 1}, helpers={0: 1}, saved=0.5)
         """
-        if not told.numel() or not (rows := told.view(-1, _FIELDS))[:, 0].any():
+        if not reports.numel() or not (rows := reports.view(-1, _FIELDS))[:, 0].any():
             return None
         lost, taken, ready, each = rows.unbind(1)
         saved = (ready + lost * each).max() - ready.max()
