@@ -67,6 +67,8 @@ def own_imports(source: str) -> set[tuple[int, str]]:
 
 def test_imports_run_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # for the contract in pyproject.toml
+    # import-linter would silence the loggers of all other tests of this process.
+    monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
     assert lint_imports(no_cache=True, is_debug_mode=False, show_timings=False) == 0
 
 

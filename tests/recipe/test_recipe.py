@@ -60,20 +60,20 @@ def test_unknown_recipe_suggests_a_near_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ("a: 1\na: 2\n", "appears twice"),
-        ("- 1\n", "keys and values"),
-        ("name: [\n", "not valid YAML"),
-        ("!!python/object/apply:os.system ['true']\n", "not valid YAML"),
-        ("name: x\n", "is missing"),
-        ("name: 2020-01-01\n", "date"),
+        "a: 1\na: 2\n",
+        "- 1\n",
+        "name: [\n",
+        "!!python/object/apply:os.system ['true']\n",
+        "name: x\n",
+        "name: 2020-01-01\n",
     ],
 )
-def test_a_bad_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+def test_a_bad_file_is_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with refused(f"a recipe file: {words}", f"recipe {path}:", TMP=tmp_path):
+    with refused(f"a recipe file: {text!r}", f"recipe {path}:", TMP=tmp_path):
         load_recipe(str(path))
 
 
