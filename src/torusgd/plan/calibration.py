@@ -79,7 +79,7 @@ def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | 
     found = (
         load_calibrated() if factors is None else Calibrated(factors=factors, errors={}, left_out={}, other_networks={})
     )
-    result = copy.deepcopy(tree)
+    result = copy.deepcopy(tree)  # the files are cached
     for parameter in load_parameters().parameters:
         for key in parameter.keys(folder, name):
             *parents, last = key.split(".")

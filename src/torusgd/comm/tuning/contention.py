@@ -66,13 +66,8 @@ def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seco
     Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still
     computes. The time that they add is divided among them. It is little if cores are free, or a GPU sends; if ranks
     share cores it may be more than the all-reduce takes alone, for each message interrupts each rank. Then the same
-    with ranks that wait for each message, at which they arrive one later than the other.
-
-    Args:
-        connection: The ranks.
-        algorithm: None: the backend's own.
-        size: Bytes.
-        seconds: Time for computations without, with and between all-reduces in turn, 1 to 9 of each.
+    with ranks that wait for each message, at which they arrive one later than the other. `seconds` is the time for
+    computations without, with and between all-reduces in turn, 1 to 9 of each.
     """
     task = _Task(connection.engine.device, images=4)
     tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]

@@ -136,14 +136,8 @@ def _rivals(
 ) -> list[Timing]:
     """Times native and the most promising plans in turn: all of them once, and then those that are not far behind.
 
-    Args:
-        connection: The ranks.
-        profile: Its links give the prices by which plans are promising.
-        size: Bytes.
-        rivals: Number of plans beside native.
-        repetitions: Fewest timings of a plan that stays to the end.
-        seconds: Time for further turns of large messages, whose times vary most.
-        known: Plans that have run at other sizes; new ones are added.
+    A plan that stays to the end has `repetitions` timings, of large messages, whose times vary most, as many more as
+    `seconds` allow. Plans that run for the first time are added to `known`.
     """
     until, effective = time.perf_counter() + seconds, connection.engine.effective
     # The formulas ignore what ranks or packets share, so that many plans enter, and most leave early. They also ignore
