@@ -46,9 +46,9 @@ def resolve_device(options: RuntimeOptions) -> str:
 
 
 def resolve_workers(options: RuntimeOptions, device: str, recipe: Recipe, begins_alone: bool = True) -> int:
-    """Ranks to start on this machine, at most one a virtual worker; UserError when more are asked for.
+    """Ranks to start on this machine, at most one a virtual worker; UserError if more are requested.
 
-    Where other machines can join, a run that does not `begin alone` leaves it to them to make up its fewest ranks.
+    If other machines can join, a run that does not begin alone leaves it to them to reach its fewest ranks.
     """
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     available = gpus * options.ranks_per_gpu if device == "cuda" else len(os.sched_getaffinity(0))

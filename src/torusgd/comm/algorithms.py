@@ -47,6 +47,7 @@ class Algorithm:
     def rounds(self, rank: int, length: int) -> list[list[Round]]:
         """The rounds of `rank` for each chunk of a tensor of `length` elements."""
         edges = cut(0, length, self.chunks)
+        # Rows first: neighbours in rank order share a host, so that the fast links carry most of the bytes.
         horizontal, vertical = self.axes(rank)
         if self.algorithm == "hierarchical":
             return [hierarchical(horizontal, vertical, *span) for span in pairwise(edges)]

@@ -65,7 +65,7 @@ class AlgorithmAllReduce:
             chosen = choose(size)
             return None if chosen is None else connection.engine.effective(chosen)
 
-        self._choose = lru_cache(1024)(effective)
+        self._choose = lru_cache(1024)(effective)  # a step starts all-reduces of the same few sizes again and again
 
     @property
     def group(self) -> Group:

@@ -97,13 +97,7 @@ def decode(limbs: Tensor, window: Window = FULL) -> Tensor:
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """Sum over the first dim, the same for every order of the addends.
-
-    Args:
-        values: float32 or float64 [k, ...], k up to 2**20.
-
-    Returns:
-        float64 [...].
+    """Sum over the first dim, the same for every order: float32 or float64 [k, ...] to float64 [...], k up to 2**20.
 
     >>> exact_sum(torch.tensor([1e8, 1.0, -1e8])).item()
     1.0

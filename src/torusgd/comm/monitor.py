@@ -54,7 +54,7 @@ class Monitor:
         """Begins `to_host`, and returns a function that waits for it; the current stream may receive work meanwhile."""
         if tensor.device.type == "cpu":
             return lambda: tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # else the copy would block the host
         host.copy_(tensor, non_blocking=True)
         copied = _Copied(torch.cuda.current_stream(tensor.device).record_event())
 

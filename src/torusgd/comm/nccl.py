@@ -61,6 +61,7 @@ def torus_by_collectives(tensor: torch.Tensor, row: Group, column: Group) -> Non
     """Reduce-scatter on the row, all-reduce on the column, all-gather on the row (Mikami et al., arXiv 1811.05233)."""
     if not tensor.numel():
         return
+    # NCCL's reduce-scatter takes equal shards: the last one is padded with zeros.
     length = -(-tensor.numel() // row.size)
     padded = tensor
     if tensor.numel() % row.size:

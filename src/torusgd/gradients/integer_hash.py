@@ -35,12 +35,10 @@ class IntegerHash:
         self._keys = _odd_keys(device)
 
     def add(self, slot: int, begin: int, integers: Tensor) -> None:
-        """Adds a run of a slot's integers.
+        """Adds a run of a slot's integers that begins at the offset `begin` of the slot.
 
-        Args:
-            slot: Index among all slots, or a number of its own for values that travel beside the gradients.
-            begin: Offset of the first integer in the slot, the same on every rank that hashes the slot.
-            integers: int32 or int64 [n], contiguous, or float32, of which the bits count.
+        `integers` are int32 or int64 [n], contiguous, or float32, of which the bits count. Values that travel beside
+        the gradients have a slot number of their own.
         """
         most = _WORDS * 8 // integers.element_size()
         # Each run has the same keys, times a factor of its own: a table of keys for all words would not fit the cache.
@@ -53,11 +51,10 @@ class IntegerHash:
 
 
 def keyed_sum(values: Tensor, keys: Tensor) -> Tensor:
-    """The sum modulo 2**64 of the 64-bit words of `values`, each times its key: int64 [].
+    """The sum modulo 2**64 of the 64-bit words of `values`, each times its key (int64): int64 [].
 
-    Args:
-        values: 1-D, contiguous, of 4 or 8 bytes an element; of an odd number of 4 bytes the last is a word of its own.
-        keys: int64, at least as many as words. With odd ones a change of one word always changes the sum.
+    Values are 1-D, contiguous, of 4 or 8 bytes an element; of an odd number of 4 bytes the last is a word of its own.
+    With odd keys a change of one word always changes the sum.
     """
     if values.element_size() == 8:
         return _product(values.view(torch.int64), keys)

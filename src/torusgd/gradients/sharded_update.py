@@ -118,8 +118,7 @@ class ShardedUpdate:
     def step(self) -> list[str]:
         """Updates this rank's shard by the mean gradient, starts the gather, and clears the gradients.
 
-        Returns:
-            Names of parameters with a gradient that is not finite on some rank; then no rank has updated anything.
+        Returns the names of parameters with a gradient that is not finite on some rank: then no rank updates anything.
         """
         report = self._reducer.reduce(self._add_gradients).report
         self.underflow = report.underflow

@@ -31,6 +31,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> list[str]:
     import torch._inductor.config as inductor  # takes a second, which others need not wait for
 
     inductor.deterministic = True  # else it may time kernels, and the fastest of the day decides the bits
+    # A network without blocks is compiled whole.
     named = dict(blocks(model)) or {"": model}
     for block in named.values():
         block.compile(dynamic=False)

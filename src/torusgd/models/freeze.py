@@ -15,14 +15,8 @@ BODY = "body"
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
     """Turns off the gradient of the parameters that a recipe names, in place.
 
-    Args:
-        model: The network.
-        patterns: Names of parameters or of modules that hold them, as `named_parameters` has them, or patterns with
-            `*`, `?` and `[...]` of either; `body` is every parameter outside the head.
-        head: Names of the tensors that depend on the number of classes.
-
-    Raises:
-        UserError: A pattern matches nothing, or nothing is left to train.
+    Patterns are names of parameters or of modules that hold them, or globs of either; `body` is every parameter whose
+    name is not in `head`. UserError if a pattern matches nothing, or nothing is left to train.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> freeze(net, ["0"], head=[])
@@ -35,6 +29,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
             named = [name for name in parameters if name not in head]
         else:
             named = [name for name in parameters if any(fnmatchcase(each, pattern) for each in _and_owners(name))]
+        # A pattern that matches nothing is a typing error, and would train what the user wanted to freeze.
         if not named:
             modules = [name for name, _ in model.named_modules() if name]
             raise UserError(f"model.freeze: no parameter or module {pattern!r}{suggest(pattern, modules)}")

@@ -3,6 +3,7 @@
 A library is imported only when a recipe names it: either takes seconds, and neither is required.
 """
 
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +32,7 @@ def torchvision_classifier(name: str, *, classes: int, channels: int, options: O
     """
     if channels != 3:
         raise UserError(f"data.channels: torchvision's networks take 3, not {channels}; timm's take either")
-    models = _torchvision_models()
+    models = _library("torchvision.models")
     known = models.list_models(module=models)
     if name not in known:
         raise UserError(f"model.name: torchvision has no classifier {name!r}{suggest(name, known)}")
@@ -59,6 +60,7 @@ def timm_pretrained(name: str, *, channels: int, options: Options) -> dict[str, 
     the first layer to the channels. UserError if timm can't be imported, has no such weights, or can't reach them.
     """
     timm = _timm(name)
+    # Before the network is built: without weights timm would return a random one.
     config = timm.get_pretrained_cfg(name)
     if config is None or not config.has_weights:
         raise UserError(f"--init timm: timm has no pretrained weights of {name}")
@@ -73,19 +75,8 @@ def timm_pretrained(name: str, *, channels: int, options: Options) -> dict[str, 
     return dict(network.state_dict())
 
 
-def _torchvision_models() -> ModuleType:
-    try:
-        from torchvision import models
-    except (ImportError, OSError, RuntimeError) as error:
-        raise UserError(_remedy("torchvision", error)) from error
-    return models
-
-
 def _timm(name: str) -> ModuleType:
-    try:
-        import timm
-    except (ImportError, OSError, RuntimeError) as error:
-        raise UserError(_remedy("timm", error)) from error
+    timm = _library("timm")
     architecture = name.partition(".")[0]
     known = timm.list_models()
     if architecture not in known:
@@ -112,11 +103,14 @@ def _check_options(library: str, options: Options) -> None:
             raise UserError(f"model.options.{key}: follows from data.classes and data.channels; leave it out")
 
 
-def _remedy(library: str, error: Exception) -> str:
-    # A torch from PyTorch's own index names its build (2.13.0+cpu); torchvision, which timm needs, must be of the same.
-    build = torch.__version__.partition("+")[2]
-    index = f" --extra-index-url https://download.pytorch.org/whl/{build}" if build else ""
-    return (
-        f"model.name: {library} can't be imported ({first_line(error)}); with the torchvision that is made for torch "
-        f"{torch.__version__} it comes by: pip install {library}{index} (the extra {library})"
-    )
+def _library(module: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        # A torch from PyTorch's own index names its build (2.13.0+cpu); torchvision, which timm needs, must match.
+        build, library = torch.__version__.partition("+")[2], module.partition(".")[0]
+        index = f" --extra-index-url https://download.pytorch.org/whl/{build}" if build else ""
+        raise UserError(
+            f"model.name: {library} can't be imported ({first_line(error)}); with the torchvision that is made for "
+            f"torch {torch.__version__} it comes by: pip install {library}{index} (the extra {library})"
+        ) from error

@@ -63,6 +63,7 @@ def build_model(model: Model, *, classes: int, channels: int, image_size: Sides,
     torch.Size([5, 10])
     """
     with torch.random.fork_rng(devices=[]):
+        # The CPU's generator alone: a network is built on the CPU whatever trains it, with one set of weights.
         torch.default_generator.manual_seed(int(keyed_hash(INIT, seed)))
         network = construct(model, classes=classes, channels=channels)
         _check_parameters(model.name, network)
@@ -165,6 +166,7 @@ def _check_options(model: Model, builder: Callable[..., Any]) -> None:
 
 def _check_parameters(name: str, network: nn.Module) -> None:
     """Gradients are summed in float32, each in the order of its parameter's memory."""
+    # Each is checked here, once, since the sums would otherwise be wrong without an error.
     memory: dict[int, str] = {}
     for key, parameter in network.named_parameters():
         what = f"model.name: {name}: the parameter {key}"
@@ -180,6 +182,7 @@ def _check_parameters(name: str, network: nn.Module) -> None:
 
 def _check_graph(name: str, logits: Tensor) -> None:
     """Re-entrant checkpointing runs backward within backward, where a parameter's gradient comes in parts."""
+    # A walk without recursion: the graph of a deep network is deeper than Python's stack.
     seen: set[Any] = set()
     nodes = [logits.grad_fn]
     while nodes:

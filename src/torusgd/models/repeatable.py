@@ -19,6 +19,7 @@ from ..recipe.section import sides
 
 def check_repeatable(network: nn.Module, recipe: Recipe) -> None:
     """One pass forward and back, of a copy, on the network's device; UserError names a layer that torch refuses."""
+    # A copy: the pass changes batch norm's statistics, and hooks would stay.
     trial, device = copy.deepcopy(network).train(), next(network.parameters()).device
     last = ["the input"]
     for name, module in trial.named_modules():

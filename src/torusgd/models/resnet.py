@@ -79,6 +79,7 @@ def blur_before_strides(model: "ResNet", *, pool: bool) -> None:
     With `pool` the maximum is taken at every pixel and the blur has the stride (MosaicML); without it the max pooling
     stays (FFCV). Names of parameters stay: a convolution becomes its own subclass.
     """
+    # Lists, since the loop replaces children of the modules that it walks over.
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Conv2d and child.stride[0] > 1 and child.in_channels >= _BLURRED_FROM:
@@ -121,6 +122,7 @@ def init_residual(
             nn.init.constant_(module.bias, -math.log(module.out_features) if rare else 0.0)
         elif isinstance(module, nn.BatchNorm2d) and uniform_gamma:
             nn.init.uniform_(module.weight)
+    # After the loop above, which may have drawn these gammas.
     if zero_gamma:
         for module in model.modules():
             if isinstance(module, BasicBlock):

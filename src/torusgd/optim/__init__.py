@@ -10,21 +10,7 @@ from .norms import BLOCK, block_norms, layer_norms, norm_from_blocks, norms_from
 from .sgd import Sgd, set_hyperparameters
 
 __all__ = [
-    "BLOCK",
-    "VARIANTS",
-    "AdamW",
-    "Lamb",
-    "Lars",
-    "Sgd",
-    "Variant",
-    "block_norms",
-    "build_optimizer",
-    "lars",
-    "layer_norms",
-    "layer_rates",
-    "norm_from_blocks",
-    "norms_from_blocks",
-    "parameter_kinds",
-    "rate_factors",
+    "BLOCK", "VARIANTS", "AdamW", "Lamb", "Lars", "Sgd", "Variant", "block_norms", "build_optimizer", "lars",
+    "layer_norms", "layer_rates", "norm_from_blocks", "norms_from_blocks", "parameter_kinds", "rate_factors",
     "set_hyperparameters",
-]
+]  # fmt: skip

@@ -107,6 +107,7 @@ class Lamb(AdamW):
     def _apply(self, group: dict[str, Any], params: list[Tensor], directions: list[Tensor]) -> None:
         for param, direction in zip(params, directions, strict=True):
             direction.add_(param * group["weight_decay"])
+        # One call for weights and directions: a sharded run exchanges both kinds of norms in one message.
         rates = [group["lr"]] * len(params)
         if group.get("trust", True):
             weights, steps = self.norms([*params, *directions]).tensor_split(2)

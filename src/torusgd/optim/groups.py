@@ -49,6 +49,7 @@ def rate_factors(settings: recipe.Optimizer, model: nn.Module, head: Collection[
     [0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 10.0, 10.0]
     """
     kinds = {name: kind for name, kind in parameter_kinds(model).items() if name not in head}
+    # Only layers with a weight count: a norm between two layers is no step of its own.
     weighty = {_layer(name) for name, kind in kinds.items() if kind == "weight"}
     numbers: dict[str, int] = {}
     last = 0

@@ -14,7 +14,7 @@ block edges ends with the same bits.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,13 +124,13 @@ class Lars(Optimizer):
         super().__init__(params, dict(zip(_HYPER, given, strict=True)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; UserError for a value that makes no sense."""
+        """Adds a group; UserError for a value out of range."""
         group = {**self.defaults, **param_group}
         _check(group)
         if group["peak_lr"] is None:
             group["peak_lr"] = group["lr"]
         add_param_group(self, group)
-        # Noted by position, because a sharded update puts one-dimensional slices in the places of the parameters.
+        # By position, because a sharded update replaces the parameters by one-dimensional slices.
         scale_all = "trust" in param_group or self.trust_one_dimensional
         group["scaled"] = [scale_all or param.dim() > 1 for param in group["params"]]
 
@@ -142,6 +142,7 @@ class Lars(Optimizer):
         for group in self.param_groups:
             hyper = {key: group[key] for key in _HYPER}
             with_grad = [(p, s) for p, s in zip(group["params"], group["scaled"], strict=True) if p.grad is not None]
+            # Scaled and plain layers apart: one call each, so that a sharded run exchanges norms once a group.
             for scaled, trust in ((True, group["trust"]), (False, None)):
                 params = [param for param, is_scaled in with_grad if is_scaled == scaled]
                 buffers = [momentum_buffer(self, p) for p in params]
@@ -149,10 +150,10 @@ class Lars(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state; keys that its groups lack (those of torch.optim.SGD) keep their present values."""
+        """Loads a state; keys that its groups lack (as those of torch.optim.SGD do) stay as they are."""
         saved = state_dict["param_groups"]
-        kept = ({k: v for k, v in group.items() if k != "params"} for group in self.param_groups)
-        groups = [{**mine, **theirs} for mine, theirs in zip(kept, saved, strict=True)]
+        present = ({k: v for k, v in group.items() if k != "params"} for group in self.param_groups)
+        groups = [{**mine, **theirs} for mine, theirs in zip(present, saved, strict=True)]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 
@@ -177,25 +178,17 @@ def lars(
     """
     if not params:
         return
-    params, grads, momentum_buffers = list(params), list(grads), list(momentum_buffers)
+    params, grads, momentum_buffers = list(params), list(grads), list(momentum_buffers)  # as torch's foreach needs
     row = VARIANTS[variant]
     on_cpu = params[0].device.type == "cpu"
     rates: Tensor | None = None
     if trust is not None:
         # One call for weights and gradients: a sharded run exchanges the norms of both in one message.
         measured = list(torch._foreach_add(grads, params, alpha=weight_decay)) if row.decayed_gradient else grads
-        both = norms([*params, *measured])
-        rates = layer_rates(
-            both[: len(params)],
-            both[len(params) :],
-            lr=lr,
-            weight_decay=weight_decay,
-            trust=trust,
-            eps=eps,
-            variant=variant,
-            peak_lr=peak_lr,
-        )
-    update: Callable[..., None]
+        weights, gradients = norms([*params, *measured]).tensor_split(2)
+        values = {"lr": lr, "weight_decay": weight_decay, "trust": trust, "eps": eps}
+        rates = layer_rates(weights, gradients, variant=variant, peak_lr=peak_lr, **values)
+    update: Callable[[_Update], None]
     # Without momentum torch's fused kernel ignores the buffer, and the dampening with it.
     if foreach is None and on_cpu and momentum > 0:
         update = _fused
@@ -203,7 +196,8 @@ def lars(
         update = _single
     else:
         update = _foreach
-    update(params, grads, momentum_buffers, lr if rates is None else rates, momentum, weight_decay, row.rate_in_buffer)
+    each = lr if rates is None else rates
+    update(_Update(params, grads, momentum_buffers, each, momentum, weight_decay, row.rate_in_buffer))
 
 
 def layer_rates(
@@ -245,16 +239,19 @@ def denominator_decay(row: Variant, weight_decay: float, peak_lr: float) -> floa
     return {"weight_decay": weight_decay, "none": 0.0, "premultiplied": weight_decay * peak_lr}[row.decay]
 
 
-def _single(
-    params: list[Tensor],
-    grads: list[Tensor],
-    buffers: list[Tensor],
-    rates: Tensor | float,
-    momentum: float,
-    weight_decay: float,
-    rate_in_buffer: bool,
-) -> None:
+class _Update(NamedTuple):
+    params: list[Tensor]
+    grads: list[Tensor]
+    buffers: list[Tensor]
+    rates: Tensor | float
+    momentum: float
+    weight_decay: float
+    rate_in_buffer: bool
+
+
+def _single(update: _Update) -> None:
     """The formula as it stands in the papers, a layer at a time."""
+    params, grads, buffers, rates, momentum, weight_decay, rate_in_buffer = update
     for i, (param, grad, buffer) in enumerate(zip(params, grads, buffers, strict=True)):
         rate = rates[i].to(param.dtype) if isinstance(rates, Tensor) else rates
         step = grad.add(param, alpha=weight_decay)
@@ -264,16 +261,9 @@ def _single(
             param.sub_(buffer.mul_(momentum).add_(step).mul(rate))
 
 
-def _foreach(
-    params: list[Tensor],
-    grads: list[Tensor],
-    buffers: list[Tensor],
-    rates: Tensor | float,
-    momentum: float,
-    weight_decay: float,
-    rate_in_buffer: bool,
-) -> None:
+def _foreach(update: _Update) -> None:
     """The same in few kernel launches; the rates stay on the device, so that the host needn't wait for them."""
+    params, grads, buffers, rates, momentum, weight_decay, rate_in_buffer = update
     by_layer: Any = list(rates.to(params[0].dtype).unbind()) if isinstance(rates, Tensor) else rates
     steps = list(torch._foreach_add(grads, params, alpha=weight_decay))
     if rate_in_buffer:
@@ -283,32 +273,16 @@ def _foreach(
     torch._foreach_sub_(params, buffers if rate_in_buffer else list(torch._foreach_mul(buffers, by_layer)))
 
 
-def _fused(
-    params: list[Tensor],
-    grads: list[Tensor],
-    buffers: list[Tensor],
-    rates: Tensor | float,
-    momentum: float,
-    weight_decay: float,
-    rate_in_buffer: bool,
-) -> None:
-    """SGD's fused kernel, a layer at a time, as each has a rate of its own.
-
-    The kernel computes v <- momentum * v + (1 - dampening) * step; w <- w - lr * v. With the layer's rate as `lr` it is
-    the form with the rate outside; with it as 1 - dampening, and lr = 1, the form with the rate in the buffer.
-    """
+def _fused(update: _Update) -> None:
+    """SGD's fused kernel, a layer at a time, as each has a rate of its own."""
+    params, grads, buffers, rates, momentum, weight_decay, rate_in_buffer = update
 
     def step(layers: slice, rate: float) -> None:
+        # The kernel computes v <- momentum * v + (1 - dampening) * step; w <- w - lr * v. With the layer's rate as `lr`
+        # it is the form with the rate outside; with it as 1 - dampening, and lr = 1, that with the rate in the buffer.
         lr, dampening = (1.0, 1.0 - rate) if rate_in_buffer else (rate, 0.0)
-        momentum_step(
-            params[layers],
-            grads[layers],
-            buffers[layers],
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-        )
+        values: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        momentum_step(params[layers], grads[layers], buffers[layers], lr=lr, **values)
 
     if isinstance(rates, Tensor):
         for i, rate in enumerate(rates.tolist()):

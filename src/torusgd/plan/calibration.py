@@ -79,7 +79,7 @@ def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | 
     the file is not multiplied.
     """
     multiplied_by = load_calibrated().factors if factors is None else factors
-    result = copy.deepcopy(tree)
+    result = copy.deepcopy(tree)  # the files are cached
     for parameter in load_parameters().parameters:
         for key in parameter.keys(folder, name):
             *parents, last = key.split(".")

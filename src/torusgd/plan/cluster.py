@@ -206,7 +206,7 @@ class Software(Section):
     """whether a published run's epochs end with a whole batch, padded from the next epoch"""
     start: NotNegative | dict[Count, NotNegative] = 0.0
     """seconds that count as training time beside steps and evaluations: before the first step, and by what the first
-    epoch and the first evaluation were longer than the later ones; by devices where logs of several sizes tell them"""
+    epoch and the first evaluation were longer than the later ones; by devices if logs of several sizes have them"""
     evaluation: Evaluation = Evaluation()
     error: NotNegative = 0.1
     """relative error (standard deviation of the logarithm) of predictions with this profile"""

@@ -145,6 +145,7 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     try:
         with torch.device("meta"):
             model = build().train()
+        # Two images at least: batch norm refuses one value a channel.
         few, many = _trace(model, 2, shape), _trace(model, 4, shape)
     except (RuntimeError, NotImplementedError) as error:
         reason = first_line(error)
@@ -154,6 +155,7 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     # Per image: half the difference of 4 and 2 images. The rest of 2 images is there whatever the batch.
     flops = np.array([(b.flops - a.flops) / 2 for a, b in zip(few.rows, many.rows, strict=True)])
     values = np.array([(b.values - a.values) / 2 for a, b in zip(few.rows, many.rows, strict=True)])
+    # Not below zero, if a kernel's work grows faster than the images.
     fixed = np.maximum(np.array([row.values for row in few.rows]) - 2 * values, 0.0)
     launches = np.array([2.0 if row.name == "convolution_backward" else 1.0 for row in few.rows])
     elementwise = np.array([float(row.name in _ELEMENTWISE) for row in few.rows])
@@ -193,6 +195,7 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        # Each operator counts as one kernel that reads all of its tensors and writes all of its results.
         name = func._schema.name.removeprefix("aten::")
         read, wrote = _count((args, kwargs)), _count(out)
         if name not in _NO_KERNEL and _is_float(out):  # integers are batch norm's counters

@@ -71,6 +71,7 @@ def phases(
     """The phases of one message of `size` bytes over the first `ranks` devices, in order."""
     if ranks == 1:
         return ()
+    # A measurement on as many ranks goes before every formula.
     profile, name = cluster.profile, communication.algorithm
     topology = topology_of(cluster, ranks, communication)
     if profile is not None and profile.timings and len(profile.hosts) == ranks and name in ("auto", "native"):
@@ -122,6 +123,7 @@ def group_phases(
 
 def halves(whole: Sequence[Phase]) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
     """An all-reduce as its reduce-scatter and its all-gather, which is the same backwards."""
+    # Phases are symmetrical; a single phase in the middle, such as a torus' vertical one, is cut in two.
     middle = len(whole) // 2
     half = [Phase(axis, length / 2, lead / 2) for axis, length, lead in whole[middle : middle + len(whole) % 2]]
     return (*whole[:middle], *half), (*half, *whole[len(whole) - middle :])
@@ -147,6 +149,7 @@ def _tree(topology: Topology, ranks: int) -> Cost:
 
     2 ((g - 1) a_in + log2(hosts) a_out + n b): up the tree and down again, by the slower of the two links.
     """
+    # Chunks follow each other: bytes count once up and once down, not for each level; latencies add up along the tree.
     hosts = math.ceil(ranks / topology.per_host)
     slower = topology.inside.beta
     if hosts > 1:

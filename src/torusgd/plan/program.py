@@ -50,7 +50,7 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     """
     # Plan 3: what the recipe and the options say goes before the profile.
     assert runtime.workers is not None, "a plan is of so many devices"
-    given = runtime.model_fields_set
+    given = runtime.model_fields_set  # an option that the user did not give stays as the profile has it
     changes: dict[str, Any] = {"wire_bits": 8 * _wire_dtype(recipe).itemsize, "wide_norms": recipe.has_wide_norms}
     changes |= _all_reduce(runtime, runtime.workers, cluster, software)
     if "streams" in given:

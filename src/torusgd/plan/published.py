@@ -176,6 +176,7 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
         run = run_time(system.cost, system.cluster, software, row.devices, stages, evaluations, quantile=quantile)
         return run.seconds / scale
     seconds = step_time(system.cost, system.cluster, software, row.devices, images, quantile=quantile).seconds
+    # An efficiency compares equal images a device, a speed-up equal batches.
     base = min(software.base_devices, row.devices)
     match row.metric:
         case "iteration":
@@ -194,6 +195,7 @@ def _allreduce_speedup(system: System, devices: int) -> float:
     if devices == 1:
         return 1.0
     own, gradients = system.software.communication, system.cost.gradients
+    # The messages alone, bucket by bucket, without a backward pass that hides them.
     flat = own.model_copy(update={"algorithm": "ring"})
     buckets = cut_buckets(gradients, np.zeros(len(gradients)), own.buckets, own.wire_bits // 8)
 

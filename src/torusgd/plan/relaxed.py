@@ -64,6 +64,7 @@ def measured_delays(steps: Sequence[Mapping[str, Any]]) -> Measured:
         by_batch.setdefault(step["batch"], []).append(max(own, 0.0))
     if len(steps) < _LEAST_STEPS:
         raise UserError(f"--delays: the run has {len(steps)} steps; its delays are known from {_LEAST_STEPS} on")
+    # A rank is never late by less than nothing: the fastest tenth is the time without delay.
     floors = {batch: float(np.quantile(times, 0.1)) for batch, times in by_batch.items()}
     return Measured(tuple(max(each - floors[batch], 0.0) for batch, times in by_batch.items() for each in times))
 
@@ -118,6 +119,7 @@ def _step(form: str, step: StepTime, ranks: int, parts: int, delays: str | Measu
         # A rank's delays add up over H steps before the slowest is waited for; one exchange serves all of them.
         exchanged = step.exposed + step.contention
         return float(late.sum(axis=1).max(axis=1).mean()) / number + rest - exchanged * (1 - 1 / number), 1.0
+    # Sorted by rank within each draw of a step: column c is the time at which the first c + 1 ranks are done.
     late = np.sort(_passes(delays, step.compute, ranks, parts, max(20, _DRAWS // (ranks * parts))), axis=1)
     expected = late.mean(axis=0) + rest  # of the first, second, ... rank to be done
     taken = ranks - number if form != "cutoff" else best_cutoff(expected)

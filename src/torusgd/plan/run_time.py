@@ -95,6 +95,7 @@ def run_time(
     forward = pass_seconds(eval_cost or cost, cluster.device, software, images).forward if images else 0.0
     forward /= min(cluster.speeds[:devices], default=1.0)  # all devices get as many held-out images
     small = sum(phase.seconds for phase in phases(cluster, software.communication, devices, 4096.0))
+    # Batch-norm statistics are small messages: 4 KiB, so mostly latency.
     each = forward + software.evaluation.seconds + software.evaluation.norm_sums * cost.norms * small
     return RunTime(software.start_on(devices), training, evaluations * each, steps)
 

@@ -85,6 +85,7 @@ def knee_of(curve: Sequence[tuple[int, float]]) -> int:
     # On the curve's upper hull, so that numbers of devices that divide the work badly do not count.
     hull: list[tuple[int, float]] = []
     for point in curve:
+        # A point below the line between its neighbours leaves the hull.
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
             hull.pop()
         hull.append(point)
@@ -146,6 +147,7 @@ def search_settings(workload: Workload, cluster: Cluster, software: Software, de
     cuts = [(forecast(cut, cluster, found, devices), cut) for cut in _cuts(workload, cluster, found, devices)]
     after, cut = min(cuts, key=lambda item: item[0].run.seconds)
     choices = []
+    # What a choice saves is counted with all others made, since they depend on each other.
     for setting, (name, _) in chosen.items():
         others = _apply(software, {key: other for key, other in chosen.items() if key != setting})
         without = forecast(cut, cluster, others, devices).run.seconds

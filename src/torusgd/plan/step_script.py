@@ -202,14 +202,9 @@ def cut_buckets(
 ) -> list[Departure]:
     """The buckets in the order in which they leave.
 
-    Args:
-        gradients: In the order in which backward completes them.
-        ready: Seconds at which each is complete.
-        rule: `values` and `parts` cut a tensor that is larger than a bucket, as a fusion buffer does; the other rules
-            leave tensors whole, and are the run's own (`gradients.layout`).
-        wire_bytes: Bytes of one value on the network.
-        is_wide: Whether each gradient is sent after all others, in 32 bits, as in a run with rule `torusgd`; the other
-            rules take none. Empty: none is.
+    Gradients are in backward's order; `ready` are the seconds at which each is complete, `is_wide` (with rule `torusgd`
+    only; empty: none) whether it is sent after all others in 32 bits. The rules `values` and `parts` cut a tensor that
+    is larger than a bucket, as a fusion buffer does; the others are the run's own (`gradients.layout`).
     """
     if not gradients:
         return []

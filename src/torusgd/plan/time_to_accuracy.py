@@ -186,24 +186,16 @@ class AccuracyPlan:
 
 
 def most_devices() -> int:
-    """Devices that a batch within the curve can keep busy."""
+    """Most devices that a batch within the curve occupies."""
     return LARGEST // IMAGES[0]
 
 
 def plan_to_accuracy(
     recipe: Recipe, workload: Workload, cluster: Cluster, software: Software, devices: int
 ) -> list[AccuracyPlan]:
-    """The quickest run of each batch that is tried on so many devices, by batch.
+    """The quickest run of each candidate batch on so many devices, by batch; `check_known` accepts the recipe.
 
-    Args:
-        recipe: Of the family that `epochs.check_known` lets pass; it says when the held-out images are classified.
-        workload: Of the recipe.
-        cluster: Where it runs.
-        software: What trains.
-        devices: Each takes the same number of virtual workers.
-
-    Raises:
-        UserError: No batch within the curve can be shared by so many devices, or none fits into their memory.
+    UserError if so many devices can't divide any batch within the curve, or none fits into their memory.
     """
     if devices > most_devices():
         raise UserError(
@@ -215,6 +207,7 @@ def plan_to_accuracy(
         cost, held_out = workload.cost, workload.eval_images
         return run_time(cost, cluster, software, devices, [stage], evaluations, held_out, quantile, workload.eval_cost)
 
+    # Of cuts whose batches are about the same, the quickest: keys are steps of `_STEP` on a logarithmic scale.
     found: dict[int, tuple[RunTime, PlannedStage, int]] = {}
     for images, share in _cuts(workload, cluster, software, devices):
         stage, evaluations = _length(recipe, workload.train_images, devices * share, images)

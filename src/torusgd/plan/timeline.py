@@ -93,6 +93,7 @@ def step_time(
     update = update_seconds(cost, cluster, software, devices)
     coordination = software.communication.coordination * devices if devices > 1 else 0.0
     jitter = (forward + backward) * (_stretch(software.jitter, devices, quantile) - 1)
+    # Images are prepared beside all of this: only what is left over is waited for.
     busy = forward + backward + sent.exposed + sent.contention + exchange + coordination + update + jitter
     waiting = max(0.0, images * passes / software.input_rate - busy) if software.input_rate else 0.0
     return StepTime(

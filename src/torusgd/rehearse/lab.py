@@ -96,10 +96,8 @@ class Lab:
     Ranks are numbered host by host and find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     and GLOO_SOCKET_IFNAME set. The lab changes nothing outside of it, and nothing outlives it, even if it is killed.
 
-    Args:
-        hosts: At least one.
-        settings: The kernel's IPv4 settings in each host by name below /proc/sys/net/ipv4, such as `USUAL_WINDOWS`.
-        mtu: Bytes of a packet. With small ones the process that carries them may be slower than the links.
+    `settings` are the kernel's IPv4 settings in each host by name below /proc/sys/net/ipv4, such as `USUAL_WINDOWS`;
+    `mtu` are the bytes of a packet: with small ones the process that carries them may be slower than the links.
     """
 
     def __init__(self, hosts: Sequence[Host], settings: Mapping[str, str] | None = None, mtu: int = MTU) -> None:

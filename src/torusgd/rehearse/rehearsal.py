@@ -122,6 +122,7 @@ def rehearse(
     how = software.communication
 
     def exposed(late: float) -> float:
+        # The lab's own round, if it is longer than the scaled one, is a further cost of each message.
         slower = how.model_copy(update={"message": how.message + late})
         return waited_seconds(script, partial(price_of, cluster, slower, devices), how.pipelined)
 
@@ -138,6 +139,7 @@ def rehearse(
     dtype = f"int{how.wire_bits}" if reduction == "exact" else reduction
     part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce + where, dtype)
     ends, explanation = _played(part, [Host(each, scale.latency, 8 * scale.rate)] * hosts, (steps + 1) * limit)
+    # Back in seconds of the machine; the first step, which warms up, has no end before it.
     waits = [max(0.0, (after - before) / scale.stretch - compute_seconds(script)) for before, after in pairwise(ends)]
     return Rehearsal(
         devices=devices,

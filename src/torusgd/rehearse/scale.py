@@ -114,7 +114,7 @@ def _chain(connection: Connection, distance: int, size: int, rounds: int) -> flo
     """Seconds a round of the slowest rank, in a chain in which each waits for the one before; the median of some."""
     rank, ranks = connection.rank, connection.size
     tensor = connection.zeros(2 * size)
-    half = tensor.numel() // 2
+    half = tensor.numel() // 2  # sent from one half and received into the other
     turn = Round(
         (Message((rank + distance) % ranks, 0, half),),
         copies=(Message((rank - distance) % ranks, half, 2 * half),),

@@ -67,6 +67,7 @@ def main() -> None:
     processes = [_start(command, *rank) for rank in ranks]
     print(json.dumps(processes), flush=True)
     codes: dict[int, int] = {}
+    # One select waits for the end of any rank and of the input, without a signal handler.
     watch = {os.pidfd_open(process): process for process in processes}
     while watch:
         ready = select.select([_INPUT, *watch], (), ())[0]

@@ -5,8 +5,8 @@
 
 By count the first so many are taken, in the order of the ranks' common store (`Arrivals`). By seconds no rank
 asks another. In both cases each rank reports in its control vector which virtual workers it has summed, and when
-they had finished. The sum of these reports alone decides what is in the update, and the journal holds it. So ranks need not
-agree on anything beforehand: if they chose differently, or their clocks ran differently, the update and the journal
+they had finished. The sum of these reports alone decides what is in the update, and the journal holds it. So ranks need
+not agree beforehand: if they chose differently, or their clocks ran differently, the update and the journal
 would still be the same on all of them.
 
 With a model of delays in the recipe no clock is read: each virtual worker takes a second of virtual time and the delay

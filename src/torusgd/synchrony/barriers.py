@@ -184,14 +184,8 @@ def lag_bounds(within: float, sample: int, staleness: int, updates: int) -> LagB
         (1/T) sum E(lag)    <= S (r (r + 1) / 2 + a (r + 2) / (1 - a)^2)
         (1/T) sum E(lag^2)  <  S (r (r + 1) (2 r + 1) / 6 + a (r^2 + 4) / (1 - a)^3)
 
-    Args:
-        within: F(r), the fraction of workers that are at most `staleness` steps behind without any barrier, below 1.
-        sample: beta, the number of workers that are drawn, at least 1.
-        staleness: r, in steps.
-        updates: T of the run, more than `staleness`.
-
-    Raises:
-        UserError: A value is out of range.
+    `within` is F(r), the fraction of workers that are at most `staleness` steps (r) behind without any barrier;
+    `sample` is beta, the number of workers that are drawn; `updates` is T. UserError for a value out of range.
     """
     if not 0 < within < 1 or sample < 1 or not 0 <= staleness < updates:
         raise UserError("lag bounds: need 0 < F(r) < 1, a sample of at least 1, and 0 <= r < T")

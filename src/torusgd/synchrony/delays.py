@@ -186,13 +186,8 @@ _PROBABILITIES = ("probability", "fraction")
 def delay_model(text: str, seed: int, unit: float = 1.0) -> DelayModel:
     """The model that a text describes; the module's docstring has the language.
 
-    Args:
-        text: Such as `exponential`, `lognormal:0.5@0.02` or `exponential+slow:0.05x4`.
-        seed: First word of every draw's key.
-        unit: Seconds of a unit for terms without `@`.
-
-    Raises:
-        UserError: The text is no model.
+    `seed` is the first word of every draw's key, `unit` the seconds of a unit for terms without `@`. UserError if the
+    text is no model.
 
     >>> model = delay_model("constant@0.25 + slow:1x4,10", seed=0)
     >>> model.seconds(worker=3, step=9, part=0), model.seconds(worker=3, step=10, part=0)

@@ -85,6 +85,7 @@ class Exchange:
 
     def __init__(self, source: Layout, target: Layout, rank: int, groups: ParallelGroups) -> None:
         self.source, self.target = source, target
+        # Groups of the smaller M lie within those of the larger, so that no other rank takes part.
         span = max(source.parallel, target.parallel)
         self._groups, self._group = groups, groups.model_parallel(span)
         first = rank // span * span

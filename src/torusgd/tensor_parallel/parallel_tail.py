@@ -38,6 +38,7 @@ class ParallelTail:
         self.groups = ParallelGroups(parallel, world, watch)
         self.slots = self._make_slots(world.rank)
         """column blocks in the order in which their gradients are ready: the last layer first, block by block"""
+        # Autograd then computes no gradient for them, which `ColumnPass` does block by block.
         parameters = dict(model.named_parameters())
         for slot in self.slots:
             parameters[slot.parameter].requires_grad_(False)
@@ -64,6 +65,7 @@ class ParallelTail:
 
     def gather(self, rows: Mapping[int, Tensor]) -> None:
         """Fills the rows of every column block, by slot index, from the ranks that hold it; every rank calls it."""
+        # All broadcasts are started before the first is waited for, in one order on all ranks.
         works = []
         for number, (layer, block, _) in enumerate(self._order()):
             layout = self.layouts[layer]

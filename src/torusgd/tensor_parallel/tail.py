@@ -123,6 +123,7 @@ def _split(model: nn.Module, blocks: int) -> tuple[Callable[[Tensor], Tensor], l
 
 def _trailing(modules: Sequence[nn.Module]) -> int:
     """Index of the first linear layer of the run of linear and elementwise modules at the end."""
+    # `type(...) is`, no isinstance: a subclass may compute something else than its base.
     start = len(modules)
     for index in range(len(modules) - 1, -1, -1):
         if type(modules[index]) is nn.Linear:
@@ -133,6 +134,7 @@ def _trailing(modules: Sequence[nn.Module]) -> int:
 
 
 def _layer(name: str, linear: nn.Linear, after: Sequence[nn.Module], count: int) -> ColumnLayer:
+    # Views of the network's own memory: an update of the blocks is one of the parameters.
     weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
     blocks = tuple(
         Block(low, high, weight[low:high], None if bias is None else bias[low:high])

@@ -54,6 +54,8 @@ def hybrid_volume(
 
     With `exact` the part that is a node's own is left out: (1 - G/N) of the first, (G-1)/G of the second.
     """
+    # Twice: inputs in forward, their gradients in backward. Weights: gradients are reduced, new weights are gathered,
+    # which `overlap` may let go on at the same time.
     activations = 2 * size * layer.ifm * layer.in_area * batch / groups
     weights = size * layer.weights * groups / nodes * (2 - overlap)
     if not exact:
@@ -63,6 +65,7 @@ def hybrid_volume(
 
 def optimal_groups(layer: Shape, nodes: int, batch: int, overlap: float = 0.0) -> float:
     """The real-valued G of least volume, sqrt(2 N batch iw*ih / ((2 - overlap) ofm k)), within 1..N."""
+    # The zero of the derivative by G of both volumes' sum, not `exact`; ifm and the size of a value cancel out.
     best = math.sqrt(2 * nodes * batch * layer.in_area / ((2 - overlap) * layer.ofm * layer.kernel))
     return min(max(best, 1.0), float(nodes))
 
