@@ -10,7 +10,7 @@ from tests.messages import assert_sentence, refused
 
 from torusgd.recipe.compatibility import (
     BY_SPEED,
-    CUDA_STREAMS,
+    CUDA_GRAPHS,
     RECIPE_RULES,
     RUN_RULES,
     Rule,
@@ -27,7 +27,7 @@ GPU = {"device": "cuda"}
 CUTOFF, LOCAL = "synchrony={form: cutoff, count: 3}", "synchrony={form: local, local_steps: 2}"
 BY_DELAYS = "synchrony={form: cutoff, count: 3, delays: lognormal}"
 INEXACT, BLOCKS, SHARDED = "reduction=float32", "column_blocks=2", "runtime.update=sharded"
-STREAMS, STEALING = "runtime.cuda_streams=2", "runtime.work_stealing=true"
+GRAPHS, STREAMS, STEALING = "runtime.cuda_graphs=true", "runtime.cuda_streams=2", "runtime.work_stealing=true"
 FIRST, RANGE = "runtime.weights_first=true", "runtime.workers_range=[1, 4]"
 
 CHANGES: list[tuple[list[str], dict[str, Any]]] = [([SHARDED], {}), ([BLOCKS], {}), ([INEXACT], {}), ([], GPU)]
@@ -54,7 +54,6 @@ REFUSED: list[tuple[list[str], dict[str, Any]]] = [
     (["runtime.audit=0.5"], {"ranks": 1}),
     *((["runtime.audit=1.0", other], {"ranks": 2}) for other in (INEXACT, BLOCKS, "runtime.mixed=true", BY_DELAYS)),
     *((["runtime.shares=speed", other], {}) for other in (INEXACT, BLOCKS, CUTOFF)),
-    ([STEALING], GPU),
     *(([STEALING, other], {"ranks": 2}) for other in ("runtime.audit=0.5", SHARDED, INEXACT, BLOCKS, CUTOFF)),
     ([FIRST], GPU),
     *(([FIRST, other], {}) for other in ("compile=true", LOCAL)),
@@ -62,10 +61,12 @@ REFUSED: list[tuple[list[str], dict[str, Any]]] = [
     (["column_blocks=6", "runtime.model_parallel=3"], {"ranks": 4}),
     (["virtual_workers=3", BLOCKS, "runtime.model_parallel=2"], {"ranks": 2}),
     ([STREAMS], {}),
+    ([STREAMS], GPU),
     *(
-        ([STREAMS, other], {**GPU, "ranks": 2})
+        ([GRAPHS, other], {**GPU, "ranks": 2})
         for other in (
             INEXACT, BY_DELAYS, BLOCKS, "clip_grad_norm=1.0", "optimizer={name: adamw}", SHARDED, "runtime.audit=0.5",
+            STEALING,
         )
     ),
     (["data.decoder=nvjpeg"], {}),
@@ -158,4 +159,4 @@ def test_an_obstacle_is_found_before_the_part_is_there() -> None:
     inexact = setup_of([INEXACT], {})
     assert obstacle(BY_SPEED, inexact)
     assert fixed_ranks(inexact)
-    assert obstacle(CUDA_STREAMS, replace(inexact, device="cuda"))
+    assert obstacle(CUDA_GRAPHS, replace(inexact, device="cuda"))

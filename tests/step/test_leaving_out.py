@@ -247,8 +247,8 @@ def test_the_command_compares_a_replay_with_its_run(
         ("{form: backup}", (), "backups: is missing"),
         ("{form: cutoff}", (), "needs one of them"),
         ("{form: cutoff, count: 4, threshold: 1.0}", (), "needs one of them"),
-        ("{form: cutoff, count: 4}", ("reduction=float32",), "needs reduction: exact"),
-        ("{form: cutoff, count: 4}", ("column_blocks=2",), "needs column_blocks: 1"),
+        ("{form: cutoff, count: 4}", ("reduction=float32",), "set reduction: exact"),
+        ("{form: cutoff, count: 4}", ("column_blocks=2",), "set column_blocks: 1"),
         ("{form: local, local_steps: 2}", (), "must be a multiple of synchrony.local_steps, 2"),
         ("{form: local}", (), "local_steps: is missing"),
         ("{count: 4}", (), "has a meaning with form: cutoff only"),
@@ -272,9 +272,9 @@ def test_a_block_that_makes_no_sense_is_refused_in_one_line(synchrony: str, more
         (LIVE["count"], {"options": RuntimeOptions(audit=0.5)}, "audit = 0.5"),
         (LIVE["count"], {"delays": "sometimes"}, "no model 'sometimes'"),
         ("{form: gossip, probability: 1.0}", {}, "form = gossip: is simulated only; give the recipe to torusgd simul"),
-        (SYNCHRONOUS, {"delays": DELAYS}, "--delays exponential@0.01"),
+        (SYNCHRONOUS, {"delays": DELAYS}, "--delays = exponential@0.01"),
         ("{form: cutoff, count: 4, delays: never}", {}, "no model 'never'"),
-        ("{form: local, local_steps: 3}", {"delays": DELAYS}, "--delays exponential@0.01"),
+        ("{form: local, local_steps: 3}", {"delays": DELAYS}, "--delays = exponential@0.01"),
     ],
 )
 def test_what_a_run_cannot_do_is_refused_in_one_line(

@@ -2,7 +2,7 @@
 
 images     `open_data`             what a virtual worker computes with
 network    `draw_network`          the weights that the seed gives
-sums       `sums.sums_of`          all-reduce and reducer: from a gradient to the sum over ranks
+sums       `summing.sums_of`       all-reduce and reducer: from a gradient to the sum over ranks
 passes     `choose_passes`        forward and backward
 watchers   `watchers`              what looks at a step
 step       `build`                 joins them
@@ -42,7 +42,7 @@ from .draw_network import Network, draw_network, fingerprint_of, optimizer_of
 from .fingerprint import Conditions, Fingerprint, check_ranks_agree
 from .job import Job, images_at, setup_of
 from .open_data import Data
-from .sums import Sums, explanations, sums_of
+from .summing import Sums, explanations, sums_of
 from .watchers import drift_of, watches_of
 
 if TYPE_CHECKING:

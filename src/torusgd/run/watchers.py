@@ -16,7 +16,7 @@ from ..step.noise_scale import NoiseScale
 from ..step.stats import StepClock
 from ..step.stragglers import LinkProbe, Stragglers
 from ..step.watch import StepView, StepWatch
-from .sums import Sums
+from .summing import Sums
 
 
 class ReplacedImages(StepWatch):
