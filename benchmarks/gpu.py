@@ -43,9 +43,10 @@ from torusgd.models import model_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
-from torusgd.run.build import build, open_data
+from torusgd.run.build import build
 from torusgd.run.fingerprint import conditions
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.runtime import ask_for_repeatable_products, resolve_auto
 from torusgd.step.journal import synchronous
 

@@ -120,7 +120,7 @@ def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tupl
     assert stealing is not None
     own, timed_step = replace(run.trainer.step, stealing=None), run.trainer.ahead
     assert timed_step is not None
-    ask = stealing.claims._query
+    ask = stealing.claims.query
 
     def alternating(membership: Any, entry: Any) -> Any:
         if entry.step % 2:
@@ -136,7 +136,7 @@ def in_turn(workers: int, images: int, steps: int, out: str, *rank: Any) -> tupl
         asked[len(seconds)] += time.perf_counter() - begin
         return answer
 
-    stealing.claims._query = timed_ask  # type: ignore[method-assign]
+    stealing.claims.query = timed_ask  # type: ignore[method-assign]
     run.trainer = replace(run.trainer, ahead=SimpleNamespace(run=alternating))  # type: ignore[arg-type]
     run.run()
     return seconds, asked

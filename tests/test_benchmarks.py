@@ -63,7 +63,7 @@ def test_a_script_reads_no_private_attribute_of_an_object(script: str) -> None:
 
 def test_a_name_that_is_gone_is_found_out() -> None:
     assert exists("torusgd")
-    assert exists("torusgd.train", "build")
+    assert exists("torusgd.run", "build")
     assert not exists("torusgd.run.build", "no_such_name")
     assert not exists("torusgd.no_such_module", "build")
 

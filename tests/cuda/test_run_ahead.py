@@ -31,7 +31,6 @@ from tests.cuda.trainers import (
 from tests.run.runs import TINY, events, run_here
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torusgd.run.data import open_data
 
 from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import alone, group_of
@@ -44,6 +43,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import data as data_module
 from torusgd.run.build import Trainer
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.step.requests import Requests
 from torusgd.step.watch import StepView, StepWatch
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from tests.run.runs import TINY
-from torusgd.run.data import open_data
 
 from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group, alone
@@ -18,6 +17,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import Trainer, build
 from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
 from torusgd.step.journal import synchronous
 from torusgd.step.requests import Requests
 from torusgd.step.stats import StepStats

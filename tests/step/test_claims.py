@@ -80,14 +80,14 @@ def test_a_member_that_leaves_takes_its_pieces_along() -> None:
 
 def test_a_round_of_many_pieces_takes_few_questions() -> None:
     claims, asked = members(1)[0], Counter[int]()
-    ask = claims._query
+    ask = claims.query
     for pieces in (8, 64, 512):
 
         def counted(question: Callable[[Any], Any], pieces: int = pieces) -> Any:
             asked[pieces] += 1
             return ask(question)
 
-        claims._query = counted  # type: ignore[method-assign]
+        claims.query = counted  # type: ignore[method-assign]
         claims.begin([pieces])
         assert [claims.claim_own() for _ in range(pieces + 1)] == [*range(pieces), None]
     assert asked == {8: 7, 64: 15, 512: 23}
