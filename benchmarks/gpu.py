@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -163,16 +164,16 @@ def images_of(args: argparse.Namespace, images: int) -> Batch:
 
 
 def our_step(
-    args: argparse.Namespace, images: int, *changes: str, workers: int = 1, streams: int = 1
+    args: argparse.Namespace, images: int, *changes: str, workers: int = 1, streams: int = 1, graphs: bool = True
 ) -> Callable[[int], object]:
-    """The trainer's own step, put together as `torusgd train` does, but for the loader."""
+    """The trainer's own step, put together as `torusgd train` does, but for the loader; plain without `graphs`."""
     recipe = make_recipe(args, images, *changes, workers=workers)
-    job = Job(recipe, RuntimeOptions(cuda_streams=streams), args.device, Path())
+    # Sums in 16 bits have no graphs.
+    options = RuntimeOptions(cuda_graphs=graphs and recipe.reduction == "exact", cuda_streams=streams)
+    job = Job(recipe, options, args.device, Path())
     world, liveness = alone(args.target), NoLiveness()
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness, lambda: False)
-    trainer.step.loader = Ready(images_of(args, images))
-    last = len(trainer.step.schedule)
-    trainer.step.next_look = lambda steps: last  # nobody looks at the weights between two steps
+    data = replace(open_data(job, world.device, liveness), loader=Ready(images_of(args, images)))
+    trainer = build(job, data, world, liveness)
     take = (trainer.ahead or trainer.step).run
     return lambda index: take(trainer.membership, synchronous(index, workers))
 

@@ -35,7 +35,7 @@ def average_of(half_life: str, every: int, model: nn.Module, running: torch.Tens
 def test_a_half_life_halves(half_life: str, every: int, kept: float) -> None:
     found = average_of(half_life, every, nn.Linear(2, 2), torch.zeros(0))
     assert SCHEDULE[0].batch == 12
-    assert found.kept(SCHEDULE[0]) == pytest.approx(kept)
+    assert found.remains(SCHEDULE[0]) == pytest.approx(kept)
 
 
 def test_it_averages_weights_and_statistics_and_gives_the_model_its_own_back() -> None:
