@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import alone, group_of
+from torusgd.cuda.form import check_gpu
 from torusgd.cuda.graphs import GraphedNetwork
 from torusgd.data.pipeline import allocate_by_torch
 from torusgd.data.to_device import BytePipeline
@@ -234,26 +235,16 @@ def test_updates_that_cannot_be_captured_go_on_without() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "why"),
-    [
-        (["reduction=float32"], {}, "reduction = float32"),
-        (["optimizer={name: adamw}"], {}, "optimizer.name = adamw"),
-        (["clip_grad_norm=1.0"], {}, "clip_grad_norm"),
-        ([SGD], {"update": "sharded"}, "update = sharded"),
-        ([SGD], {"work_stealing": True}, "work_stealing"),
-        ([SGD], {"cuda_streams": 2}, "cuda_streams = 2 on a CPU"),
-    ],
+    ("capability", "triton", "why"),
+    [((7, 5), "triton", "compute capability 8.0, and this GPU has 7.5"), ((9, 0), None, "needs Triton")],
 )
-def test_runs_that_cannot_have_it_are_refused_in_one_line(
-    changes: list[str], options: dict[str, Any], why: str
+def test_a_gpu_without_the_kernels_is_refused(
+    capability: tuple[int, int], triton: object, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match=f"^cuda_graphs = true: {why}.*; leave one of them out$"):
-        make_trainer(True, *changes, options=RuntimeOptions(**options))
-
-
-def test_passes_at_once_need_the_option() -> None:
-    with pytest.raises(UserError, match=r"^cuda_streams = 2: passes at once need cuda_graphs = true$"):
-        make_trainer(False, SGD, options=RuntimeOptions(cuda_streams=2))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torusgd.cuda.form.find_spec", {"triton": triton}.get)
+    with pytest.raises(UserError, match=f"^cuda_graphs = true: .*{why}"):
+        check_gpu(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("change", ["data.augment={mixup: 0.2}", "data.augment={flip: 0.5}"])
