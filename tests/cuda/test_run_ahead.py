@@ -34,13 +34,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import alone, group_of
+from torusgd.cuda.form import check_gpu
 from torusgd.cuda.graphs import GraphedNetwork
 from torusgd.data.pipeline import allocate_by_torch
 from torusgd.data.to_device import BytePipeline
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run import data as data_module
+from torusgd.run import open_data as data_module
 from torusgd.run.build import Trainer
 from torusgd.run.job import Job
 from torusgd.run.open_data import open_data
@@ -122,13 +123,13 @@ def test_an_error_leaves_what_the_last_good_step_left() -> None:
 
 def test_a_wish_to_stop_leaves_the_steps_before_it() -> None:
     wishes: list[bool] = []
-    trainer = make_trainer(True, SGD, stop=lambda: bool(wishes))
+    trainer = make_trainer(True, SGD, "virtual_workers=1", stop=lambda: bool(wishes))
     for index in range(3):
         take(trainer, index)
     wishes.append(True)
     # The device has been given two more steps, which are taken; the next one is not.
     assert [take(trainer, index) is not None for index in (3, 4, 5)] == [True, True, False]
-    plain = make_trainer(False, SGD)
+    plain = make_trainer(False, SGD, "virtual_workers=1")
     for index in range(5):
         take(plain, index)
     assert left(plain) == left(trainer)
@@ -149,7 +150,8 @@ class OddSteps(StepWatch):
 
 def test_a_watcher_that_is_due_sees_its_steps_one_by_one() -> None:
     watchers = OddSteps(), OddSteps()
-    plain, ahead = (make_trainer(bool(number), SGD, watchers=[each]) for number, each in enumerate(watchers))
+    one = "virtual_workers=1"
+    plain, ahead = (make_trainer(bool(number), SGD, one, watchers=[each]) for number, each in enumerate(watchers))
     all_steps(plain)
     assert launches(ahead, partial(take, ahead)) == [0, 0, 1, 0, 1, 0, 1]
     assert watchers[0].seen == list(range(STEPS))
@@ -157,9 +159,11 @@ def test_a_watcher_that_is_due_sees_its_steps_one_by_one() -> None:
     assert left(plain) == left(ahead)
 
 
-def test_steps_are_launched_two_in_advance() -> None:
-    trainer = make_trainer(True, SGD)
-    assert launches(trainer, partial(take, trainer)) == LAUNCHES
+@pytest.mark.parametrize(("workers", "counts"), [(4, LAUNCHES), (1, [0, 3, 1, 1, 1, 0, 0])])
+def test_steps_are_launched_two_in_advance(workers: int, counts: list[int]) -> None:
+    """Those of one virtual worker, which have no noise scale, all but the first: 1 to 3 together, of both stages."""
+    trainer = make_trainer(True, SGD, f"virtual_workers={workers}")
+    assert launches(trainer, partial(take, trainer)) == counts
 
 
 class Alone:
@@ -231,26 +235,16 @@ def test_updates_that_cannot_be_captured_go_on_without() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "why"),
-    [
-        (["reduction=float32"], {}, "reduction = float32"),
-        (["optimizer={name: adamw}"], {}, "optimizer.name = adamw"),
-        (["clip_grad_norm=1.0"], {}, "clip_grad_norm"),
-        ([SGD], {"update": "sharded"}, "update = sharded"),
-        ([SGD], {"work_stealing": True}, "work_stealing"),
-        ([SGD], {"cuda_streams": 2}, "cuda_streams = 2 on a CPU"),
-    ],
+    ("capability", "triton", "why"),
+    [((7, 5), "triton", "compute capability 8.0, and this GPU has 7.5"), ((9, 0), None, "needs Triton")],
 )
-def test_runs_that_cannot_have_it_are_refused_in_one_line(
-    changes: list[str], options: dict[str, Any], why: str
+def test_a_gpu_without_the_kernels_is_refused(
+    capability: tuple[int, int], triton: object, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match=f"^cuda_graphs = true: {why}.*; leave one of them out$"):
-        make_trainer(True, *changes, options=RuntimeOptions(**options))
-
-
-def test_passes_at_once_need_the_option() -> None:
-    with pytest.raises(UserError, match=r"^cuda_streams = 2: passes at once need cuda_graphs = true$"):
-        make_trainer(False, SGD, options=RuntimeOptions(cuda_streams=2))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torusgd.cuda.form.find_spec", {"triton": triton}.get)
+    with pytest.raises(UserError, match=f"^cuda_graphs = true: .*{why}"):
+        check_gpu(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("change", ["data.augment={mixup: 0.2}", "data.augment={flip: 0.5}"])

@@ -102,6 +102,6 @@ def launches(trainer: Trainer, take_step: Callable[[int], object]) -> list[int]:
     return counts
 
 
-LAUNCHES = [0, 3, 1, 0, 0, 0, 1]
-"""steps 1 to 3 together, of both stages, then each two steps before it is taken; but 0, which is measured, and 5, in
-which the noise scale is due, are taken one by one"""
+LAUNCHES = [0, 1, 0, 2, 0, 0, 0]
+"""of several virtual workers: steps 1, then 3 and 4; one by one are taken 0, which is measured, and 2, 5 and 6, in
+which the noise scale is due"""

@@ -1,9 +1,11 @@
-"""What a run puts in place of the plain step's parts to take its steps as CUDA graphs, and which runs can.
+"""What a run puts in place of the plain step's parts to take its steps as CUDA graphs.
 
-On a CPU the same parts work without graphs and kernels, with the bits of the plain step.
+Which runs can is in `recipe.compatibility`. On a CPU the same parts work without graphs and kernels, with the bits of
+the plain step.
 """
 
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch.optim import Optimizer
@@ -38,13 +40,12 @@ class GpuForm:
         world: All ranks.
 
     Raises:
-        UserError: The run can't take its steps so.
+        UserError: The GPU can't run the kernels.
     """
 
     def __init__(self, recipe: Recipe, options: RuntimeOptions, world: Group) -> None:
-        why = _why_not_here(world.device)
-        if why:
-            raise UserError(f"cuda_graphs = true: {why}; leave one of them out")
+        if world.device.type == "cuda":
+            check_gpu(world.device)
         self._recipe, self._options, self._world, self._device = recipe, options, world, world.device
         self._copies: Weights16 | None = None
         self._flat: FlatUpdate | None = None
@@ -94,14 +95,13 @@ class GpuForm:
             self._copies.copy()
 
 
-def _why_not_here(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
+def check_gpu(device: torch.device) -> None:
+    """UserError if a GPU can't run the kernels."""
     capability = torch.cuda.get_device_capability(device)
     if capability < _TRITON_FROM:
-        return f"a GPU of compute capability {capability[0]}.{capability[1]}, and Triton's kernels need 8.0"
-    try:
-        import triton  # noqa: F401  # only whether it is there
-    except ImportError:
-        return "Triton is not installed (the extra triton)"
-    return ""
+        has = ".".join(map(str, capability))
+        raise UserError(
+            f"cuda_graphs = true: Triton's kernels need compute capability 8.0, and this GPU has {has}; leave it out"
+        )
+    if find_spec("triton") is None:
+        raise UserError("cuda_graphs = true: needs Triton; pip install 'torusgd[triton]', or leave it out")

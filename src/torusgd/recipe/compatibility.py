@@ -243,7 +243,7 @@ _FIXED_RANKS = (
     (SHARDED, "a lost rank takes its shards of the momentum along"),
     (IN_BLOCKS, "a lost rank takes its column blocks along"),
     (INEXACT, "sums that are not exact depend on the number of ranks"),
-    (ON_GPU, "the communicators of GPUs are not built anew"),
+    (CUDA_GRAPHS, "steps that were launched in advance would use sums that a lost rank has left half done"),
 )
 RUN_RULES = (
     Rule(WORKERS, TOO_MANY, _TOO_MANY, "use at most {0.recipe.virtual_workers}"),

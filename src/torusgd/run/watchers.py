@@ -70,4 +70,5 @@ def watches_of(
     if recipe.virtual_workers > 1 and recipe.column_blocks == 1 and recipe.synchrony.form == "synchronous":
         norm, precision = state.update.gradient_norm, state.precision
         workers = recipe.virtual_workers
-        yield NoiseScale(schedule, workers, world.device, sums.watched, norm, lambda: precision.loss_scale)
+        to_host = clock.monitor.to_host
+        yield NoiseScale(schedule, workers, world.device, sums.watched, norm, lambda: precision.loss_scale, to_host)

@@ -43,6 +43,7 @@ class NoiseScale(StepWatch):
         allreduce: Over all ranks.
         mean_norm: Gives the norm of the step's mean gradient; every rank calls it.
         loss_scale: Gives the factor that is in the gradients of the passes.
+        to_host: Gives a tensor's values on the host, or names a rank that is late (`comm.monitor.Monitor.to_host`).
     """
 
     name = "noise scale"
@@ -55,10 +56,13 @@ class NoiseScale(StepWatch):
         allreduce: AllReduce,
         mean_norm: Callable[[], float],
         loss_scale: Callable[[], float],
+        to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
     ) -> None:
-        self._schedule, self._workers, self._device, self._allreduce = schedule, workers, device, allreduce
+        self._to_host = to_host
+        self._workers, self._device, self._allreduce = workers, device, allreduce
+        self._ends = {span.stop_step for span in schedule.spans}
         self._mean_norm, self._loss_scale = mean_norm, loss_scale
-        self._averages = torch.zeros(2, dtype=torch.float64)
+        self._averages = (0.0, 0.0)
         """of S and of |G|^2; both begin with 0, which cancels in their ratio"""
         self._norms: dict[int, dict[int, Tensor]] = {}
         """by virtual worker of this rank and slot, float32 []"""
@@ -66,11 +70,17 @@ class NoiseScale(StepWatch):
         self._work: Work | None = None
 
     def due(self, step: int) -> bool:
+        return self._is_measured(step) or self._ends_stage(step)
+
+    def _is_measured(self, step: int) -> bool:
         # Not at a multiple: a run's first step is measured twice, and speeds are compared in tenth steps.
         return step % EVERY == EVERY // 2
 
+    def _ends_stage(self, step: int) -> bool:
+        return step + 1 in self._ends
+
     def gradients_of(self, step: int, worker: int) -> Callable[[int, Tensor], object] | None:
-        if not self.due(step):
+        if not self._is_measured(step):
             return None
         self._norms[worker] = {}
         return partial(self._take, self._norms[worker])
@@ -84,7 +94,7 @@ class NoiseScale(StepWatch):
         if self._work is not None:  # of passes that are repeated
             self._work.wait()
             self._work = None
-        if not self.due(view.step.index):
+        if not self._is_measured(view.step.index):
             return
         squares = torch.zeros(self._workers, dtype=torch.float64)
         for worker, norms in self._norms.items():
@@ -101,7 +111,7 @@ class NoiseScale(StepWatch):
             return
         self._work.wait()
         self._work = None
-        squares = self._sent.cpu().view(torch.float64).tolist()
+        squares = self._to_host(self._sent).view(torch.float64).tolist()
         if view.is_redone or not all(0.0 < each < math.inf for each in squares):
             return
         small = math.fsum(squares) / self._workers / self._loss_scale() ** 2
@@ -109,22 +119,22 @@ class NoiseScale(StepWatch):
         images, batch = view.step.images_per_worker, view.step.batch
         noise = (small - mean) / (1 / images - 1 / batch)
         signal = (batch * mean - images * small) / (batch - images)
-        measured = torch.tensor([noise, signal], dtype=torch.float64)
-        self._averages = KEPT * self._averages + (1 - KEPT) * measured
+        before = self._averages
+        self._averages = KEPT * before[0] + (1 - KEPT) * noise, KEPT * before[1] + (1 - KEPT) * signal
 
     @property
     def value(self) -> float | None:
         """Images; None if nothing has been measured, or the noise hides the gradient."""
-        noise, signal = self._averages.tolist()
+        noise, signal = self._averages
         return noise / signal if noise > 0 and signal > 0 else None
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
         found: dict[str, Any] = {}
         if (value := self.value) is None:
             return found
-        if self.due(view.step.index):
+        if self._is_measured(view.step.index):
             found["noise_scale"] = float(f"{value:.6g}")
-        if view.step.index + 1 in {span.stop_step for span in self._schedule.spans}:
+        if self._ends_stage(view.step.index):
             found["lines"] = [
                 f"stage {view.step.stage + 1} ends: the gradient noise scale is {value:,.0f} images, the batch "
                 f"{view.step.batch:,}; more images a step would pay up to about the noise scale"
@@ -132,7 +142,8 @@ class NoiseScale(StepWatch):
         return found
 
     def state(self) -> Mapping[str, Tensor]:
-        return {"averages": self._averages}
+        return {"averages": torch.tensor(self._averages, dtype=torch.float64)}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        self._averages = tensors.get("averages", torch.zeros(2, dtype=torch.float64)).to("cpu", torch.float64)
+        noise, signal = tensors["averages"].tolist() if "averages" in tensors else (0.0, 0.0)
+        self._averages = noise, signal
