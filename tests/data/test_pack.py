@@ -158,7 +158,7 @@ def test_imagenet_is_read_out_of_its_tar_files(tmp_path: Path, run_cli: Any) -> 
     write_tar(root / "ILSVRC2012_img_train_t3.tar", [("dog/1.JPEG", picture(1))])  # of another task
     code, out, said = run_cli("data", "prepare", "imagenet", root)
     assert (code, said) == (0, "")
-    assert "6 training images and 4 held out, as many as there must be" in out
+    assert "6 training images and 4 held out" in out
     train, held_out = open_shards(root, 3)
     assert train.classes == ("n01", "n02", "n05")
     assert train.labels.tolist() == [1, 1, 1, 0, 0, 2]

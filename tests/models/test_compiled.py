@@ -39,7 +39,7 @@ def test_who_cannot_compile_is_told_what_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="compile: true: needs Triton"):
         compile_blocks(nn.Linear(2, 2), torch.device("cuda"))
-    with pytest.raises(UserError, match="compile: true takes whole networks"):
+    with pytest.raises(UserError, match="compile = true: takes whole networks"):
         load_recipe("digits", [*TINY, "compile=true", "column_blocks=2"])
 
 

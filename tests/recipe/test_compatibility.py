@@ -30,7 +30,7 @@ INEXACT, BLOCKS, SHARDED = "reduction=float32", "column_blocks=2", "runtime.upda
 GRAPHS, STREAMS, STEALING = "runtime.cuda_graphs=true", "runtime.cuda_streams=2", "runtime.work_stealing=true"
 FIRST, RANGE = "runtime.weights_first=true", "runtime.workers_range=[1, 4]"
 
-CHANGES: list[tuple[list[str], dict[str, Any]]] = [([SHARDED], {}), ([BLOCKS], {}), ([INEXACT], {}), ([], GPU)]
+CHANGES: list[tuple[list[str], dict[str, Any]]] = [([SHARDED], {}), ([BLOCKS], {}), ([INEXACT], {}), ([GRAPHS], GPU)]
 BROKEN: list[list[str]] = [
     ["loss_scale.initial=2.0"],
     ["compile=true", BLOCKS],
