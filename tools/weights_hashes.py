@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LIMIT = 600
+LIMIT = 1200
 """seconds for one case"""
 FASHION = "data/fashion-mnist"
 SHORT = ["digits", "--max-steps", "60"]

@@ -27,7 +27,7 @@ from .calls import read_calls
 from .ways import NotFoundError, gradient, is_rank, loss_in_launcher, loss_in_rank, passed, steps_of
 
 HOOK = Path(__file__).with_name("hook")
-LIMIT = 600
+LIMIT = 1200
 """seconds for one run"""
 STEPS, TRACED = 24, 8
 """of a run, and how many of the last ones are looked at: by then `auto` has chosen, and buckets stay"""
