@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from torusgd.comm.base import NoLiveness
-from torusgd.ranks.rank import meet, serve_store
+from torusgd.ranks.generations import meet_within
+from torusgd.ranks.rank import serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import build
@@ -47,7 +48,7 @@ def be_rank(rank: int, port: int, rounds: int, steps: int) -> None:
     from torch.distributed import TCPStore
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    world = meet(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)
+    world = meet_within(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)
     recipe = resolve_auto(load_recipe("digits", RECIPE).recipe, "cpu")
     jobs = [Job(recipe, RuntimeOptions(audit=share), "cpu", Path()) for share in SHARES]
     trainers = [build(job, open_data(job, world.device, NoLiveness()), world, NoLiveness()) for job in jobs]

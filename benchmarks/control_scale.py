@@ -28,10 +28,11 @@ from typing import Any, ClassVar
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
+from torusgd.comm import store_keys as keys
 from torusgd.comm.base import LateRank
 from torusgd.ranks import liveness
 from torusgd.ranks.failures import Failure, FailureChannel, FailureKind
-from torusgd.ranks.liveness import BEAT_SECONDS, STORE_KEY, Beat, Follower, Heartbeat, Limits, Watch
+from torusgd.ranks.liveness import BEAT_SECONDS, Beat, Follower, Heartbeat, Limits, Watch
 from torusgd.ranks.rank import serve_store
 
 WAIT = timedelta(seconds=300)
@@ -104,12 +105,14 @@ class _Rank:
     def __init__(self, port: int, rank: int, limits: Limits) -> None:
         own = _connected(port)
         self.rank, self.late, self.follower = rank, list[LateRank](), Follower(own, 0, limits)
-        self.failures, self._beats, self._number = FailureChannel(own, 0), PrefixStore(STORE_KEY, own), 0
+        self.failures, self._beats, self._number = FailureChannel(own, 0), PrefixStore(keys.BEATS, own), 0
 
     def turn(self) -> None:
         """A beat, and a look at what the roll call has found."""
         self._number += 1
-        self._beats.set(str(self.rank), json.dumps(asdict(Beat(self._number, "a", "train", self._number))))
+        self._beats.set(
+            keys.BEAT.format(rank=self.rank), json.dumps(asdict(Beat(self._number, "a", "train", self._number)))
+        )
         self.late = self.follower.look()
 
 

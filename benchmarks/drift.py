@@ -20,7 +20,8 @@ import torch
 from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group
 from torusgd.gradients.integer_hash import IntegerHash
-from torusgd.ranks.rank import meet, serve_store
+from torusgd.ranks.generations import meet_within
+from torusgd.ranks.rank import serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.build import build
@@ -43,7 +44,7 @@ def be_rank(rank: int, port: int, rounds: int, steps: int) -> None:
     from torch.distributed import TCPStore
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    world = meet(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)
+    world = meet_within(TCPStore("127.0.0.1", port, None, False), rank, RANKS, "cpu", seconds=60)
     for case in CASES:
         run_case(world, *case, rounds, steps)
 

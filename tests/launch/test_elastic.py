@@ -37,14 +37,15 @@ from torusgd.observe.events import Telemetry
 from torusgd.observe.trackers import Trackers
 from torusgd.ranks import generations
 from torusgd.ranks.liveness import Limits
-from torusgd.ranks.supervisor import Supervisor
+from torusgd.ranks.supervisor import Quorum, Supervisor
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.run.fingerprint import Fingerprint
+from torusgd.run.newest_state import Kept, agree
 from torusgd.run.progress import RunState
 from torusgd.run.saving import LastSaved
-from torusgd.run.survival import Kept, agree, fitting
+from torusgd.run.survival import fitting
 from torusgd.signals import StopFlag
 
 
@@ -111,7 +112,7 @@ def test_ranks_join_and_leave_as_asked_and_one_is_lost_between(
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out, held = tmp_path / "out", tmp_path / "held"
     held.touch()
-    words = ["--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.05", "--track", "tensorboard"]
+    words = ["--set", "data.source=tests.run.slow:Held", "--set", "data.options.pause=0.15", "--track", "tensorboard"]
     process = torusgd(tmp_path, out, recipe, "--workers", "1", *words, TORUSGD_HELD=str(held))
 
     def wait_for(**expected: Any) -> None:
@@ -257,8 +258,8 @@ class Dying:
 @pytest.mark.slow
 def test_a_rank_that_is_lost_while_groups_are_formed_anew_makes_another_generation() -> None:
     lines: list[str] = []
-    with Supervisor(4, "cpu", Limits(beat=60, start=60, stuck=60), tell=lines.append) as supervisor:
-        assert supervisor.run(Dying(), fewest=1) == [[0, 2, 2], [3, 2, 2]]
+    with Supervisor(4, "cpu", Limits(beat=60, start=60, stuck=60), report=lines.append) as supervisor:
+        assert supervisor.run(Dying(), quorum=Quorum(fewest=1)) == [[0, 2, 2], [3, 2, 2]]
     # On a busy machine the launcher may see both ends at once, in either order.
     assert lines[-1].endswith("; ranks 0, 3 go on")
     told = "; ".join(lines).split("; ")
@@ -269,7 +270,8 @@ def kept(step: int, evaluated: int, value: float) -> Kept:
     """What a rank keeps after `step` steps; all its tensors hold `value`."""
     state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=step, evaluated=evaluated)
     tensors = {name: torch.full((3,), value) for name in ("model/w", "optimizer/momentum_buffer/w", "gradient_bounds")}
-    return Kept(None, (0, 1, 2), None, 0, state, 0.0, tensors, lambda: {"step": step})  # type: ignore[arg-type]
+    nothing: Any = None
+    return Kept(nothing, nothing, {}, (0, 1, 2), None, 0, state, 0.0, tensors, lambda: {"step": step})
 
 
 def agreed(*each: Kept) -> list[tuple[int, int, Any, dict[str, float]]]:
@@ -280,7 +282,6 @@ def agreed(*each: Kept) -> list[tuple[int, int, Any, dict[str, float]]]:
         cpu = torch.device("cpu")
         world = groups.build(store, range(len(each)), rank, device=cpu, timeout=240)
         taken = agree(each[rank], world)
-        assert taken is not None
         own = each[rank].tensors if rank in taken.holders else {}
         tensors = {name: float(tensor[0]) for name, tensor in (*own.items(), *taken.tensors)}
         found[rank] = taken.state.step, taken.state.evaluated, taken.last_event, tensors
@@ -308,7 +309,6 @@ def test_ranks_take_the_newest_state_and_of_equal_ones_what_may_have_been_measur
 def test_all_know_of_the_last_checkpoint_unless_the_rank_that_wrote_it_is_lost() -> None:
     for writer, known in ((0, 4), (3, None)):
         taken = agree(replace(kept(5, 0, 1.0), saved=LastSaved(4, writer, 0.0)), groups.alone())
-        assert taken is not None
         assert (taken.saved.step if taken.saved else None) == known
 
 

@@ -5,19 +5,20 @@ Which rank is on another machine is only said here; all of them are on this one.
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests.run.processes import until
 
+from torusgd.comm import store_keys as keys
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
 from torusgd.errors import UserError
 from torusgd.ranks.failures import FailureKind
 from torusgd.ranks.liveness import Heartbeat, Limits
-from torusgd.ranks.supervisor import RankFailed, Supervisor
+from torusgd.ranks.supervisor import Quorum, RankEntry, RankFailed, Supervisor
 from torusgd.signals import StopFlag
 
 ELSEWHERE = 1
@@ -47,8 +48,7 @@ class Losing:
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
         me = world.ranks[world.rank]
         if me == 0:
-            while not self._cue.exists():
-                time.sleep(0.01)
+            until(self._cue.exists, "the cue")
             os.kill(os.getpid(), signal.SIGKILL)
         world.all_reduce(torch.ones(1))
         return [me, os.getpid(), *world.ranks]
@@ -69,12 +69,10 @@ class Handing:
         if world.ranks == (0,):
             assert isinstance(liveness, Heartbeat)
             assert liveness.generations is not None
-            while 1 not in liveness.generations.asking:
-                stop()
-                time.sleep(0.01)
+            generations = liveness.generations
+            until(lambda: (stop(), 1 in generations.joiners)[1], "rank 1 wants the state")
             liveness.generations.meet_joiner(1, lambda: False).broadcast_text("the state")
-            while not liveness.store.check(["ready/1"]):
-                time.sleep(0.001)
+            until(lambda: liveness.store.check([keys.READY.format(rank=1)]), "it is ready")
             die()
         return [*world.ranks]
 
@@ -94,16 +92,16 @@ def lines() -> list[str]:
 
 @pytest.fixture
 def supervisor(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> Supervisor:
-    monkeypatch.setattr(Supervisor, "_is_remote", lambda self, rank: rank == ELSEWHERE)
-    return Supervisor(2, "cpu", Limits(beat=60, start=60, stuck=60), tell=lines.append)
+    monkeypatch.setattr(RankEntry, "is_remote", property(lambda self: self.number == ELSEWHERE))
+    return Supervisor(2, "cpu", Limits(beat=60, start=60, stuck=60), report=lines.append)
 
 
 def test_a_rank_that_was_about_to_join_takes_the_place_though_it_is_not_ready(
     tmp_path: Path, supervisor: Supervisor, lines: list[str]
 ) -> None:
     with supervisor:
-        told = supervisor.run(Losing(tmp_path / "cue"), fewest=1, asked=lambda: 3)
-    assert [[me, *ranks] for me, _, *ranks in told] == [[1, 2, 1], [2, 2, 1]]
+        results = supervisor.run(Losing(tmp_path / "cue"), quorum=Quorum(fewest=1), requested=lambda: 3)
+    assert [[me, *ranks] for me, _, *ranks in results] == [[1, 2, 1], [2, 2, 1]]
     assert lines == ["rank 0 was ended by SIGKILL; rank 2 takes its place on this machine; ranks 2, 1 go on"]
 
 
@@ -113,14 +111,14 @@ def test_a_new_rank_takes_the_place_where_none_was_about_to_join(
     cue = tmp_path / "cue"
     cue.touch()
     with supervisor:
-        told = supervisor.run(Losing(cue), fewest=1)
-    assert [[me, *ranks] for me, _, *ranks in told] == [[1, 2, 1], [2, 2, 1]]
+        results = supervisor.run(Losing(cue), quorum=Quorum(fewest=1))
+    assert [[me, *ranks] for me, _, *ranks in results] == [[1, 2, 1], [2, 2, 1]]
     assert lines == ["rank 0 was ended by SIGKILL; rank 2 takes its place on this machine; ranks 2, 1 go on"]
 
 
 def test_a_rank_that_has_been_sent_the_state_goes_on_where_no_other_is_left(lines: list[str]) -> None:
-    with Supervisor(1, "cpu", Limits(beat=60, start=60, stuck=60), tell=lines.append) as supervisor:
-        assert supervisor.run(Handing(), fewest=1, asked=lambda: 2, most=2) == [[1]]
+    with Supervisor(1, "cpu", Limits(beat=60, start=60, stuck=60), report=lines.append) as supervisor:
+        assert supervisor.run(Handing(), quorum=Quorum(fewest=1, most=2), requested=lambda: 2) == [[1]]
     assert lines[-1].startswith("rank 0 was ended by SIGKILL; ")
     assert lines[-1].endswith("rank 1 goes on")
 
@@ -138,5 +136,5 @@ def test_no_rank_after_another_is_started_in_vain(
     cue = tmp_path / "cue"
     cue.touch()
     with supervisor, pytest.raises(RankFailed) as caught:
-        supervisor.run(Losing(cue, prepares), fewest=1)
+        supervisor.run(Losing(cue, prepares), quorum=Quorum(fewest=1))
     assert (caught.value.failure.kind, caught.value.failure.text) == (kind, text)

@@ -37,7 +37,7 @@ from torusgd.errors import RunError, UserError
 from torusgd.launch import local, node_agent
 from torusgd.launch.local import TOKEN, Entrance, launch
 from torusgd.launch.node_agent import join_run
-from torusgd.ranks import supervisor as processes
+from torusgd.ranks import supervisor
 from torusgd.ranks.join import Channel, read_token
 from torusgd.ranks.rank import start_rank
 from torusgd.recipe.load import load_recipe
@@ -254,7 +254,7 @@ def test_where_the_first_machine_loses_its_only_rank_it_starts_another_which_tak
 ) -> None:
     """Rank 0 writes the run's folder, which is on the first machine."""
     ended, started = dict[str, Any](), list[BaseProcess]()
-    monkeypatch.setattr(processes, "start_rank", lambda spec: started.append(start_rank(spec)) or started[-1])
+    monkeypatch.setattr(supervisor, "start_rank", lambda spec: started.append(start_rank(spec)) or started[-1])
 
     def drive(run: Driven) -> None:
         token = read_token(run.until(lambda: run.port and job.out / TOKEN))

@@ -12,20 +12,21 @@ from tests.comm.gloo_world import run_ranks
 from torch.distributed import HashStore
 
 from torusgd.comm import groups
+from torusgd.comm import store_keys as keys
 from torusgd.errors import UserError
 from torusgd.launch import torchrun
+from torusgd.ranks.generations import meet_within
 from torusgd.ranks.gpus import (
     LOCAL_RANK,
     WATCHDOG,
     check_own_gpus,
-    compare_gpus,
+    check_shared_gpus,
+    claim_gpu,
     device_of,
     local_rank,
     own_gpu,
-    tell_gpu,
 )
 from torusgd.ranks.liveness import Limits
-from torusgd.ranks.rank import meet
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.runtime import resolve_workers
@@ -77,9 +78,9 @@ def test_ranks_on_one_gpu_are_named() -> None:
 
 def rank_0_comes(store: HashStore) -> None:
     """What rank 0 has left in the store, with GPU 0."""
-    store.set("gpu/0", "GPU-0")
-    store.add("ranks of GPU-0", 1)
-    store.add("here", 1)
+    store.set(keys.GPU.format(rank=0), "GPU-0")
+    store.add(keys.GPU_RANKS.format(gpu="GPU-0"), 1)
+    store.add(keys.HERE, 1)
 
 
 @pytest.mark.parametrize(("ranks_per_gpu", "nccl"), [(1, True), (2, False)])
@@ -91,7 +92,7 @@ def test_ranks_meet_with_their_gpus_over_nccl_or_where_they_share_them_over_gloo
     four_gpus.setattr(groups, "build", lambda *_, **options: asked.update(options))
     store = HashStore()
     rank_0_comes(store)
-    meet(store, 1, 2, "cuda", seconds=5, ranks_per_gpu=ranks_per_gpu)
+    meet_within(store, 1, 2, "cuda", seconds=5, ranks_per_gpu=ranks_per_gpu)
     assert asked["device"] == torch.device("cuda", 1 // ranks_per_gpu)
     assert asked["nccl"] == nccl
     assert [os.environ[name] for name in WATCHDOG] == ["0", "0"]
@@ -102,7 +103,7 @@ def test_two_ranks_without_a_number_are_refused_when_they_meet(four_gpus: pytest
     store.set_timeout(timedelta(seconds=5))
     rank_0_comes(store)
     with pytest.raises(UserError, match=r"ranks 0, 1 have the same GPU \(GPU-0\)"):
-        meet(store, 1, 2, "cuda", seconds=5)
+        meet_within(store, 1, 2, "cuda", seconds=5)
 
 
 def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
@@ -153,9 +154,9 @@ def test_of_ranks_that_somebody_elses_launcher_put_on_one_gpu_one_says_so() -> N
 def test_two_ranks_on_the_gpu_that_is_here(ranks_per_gpu: int) -> None:
     store, device = HashStore(), device_of("cuda", ranks_per_gpu)
     for rank in range(2):
-        tell_gpu(store, rank, device, ranks_per_gpu)
+        claim_gpu(store, rank, device, ranks_per_gpu)
     if ranks_per_gpu == 2:
-        compare_gpus(store, 2, device, ranks_per_gpu)
+        check_shared_gpus(store, 2, ranks_per_gpu)
     else:
         with pytest.raises(UserError, match="ranks 0, 1 have the same GPU"):
-            compare_gpus(store, 2, device, ranks_per_gpu)
+            check_shared_gpus(store, 2, ranks_per_gpu)

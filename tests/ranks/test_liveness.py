@@ -1,6 +1,5 @@
 """Heartbeats: who is late is named, with phase and stack; who makes progress never is, however slow."""
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -8,6 +7,7 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
+from tests.run.processes import until
 from torch.distributed import HashStore, Store
 
 from torusgd.comm.base import LateRank
@@ -187,14 +187,6 @@ def beating(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Heartbeat
         each.close()
 
 
-def until(check: Callable[[], Any], seconds: float = 240.0) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := check()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found
-
-
 def test_a_rank_that_sleeps_in_a_loop_is_found_by_another_with_phase_and_stack(
     beating: Callable[..., Heartbeat],
 ) -> None:
@@ -210,10 +202,10 @@ def test_a_rank_that_sleeps_in_a_loop_is_found_by_another_with_phase_and_stack(
     limits = Limits(beat=30, start=2, stuck=1)
     other = Thread(target=hang_in_a_loop)
     other.start()
-    until(lambda: made)
+    until(lambda: made, "it has a heartbeat")
     mine = beating(0, limits, [0, 1])
     mine.progress("train", 6, 0)
-    (late,) = until(mine.late)
+    (late,) = until(mine.late, "somebody is late")
     release.set()
     other.join()
     assert (late.rank, late.phase, late.step) == (1, "train", 6)
@@ -225,7 +217,7 @@ def test_a_main_thread_that_asks_nobody_is_told_by_a_call(beating: Callable[...,
     mine = beating(0, LIMITS, [1], told.append)
     other = beating(1, LIMITS)
     other.fail("a defect")
-    until(lambda: told)
+    until(lambda: told, "the call")
     assert [late.why for late in told[0]] == ["ended: a defect"]
     assert mine.late() == told[0]
 
@@ -243,7 +235,7 @@ def test_a_blocked_call_of_the_main_thread_does_not_hold_up_the_beats(beating: C
         numbers.update(beat.number for beat in watch.beats.values() if beat is not None)
         return len(numbers) > 5
 
-    until(has_beaten_five_times)
+    until(has_beaten_five_times, "five beats")
     assert blocked.is_alive()
     other.set("never", "")
     blocked.join()

@@ -100,6 +100,10 @@ def leave(liveness: Liveness) -> None:
     os._exit(0)
 
 
+def end_the_fork_server(liveness: Liveness) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
 def freeze(liveness: Liveness) -> None:
     time.sleep(2.5)  # so that a beat tells where it is
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -150,6 +154,13 @@ def test_a_failure_has_the_kind_of_its_cause(
     assert ("Traceback" in failure.trace) == (kind is FailureKind.DEFECT)
 
 
+def test_a_fork_server_that_is_ended_is_named_and_the_next_attempt_starts_another(attempts: Attempts) -> None:
+    failure = attempts.failure(end_the_fork_server)
+    assert failure.kind is FailureKind.RANK_LOST
+    assert "rank 1 ended with the fork server" in failure.text
+    assert [result[3] for result in attempts.results(be_well)] == [2.0, 2.0]
+
+
 def test_a_frozen_rank_is_named(attempts: Attempts) -> None:
     failure = attempts.failure(freeze)
     assert failure.kind is FailureKind.RANK_LOST
@@ -162,7 +173,7 @@ def test_a_hung_rank_is_named_with_its_phase_and_stack(attempts: Attempts) -> No
     assert failure.kind is FailureKind.RANK_LOST
     assert "rank 1 on " in failure.text
     assert " in train of step 3: no progress for " in failure.text
-    assert "sleep_for_ever (test_processes.py:" in failure.text
+    assert f"sleep_for_ever ({Path(__file__).name}:" in failure.text
 
 
 def train_with_every_group(world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[str]:

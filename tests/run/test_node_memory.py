@@ -2,55 +2,33 @@
 
 import os
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
-from torusgd.comm import groups
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import node_memory as module
 from torusgd.run.fingerprint import Fingerprint
 from torusgd.run.job import Job
-from torusgd.run.node_memory import Newest, NodeMemory, newest, node_memory
+from torusgd.run.newest_state import Choice, Offer, choose
+from torusgd.run.node_memory import NodeMemory, node_memory
 from torusgd.run.progress import RunState
-from torusgd.rundir.checkpoint import Checkpoint, list_checkpoints
+from torusgd.rundir.checkpoint import list_checkpoints
 
 
-def copy_of(step: int, value: float = 1.0) -> Checkpoint:
-    return Checkpoint({"w": torch.full((3,), value)}, {"bounds": torch.zeros(2)}, {"step": step})
-
-
-def chosen(*copies: Checkpoint | None, on_disk: int = 0) -> list[Newest | None]:
-    """What ranks, as threads, agree on."""
-    store, found = HashStore(), dict[int, Newest | None]()
-
-    def be(rank: int) -> None:
-        world = groups.build(store, range(len(copies)), rank, device=torch.device("cpu"), timeout=240)
-        found[rank] = newest(copies[rank], on_disk if rank == 0 else 0, world)
-
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(len(copies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[rank] for rank in range(len(copies))]
-
-
-def test_all_go_on_from_the_newest_copy_unless_the_disk_has_a_newer_one(capsys: pytest.CaptureFixture[str]) -> None:
-    sources = [each and each.source for each in chosen(copy_of(4), None, copy_of(7), copy_of(7), on_disk=7)]
-    assert sources == [2, 2, 2, 2]
-    assert chosen(copy_of(7), None, on_disk=8) == [None, None]
-    assert chosen(None, None) == [None, None]
-    assert capsys.readouterr().err == ""
+def test_all_go_on_from_the_newest_copy_unless_the_disk_has_a_newer_one() -> None:
+    none, old, new = Offer(), Offer(copy=4, digest=1), Offer(copy=7, digest=1)
+    assert choose([old._replace(disk=7), none, new, new]) == Choice(source=2, is_copy=True)
+    assert choose([new._replace(disk=8), none]) == Choice(source=0)
+    assert choose([none, none]) == Choice(source=0)
     # Of two that differ nobody can tell which is wrong.
-    assert chosen(copy_of(7), copy_of(7, 2.0)) == [None, None]
-    assert "the nodes' copies of step 7 are not alike; they are not used" in capsys.readouterr().err
+    assert choose([new, new._replace(digest=2)]) is None
+    # What ranks hold comes before all copies.
+    assert choose([new, Offer(progress=2)]) == Choice(source=1, holders=frozenset({1}))
 
 
 @pytest.fixture

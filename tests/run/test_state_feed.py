@@ -16,13 +16,14 @@ from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schedule import Schedule
 from torusgd.run import state_feed
 from torusgd.run.draw_network import draw_network
 from torusgd.run.job import Job
+from torusgd.run.newest_state import Kept
 from torusgd.run.open_data import open_data
 from torusgd.run.progress import RunState
 from torusgd.run.state_feed import StateFeeds, StateFollower
-from torusgd.run.survival import Kept
 
 STEPS = 16
 LONG = f"stages=[{{until: {STEPS}st, images_per_worker: 2}}]"
@@ -36,9 +37,9 @@ class Sender:
     def __init__(self, store: HashStore, *overrides: str) -> None:
         self.trainer = make_trainer(LONG, *overrides)
         self.state = RunState(self.trainer.fingerprint)
-        self.asking: tuple[int, ...] = ()
+        self.joiners: tuple[int, ...] = ()
         self._store = store
-        self.feeds = StateFeeds(lambda: self.asking, lambda rank, is_over: pair(store, 0))
+        self.feeds = StateFeeds(lambda: self.joiners, lambda rank, is_over: pair(store, 0))
 
     def take_steps(self, count: int) -> None:
         for _ in range(count):
@@ -60,7 +61,8 @@ class Follower:
         with torch.no_grad():
             for parameter in network.model.parameters():
                 parameter.fill_(float("nan"))  # nothing of its own may be left
-        kept = Kept(data, (0,), None, -1, None, 0.0, {}, None, network)
+        schedule = Schedule(recipe, len(data.training.source))
+        kept = Kept(data, schedule, {}, (0,), None, -1, None, 0.0, {}, None, network)
         self._follower = StateFollower(job, kept, NoLiveness())
         self._store = store
         self.connected, self.go, self.caught_up = threading.Event(), threading.Event(), threading.Event()
@@ -92,7 +94,7 @@ def begin(*overrides: str) -> tuple[Sender, Follower]:
     store = HashStore()
     sender, follower = Sender(store, *overrides), Follower(store, *overrides)
     sender.take_steps(2)
-    sender.asking = (JOINER,)
+    sender.joiners = (JOINER,)
     sender.take_steps(1)
     assert follower.connected.wait(SECONDS)
     return sender, follower
@@ -156,7 +158,7 @@ def test_the_sending_rank_is_lost_and_the_other_keeps_a_whole_state() -> None:
     follower.go.set()
     assert follower.caught_up.wait(SECONDS)
     sender.feeds.close()
-    sender.asking = ()
+    sender.joiners = ()
     sender.take_steps(1)
     kept = follower.end()
     assert kept.state is not None
@@ -166,7 +168,7 @@ def test_the_sending_rank_is_lost_and_the_other_keeps_a_whole_state() -> None:
 def test_a_connection_that_is_slower_than_the_steps_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_feed, "LEAST_WAITING", 0)
     sender, follower = begin()
-    sender.asking = ()
+    sender.joiners = ()
     sender.take_steps(STEPS - 3)
     assert sender.state.step == STEPS
     assert follower.end().state is None

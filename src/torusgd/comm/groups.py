@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from . import store_keys as keys
 from .base import SLACK, BackendCollective, BackendMessage, CommTimeout, ConnectionLost, Work, comm_error
 from .launch_order import launch_order
 
@@ -223,7 +224,7 @@ class Group:
             timeout: Of the new group, seconds; None: as here.
             device: Of the new group, such as the CPU for one that needs no NCCL; None: as here.
         """
-        prefix, device = f"sub{next(self._splits)}", self.device if device is None else device
+        number, device = next(self._splits), self.device if device is None else device
         nccl = self.has_nccl and device.type == "cuda"
         color = next((color for color, places in enumerate(sets) if self.rank in places and len(places) > 1), None)
         parent = self._nccl if nccl and self._owned and any(len(places) > 1 for places in sets) else None
@@ -235,7 +236,7 @@ class Group:
             return alone(device, self.ranks[self.rank])
         assert self.store is not None, "a group without a store can't be split"
         part = build(
-            PrefixStore(f"{prefix}/{'-'.join(map(str, sets[color]))}", self.store),
+            PrefixStore(keys.SUBGROUP.format(number=number, places="-".join(map(str, sets[color]))), self.store),
             [self.ranks[place] for place in sets[color]],
             self.ranks[self.rank],
             device=device,
@@ -369,7 +370,7 @@ def build(
         if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= timeout - SLACK:
             raise CommTimeout(f"the {len(ranks)} ranks of a group did not meet within {timeout:g} s") from error
         raise comm_error(error, "the store or a rank", begin, timeout) from error
-    meeting = PrefixStore("groups", store)
+    meeting = PrefixStore(keys.SUBGROUPS, store)
     return Group(group, ranks, place, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up)
 
 
@@ -430,7 +431,7 @@ def _connect(
 ) -> ProcessGroup:
     size, gpu = len(ranks), torch.device("cuda")
     group = ProcessGroup(store, group_rank, size)
-    gloo = ProcessGroupGloo(PrefixStore("gloo", store), group_rank, size, limit)
+    gloo = ProcessGroupGloo(PrefixStore(keys.GLOO, store), group_rank, size, limit)
     # As torch's own `new_group` does: its debug modes compare these numbers among ranks.
     gloo._set_sequence_number_for_group()
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
@@ -440,7 +441,7 @@ def _connect(
         options._timeout, options.global_ranks_in_group = limit, list(ranks)
         if split is not None:
             options.split_from, options.split_color = split
-        backend = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), group_rank, size, options)
+        backend = c10d.ProcessGroupNCCL(PrefixStore(keys.NCCL, store), group_rank, size, options)
         backend._set_sequence_number_for_group()
         group._register_backend(gpu, ProcessGroup.BackendType.NCCL, backend)
         # At once, for a split needs all members of the parent, and a first batch of messages has not all of them.
@@ -473,7 +474,7 @@ def group_of(group: Group | ProcessGroup | None = None, device: torch.device | s
         dist.get_process_group_ranks(group),
         dist.get_rank(group),
         torch.device(device),
-        PrefixStore("torusgd", store),
+        PrefixStore(keys.FOREIGN_SUBGROUPS, store),
         limit.total_seconds(),
         nccl,
         splits=splits,

@@ -6,46 +6,36 @@ defect, or a run that can't go on ends them all with one line.
 """
 
 import gc
-import json
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from ..comm.base import Liveness
-from ..comm.groups import Group
 from ..comm.tuning.profile import Profile
 from ..errors import RunError, UserError, warn
 from ..ranks.failures import Failure, FailureKind
 from ..ranks.join import Listener, make_token
-from ..ranks.liveness import Heartbeat, Limits
-from ..ranks.supervisor import RankFailed, Supervisor
+from ..ranks.liveness import Limits
+from ..ranks.supervisor import Quorum, RankFailed, Supervisor
 from ..recipe.compatibility import LISTENS, RANGE, check, fixed_ranks
-from ..run.fingerprint import Fingerprint
 from ..run.host_share import KeptArrays
 from ..run.job import Job, setup_of
 from ..run.result import RunResult, finished
-from ..run.run import Run
-from ..run.state_feed import StateFeeds, StateFollower
-from ..run.survival import Kept, fewest_ranks, nothing_yet, prepared
+from ..run.survival import TrainRank
 from ..rundir.checkpoint import list_checkpoints
 from ..rundir.run_dir import RunDir
 from ..rundir.status import Asked, was_asked_to_stop
 from ..runtime import resolve_workers
-from ..signals import StopFlag, Stopped, asking_to_stop
+from ..signals import Stopped, asking_to_stop
 
 MAX_RESTARTS = 10
 """without a new checkpoint, each after a longer pause; a new checkpoint makes it as many again"""
 LONGEST_PAUSE = 60.0
 TOKEN = ".join-token"
 """in the run's folder: what machines that join need a copy of"""
-_FINGERPRINT = "fingerprint"
-"""key in the store of an attempt: what ranks that join compare themselves with"""
 STOP_SECONDS = 120
 """for a step and a checkpoint after a signal; then the ranks are ended as they are"""
 
@@ -139,10 +129,10 @@ def _supervise(job: Job, workers: int, folder: RunDir, entrance: Entrance | None
     gc.freeze()  # what is imported by now is no garbage; the exit is 1 s faster without a look through it
     with Supervisor(workers, job.device, limits_of(job), job.options.ranks_per_gpu, warn) as supervisor:
         if entrance is None:
-            return _run_attempts(job, folder, supervisor, fewest_ranks(job, workers))
+            return _run_attempts(job, folder, supervisor, _fewest_ranks(job, workers))
         listener = supervisor.listener = entrance.open(job, supervisor)
         try:
-            result = _run_attempts(job, folder, supervisor, fewest_ranks(job, workers))
+            result = _run_attempts(job, folder, supervisor, _fewest_ranks(job, workers))
         except (UserError, RunError) as error:
             listener.close(1, str(error))
             raise
@@ -153,16 +143,17 @@ def _supervise(job: Job, workers: int, folder: RunDir, entrance: Entrance | None
 def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int) -> RunResult:
     """One attempt after another, each from the last checkpoint."""
     restarts, pause = Restarts(), 0.0
-    asked = Asked(folder.path)
+    requests = Asked(folder.path)
     wanted, most = job.options.workers_range or (1, job.recipe.virtual_workers)
+    quorum = Quorum(fewest, wanted, most)
     while True:
         try:
             time.sleep(pause)
             with asking_to_stop(supervisor.ask_to_stop, STOP_SECONDS) as stop:
                 rank = TrainRank(job, supervisor.size)
-                ask = partial(_ranks_asked_for, asked, job, max(fewest, wanted), most)
-                told = supervisor.run(rank, restarts.total, fewest, ask, wanted, most)
-                results = [RunResult(**tree) for tree in told]
+                requested = partial(_requested_ranks, requests, job, quorum)
+                trees = supervisor.run(rank, restarts.total, quorum, requested)
+                results = [RunResult(**tree) for tree in trees]
         except RankFailed as error:
             failure, in_vain = error.failure, restarts.in_vain
             if failure.is_loss and stop():
@@ -188,51 +179,19 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int)
             _show_cursor()
 
 
-def _ranks_asked_for(asked: Asked, job: Job, fewest: int, most: int) -> int | None:
-    """With how many ranks `torusgd resize` asks a run to go on, within what it allows; None: with no other number."""
-    workers = None if fixed_ranks(setup_of(job)) else asked.workers()
-    return None if workers is None else max(fewest, min(workers, most))
+def _fewest_ranks(job: Job, ranks: int) -> int:
+    """With how many of its ranks a run goes on when others are lost; fewer start again, all of them."""
+    if fixed_ranks(setup_of(job)):
+        return ranks
+    return 2 if job.options.audit else 1  # one rank has no other to check it
 
 
-class TrainRank:
-    """A run on one rank, called again in the same process with the ranks that are left; sent to it before it begins.
-
-    Args:
-        job: What to run.
-        workers: Ranks with which the attempt begins.
-    """
-
-    def __init__(self, job: Job, workers: int) -> None:
-        self._job, self._began = job, range(workers)
-        self._run: Run | None = None
-        self._kept: Kept | None = None
-        self._follower: StateFollower | None = None
-
-    def prepare(self, heartbeat: Heartbeat) -> None:
-        """Opens the images of a rank that joins, and finds out whether it belongs to the run at work."""
-        run = Fingerprint.from_dict(json.loads(heartbeat.store.get(_FINGERPRINT)))
-        self._kept = prepared(self._job, heartbeat, self._began, run)
-        self._follower = StateFollower(self._job, self._kept, heartbeat)
-
-    def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
-        """See `Prepares`."""
-        assert self._follower is not None, "it was prepared"
-        self._follower.follow(source, caught_up)
-
-    def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any]:
-        if self._run is not None:
-            self._kept = self._run.keep()
-        if self._follower is not None:
-            self._kept, self._follower = self._follower.keep(), None
-        kept = self._kept or nothing_yet(self._job, world, liveness, self._began)
-        assert isinstance(liveness, Heartbeat), "of a rank that is ours"
-        generations = liveness.generations
-        assert generations is not None, "likewise"
-        feeds = StateFeeds(lambda: generations.asking, generations.meet_joiner)
-        self._run = Run(self._job, world, stop, restarts, liveness, kept, feeds)
-        if world.rank == 0:
-            liveness.store.set(_FINGERPRINT, json.dumps(self._run.trainer.fingerprint.as_dict()))
-        return asdict(self._run.run())
+def _requested_ranks(requests: Asked, job: Job, quorum: Quorum) -> int | None:
+    """With how many ranks `torusgd resize` wants a run to go on, within what it allows; None: with no other number."""
+    workers = None if fixed_ranks(setup_of(job)) else requests.workers()
+    if workers is None:
+        return None
+    return max(quorum.fewest, quorum.wanted, min(workers, quorum.most or workers))
 
 
 def _stopped(number: int, folder: RunDir) -> RunResult:

@@ -39,8 +39,9 @@ from ..ranks.liveness import BEAT_SECONDS
 from ..ranks.rank import LOOPBACK, RankSpec, start_rank
 from ..run.job import Job
 from ..run.open_data import find_images
+from ..run.survival import TrainRank
 from ..signals import held_back
-from .local import TrainRank, limits_of
+from .local import limits_of
 
 CONNECT_SECONDS = 10.0
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -26,13 +26,14 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from ..comm import store_keys as keys
 from ..comm.base import CommError, LateRank, Liveness
 from ..comm.groups import Group
 from ..errors import RunError, UserError, warn, write_exit
 from ..ranks.failures import Failure, FailureChannel, FailureKind, cause_of
-from ..ranks.generations import GROUP_SECONDS
+from ..ranks.generations import GROUP_SECONDS, meet_within
 from ..ranks.liveness import SILENT_SECONDS, Heartbeat, Limits, Watch
-from ..ranks.rank import RankFunction, meet
+from ..ranks.rank import RankFunction
 from ..recipe.compatibility import WORKERS, check
 from ..run.job import Job, setup_of
 from ..run.node_memory import torchrun_agent
@@ -245,32 +246,39 @@ def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> Store
     word, end = secrets.token_hex(8), time.monotonic() + seconds
     answer: dict[str, Any] = {}
     others = range(1, size)
-    store.set(f"word/{rank}", word)
+    store.set(keys.WORD.format(rank=rank), word)
     while time.monotonic() < end:
         if rank == 0:
-            if store.check([f"word/{other}" for other in others]) or size == 1:
-                words = [word, *(store.get(f"word/{other}").decode() for other in others)]
+            if size == 1 or store.check([keys.WORD.format(rank=other) for other in others]):
+                words = [word, *(store.get(keys.WORD.format(rank=other)).decode() for other in others)]
+                # A word that has changed is that of a rank of this attempt, which had found one of the last there.
                 if words != answer.get("words"):
                     answer = {"prefix": secrets.token_hex(8), "words": words}
-                    store.set("answer", json.dumps(answer))
-                if all(store.check([f"{answer['prefix']}/heard/{other}"]) for other in others):
-                    store.set(f"{answer['prefix']}/all", "")
-                    return PrefixStore(answer["prefix"], store)
-        elif store.check(["answer"]):
-            answer = json.loads(store.get("answer"))
+                    store.set(keys.ANSWER, json.dumps(answer))
+                own = _attempt(answer, store)
+                if all(own.check([keys.HEARD.format(rank=other)]) for other in others):
+                    own.set(keys.ALL_HEARD, "")
+                    return own
+        elif store.check([keys.ANSWER]):
+            answer = json.loads(store.get(keys.ANSWER))
             if rank < len(answer["words"]) and answer["words"][rank] == word:
-                store.set(f"{answer['prefix']}/heard/{rank}", "")
-                if store.check([f"{answer['prefix']}/all"]):
-                    return PrefixStore(answer["prefix"], store)
+                own = _attempt(answer, store)
+                own.set(keys.HEARD.format(rank=rank), "")
+                if own.check([keys.ALL_HEARD]):
+                    return own
         time.sleep(_WORD_SECONDS)
     raise _did_not_meet(seconds, TimeoutError("not all of them have come"))
+
+
+def _attempt(answer: Mapping[str, Any], store: Store) -> Store:
+    return PrefixStore(keys.ATTEMPT.format(attempt=answer["prefix"]), store)
 
 
 def _meet(
     store: Store, rank: int, size: int, device: str, seconds: float, timeout: float, ranks_per_gpu: int = 1
 ) -> Group:
     try:
-        return meet(store, rank, size, device, seconds=seconds, timeout=timeout, ranks_per_gpu=ranks_per_gpu)
+        return meet_within(store, rank, size, device, seconds=seconds, timeout=timeout, ranks_per_gpu=ranks_per_gpu)
     except (dist.DistError, CommError) as error:
         raise _did_not_meet(seconds, error) from None
 

@@ -1,6 +1,6 @@
 """What ends a rank, and the one channel by which others learn it: the ranks' common store.
 
-A rank that fails writes a `Failure` under its rank. The launcher reads it, or the other ranks do, where the launcher is
+A rank that fails writes a `Failure` under its rank. The launcher reads it, or the other ranks do if the launcher is
 somebody else's. Kinds go by the type of the exception, never by its text.
 """
 
@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ..comm import store_keys as keys
 from ..comm.base import CommError
 from ..errors import DiskError, RunError, UserError, is_transient
 
@@ -105,7 +106,7 @@ class FailureChannel:
     """
 
     def __init__(self, store: Store, size: int) -> None:
-        self._store, self._size = PrefixStore("failures", store), size
+        self._store, self._size = PrefixStore(keys.FAILURES, store), size
 
     def report(self, failure: Failure) -> bool:
         """Leaves this rank's failure; to be called before it closes any connection, by which others learn of its end.
@@ -116,35 +117,40 @@ class FailureChannel:
         Raises:
             torch.distributed.DistError: The store can't be reached.
         """
-        self._store.set(str(failure.rank), failure.dump())
+        self._store.set(keys.FAILURE.format(rank=failure.rank), failure.dump())
         if not failure.is_loss:
-            self._store.set(f"cause/{self._store.add('causes', 1)}", failure.dump())
-        return self._store.check([str(failure.rank)])
+            number = self._store.add(keys.CAUSES, 1)
+            self._store.set(keys.CAUSE.format(number=number), failure.dump())
+        return self.has_reported(failure.rank)
 
     def reported(self) -> dict[int, Failure]:
-        """The failures so far, by rank: for the launcher, since it asks for each rank."""
-        ranks = [rank for rank in range(self._size) if self._store.check([str(rank)])]
-        return {rank: Failure.parse(self._store.get(str(rank)).decode()) for rank in ranks}
+        """The failures so far, by rank; for the launcher, since it looks for each rank's."""
+        return {
+            rank: self._read(keys.FAILURE.format(rank=rank)) for rank in range(self._size) if self.has_reported(rank)
+        }
 
     def causes(self) -> list[Failure]:
         """The first failures that are no mere loss of others: a few, whatever the number of ranks."""
-        count = min(self._store.add("causes", 0), MOST_CAUSES)
-        keys = [f"cause/{number}" for number in range(1, count + 1)]
-        return [Failure.parse(self._store.get(key).decode()) for key in keys if self._store.check([key])]
+        count = min(self._store.add(keys.CAUSES, 0), MOST_CAUSES)
+        names = [keys.CAUSE.format(number=number) for number in range(1, count + 1)]
+        return [self._read(name) for name in names if self._store.check([name])]
 
     def has_reported(self, rank: int) -> bool:
         """Whether a rank has left a failure."""
-        return self._store.check([str(rank)])
+        return self._store.check([keys.FAILURE.format(rank=rank)])
 
     def claim(self, rank: int) -> bool:
-        """Whether this rank is the one to print why the run ends: the first that asks, and no other."""
-        return self._store.compare_set("speaker", "", str(rank)).decode() == str(rank)
+        """Whether this rank is the one to print why the run ends: the first that calls it, and no other."""
+        return self._store.compare_set(keys.SPEAKER, "", str(rank)).decode() == str(rank)
+
+    def _read(self, key: str) -> Failure:
+        return Failure.parse(self._store.get(key).decode())
 
 
 def cause_of(failures: Iterable[Failure]) -> Failure | None:
-    """The failure that explains why all ranks end; None where ranks only say that they lost others.
+    """The failure that explains why all ranks end; None if ranks only say that they lost others.
 
-    Where all ranks find the same mistake at once, the one with most to say is heard.
+    If all ranks find the same mistake at once, the longest report counts.
     """
     causes = [failure for failure in failures if not failure.is_loss]
     return max(causes, key=lambda failure: (bool(failure.trace), len(failure.text))) if causes else None

@@ -3,6 +3,7 @@
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import os
 import tempfile
 
 from ..errors import UserError
@@ -29,3 +30,11 @@ def start_forkserver() -> None:
             f"{tempfile.gettempdir()}: ranks are started by way of a socket there ({error}); set TMPDIR to a folder "
             "with a short name that can be written"
         ) from None
+
+
+def forkserver_has_ended() -> bool:
+    """Whether somebody has ended it, and so its ranks; the next start of a rank starts it anew."""
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    # Without reaping it, which is multiprocessing's business.
+    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return server is not None and os.waitid(os.P_PID, server, how) is not None

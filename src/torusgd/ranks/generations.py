@@ -3,56 +3,52 @@
 The launcher writes one record into the store of an attempt: the number of the generation, its ranks, those that were
 lost, and whether it can wait for a step to end. When ranks are lost, join or shall leave, it writes the next one. Ranks
 that join say first that they are ready, and take part from the generation on that names them; one that a generation no
-longer names leaves. The others follow in their living processes: they fail what is under way, meet under a prefix that
+longer names leaves. The others follow in their living processes: they end what is under way, meet under a prefix that
 no earlier generation has used (addresses of dead ranks would be found under an old one), and connect anew. A rank may
 be lost at any moment of that; then the launcher announces another generation, and whoever waits for ranks of an old one
-gives it up.
+gives up waiting.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import groups
-from ..comm.base import CommTimeout, ConnectionLost, Liveness
+from ..comm import store_keys as keys
+from ..comm.base import CommError, CommTimeout, ConnectionLost, Liveness
 from ..comm.groups import Group
-from ..text import named
-from .gpus import compare_gpus, tell_gpu
+from .gpus import check_shared_gpus, claim_gpu, device_of
+
+T = TypeVar("T")
+
+GROUP_SECONDS = 7 * 24 * 3600.0
+"""timeout of a run's groups: no message is given up for its age, since liveness knows which ranks are late"""
+_POLL_SECONDS = 0.01
+_ANNOUNCE_SECONDS = 30.0
+"""for the launcher to find out that a rank is lost, and to announce the next generation"""
+_SOURCE_SECONDS = 5.0
+"""for which a rank that joins waits for another one to send it the state, when the first is lost"""
+_LOOK_SECONDS = 0.1
+"""from one question whether ranks were lost to the next, while a rank computes"""
 
 
 class Released(Exception):
     """This rank is not needed any more: the others go on without it."""
 
 
-GROUP_SECONDS = 7 * 24 * 3600.0
-"""timeout of a run's groups: no message is given up for its age, since liveness knows which ranks are late"""
-_KEY = "generation"
-_POLL_SECONDS = 0.01
-_NEXT_SECONDS = 5.0
-"""for which a rank that joins waits for another one to send it the state, when the first is lost"""
-_LOOK_SECONDS = 0.1
-"""from one question whether ranks were lost to the next, while a rank computes"""
-
-
-def ranks_do(ranks: Sequence[int], verb: str) -> str:
-    """For people.
-
-    >>> ranks_do([2], "go"), ranks_do([0, 3], "join")
-    ('rank 2 goes', 'ranks 0, 3 join')
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} {verb}{'es' if verb.endswith('o') else 's'}"
-    return f"{named('rank', ranks)} {verb}"
+class RanksChange:
+    """What a rank's function returns in place of a result once ranks are to join or leave: it is called again."""
 
 
 Follow = Callable[[Group, Callable[[], object]], object]
-"""takes the state from the rank at place 0 of a group, and calls its second argument once it has"""
+"""takes the state from the first rank of a group, and calls its second argument once it has"""
 
 
 class _Record(NamedTuple):
@@ -60,7 +56,7 @@ class _Record(NamedTuple):
 
     number: int
     ranks: tuple[int, ...]
-    """in the order of the group's places; none: those that are left shall end"""
+    """in the order of the group; none: those that are left shall end"""
     lost: tuple[int, ...]
     """all ranks that were lost until then"""
     is_planned: bool
@@ -68,18 +64,18 @@ class _Record(NamedTuple):
     waits: bool
     """its ranks are too few, and shall take no step"""
     joining: tuple[int, ...] = ()
-    """ranks that are to take part in the next generation, and ask for the state meanwhile"""
+    """ranks that are to take part in the next generation, and want the state meanwhile"""
 
     def source(self, rank: int) -> int:
-        """The rank that sends the state to one that asks for it."""
+        """The rank that sends the state to one that joins: another one for each, so that none sends to all."""
         return self.ranks[rank % len(self.ranks)]
 
     def write(self, store: Store) -> None:
-        store.set(_KEY, json.dumps(self))
+        store.set(keys.GENERATION, json.dumps(self))
 
     @staticmethod
     def read(store: Store) -> "_Record":
-        number, ranks, lost, is_planned, waits, joining = json.loads(store.get(_KEY))
+        number, ranks, lost, is_planned, waits, joining = json.loads(store.get(keys.GENERATION))
         return _Record(number, tuple(ranks), tuple(lost), is_planned, waits, tuple(joining))
 
     def has_lost(self, generation: int) -> bool:
@@ -97,15 +93,15 @@ class Generations:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.number = -1
-        """of the generation that this process has announced, or has joined"""
+        """generation that this process has announced, or has joined"""
         self.lost: tuple[int, ...] = ()
-        """the ranks that were lost until then"""
+        """ranks that were lost until then"""
         self.waits = False
         """its ranks are too few, and wait for others"""
         self.is_planned = False
         """there is a next generation, to be joined after the step under way"""
-        self.asking: tuple[int, ...] = ()
-        """the ranks that want this one to send them the state"""
+        self.joiners: tuple[int, ...] = ()
+        """ranks that join and want the state from this one"""
         self._rank = -1
         self._looked = 0.0
 
@@ -115,7 +111,7 @@ class Generations:
         """The launcher says which ranks make up the next generation; none: those that are left shall end.
 
         Args:
-            ranks: In the order of the group's places.
+            ranks: In the order of the group.
             lost: Ranks that were lost since the generation before.
             planned: The ranks of the generation before are well, and shall end their step first.
             waits: They are too few, and shall take no step.
@@ -125,92 +121,116 @@ class Generations:
         _Record(self.number, tuple(ranks), self.lost, planned, waits).write(self._store)
 
     def invite(self, ranks: Iterable[int]) -> None:
-        """The launcher says which ranks are to join; those that ask for the state are sent it from now on."""
+        """The launcher says which ranks are to join; those that want the state are sent it from now on."""
         newest = _Record.read(self._store)
-        asking = tuple(rank for rank in ranks if self._store.check([f"asks/{rank}"]))
-        if asking != newest.joining:
-            newest._replace(joining=asking).write(self._store)
+        joining = tuple(rank for rank in ranks if self._store.check([keys.WANTS_STATE.format(rank=rank)]))
+        if joining != newest.joining:
+            newest._replace(joining=joining).write(self._store)
 
     def are_ready(self, ranks: Iterable[int]) -> bool:
-        """Whether all these ranks wait to take part; asked by the launcher."""
-        return all(self._store.check([f"ready/{rank}"]) for rank in ranks)
+        """Whether all these ranks wait to take part; for the launcher."""
+        return all(self._store.check([keys.READY.format(rank=rank)]) for rank in ranks)
 
     def wait_for_admission(self, rank: int, follow: Follow | None = None) -> None:
         """A rank that joins says that it is ready, and waits for the generation from which on it takes part.
 
         Args:
-            rank: Of this process.
+            rank: This process.
             follow: Called with the group of a rank that sends the state and this one, and with what is to be called
-                once this rank is ready. None: it is ready as it is, and so it is where nobody can send the state.
+                once this rank is ready. None: it is ready as it is, and so it is if nobody can send the state.
 
         Raises:
             ConnectionLost: All ranks shall end.
         """
         if follow is not None:
-            self._store.set(f"asks/{rank}", "")
+            self._store.set(keys.WANTS_STATE.format(rank=rank), "")
         tried, until = -1, 0.0
-        while rank not in (newest := _Record.read(self._store)).ranks:
-            if not newest.ranks:
-                raise ConnectionLost("ranks were lost, and the others do not go on")
+        while rank not in (newest := self._newest()).ranks:
             if follow is not None and newest.number > tried and rank in newest.joining:
                 tried = newest.number
                 with suppress(ConnectionLost):
                     follow(self._meet_for_state(newest, rank, rank, lambda: False), partial(self._say_ready, rank))
-                until = time.monotonic() + _NEXT_SECONDS
+                until = time.monotonic() + _SOURCE_SECONDS
             elif follow is None or newest.waits or (newest.number == tried and time.monotonic() > until):
                 self._say_ready(rank)
             time.sleep(_POLL_SECONDS)
 
     def meet_joiner(self, rank: int, is_given_up: Callable[[], bool]) -> Group:
-        """The group of this rank and one of those `asking`; in any thread.
+        """The group of this rank and one of the `joiners`; in any thread.
 
         Raises:
-            ConnectionLost: It is given up, or the rank asks no more.
+            ConnectionLost: It is given up, or the rank doesn't want the state any more.
         """
         return self._meet_for_state(_Record.read(self._store), self._rank, rank, is_given_up)
 
-    def join(self, rank: int, device: torch.device, ranks_per_gpu: int, liveness: Liveness) -> Group:
-        """The group of the newest generation, once all of its ranks have come; a later one where some never come.
+    def run(
+        self,
+        function: Callable[..., T | RanksChange],
+        arguments: tuple[Any, ...],
+        rank: int,
+        device: torch.device,
+        ranks_per_gpu: int,
+        liveness: Liveness,
+    ) -> T:
+        """Calls a function with the group of each generation, one after the other, until it returns a result.
+
+        A planned change and a loss go the same way: the group is aborted, and the ranks of the next generation meet.
 
         Args:
-            rank: Of this process.
+            function: Called with the group of all ranks, and the `arguments`; see `RanksChange`.
+            arguments: See above.
+            rank: This process.
             device: Where its tensors live, see `gpus.device_of`.
             ranks_per_gpu: Consecutive ranks that share a GPU; above 1 nothing goes by NCCL.
             liveness: Learns that this rank waits for others.
 
         Raises:
             UserError: Ranks share a GPU without knowing.
-            ConnectionLost: The ranks that are left shall end.
+            CommError: Ranks were lost, and those that are left shall end.
             Released: The others go on without this rank.
         """
         while True:
-            newest = _Record.read(self._store)
-            self.number, self.lost, self.waits, self.is_planned = newest.number, newest.lost, newest.waits, False
-            self._rank, self.asking = rank, ()
-            if not newest.ranks:
-                raise ConnectionLost("ranks were lost, and the others do not go on")
-            if rank not in newest.ranks:
-                raise Released
+            world = self.join(rank, device, ranks_per_gpu, liveness)
             try:
-                return self._meet(rank, newest.ranks, device, ranks_per_gpu, liveness)
-            except ConnectionLost:
-                if not self.is_followed(liveness):
+                result = function(world, *arguments)
+                if not isinstance(result, RanksChange):
+                    world.barrier()
+                    return result
+                world.abort()
+            except CommError:
+                # SIGKILL 6: a rank that has noticed closes all its connections, so that those who wait for it notice
+                # too, even if no connection to the dead rank was theirs.
+                world.abort()
+                if not self._is_followed(liveness):
                     raise
 
-    def is_followed(self, liveness: Liveness, seconds: float = 30.0) -> bool:
-        """Whether the launcher announces another generation, which it does as soon as a lost rank is known.
+    def join(self, rank: int, device: torch.device, ranks_per_gpu: int, liveness: Liveness) -> Group:
+        """The group of the newest generation, once all of its ranks have come; a later one if some never come.
 
-        Args:
-            liveness: Learns that this rank waits.
-            seconds: For which this rank waits for it.
+        Arguments and errors are those of `run`.
         """
-        end = time.monotonic() + seconds
-        while not (is_over := self._is_over()) and time.monotonic() < end and not liveness.late():
-            time.sleep(_POLL_SECONDS)
-        return is_over
+        while True:
+            # SIGKILL 7: the ranks that are left meet, under a prefix of their generation.
+            newest = self._newest()
+            self.number, self.lost, self.waits, self.is_planned = newest.number, newest.lost, newest.waits, False
+            self._rank, self.joiners = rank, ()
+            if rank not in newest.ranks:
+                raise Released
+            is_gpu = device.type == "cuda"
+            try:
+                return meet(
+                    PrefixStore(keys.MEETING.format(generation=self.number), self._store),
+                    newest.ranks, rank, device, ranks_per_gpu,
+                    wait=partial(self._wait_for_all, liveness),
+                    # Ranks with GPUs don't go on without the lost ones, so they form no group but the first.
+                    is_given_up=None if is_gpu else self._is_over,
+                )  # fmt: skip
+            except ConnectionLost:
+                if not self._is_followed(liveness):
+                    raise
 
     def check(self) -> bool:
-        """Asked by a rank between two pieces of its work, which is in vain once ranks of its generation are lost.
+        """Called by a rank between two pieces of its work, which is in vain once ranks of its generation are lost.
 
         It also finds out whether another generation `is_planned`. It looks into the store now and then only: while one
         thread waits for an answer the others of its process take their turn, which took a tenth of short steps.
@@ -227,20 +247,44 @@ class Generations:
         newest = _Record.read(self._store)
         self.is_planned = newest.number > self.number and newest.is_planned
         mine = [each for each in newest.joining if newest.source(each) == self._rank]
-        self.asking = tuple(mine) if newest.number == self.number else ()
+        self.joiners = tuple(mine) if newest.number == self.number else ()
         if newest.has_lost(self.number):
-            raise ConnectionLost("ranks were lost, says the launcher")
+            raise ConnectionLost("the launcher reports lost ranks")
         return True
 
-    def is_forsaken(self, store: Store) -> bool:
-        """Whether ranks of this generation are lost, asked in another connection to the attempt's store.
+    def has_lost_ranks(self, store: Store) -> bool:
+        """Whether ranks of this generation are lost, as another connection to the attempt's store knows.
 
-        Whoever waits for a message must ask: of a machine that is cut off no connection closes.
+        Whoever waits for a message must look: of a machine that is cut off no connection closes.
         """
         return self.number >= 0 and _Record.read(store).has_lost(self.number)
 
+    def _newest(self) -> _Record:
+        newest = _Record.read(self._store)
+        if not newest.ranks:
+            raise ConnectionLost("ranks were lost, and the others do not go on")
+        return newest
+
+    def _is_over(self) -> bool:
+        return _Record.read(self._store).number > self.number
+
+    def _is_followed(self, liveness: Liveness) -> bool:
+        """Whether the launcher announces another generation, which it does as soon as a lost rank is known."""
+        end = time.monotonic() + _ANNOUNCE_SECONDS
+        while not (is_over := self._is_over()) and time.monotonic() < end and not liveness.late():
+            time.sleep(_POLL_SECONDS)
+        return is_over
+
+    def _wait_for_all(self, liveness: Liveness, store: Store) -> None:
+        while not store.check([keys.ALL_HERE]):
+            if self._is_over():
+                raise ConnectionLost("the ranks have changed before all came")
+            if late := liveness.late():
+                raise CommTimeout("; ".join(map(str, late)), late)
+            time.sleep(_POLL_SECONDS)
+
     def _say_ready(self, rank: int) -> None:
-        self._store.set(f"ready/{rank}", "")
+        self._store.set(keys.READY.format(rank=rank), "")
 
     def _meet_for_state(self, record: _Record, me: int, joiner: int, is_given_up: Callable[[], bool]) -> Group:
         def is_over() -> bool:
@@ -248,7 +292,7 @@ class Generations:
             return is_given_up() or newest.number != record.number or joiner not in newest.joining
 
         return groups.build(
-            PrefixStore(f"state-{record.number}-{joiner}", self._store),
+            PrefixStore(keys.STATE_GROUP.format(generation=record.number, rank=joiner), self._store),
             (record.source(joiner), joiner),
             me,
             device=torch.device("cpu"),
@@ -256,32 +300,80 @@ class Generations:
             is_given_up=is_over,
         )
 
-    def _is_over(self) -> bool:
-        return _Record.read(self._store).number > self.number
 
-    def _meet(
-        self, rank: int, ranks: Sequence[int], device: torch.device, ranks_per_gpu: int, liveness: Liveness
-    ) -> Group:
-        store = PrefixStore(f"{_KEY}-{self.number}", self._store)
-        tell_gpu(store, rank, device, ranks_per_gpu)
-        # One counter and one key for all: a key for each rank would be asked for N^2 times.
-        if store.add("here", 1) == len(ranks):
-            store.set("all here", "")
-        while not store.check(["all here"]):
-            if self._is_over():
-                raise ConnectionLost("the ranks have changed before all came")
-            if late := liveness.late():
-                raise CommTimeout("; ".join(map(str, late)), late)
-            time.sleep(_POLL_SECONDS)
-        compare_gpus(store, len(ranks), device, ranks_per_gpu)
-        is_gpu = device.type == "cuda"
-        return groups.build(
-            PrefixStore("world", store),
-            ranks,
-            rank,
-            device=device,
-            timeout=GROUP_SECONDS,
-            nccl=is_gpu and ranks_per_gpu == 1,
-            # Ranks with GPUs don't go on without the lost ones, so they form no group but the first.
-            is_given_up=None if is_gpu else self._is_over,
-        )
+def meet(
+    store: Store,
+    ranks: Sequence[int],
+    rank: int,
+    device: torch.device,
+    ranks_per_gpu: int,
+    wait: Callable[[Store], object],
+    timeout: float = GROUP_SECONDS,
+    is_given_up: Callable[[], bool] | None = None,
+) -> Group:
+    """The group of these ranks; each of them calls it once, with a prefix of a store that is theirs alone.
+
+    Args:
+        store: See above.
+        ranks: In the order of the group.
+        rank: This process.
+        device: Where its tensors live.
+        ranks_per_gpu: Consecutive ranks that share a GPU; above 1 nothing goes by NCCL.
+        wait: Returns once `ALL_HERE` stands in the store.
+        timeout: Of the group's messages.
+        is_given_up: See `groups.build`.
+
+    Raises:
+        UserError: Ranks share a GPU without knowing.
+    """
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        claim_gpu(store, rank, device, ranks_per_gpu)
+    # They meet here and not in the group's own rendezvous, whose timeout would be that of every message too. One
+    # counter and one key serve all: N ranks would read a key of each rank N^2 times.
+    if store.add(keys.HERE, 1) == len(ranks):
+        store.set(keys.ALL_HERE, "")
+    wait(store)
+    if is_gpu:
+        check_shared_gpus(store, len(ranks), ranks_per_gpu)
+    return groups.build(
+        PrefixStore(keys.WORLD, store),
+        ranks,
+        rank,
+        device=device,
+        timeout=timeout,
+        nccl=is_gpu and ranks_per_gpu == 1,
+        is_given_up=is_given_up,
+    )
+
+
+def meet_within(
+    store: Store,
+    rank: int,
+    size: int,
+    device: str,
+    *,
+    seconds: float,
+    timeout: float = GROUP_SECONDS,
+    ranks_per_gpu: int = 1,
+) -> Group:
+    """The group of `size` ranks, numbered from 0; each of them calls it once, with the store of an attempt.
+
+    Args:
+        store: See above.
+        rank: This process.
+        size: Ranks in all.
+        device: `cpu`, or `cuda` (see `gpus.own_gpu`).
+        seconds: For all ranks to come.
+        timeout: Of the group's messages.
+        ranks_per_gpu: Consecutive ranks that share a GPU; above 1 nothing goes by NCCL.
+
+    Raises:
+        UserError: Ranks share a GPU, or there are too few.
+        torch.distributed.DistError: They did not meet in time.
+    """
+    limit = timedelta(seconds=seconds)
+    return meet(
+        store, range(size), rank, device_of(device, ranks_per_gpu), ranks_per_gpu,
+        wait=lambda store: store.wait([keys.ALL_HERE], limit), timeout=timeout,
+    )  # fmt: skip

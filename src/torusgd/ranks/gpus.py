@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from ..comm import store_keys as keys
 from ..errors import UserError
 from ..text import named
 
@@ -31,7 +32,7 @@ WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """This rank's number among those of its machine; 0 where no launcher has said.
+    """This rank's number among those of its machine; 0 if no launcher has said.
 
     >>> local_rank({"SLURM_LOCALID": "3"})
     3
@@ -97,17 +98,16 @@ def device_of(device: str, ranks_per_gpu: int) -> torch.device:
     return target
 
 
-def tell_gpu(store: Store, rank: int, device: torch.device, ranks_per_gpu: int) -> None:
-    """Leaves in the ranks' common store which GPU this rank has taken; each rank calls it before they meet."""
-    if device.type == "cuda":
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
-        store.set(f"gpu/{rank}", gpu)
-        if store.add(f"ranks of {gpu}", 1) > ranks_per_gpu:
-            store.set("a shared gpu", "")
+def claim_gpu(store: Store, rank: int, device: torch.device, ranks_per_gpu: int) -> None:
+    """Leaves in the ranks' common store which GPU this rank has taken; each rank with one calls it before they meet."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(keys.GPU.format(rank=rank), gpu)
+    if store.add(keys.GPU_RANKS.format(gpu=gpu), 1) > ranks_per_gpu:
+        store.set(keys.SHARED_GPU, "")
 
 
-def compare_gpus(store: Store, size: int, device: torch.device, ranks_per_gpu: int) -> None:
+def check_shared_gpus(store: Store, size: int, ranks_per_gpu: int) -> None:
     """Reads what all ranks have taken, once all have met; UserError as `check_own_gpus`."""
-    if device.type == "cuda" and store.check(["a shared gpu"]):
-        gpus = store.multi_get([f"gpu/{rank}" for rank in range(size)])
+    if store.check([keys.SHARED_GPU]):
+        gpus = store.multi_get([keys.GPU.format(rank=rank) for rank in range(size)])
         check_own_gpus([gpu.decode() for gpu in gpus], ranks_per_gpu)

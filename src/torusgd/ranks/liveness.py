@@ -33,6 +33,7 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ..comm import store_keys as keys
 from ..comm.base import LateRank
 from .generations import Generations
 
@@ -50,8 +51,6 @@ TOLD = 60.0
 """seconds after which a wait for something outside the run is told, and again whenever it has doubled"""
 MOST_NAMED = 16
 """of late ranks, so that a line, and the record that all ranks read, stay short"""
-STORE_KEY = "beats"
-_ROLL = "roll"
 QUIET_SECONDS = 2.0
 """without progress, after which a beat carries the rank's stack"""
 GRACE_SECONDS = 5.0
@@ -110,7 +109,7 @@ class Watch:
     """
 
     def __init__(self, store: Store, ranks: Iterable[int], limits: Limits) -> None:
-        self._store, self._limits = PrefixStore(STORE_KEY, store), limits
+        self._store, self._limits = PrefixStore(keys.BEATS, store), limits
         self.beats: dict[int, Beat | None] = dict.fromkeys(ranks)
         """the last of each rank; None before the first"""
         self._silence = {rank: Unchanged() for rank in self.beats}
@@ -128,8 +127,11 @@ class Watch:
         Raises:
             torch.distributed.DistError: The store can't be reached.
         """
-        present = [r for r, beat in self.beats.items() if beat is not None or self._store.check([str(r)])]
-        for rank, record in zip(present, self._store.multi_get([*map(str, present)]) if present else [], strict=True):
+        names = {rank: keys.BEAT.format(rank=rank) for rank in self.beats}
+        # A read of a key that is not there would wait for it.
+        present = [r for r, beat in self.beats.items() if beat is not None or self._store.check([names[r]])]
+        records = self._store.multi_get([names[r] for r in present]) if present else []
+        for rank, record in zip(present, records, strict=True):
             self.beats[rank] = Beat(**json.loads(record))
         for rank, beat in self.beats.items():
             self._seconds[rank] = self._silence[rank].seconds(beat)
@@ -142,7 +144,7 @@ class Watch:
             self._number += 1
             late = [asdict(each) for each in self._last]
             silent = list(islice(self.silent(SILENT_SECONDS), MOST_NAMED))
-            self._store.set(_ROLL, json.dumps([self._number, late, silent, is_last]))
+            self._store.set(keys.ROLL, json.dumps([self._number, late, silent, is_last]))
 
     def follow(self, ranks: Iterable[int]) -> None:
         """Watches these ranks too, from now on."""
@@ -228,14 +230,14 @@ class Follower:
     """
 
     def __init__(self, store: Store, caller: int, limits: Limits) -> None:
-        self._store, self._caller, self._limits = PrefixStore(STORE_KEY, store), caller, limits
+        self._store, self._caller, self._limits = PrefixStore(keys.BEATS, store), caller, limits
         self._unchanged, self._seconds = Unchanged(), 0.0
         self._number, self._late, self._lost, self._is_over = 0, list[LateRank](), list[int](), False
 
     def look(self) -> list[LateRank]:
         """As `Watch.look`."""
-        if self._number or self._store.check([_ROLL]):
-            self._number, late, self._lost, self._is_over = json.loads(self._store.get(_ROLL))
+        if self._number or self._store.check([keys.ROLL]):
+            self._number, late, self._lost, self._is_over = json.loads(self._store.get(keys.ROLL))
             self._late = [LateRank(**each) for each in late]
         self._seconds = self._unchanged.seconds(self._number)
         if self._is_over:
@@ -325,7 +327,7 @@ class Heartbeat:
         own.set_timeout(timedelta(seconds=limits.beat))
         self.store = own
         """a connection that no wait of the main thread holds up; calls on it must be short"""
-        self._store, self._rank, self._limits, self._on_late = PrefixStore(STORE_KEY, own), rank, limits, on_late
+        self._store, self._rank, self._limits, self._on_late = PrefixStore(keys.BEATS, own), rank, limits, on_late
         self.watch: Watch | Follower = (
             Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)
         )
@@ -363,7 +365,7 @@ class Heartbeat:
         if self._thread_silence.seconds(self._rounds) > self._limits.beat and not late:
             late = [_unreachable("no answer")]
         if self.generations is not None and self._forsaken == self.generations.number >= 0:
-            return [LateRank("ranks were lost, says the launcher")]
+            return [LateRank("the launcher reports lost ranks")]
         self._is_known = self._is_known or bool(late)
         return late
 
@@ -429,7 +431,7 @@ class Heartbeat:
     def _look_at_generation(self) -> None:
         if self.generations is not None:
             number = self.generations.number
-            self._forsaken = number if self.generations.is_forsaken(self.store) else -1
+            self._forsaken = number if self.generations.has_lost_ranks(self.store) else -1
 
     def _call_on_late(self) -> None:
         if not self._is_known:
@@ -444,7 +446,7 @@ class Heartbeat:
         beat = Beat(
             number, self._host, phase, step, unit, idle, longest, waits, busy, what, where, stack, failed, ended
         )
-        self._store.set(str(self._rank), json.dumps(asdict(beat)))
+        self._store.set(keys.BEAT.format(rank=self._rank), json.dumps(asdict(beat)))
 
     def _stack(self) -> str:
         """The innermost frames of the main thread, without those inside torch that lead to them."""

@@ -12,29 +12,27 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, runtime_checkable
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ..comm import groups
-from ..comm.base import CommError, Liveness
+from ..comm import store_keys as keys
+from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..signals import StopFlag, die_with_launcher, hold_back
 from .failures import Failure, FailureChannel
-from .generations import GROUP_SECONDS, Generations, Released
-from .gpus import compare_gpus, device_of, tell_gpu
+from .generations import Generations, Released
+from .gpus import device_of
 from .liveness import Heartbeat, Limits
 
 RankFunction = Callable[[Group, StopFlag, int, Liveness], Any]
-"""what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value"""
+"""what a rank does, whoever started it: (all ranks, whether to stop, restarts so far, liveness) -> a JSON value, or
+`RanksChange`, after which it is called again with those that are left or have come"""
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
-JOINING = "joining"
-"""prefix of the failures of ranks that have not taken part yet, which end nobody but themselves"""
 
 
 @runtime_checkable
@@ -89,43 +87,6 @@ def serve_store() -> TCPStore:
     return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def meet(
-    store: Store,
-    rank: int,
-    size: int,
-    device: str,
-    *,
-    seconds: float,
-    timeout: float = GROUP_SECONDS,
-    ranks_per_gpu: int = 1,
-) -> Group:
-    """The group of all ranks of an attempt; each of them calls it once, with the attempt's store.
-
-    Args:
-        store: See above.
-        rank: Of this process.
-        size: Ranks in all.
-        device: `cpu`, or `cuda` (see `gpus.own_gpu`).
-        seconds: For all ranks to come.
-        timeout: Of the group's messages.
-        ranks_per_gpu: Consecutive ranks that share a GPU; above 1 nothing goes by NCCL.
-
-    Raises:
-        UserError: Ranks share a GPU, or there are too few.
-        torch.distributed.DistError: They did not meet in time.
-    """
-    target = device_of(device, ranks_per_gpu)
-    # Ranks meet here and not in the group's own rendezvous, whose timeout would be that of every message too.
-    tell_gpu(store, rank, target, ranks_per_gpu)
-    # One counter and one key for all: a key for each rank would be asked for N^2 times.
-    if store.add("here", 1) == size:
-        store.set("all here", "")
-    store.wait(["all here"], timedelta(seconds=seconds))
-    compare_gpus(store, size, target, ranks_per_gpu)
-    nccl = device == "cuda" and ranks_per_gpu == 1
-    return groups.build(PrefixStore("world", store), range(size), rank, device=target, timeout=timeout, nccl=nccl)
-
-
 def _be_rank(spec: RankSpec) -> None:
     """It ends with exit code 0 only when all is well: else it reports why."""
     if not spec.stops_run:
@@ -136,21 +97,22 @@ def _be_rank(spec: RankSpec) -> None:
         os.environ.update(GLOO_SOCKET_IFNAME=spec.interface, NCCL_SOCKET_IFNAME=spec.interface)
     die_with_launcher()
     root = TCPStore(LOOPBACK, spec.port, None, False, wait_for_workers=False)
-    store = PrefixStore(f"attempt-{spec.attempt}", root)
+    store = PrefixStore(keys.ATTEMPT.format(attempt=spec.attempt), root)
     generations = Generations(store)
-    is_asked = False
+    is_requested = False
 
-    def is_asked_to_stop() -> bool:
-        nonlocal is_asked
+    def stop_is_requested() -> bool:
+        nonlocal is_requested
         if generations.check():
-            is_asked = root.check(["stop"])
-        return is_asked
+            is_requested = root.check([keys.STOP])
+        return is_requested
 
-    stop = StopFlag(also=is_asked_to_stop)
+    stop = StopFlag(also=stop_is_requested)
     if spec.stops_run:
         stop.install()
     heartbeat = Heartbeat(store, spec.rank, spec.limits, generations=generations)
-    failures: Store = PrefixStore(JOINING, store) if spec.joins else store
+    # Failures of ranks that have not taken part yet end nobody but themselves, and stand apart.
+    failures: Store = PrefixStore(keys.JOINING, store) if spec.joins else store
     try:
         if spec.joins:
             follow = None
@@ -159,8 +121,11 @@ def _be_rank(spec: RankSpec) -> None:
                 follow = spec.function.follow
             generations.wait_for_admission(spec.rank, follow)
             failures = store
-        result = _run_through_generations(spec, generations, stop, heartbeat)
-        store.set(f"result/{spec.rank}", json.dumps(result))
+        result = generations.run(
+            spec.function, (stop, spec.attempt, heartbeat), spec.rank,
+            device_of(spec.device, spec.ranks_per_gpu), spec.ranks_per_gpu, heartbeat,
+        )  # fmt: skip
+        store.set(keys.RESULT.format(rank=spec.rank), json.dumps(result))
     except Released:
         heartbeat.close()
         os._exit(0)  # the groups that this rank was in are aborted, and nothing waits for it
@@ -171,18 +136,3 @@ def _be_rank(spec: RankSpec) -> None:
             sys.stdout.flush()
         os._exit(1)  # closes all connections, so that the other ranks notice at once
     heartbeat.close()
-
-
-def _run_through_generations(spec: RankSpec, generations: Generations, stop: StopFlag, heartbeat: Heartbeat) -> Any:
-    """Calls the function of a rank, and again with the others of the next generation each time that ranks change."""
-    device = device_of(spec.device, spec.ranks_per_gpu)
-    while True:
-        world = generations.join(spec.rank, device, spec.ranks_per_gpu, heartbeat)
-        try:
-            result = spec.function(world, stop, spec.attempt, heartbeat)
-            world.barrier()
-            return result
-        except CommError:
-            world.abort()  # so that those who wait for this rank learn of it too
-            if not generations.is_followed(heartbeat):
-                raise

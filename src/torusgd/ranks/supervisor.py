@@ -1,36 +1,85 @@
 """Ranks of our own on this machine: started from the fork server, met in one store, and watched until they end.
 
 The launcher owns the store, so it outlives every rank. The store listens on a loopback address that the launcher has
-bound itself; ranks are told its port when they are started, so nothing is looked up in the network and nothing that
-comes from there is unpickled. `Supervisor.wait` gives what happens to ranks as events; what to do about them is the
-caller's business. By the rule of `Supervisor.run` ranks that are lost leave the others to go on, in the same processes
-and as the next generation, where the function can; any other failure ends all ranks. Where other numbers of ranks are
-asked for in mid-run, or a machine joins (`listener`), ranks are started beside those at work, or let go, which is a new
-generation as well.
+bound itself; ranks learn its port when they are started, so nothing is looked up in the network and nothing that comes
+from there is unpickled.
+
+The supervisor has one table of its ranks: the process of each, on this machine or on one that has joined, and its part
+in the run (`Part`). Ranks that are lost leave the others to go on, in the same processes and as the next generation, if
+the function can; any other failure ends all ranks. If another number of ranks is requested in mid-run, or a machine
+joins, ranks are started beside those at work, or let go, which is a new generation as well.
 """
 
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from ..comm import store_keys as keys
 from ..comm.base import LateRank
 from ..signals import held_back, how_it_ended
+from ..text import named
 from .failures import Failure, FailureChannel, FailureKind, cause_of
-from .forkserver import start_forkserver
-from .generations import Generations, ranks_do
+from .forkserver import forkserver_has_ended, start_forkserver
+from .generations import Generations
 from .join import JoinedNode, Listener, RemoteRank
 from .liveness import BEAT_SECONDS, Limits, Watch
-from .rank import JOINING, LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start_rank
+from .rank import LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start_rank
 
 EXPLAIN_SECONDS = 5.0
 """for the other ranks to say why they end as well, before they are killed"""
+_WITHOUT_PARENT = 255
+"""exit code that multiprocessing gives to a process whose fork server has gone before it"""
+
+
+class Quorum(NamedTuple):
+    """How many ranks a run needs, and takes."""
+
+    fewest: int
+    """with which it goes on when others are lost; with fewer all end"""
+    wanted: int = 1
+    """with fewer of which it takes no step, but waits for more"""
+    most: int | None = None
+    """in all, with those of other machines; None: no more than at the beginning"""
+
+
+class Part(Enum):
+    """What a rank does in the run."""
+
+    JOINS = "joins"
+    """has been started, and takes part as soon as all that join are ready"""
+    MEMBER = "member"
+    LEAVES = "leaves"
+    """is let go, and ends by itself"""
+    GONE = "gone"
+    """was lost, or never took part"""
+
+
+@dataclass
+class RankEntry:
+    """A row of the table; the row stays when the process ends, since numbers of ranks are never used again."""
+
+    number: int
+    process: BaseProcess | RemoteRank
+    part: Part
+    runs: bool = True
+
+    @property
+    def node(self) -> JoinedNode | None:
+        """The machine that has joined with it; None: it is on this one."""
+        return self.process.node if isinstance(self.process, RemoteRank) else None
+
+    @property
+    def is_remote(self) -> bool:
+        """It is on another machine."""
+        return self.node is not None
 
 
 @dataclass(frozen=True)
@@ -39,16 +88,13 @@ class Exit:
 
     rank: int
     code: int
-    """minus the signal's number where a signal ended it"""
+    """minus the signal's number if a signal ended it"""
+    how: str
+    """for people"""
     remote: RemoteRank | None = None
-    """of a rank on another machine"""
-
-    @property
-    def how(self) -> str:
-        """For people."""
-        if self.remote is not None:
-            return self.remote.why
-        return how_it_ended(self.code)
+    """process on another machine"""
+    is_orphan: bool = False
+    """the fork server was ended, and the rank with it"""
 
 
 class RankFailed(Exception):
@@ -67,7 +113,7 @@ class Supervisor:
         device: `cpu` or `cuda` (rank i has GPU i, or i // ranks_per_gpu).
         limits: See `Limits`.
         ranks_per_gpu: Consecutive ranks that share a GPU.
-        tell: Called with a line for people while ranks run, such as what all of them wait for.
+        report: Called with a line for people while ranks run, such as what all of them wait for.
     """
 
     def __init__(
@@ -76,18 +122,17 @@ class Supervisor:
         device: str,
         limits: Limits,
         ranks_per_gpu: int = 1,
-        tell: Callable[[str], object] = lambda line: None,
+        report: Callable[[str], object] = lambda line: None,
     ) -> None:
         start_forkserver()
-        self._tell = tell
+        self._report = report
         self.size, self._device, self._limits, self._ranks_per_gpu = size, device, limits, ranks_per_gpu
         self._root = serve_store()
         self.port: int = self._root.port
         """of the store, on loopback"""
         self.listener: Listener | None = None
         """where other machines join; None: nobody does"""
-        self._wanted, self._most = 1, size
-        self._processes: dict[int, BaseProcess | RemoteRank] = {}
+        self._quorum = Quorum(size)
         self._open_attempt(0)
 
     def __enter__(self) -> Self:
@@ -100,10 +145,8 @@ class Supervisor:
         self,
         function: RankFunction,
         attempt: int = 0,
-        fewest: int | None = None,
-        asked: Callable[[], int | None] = lambda: None,
-        wanted: int = 1,
-        most: int | None = None,
+        quorum: Quorum | None = None,
+        requested: Callable[[], int | None] = lambda: None,
     ) -> list[Any]:
         """Runs `function` on all ranks.
 
@@ -111,12 +154,10 @@ class Supervisor:
             function: Found by its name in a module, or a `functools.partial` of such; pickled between our own
                 processes, through a pipe.
             attempt: Its third argument; another one than any time before.
-            fewest: Ranks with which it can go on when others die, freeze or hang: as many are called again, in the same
-                processes, with the group of those that are left. None: all of them are needed.
-            asked: Asked now and then for another number of ranks to go on with; None: for no other. Of later attempts
-                it is the number too (`size`).
-            wanted: Ranks with fewer of which it takes no step, but waits for more.
-            most: Ranks in all, with those of other machines; None: no more than at the beginning.
+            quorum: When others die, freeze or hang, it is called again in the processes of those that are left, with
+                their group. None: all ranks are needed.
+            requested: Called now and then: another number of ranks to go on with; None: no other. Later attempts begin
+                with that number (`size`).
 
         Returns:
             What it returned, by rank, without those that were lost or let go.
@@ -124,210 +165,201 @@ class Supervisor:
         Raises:
             RankFailed: A rank has failed; none runs any more.
         """
-        self._wanted, self._most = wanted, self.size if most is None else most
+        self._quorum = quorum or Quorum(self.size)
         self._open_attempt(attempt)
-        fewest = self.size if fewest is None else fewest
-        for rank in range(self.size):
-            self.start(rank, function)
-        exits: list[Exit] = []
-        while self._processes:
-            events = self.wait()
-            late = [event for event in events if isinstance(event, LateRank)]
-            ended = self._without_joiners([event for event in events if isinstance(event, Exit)])
-            self._watch.forget(exit.rank for exit in ended if exit.rank in self._let_go)
-            exits += [exit for exit in ended if exit.rank not in self._let_go]
-            failed = [exit for exit in exits if exit.code or not self._has_result(exit.rank)]
+        for _ in range(self.size):
+            self._start(Part.MEMBER, function)
+        if len(self._members) < self._quorum.wanted:
+            self._report(self._next())
+        ended: list[Exit] = []  # exits of members in this generation
+        while any(rank.runs for rank in self._table.values()):
+            exits, late = self.wait()
+            ended += self._of_members(exits)
+            failed = [exit for exit in ended if exit.code or not self._has_result(exit.rank)]
             if not late and not failed:
-                if exits and (self._generations.number or self._joining):  # some may wait for more ranks, in vain
-                    self._generations.announce([])
+                if ended and (self._generations.number or self._in(Part.JOINS)):
+                    self._generations.announce([])  # some may wait for more ranks, in vain
                     self._end_within(EXPLAIN_SECONDS)
                     break
-                self._resize(function, None if self._joining else asked())
+                self._resize(function, None if self._in(Part.JOINS) else requested())
                 continue
-            if any(map(self._has_result, range(self._count))):
+            if any(map(self._has_result, self._table)):
                 break  # the last barrier has been passed: what was lost had nothing left to do
-            if all(map(self._is_lost, failed)) and self._go_on(failed, late, fewest, function):
-                exits = []
+            if all(map(self._is_lost, failed)) and self._go_on(failed, late, function):
+                ended = []
                 continue
             self._generations.announce([])  # who waits for another generation ends, and may say why
             if not late and all(exit.code >= 0 for exit in failed):
-                exits += self._end_within(EXPLAIN_SECONDS)
+                self._end_within(EXPLAIN_SECONDS)
             self.kill()
             raise RankFailed(self._explain(failed, late))
         self.kill()
-        found = filter(self._has_result, range(self._count))
-        return [json.loads(self._store.get(f"result/{rank}")) for rank in found]
-
-    def start(self, rank: int, function: RankFunction, joins: bool = False) -> None:
-        """Starts the process of a rank in the attempt that is open; it `joins` those that are at work already."""
-        interface = self.listener.interface if self.listener is not None else LOOPBACK_INTERFACE
-        per_gpu, limits = self._ranks_per_gpu, self._limits
-        spec = RankSpec(
-            rank, self.size, self.port, self._attempt, self._device, per_gpu, limits, function, joins, interface
-        )
-        with held_back():  # else a signal could come between the two
-            self._processes[rank] = start_rank(spec)
-
-    def wait(self) -> list[Exit | LateRank]:
-        """What happens within a second: processes that have ended, each reported once, or ranks that are late."""
-        if ended := self._ended(BEAT_SECONDS):
-            return [*ended]
-        if late := self._watch.look():
-            return [*late]
-        if told := self._watch.outside_wait():
-            self._tell(told)
-        return []
+        return [
+            json.loads(self._store.get(keys.RESULT.format(rank=rank))) for rank in self._table if self._has_result(rank)
+        ]
 
     def ask_to_stop(self) -> None:
-        """Asks the ranks to stop after their step, those of later attempts too."""
-        self._root.set("stop", "")
+        """Requests that the ranks stop after their step, those of later attempts too."""
+        self._root.set(keys.STOP, "")
 
     def kill(self) -> None:
         """Ends all ranks as they are."""
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.join()
-        self._processes = {}
+        self._end(rank.number for rank in self._table.values())
 
     def _open_attempt(self, attempt: int) -> None:
         # A prefix of its own, since addresses of dead ranks would be found under an old one.
-        self._attempt, self._store = attempt, PrefixStore(f"attempt-{attempt}", self._root)
+        self._attempt, self._store = attempt, PrefixStore(keys.ATTEMPT.format(attempt=attempt), self._root)
+        self._table: dict[int, RankEntry] = {}
         self._watch = Watch(self._store, range(self.size), self._limits)
+        self._joining_since = 0.0
+        self._called_in_at = -1
+        """step of the last rank that was called in"""
         self._generations = Generations(self._store)
-        self._members = list(range(self.size))
-        self._joining, self._joining_since = list[int](), 0.0
-        self._let_go: set[int] = set()
-        self._called_in_at = -1  # the step of the last rank that was called in
-        self._count = self.size  # ranks that were ever started: each has a number of its own
-        self._announce()
-        if len(self._members) < self._wanted:
-            self._tell(self._next())
+        self._generations.announce(range(self.size), waits=self.size < self._quorum.wanted)
 
-    def _announce(self, lost: list[int] | None = None, planned: bool = False) -> None:
-        self._generations.announce(self._members, lost or (), planned, waits=len(self._members) < self._wanted)
+    def _start(self, part: Part, function: RankFunction) -> int:
+        """Starts the process of another rank on this machine, in the attempt that is open."""
+        number = len(self._table)
+        interface = self.listener.interface if self.listener is not None else LOOPBACK_INTERFACE
+        spec = RankSpec(
+            number, self.size, self.port, self._attempt, self._device, self._ranks_per_gpu, self._limits, function,
+            part is Part.JOINS, interface,
+        )  # fmt: skip
+        with held_back():  # else a signal could come between the two
+            self._table[number] = RankEntry(number, start_rank(spec), part)
+        return number
+
+    def _in(self, part: Part) -> list[int]:
+        """The ranks with this part, in the order of their group.
+
+        Ranks of this machine are first: the first of all writes the run's folder, which is here.
+        """
+        found = [rank for rank in self._table.values() if rank.part is part]
+        return [rank.number for rank in sorted(found, key=lambda rank: (rank.is_remote, rank.number))]
+
+    @property
+    def _members(self) -> list[int]:
+        return self._in(Part.MEMBER)
+
+    def _turn(self, ranks: Iterable[int], part: Part) -> None:
+        for rank in ranks:
+            self._table[rank].part = part
+
+    def _end(self, ranks: Iterable[int]) -> None:
+        """Kills processes, all at the same time, and waits for their end."""
+        running = [self._table[rank] for rank in ranks if self._table[rank].runs]
+        for rank in running:
+            rank.process.kill()
+        for rank in running:
+            rank.process.join()
+            rank.runs = False
+
+    def _announce(self, lost: Iterable[int] = (), planned: bool = False) -> None:
+        members = self._members
+        self._generations.announce(members, lost, planned, waits=len(members) < self._quorum.wanted)
 
     def _next(self) -> str:
         """What the members do now, for people."""
-        if len(self._members) >= self._wanted:
-            return f"{ranks_do(self._members, 'go')} on"
-        more = self._wanted - len(self._members)
-        return f"{ranks_do(self._members, 'wait')} for {more} more, of {self._wanted} that the run wants at least"
+        members, wanted = self._members, self._quorum.wanted
+        if len(members) >= wanted:
+            return f"{ranks_do(members, 'go')} on"
+        more = wanted - len(members)
+        return f"{ranks_do(members, 'wait')} for {more} more, of {wanted} that the run wants at least"
 
-    def _resize(self, function: RankFunction, asked: int | None) -> None:
+    def _resize(self, function: RankFunction, requested: int | None) -> None:
         """Lets ranks go, or starts some here or elsewhere, which take part as soon as all of them are ready."""
-        self._generations.invite(self._joining)
-        if asked is not None and asked != len(self._members):
-            leaving, self._members = self._members[asked:], self._members[:asked]
-            if leaving:
-                self._let_go.update(leaving)
+        members, joining = self._members, self._in(Part.JOINS)
+        self._generations.invite(joining)
+        if requested is not None and requested != len(members):
+            if leaving := members[requested:]:
+                self._turn(leaving, Part.LEAVES)
                 self._announce(planned=True)
-                self._tell(f"{ranks_do(leaving, 'leave')}; {self._next()}")
-            self.size = max(1, asked - sum(map(self._is_remote, self._members)))
-            for rank in self._new_ranks(asked - len(self._members)):
-                self.start(rank, function, joins=True)
-        elif self._joining and self._generations.are_ready(self._joining):
-            self._watch.follow(self._joining)
-            # Ranks of this machine first: the first of all writes the run's folder, which is here.
-            self._members = sorted([*self._members, *self._joining], key=lambda rank: (self._is_remote(rank), rank))
+                self._report(f"{ranks_do(leaving, 'leave')}; {self._next()}")
+            self.size = max(1, requested - sum(self._table[rank].is_remote for rank in self._members))
+            for _ in range(requested - len(members)):
+                self._start(Part.JOINS, function)
+            self._joining_since = time.monotonic()
+        elif joining and self._generations.are_ready(joining):
+            self._watch.follow(joining)
+            self._turn(joining, Part.MEMBER)
             self._announce(planned=True)
-            self._tell(f"{ranks_do(self._joining, 'join')}; {self._next()}")
-            self._joining = []
-        elif self._joining and time.monotonic() - self._joining_since > self._limits.start:
-            self._let_go.update(self._joining)
-            for rank in self._joining:
-                self._processes[rank].kill()
-            who = ", ".join(map(str, self._joining))
-            self._tell(f"rank {who} has not begun in {self._limits.start:g} s; {self._next()}")
-            self._joining = []
-        elif not self._joining and self.listener and (node := self.listener.waiting(self._attempt)):
+            self._report(f"{ranks_do(joining, 'join')}; {self._next()}")
+        elif joining and time.monotonic() - self._joining_since > self._limits.start:
+            self._turn(joining, Part.GONE)
+            self._end(joining)
+            who = ", ".join(map(str, joining))
+            self._report(f"rank {who} has not begun in {self._limits.start:g} s; {self._next()}")
+        elif not joining and self.listener and (node := self.listener.waiting(self._attempt)):
             self._admit(node)
 
     def _admit(self, node: JoinedNode) -> None:
         """Has a machine that wants to join start as many of its ranks as there is room for."""
-        room = self._most - len(self._members)
-        if room <= 0:
-            node.end(1, f"has {len(self._members)} ranks, and takes no more")
+        members, most = len(self._members), self._quorum.most or self.size
+        if members >= most:
+            node.end(1, f"has {members} ranks, and takes no more")
             return
-        ranks = self._new_ranks(min(room, node.workers))
-        self._processes |= zip(ranks, node.start(ranks, self.size, self._attempt), strict=True)
-
-    def _new_ranks(self, count: int) -> list[int]:
-        """Numbers that no rank has had, for ranks that are to join."""
-        self._joining = [*range(self._count, self._count + count)]
-        self._count += len(self._joining)
+        numbers = [*range(len(self._table), len(self._table) + min(most - members, node.workers))]
+        for number, process in zip(numbers, node.start(numbers, self.size, self._attempt), strict=True):
+            self._table[number] = RankEntry(number, process, Part.JOINS)
         self._joining_since = time.monotonic()
-        return self._joining
 
-    def _is_remote(self, rank: int) -> bool:
-        return self._node_of(rank) is not None
+    def _of_members(self, exits: list[Exit]) -> list[Exit]:
+        """The exits that concern the others; those of ranks that were let go, or have not taken part yet, do not."""
+        parts = {exit.rank: self._table[exit.rank].part for exit in exits}
+        for exit in exits:
+            if self._table[exit.rank].part is Part.JOINS:  # unless it has gone with another one of its machine
+                self._lose_joiner(exit)
+        if left := [rank for rank, part in parts.items() if part is Part.LEAVES]:
+            self._watch.forget(left)
+        return [exit for exit in exits if parts[exit.rank] is Part.MEMBER]
 
-    def _without_joiners(self, ended: list[Exit]) -> list[Exit]:
-        """The exits without those of ranks that have not taken part yet, which hurt nobody; a line tells why."""
-        early = {exit.rank: exit for exit in ended if exit.rank in self._joining}
-        for exit in early.values():
-            if exit.rank not in self._joining:
-                continue  # it has gone with another one of its machine
-            failure = self._told_early().get(exit.rank)
-            gone = [exit.rank]
-            if exit.remote is not None and (failure is not None or exit.remote.node.gone):
-                node = exit.remote.node
-                gone = [rank for rank in self._joining if rank == exit.rank or self._node_of(rank) in (node, None)]
-                if failure is not None:
-                    node.end(failure.kind.exit_code, failure.text)
-            for rank in gone:
-                self._joining.remove(rank)
-                if (process := self._processes.pop(rank, None)) is not None:
-                    process.kill()
-                    process.join()
-            self._tell(f"{ranks_do(gone, 'do')} not join: {failure.text if failure else exit.how}; {self._next()}")
-        return [exit for exit in ended if exit.rank not in early]
+    def _lose_joiner(self, exit: Exit) -> None:
+        """A rank has ended before it took part: it goes alone, or with those of its machine; a line says why."""
+        early = FailureChannel(PrefixStore(keys.JOINING, self._store), len(self._table)).reported()
+        failure, node, gone = early.get(exit.rank), self._table[exit.rank].node, [exit.rank]
+        if node is not None and (failure is not None or node.gone):
+            gone = [rank for rank in self._in(Part.JOINS) if self._table[rank].node is node]
+            if failure is not None:
+                node.end(failure.kind.exit_code, failure.text)
+        self._turn(gone, Part.GONE)
+        self._end(gone)
+        self._report(f"{ranks_do(gone, 'do')} not join: {failure.text if failure else exit.how}; {self._next()}")
 
-    def _told_early(self) -> dict[int, Failure]:
-        """What ranks have failed of before they took part."""
-        return FailureChannel(PrefixStore(JOINING, self._store), self._count).reported()
-
-    def _node_of(self, rank: int) -> JoinedNode | None:
-        process = self._processes.get(rank)
-        return process.node if isinstance(process, RemoteRank) else None
-
-    def _go_on(self, failed: list[Exit], late: list[LateRank], fewest: int, function: RankFunction) -> bool:
-        """Ends the ranks that are lost for good, and tells the others to go on; False if they are too few."""
-        lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
-        left = [rank for rank in self._members if rank in self._processes and rank not in lost]
+    def _go_on(self, failed: list[Exit], late: list[LateRank], function: RankFunction) -> bool:
+        """Ends the ranks that are lost for good, and has the others go on; False if they are too few."""
+        # SIGKILL 3: lost are the ranks that have ended, and those that are frozen or hang, which are ended now.
         failure = self._explain(failed, late)
-        lost_members = [rank for rank in self._members if rank not in left]
-        self._joining = [rank for rank in self._joining if rank not in lost]
-        is_elsewhere = all(map(self._is_remote, left))
-        if len(left) + is_elsewhere < fewest or not failure.is_loss:
+        lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
+        members = self._members
+        left = [rank for rank in members if self._table[rank].runs and rank not in lost]
+        lost_members = [rank for rank in members if rank not in left]
+        is_elsewhere = all(self._table[rank].is_remote for rank in left)
+        if len(left) + is_elsewhere < self._quorum.fewest or failure.kind is not FailureKind.RANK_LOST:
             return False
+        self._turn([*lost, *lost_members], Part.GONE)
         if is_elsewhere:
             if (first := self._call_in(function, needs_state=not left)) is None:
                 return False
-            left = [first, *left]
             failure = replace(failure, text=f"{failure.text}; rank {first} takes its place on this machine")
-        for rank in self._processes.keys() & lost:
-            process = self._processes.pop(rank)
-            process.kill()
-            process.join()
+        self._end(lost)
         self._watch.forget(lost)
-        self._members = left
         if lost_members:  # and not only some that have not taken part yet
+            # SIGKILL 4: the others learn of it from this record, which they read whenever they wait.
             self._announce(lost_members)
-        self._tell(f"{failure.text}; {self._next()}")
+        self._report(f"{failure.text}; {self._next()}")
         return True
 
     def _call_in(self, function: RankFunction, needs_state: bool) -> int | None:
-        """A rank of this machine, where none is left, for the others to meet: the first of all writes the run's folder.
+        """A rank of this machine, if none is left, for the others to meet: the first of all writes the run's folder.
 
-        It is one that is about to join, or else a new one. Where no others are left either it `needs_state`, which it
+        It is one that is about to join, or else a new one. If no others are left either it `needs_state`, which it
         has once it is ready. None: there is no such rank, or the last one that was started so was lost before any step.
         """
-        here = [rank for rank in self._joining if rank in self._processes and not self._is_remote(rank)]
+        here = [rank for rank in self._in(Part.JOINS) if self._table[rank].runs and not self._table[rank].is_remote]
         here.sort(key=lambda rank: not self._generations.are_ready([rank]))
         if here and (self._generations.are_ready(here[:1]) or not needs_state):
             rank = here[0]
-            self._joining.remove(rank)
+            self._turn([rank], Part.MEMBER)
         elif needs_state:
             return None
         else:
@@ -335,43 +367,62 @@ class Supervisor:
             step = max((beat.step for beat in self._watch.beats.values() if beat is not None), default=0)
             if step <= self._called_in_at:
                 return None
-            rank, self._count, self._called_in_at = self._count, self._count + 1, step
-            self.start(rank, function, joins=True)
+            self._called_in_at = step
+            rank = self._start(Part.JOINS, function)
+            self._turn([rank], Part.MEMBER)
         self._watch.follow([rank])
         return rank
 
-    def _ended(self, seconds: float) -> list[Exit]:
-        ready = connection.wait([process.sentinel for process in self._processes.values()], seconds)
+    def wait(self) -> tuple[list[Exit], list[LateRank]]:
+        """What happens within a second: processes that have ended, each reported once, and else ranks that are late."""
+        if exits := self._exits(BEAT_SECONDS):
+            return exits, []
+        if late := self._watch.look():
+            return [], late
+        if line := self._watch.outside_wait():
+            self._report(line)
+        return [], []
+
+    def _exits(self, seconds: float) -> list[Exit]:
+        running = {rank.process.sentinel: rank for rank in self._table.values() if rank.runs}
+        # SIGKILL 1: the kernel closes the dead process' end of a pipe, and this wait ends at once.
+        ready = connection.wait([*running], seconds)
         exits = []
-        for rank, process in [*self._processes.items()] if ready else []:
-            remote = process if isinstance(process, RemoteRank) else None
-            # A lost machine's ranks have all ended before the first of them is told.
-            if process.sentinel in ready or (remote is not None and remote.exitcode is not None):
-                del self._processes[rank]
-                process.join()
-                exits.append(Exit(rank, process.exitcode or 0, remote))
+        for sentinel, rank in running.items() if ready else ():
+            remote = rank.process if isinstance(rank.process, RemoteRank) else None
+            # A lost machine's ranks have all ended before the first of them is reported.
+            if sentinel in ready or (remote is not None and remote.exitcode is not None):
+                rank.process.join()
+                rank.runs = False
+                exits.append(_exit_of(rank, remote))
         return exits
 
-    def _end_within(self, seconds: float) -> list[Exit]:
-        exits, end = [], time.monotonic() + seconds
-        while self._processes and time.monotonic() < end:
-            exits += self._ended(max(0.0, end - time.monotonic()))
-        return exits
+    def _end_within(self, seconds: float) -> None:
+        """Waits for ranks that end by themselves."""
+        end = time.monotonic() + seconds
+        while any(rank.runs for rank in self._table.values()) and time.monotonic() < end:
+            self._exits(max(0.0, end - time.monotonic()))
 
     def _is_lost(self, exit: Exit) -> bool:
-        """Whether a rank was ended, by a signal or, on another machine, by a cut of its way to the store: without a
-        word. What is wrong with a run its ranks tell."""
-        told = FailureChannel(self._store, self._count)
-        return exit.code < 0 or (exit.remote is not None and not told.has_reported(exit.rank))
+        """Whether a rank was ended from outside, without a word.
+
+        That is by a signal, with the fork server, or, on another machine, by a cut of its way to the store. Whatever is
+        wrong with the run itself its ranks report.
+        """
+        # SIGKILL 2: a negative exit code is a signal's number.
+        if exit.code < 0 or exit.is_orphan:
+            return True
+        return exit.remote is not None and not FailureChannel(self._store, len(self._table)).has_reported(exit.rank)
 
     def _has_result(self, rank: int) -> bool:
-        return self._store.check([f"result/{rank}"])
+        return self._store.check([keys.RESULT.format(rank=rank)])
 
     def _explain(self, failed: list[Exit], late: list[LateRank]) -> Failure:
         """Why the ranks end: what one of them reported, or what became of its process."""
-        early = self._told_early()  # by ranks that were called in, and so are not among those that join
+        count, joining = len(self._table), PrefixStore(keys.JOINING, self._store)
+        early = FailureChannel(joining, count).reported()  # ranks that were called in are not among those that join
         reported = {exit.rank: early[exit.rank] for exit in failed if exit.rank in early}
-        reported |= FailureChannel(self._store, self._count).reported()
+        reported |= FailureChannel(self._store, count).reported()
         cause = cause_of(reported.values())
         if cause is not None:
             return cause
@@ -380,9 +431,8 @@ class Supervisor:
         if late:
             rank, text = late[0].rank or 0, "; ".join(map(str, late))
         elif silent and self._is_lost(silent[0]):
-            killed = [exit for exit in silent if self._is_lost(exit)]
             rank = silent[0].rank
-            text = "; ".join(f"rank {exit.rank} {exit.how}" for exit in killed)
+            text = "; ".join(f"rank {exit.rank} {exit.how}" for exit in silent if self._is_lost(exit))
         elif silent:
             # It ended itself, in code that is not ours, and would do so again.
             kind = FailureKind.RUN_ERROR
@@ -391,3 +441,24 @@ class Supervisor:
             rank = min(reported)
             text = f"the ranks lost each other ({reported[rank].text})"
         return Failure(kind, rank, socket.gethostname(), text)
+
+
+def _exit_of(rank: RankEntry, remote: RemoteRank | None) -> Exit:
+    code = rank.process.exitcode or 0
+    if remote is not None:
+        return Exit(rank.number, code, remote.why, remote)
+    is_orphan = code == _WITHOUT_PARENT and forkserver_has_ended()
+    return Exit(
+        rank.number, code, "ended with the fork server" if is_orphan else how_it_ended(code), is_orphan=is_orphan
+    )
+
+
+def ranks_do(ranks: Sequence[int], verb: str) -> str:
+    """For people.
+
+    >>> ranks_do([2], "go"), ranks_do([0, 3], "join")
+    ('rank 2 goes', 'ranks 0, 3 join')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {verb}{'es' if verb.endswith('o') else 's'}"
+    return f"{named('rank', ranks)} {verb}"

@@ -3,7 +3,7 @@
 torchrun ends all its workers when one fails, and when a node joins or leaves, and starts them again. Memory that
 belongs to a process is lost with it. So the first rank of each node keeps a copy of the state in a folder of the
 node's shared memory (`/dev/shm`), which lies on no disk. When ranks begin, they take the newest copy that any node
-holds, or else the newest checkpoint, if that is newer.
+holds, or the newest checkpoint if that is newer (`newest_state`).
 
 A copy has the form of a checkpoint: hashed, renamed when it is whole, safetensors and JSON. All nodes keep it after
 the same steps, rank 0's clock says which. So where two nodes hold a copy of one step, their hashes must be equal; if
@@ -17,25 +17,19 @@ the node's memory number their processes apart, so each leaves the others' folde
 import os
 import re
 import shutil
-import socket
 import stat
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-import torch
-
-from ..comm.groups import Group
 from ..errors import RunError, UserError, warn
 from ..recipe.compatibility import fixed_ranks
 from ..rundir.checkpoint import Checkpoint, CheckpointWriter, list_checkpoints, read_checkpoint
 from ..step.model_state import StepState
 from ..text import byte_size
-from ..weights import weights_sha256
 from .job import Job, setup_of
-from .progress import RunState, as_checkpoint, tensors_of
+from .progress import RunState, as_checkpoint
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SECONDS = 1.0
@@ -102,16 +96,6 @@ class NodeMemory:
             self.writer = None
 
 
-@dataclass(frozen=True)
-class Newest:
-    """The copy from which all ranks go on."""
-
-    source: int
-    """the place of a rank that holds it"""
-    host: str
-    """of that rank"""
-
-
 def node_memory(job: Job) -> NodeMemory | None:
     """The memory of this rank's node; None where nobody starts ranks again, or copies of a state are not enough."""
     agent = torchrun_agent()
@@ -139,29 +123,6 @@ def torchrun_agent() -> str:
     agent = os.getppid()
     began = start_of(agent)
     return "" if "TORCHELASTIC_RUN_ID" not in os.environ or began is None else f"{_namespace()}-{agent}-{began}"
-
-
-def newest(mine: Checkpoint | None, on_disk: int, world: Group) -> Newest | None:
-    """Which copy all ranks go on from; every rank calls it. None: from the checkpoint, or from the start.
-
-    Args:
-        mine: The copy that this rank can give.
-        on_disk: The step of the newest checkpoint, as rank 0 has found it.
-        world: All ranks.
-    """
-    digest = int(weights_sha256(tensors_of(mine))[:15], 16) if mine is not None else 0
-    row = torch.tensor([mine.step if mine is not None else -1, digest, on_disk], device=world.small_device)
-    rows = [each.tolist() for each in world.all_gather(row)]
-    step = max(each[0] for each in rows)
-    if step < max(0, rows[0][2]):
-        return None
-    holders = [place for place, each in enumerate(rows) if each[0] == step]
-    host = world.broadcast_text(socket.gethostname(), holders[0])
-    if len({rows[place][1] for place in holders}) > 1:
-        if world.rank == 0:
-            warn(f"the nodes' copies of step {step} are not alike; they are not used")
-        return None
-    return Newest(holders[0], host)
 
 
 def _sweep() -> None:

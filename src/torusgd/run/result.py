@@ -21,10 +21,12 @@ from .job import Job, init_sha256, replayed_sha256
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: with the summary of a finished run, or stopped by a signal after a checkpoint was written."""
+    """How a rank's part in a run ended: with a summary, or by a signal after a checkpoint was written."""
 
     summary: dict[str, Any] = field(default_factory=dict)
     signal: int = 0
+    ranks_change: bool = False
+    """it goes on, with ranks that join or without some that leave"""
 
     @property
     def code(self) -> int:

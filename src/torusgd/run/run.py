@@ -5,21 +5,22 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from functools import partial
+from itertools import count
 from typing import Any
 
-from ..comm.base import CommError, ConnectionLost, Liveness, NoLiveness
+import torch
+
+from ..comm.base import CommError, Liveness, NoLiveness
 from ..comm.groups import Group
 from ..errors import UserError
 from ..observe.events import Telemetry, evaluation_event
-from ..recipe.compatibility import fixed_ranks
 from ..recipe.duration import Duration
-from ..recipe.schedule import Schedule
 from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
 from ..rundir.status import Asked
-from ..runtime import ranks_are_given
 from ..signals import StopFlag
 from ..step.closing import as_seconds, closing_of
 from ..step.evaluate import Evaluation, evaluate
@@ -29,14 +30,13 @@ from ..step.requests import Requests
 from ..step.stats import StepStats
 from ..weights import weights_sha256
 from .build import Trainer, build
-from .job import Job, setup_of
-from .node_memory import node_memory
+from .job import Job
+from .newest_state import Agreed, Beginning, Kept, agree, greet, nothing_yet
+from .node_memory import NodeMemory, node_memory
 from .progress import RunState
-from .restore import greet, restore
 from .result import RunResult, weights_metadata, write_result
 from .saving import Saver, saved_on_disk
 from .state_feed import StateFeeds
-from .survival import Agreed, Kept, agree, fitting, nothing_yet, wait_for_ranks
 from .watchers import ReplacedImages
 
 
@@ -48,11 +48,23 @@ def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liven
         RunError: Training can't go on.
         CommError: Another rank is lost.
     """
-    return Run(job, world, stop, restarts, liveness).run()
+    return Run(job, world, stop, restarts, liveness, memory=node_memory(job)).run()
+
+
+_LOOK_SECONDS = 0.2
+"""from one look to the next while ranks wait for others"""
+
+
+class End(Enum):
+    """Why a rank takes no further step."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+    RANKS_CHANGE = "ranks change"
 
 
 class Run:
-    """One rank's part in a run.
+    """One rank's part in a run, as long as its ranks do not change.
 
     Args:
         job: What to run.
@@ -62,6 +74,7 @@ class Run:
         liveness: Learns of this rank's progress; waits ask it for late ranks. None: nobody is ever late.
         kept: What this rank keeps of the same run with other ranks; None: it begins.
         feeds: Send the state to ranks that join; None: none do.
+        memory: Of this node, where copies of the state outlive its ranks; None: nobody starts ranks again.
 
     Raises:
         UserError: The job can't be run as given.
@@ -76,21 +89,17 @@ class Run:
         liveness: Liveness | None = None,
         kept: Kept | None = None,
         feeds: StateFeeds | None = None,
+        memory: NodeMemory | None = None,
     ) -> None:
         self.liveness = liveness or NoLiveness()
         if kept is None:
             kept = nothing_yet(job, world, self.liveness, world.ranks)
-        self.kept, self._to_say, self._feeds = kept, "", feeds or StateFeeds()
-        self.memory, self._source = node_memory(job), ""
-        if kept.began != world.ranks:
-            options, self._to_say = fitting(job.options, world.size)
-            job = replace(job, options=options)
+        self.kept, self._feeds, self.memory = kept, feeds or StateFeeds(), memory
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
         self.run_dir = RunDir(job.out)
         self._metadata = weights_metadata(job.recipe, kept.data.training.source.classes)
         self._asked = Asked(job.out)
-        train = kept.data.training.source
-        self.schedule = Schedule(job.recipe, len(train))
+        self.schedule = kept.schedule
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
         saves = self._boundaries(job.options.checkpoint_every)
@@ -107,7 +116,9 @@ class Run:
             save_due=lambda steps: self._is_first and self._times.is_due(steps),
             copy_due=lambda: self._is_first and self.memory is not None and self.memory.is_due(),
         )
-        replaced = ReplacedImages(job.recipe.data.max_replaced, len(train), lambda: self.state.totals.replaced)
+        replaced = ReplacedImages(
+            job.recipe.data.max_replaced, self.schedule.train_images, lambda: self.state.totals.replaced
+        )
         self.trainer: Trainer = build(
             job, kept.data, world, self.liveness, requests, [replaced], kept.generation + 1,
             kept.fingerprint, kept.network,
@@ -131,27 +142,26 @@ class Run:
             RunError: Training can't go on; a checkpoint of the last good step stands where the disk allows it.
             CommError: Other ranks are lost; those that are left may go on with what they `keep`.
         """
-        is_lost = False
+        goes_on = False
         try:
-            agreed = self._take_kept()
-            if agreed is None:
-                self.state, self._source = restore(
-                    self.job, self.trainer, self.run_dir.checkpoints, self.liveness, self.memory
+            agreed = self._take_newest()
+            if not agreed.holders and self.state.step > self.steps:
+                raise UserError(
+                    f"--max-steps {self.steps}: the run in {self.job.out} has done {self.state.step} steps "
+                    "already; give at least as many, or --fresh"
                 )
-                if self.state.step > self.steps:
-                    raise UserError(
-                        f"--max-steps {self.steps}: the run in {self.job.out} has done {self.state.step} steps "
-                        "already; give at least as many, or --fresh"
-                    )
-                self._counted = time.perf_counter()
             self._is_ready = True
             try:
                 state, path = self.state, self.run_dir.journal if self._is_first else None
                 self.journal = journal_of(self.job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
                 if self._is_first:
-                    self._open_telemetry(is_kept=agreed is not None)
-                is_done = self._train(*self._saved(agreed))
-                result = RunResult(self._finish()) if is_done else RunResult(signal=self.stop.signal or signal.SIGTERM)
+                    self._open_telemetry(agreed)
+                end = self._train(*self._saved(agreed))
+                if end is End.RANKS_CHANGE:
+                    goes_on = True
+                    return RunResult(ranks_change=True)
+                stopped = RunResult(signal=self.stop.signal or signal.SIGTERM)
+                result = RunResult(self._finish()) if end is End.DONE else stopped
                 self.trainer.close()  # not where a rank is lost: threads and groups still wait for it
                 if self.memory is not None:
                     self.memory.forget()
@@ -163,15 +173,16 @@ class Run:
                 if self.telemetry is not None:
                     self.telemetry.close()
         except CommError:
-            is_lost = True
+            # SIGKILL 6: a rank that waits for a message learns that a connection is closed, or who is lost.
+            goes_on = True
             raise
         finally:
             self._feeds.close()
-            if not is_lost:
+            if not goes_on:
                 self.kept.close()
 
     def keep(self) -> Kept:
-        """What this rank keeps for those that are left, once its groups are aborted and `run` has raised CommError."""
+        """What this rank keeps for those that are left, once its groups are aborted after a loss or a change."""
         self.trainer.close()
         trainer, generation = self.trainer, self.trainer.membership.generation
         kept = replace(self.kept, fingerprint=trainer.fingerprint, generation=generation, network=trainer.network)
@@ -181,8 +192,8 @@ class Run:
         kept = replace(kept, state=self.state, counted=self._counted, tensors=tensors, last_event=self._last_event)
         return kept if self._saver is None else replace(kept, saved=self._saver.last())
 
-    def _train(self, saved: int, is_due: bool) -> bool:
-        """Steps, evaluations and checkpoints; False if a stop was requested (a checkpoint is then written).
+    def _train(self, saved: int, is_due: bool) -> End:
+        """Steps, evaluations and checkpoints; if it stops before the end a checkpoint is written.
 
         Args:
             saved: The step of the last one.
@@ -206,15 +217,16 @@ class Run:
             if is_stopping or state.step == self.steps:
                 saver.wait()
                 self._tell_phase("stopped" if is_stopping else "finish")
-                return not is_stopping
+                return End.STOPPED if is_stopping else End.DONE
             if is_changing:
                 self._feeds.end()
-                raise ConnectionLost("ranks join or leave")
+                return End.RANKS_CHANGE
             if self.liveness.lacks_ranks():
                 saver.save()
                 saver.wait()
                 self._tell_phase("wait for ranks")
-                is_stopping = not wait_for_ranks(self.world, self.liveness, state.step, self._is_asked_to_stop)
+                is_changing = _wait_for_ranks(self.world, self.liveness, state.step, self._is_asked_to_stop)
+                is_stopping = not is_changing
                 continue
             with saver.before_errors():
                 stats = (trainer.ahead or trainer.step).run(self.membership, closing.next(state.step))
@@ -334,53 +346,49 @@ class Run:
             write_result(self.run_dir, tensors, summary, self._metadata)
         return summary
 
-    def _take_kept(self) -> Agreed | None:
-        """Goes on from the newest state that ranks have kept; None where none has begun."""
-        agreed = agree(self.kept, self.world)
-        if agreed is None:
-            return None
+    def _take_newest(self) -> Agreed:
+        """Goes on from the newest state that there is."""
+        beginning = Beginning(self.job, self.trainer, self.run_dir.checkpoints, self.liveness, self.memory)
+        agreed = agree(self.kept, self.world, beginning)
         step = self.trainer.step
-        if self.world.rank in agreed.holders:
-            step.state.load_state_dict(iter(self.kept.tensors.items()))
-        else:  # the network is about to get other weights, and may get some of them only
-            self.kept = replace(self.kept, state=None)
-        # Before any rank takes the weights of another: then those who hold wrong ones could no longer be told.
-        self.trainer.drift.compare(agreed.state.step, step.allreduce, agreed.holders)
+        if agreed.holders:
+            if self.world.rank in agreed.holders:
+                step.state.load_state_dict(iter(self.kept.tensors.items()))
+            else:  # the network is about to get other weights, and may get some of them only
+                self.kept = replace(self.kept, state=None)
+            # Before any rank takes the weights of another: then those who hold wrong ones could no longer be told.
+            self.trainer.drift.compare(agreed.state.step, step.allreduce, agreed.holders)
         step.state.load_state_dict(agreed.tensors)
         self.state, self._counted = agreed.state, self.kept.counted or time.perf_counter()
         self._last_event = None if agreed.last_event is None else partial(dict, agreed.last_event)
-        self._to_say = "\n".join(filter(None, (self._to_say, agreed.others(self.world))))
         return agreed
 
     def _tell_phase(self, phase: str) -> None:
         if self.telemetry is not None:
             self.telemetry.status.tell(now=True, phase=phase)
 
-    def _open_telemetry(self, is_kept: bool) -> None:
+    def _open_telemetry(self, agreed: Agreed) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
         state, path, recipe = self.state, self.run_dir.path, self.job.recipe
-        fixed = "another launcher has started them" if ranks_are_given() else fixed_ranks(setup_of(self.job))
-        about = {"recipe": recipe.name, "virtual_workers": recipe.virtual_workers, "fixed_ranks": fixed}
-        about |= self.job.asked()
         self.liveness.outside("the servers of --track", ", ".join(self.job.options.track))
-        trackers = self.kept.trackers
+        trackers, about = self.kept.trackers, self.kept.about
         trackers.open(path, {**about, "recipe": recipe.as_dict()})
         self.telemetry = Telemetry(path, self.schedule, self.steps, state.step, state.evaluated, about, trackers)
-        if not is_kept:
-            greet(self.telemetry, self.job, self.trainer, state, self._source)
+        if not agreed.holders:
+            greet(self.telemetry, self.job, self.trainer, state, agreed.origin)
             return
         if self._last_event is not None:
             self.telemetry.complete(self._last_event())
-        if self._to_say:
-            self.telemetry.say(self._to_say)
+        for line in filter(None, (self.kept.news, agreed.others)):
+            self.telemetry.say(line)
         with suppress(OSError):
             self.run_dir.sweep()
 
-    def _saved(self, agreed: Agreed | None) -> tuple[int, bool]:
+    def _saved(self, agreed: Agreed) -> tuple[int, bool]:
         """The step of the newest checkpoint, and whether another one must be written at once: the same on all ranks."""
-        if agreed is not None and agreed.saved is not None:
+        if agreed.holders and agreed.saved is not None:
             return agreed.saved.step, False
-        if agreed is None and self.memory is None:
+        if not agreed.holders and self.memory is None:
             return self.state.step, False  # from which the run begins, or it begins with nothing
         # Rank 0 may have been lost before it had written its last.
         saved = saved_on_disk(self.run_dir.checkpoints, self.world, self.state.step)
@@ -396,3 +404,23 @@ class Run:
 
     def _boundaries(self, every: Duration | None, first: Duration | None = None) -> set[int]:
         return {step for step in self.schedule.boundaries(every, first) if step < self.steps} | {self.steps}
+
+
+def _wait_for_ranks(world: Group, liveness: Liveness, step: int, stop_is_requested: Callable[[], bool]) -> bool:
+    """Waits, on all ranks of a run that has fewer than it wants, for others; False once one was asked to stop.
+
+    Returns:
+        Whether others have come, or are to leave: the ranks meet anew.
+
+    Raises:
+        CommError: Some more are lost.
+    """
+    for number in count():
+        liveness.progress("wait for ranks", step, number)
+        votes = torch.tensor([int(stop_is_requested()), int(liveness.ranks_change())], device=world.small_device)
+        world.all_reduce(votes)
+        stops, changes = votes.tolist()
+        if stops or changes:
+            return not stops
+        time.sleep(_LOOK_SECONDS)
+    raise AssertionError

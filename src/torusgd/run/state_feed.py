@@ -8,7 +8,7 @@
 
 A mean gradient is half of what the step's own all-reduce has sent, or less, so a network that is quick enough for the
 steps is quick enough for this. If it is not, or a rank is lost meanwhile, the thread gives up. The ranks that meet send
-the whole state to those that don't hold it (`survival.agree`), and so nothing but the length of the pause depends on
+the whole state to those that don't hold it (`newest_state.agree`), so nothing but the length of the pause depends on
 this file. All of it is ours; Elan and torchft, too, have a peer send the state, which holds up its steps.
 """
 
@@ -27,8 +27,8 @@ from ..step.requests import Requests
 from ..weights import Tensors
 from .build import build
 from .job import Job
+from .newest_state import Kept
 from .progress import RunState, share_tensors
-from .survival import Kept, fitting
 
 HARDLY_BEHIND = 2
 """steps"""
@@ -51,20 +51,20 @@ class StateFeeds:
     """What a rank at work sends to ranks that join; made anew whenever the ranks change.
 
     Args:
-        asking: Gives the ranks that want the state from this one.
+        joiners: Gives the ranks that want the state from this one.
         meet: Forms the group of this rank, at place 0, and one that asks, unless the second argument says that it is
             given up; called in a thread.
     """
 
-    def __init__(self, asking: Callable[[], Iterable[int]] = tuple, meet: Meet = nobody) -> None:
-        self._asking, self._meet = asking, meet
+    def __init__(self, joiners: Callable[[], Iterable[int]] = tuple, meet: Meet = nobody) -> None:
+        self._joiners, self._meet = joiners, meet
         self._feeds: dict[int, _Feed] = {}
 
     def after_step(self, tensors: StepState, state: RunState, is_updated: bool, event: Callable[[], Event]) -> None:
         """Sends on what a step has done, and the whole state to ranks that ask for the first time."""
         for feed in self._feeds.values():
             feed.send(tensors.change(is_updated), state, event())
-        for rank in self._asking():
+        for rank in self._joiners():
             if rank not in self._feeds:
                 whole = {name: t.detach().clone() for name, t in tensors.state_dict(state.step, keep=True).items()}
                 self._feeds[rank] = _Feed(rank, self._meet)
@@ -141,8 +141,8 @@ class StateFollower:
     """
 
     def __init__(self, job: Job, kept: Kept, liveness: Liveness) -> None:
-        alone_options = fitting(job.options, 1)[0].model_copy(update={"audit": 0.0})
-        job, world = replace(job, options=alone_options, trace=None), alone(job.device)
+        options = job.options.model_copy(update={"audit": 0.0})  # nobody is there to compute anything twice
+        job, world = replace(job, options=options, trace=None), alone(job.device)
         self._kept, self._state = kept, kept.state
         self._event: Event = {}
         requests = Requests(lambda: False, liveness)

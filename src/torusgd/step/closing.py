@@ -27,6 +27,7 @@ from math import inf
 import numpy as np
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ..comm import store_keys as keys
 from ..comm.base import ConnectionLost
 from ..comm.groups import Group
 from ..recipe.schema import Recipe
@@ -56,8 +57,8 @@ class Arrivals:
         self._store: Store | None = None
         if group.store is not None:
             # Counters of its own: a store outlives the runs of a group.
-            number = group.broadcast_text(str(group.store.add("arrivals", 1)) if group.rank == 0 else "")
-            self._store = PrefixStore(f"arrivals{number}", group.store)
+            number = group.broadcast_text(str(group.store.add(keys.ARRIVALS, 1)) if group.rank == 0 else "")
+            self._store = PrefixStore(keys.ARRIVALS_OF.format(number=number), group.store)
         self._deletes = group.rank == 0
         self._step = self._alone = 0
 
@@ -65,7 +66,7 @@ class Arrivals:
         """Counts from 0 for a step; every rank calls it with the same steps."""
         self._step, self._alone = step, 0
         if self._store is not None and self._deletes and step >= _KEPT:
-            self._ask(lambda store: store.delete_key(str(step - _KEPT)))
+            self._ask(lambda store: store.delete_key(keys.ARRIVED.format(step=step - _KEPT)))
 
     def add(self, count: int = 1) -> int:
         """Adds so many arrivals, and gives the number of the last one, from 1 on over all ranks.
@@ -76,7 +77,7 @@ class Arrivals:
         if self._store is None:
             self._alone += count
             return self._alone
-        return self._ask(lambda store: store.add(str(self._step), count))
+        return self._ask(lambda store: store.add(keys.ARRIVED.format(step=self._step), count))
 
     def total(self) -> int:
         """How many have arrived so far."""

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ..comm import store_keys as keys
 from ..comm.base import ConnectionLost
 from ..comm.groups import Group
 from ..recipe.runtime_options import RuntimeOptions
@@ -66,11 +67,11 @@ class Claims:
     def __init__(self, group: Group) -> None:
         assert group.store is not None, "members without a common store can't settle who takes what"
         # Numbers of its own: a store outlives the runs of a group.
-        number = group.broadcast_text(str(group.store.add("claims", 1)) if group.rank == 0 else "")
-        self._store: Store = PrefixStore(f"claims{number}", group.store)
+        number = group.broadcast_text(str(group.store.add(keys.CLAIMS, 1)) if group.rank == 0 else "")
+        self._store: Store = PrefixStore(keys.CLAIMS_OF.format(number=number), group.store)
         self._me, self._size, self._round = group.rank, group.size, -1
         for turn in range(_ROUNDS):
-            self._store.add(f"{turn}/{self._me}", 0)
+            self._store.add(keys.CLAIMED.format(turn=turn, member=self._me), 0)
         group.barrier()  # from now on all numbers are there; a query of one that is not would wait for it
 
     def begin(self, counts: Sequence[int]) -> None:
@@ -79,7 +80,8 @@ class Claims:
         self._counts = counts
         self._begun, self._claimed, self._taken = 0, _unclaimed(counts[self._me]), 0
         # It has arrived before this round ends anywhere, since `looks` or `claim_own` wait for an answer after it.
-        self._query(lambda store: store.set(f"{(self._round + 1) % _ROUNDS}/{self._me}", "0"))
+        following = keys.CLAIMED.format(turn=(self._round + 1) % _ROUNDS, member=self._me)
+        self._query(lambda store: store.set(following, "0"))
 
     @property
     def may_have_own(self) -> bool:
@@ -129,7 +131,7 @@ class Claims:
         return max(0, pieces - beyond)
 
     def _name(self, place: int) -> str:
-        return f"{self._round % _ROUNDS}/{place}"
+        return keys.CLAIMED.format(turn=self._round % _ROUNDS, member=place)
 
     def _query(self, query: Callable[[Store], T]) -> T:
         """The store's answer; all that is sent to it passes here."""

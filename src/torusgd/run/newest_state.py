@@ -1,0 +1,341 @@
+"""The newest state, from which all ranks go on: of the ranks themselves, of nodes' memory, of the disk, or a new one.
+
+Ranks agree on it whenever they meet: when a run begins, and when ranks were lost or have joined (`agree`).
+
+1. With replicated updates every rank holds the whole state after each step, and nothing outside the reducer changes
+   until a step is accepted. So the state of any rank that is left is enough, for ranks that join too. Two of them may
+   differ by a step, or by an evaluation: one has received its last message, another has not. They take the newest state
+   that two of them can compare, if any two hold the same step, and redo at most one step: of a state that a single rank
+   holds, nobody could tell whether its memory has failed.
+2. If no rank has begun: the newest copy in the memory of a node (`node_memory`), unless the disk has a newer one.
+3. Else it is the newest good checkpoint, or the weights of --init, or those of the seed, as the first rank finds them.
+
+Sums of integers have the same bits whoever computes which virtual worker. So the weights are those of a run that
+nothing has happened to, and that holds for exact reductions only.
+"""
+
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Liveness
+from ..comm.groups import Group
+from ..errors import RunError, UserError, warn
+from ..models import head_of
+from ..observe.events import Telemetry, plan_table
+from ..observe.trackers import Trackers
+from ..recipe.compatibility import fixed_ranks
+from ..recipe.schedule import Schedule
+from ..rundir.checkpoint import Checkpoint, newest_checkpoint, step_on_disk
+from ..runtime import ranks_are_given
+from ..text import named
+from ..weights import Tensors, match_weights, weights_sha256
+from .build import Trainer
+from .draw_network import Network
+from .fingerprint import Fingerprint, changes
+from .host_share import HostShare, MappedArrays
+from .initial_weights import fit, read_initial
+from .job import Job, images_at, setup_of
+from .node_memory import NodeMemory
+from .open_data import Data, open_data
+from .progress import RunState, resumed, share_tensors, tensors_of
+from .saving import LastSaved
+
+_LARGE = ("model/", "optimizer/")
+"""names of tensors that are equal on all ranks after the same step; the others may have been measured again"""
+
+Found = tuple[RunState, Tensors]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rank retains of its part in a run when the ranks change; all of it in memory."""
+
+    data: Data
+    """open"""
+    schedule: Schedule
+    about: Mapping[str, Any]
+    """what `torusgd status` shows of the job, plain JSON"""
+    began: tuple[int, ...]
+    """ranks with which the run was started"""
+    fingerprint: Fingerprint | None
+    """None: not found yet"""
+    generation: int
+    """the last one whose groups were used"""
+    state: RunState | None
+    """None: this rank has not taken part in a step yet"""
+    counted: float
+    """until when `state.seconds` counts (time.perf_counter)"""
+    tensors: Tensors
+    """as `StepState.state_dict` gives them"""
+    last_event: Callable[[], dict[str, Any]] | None
+    """line of events.jsonl for what this rank did last, which a lost rank 0 may not have written"""
+    network: Network | None = None
+    """with these tensors, or of a rank that joins with any; None: not drawn yet"""
+    saved: LastSaved | None = None
+    trackers: Trackers = field(default_factory=Trackers)
+    """open, if this rank has been the first"""
+    news: str = ""
+    """line for people: what the change of ranks has changed"""
+
+    def close(self) -> None:
+        """At the end of this rank's part in the run."""
+        self.trackers.close()
+        self.data.close()
+
+
+def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Kept:
+    """What a rank has before its first step: the images, which it opens. `began`: see `Kept`."""
+    if job.lists is None:
+        wanted = f"{job.data and job.data.resolve()} {job.recipe.data.model_dump_json()}"
+        keeps = job.options.loader_processes > 0
+        once: HostShare | MappedArrays = HostShare(world, liveness, "the list of images", images_at(job), wanted, keeps)
+    else:  # a rank that joins others at work must not wait for them here
+        once = MappedArrays(job.lists)
+    data, trackers = open_data(job, world.device, liveness, once), Trackers(job.options.track, warn)
+    fixed = "another launcher has started them" if ranks_are_given() else fixed_ranks(setup_of(job))
+    about = {"recipe": job.recipe.name, "virtual_workers": job.recipe.virtual_workers, "fixed_ranks": fixed}
+    schedule = Schedule(job.recipe, len(data.training.source))
+    return Kept(
+        data, schedule, {**about, **job.asked()}, tuple(began), None, -1, None, 0.0, {}, None, trackers=trackers
+    )
+
+
+class Offer(NamedTuple):
+    """What a rank could give to the others."""
+
+    progress: int = -1
+    """twice the steps that it has done, and 1 for an evaluation after them; below 0: it has not begun"""
+    copy: int = -1
+    """step of the copy in its node's memory; below 0: none"""
+    digest: int = 0
+    """hash of that copy"""
+    disk: int = 0
+    """step of the newest checkpoint, as the first rank has found it"""
+
+
+class Choice(NamedTuple):
+    """From what all ranks go on."""
+
+    source: int
+    """group index of the rank that sends it"""
+    holders: frozenset[int] = frozenset()
+    """group indices of the ranks that hold the state themselves; none: no rank has begun"""
+    is_copy: bool = False
+    """a copy in the memory of the source's node"""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The state from which all ranks go on."""
+
+    state: RunState
+    holders: frozenset[int]
+    """group indices of the ranks that hold this state, and go on from their own; none: no rank had begun"""
+    tensors: Iterator[tuple[str, Tensor]]
+    """what is sent, to be taken one after the other, on all ranks; if all hold the state, what may differ even so"""
+    origin: str = ""
+    """where a run that begins has found it, for people"""
+    last_event: Mapping[str, Any] | None = None
+    saved: LastSaved | None = None
+    """newest checkpoint; None: the rank that wrote them is lost, and maybe had not written the last"""
+    others: str = ""
+    """line for people with the ranks that do not hold the state; empty: all do"""
+
+
+def choose(offers: Sequence[Offer]) -> Choice | None:
+    """What all ranks go on from, by what each has to offer; the same on every rank.
+
+    None: the copies of the nodes are of one step and not alike, so that nobody can tell which is wrong.
+
+    >>> choose([Offer(progress=8), Offer(progress=10), Offer(progress=11)])  # steps 4, 5, and 5 with its evaluation
+    Choice(source=2, holders=frozenset({1, 2}), is_copy=False)
+    """
+    if max(offer.progress for offer in offers) >= 0:
+        holders = holders_of([offer.progress // 2 for offer in offers])
+        return Choice(max(holders, key=lambda index: (offers[index].progress, -index)), holders)
+    newest = max(offer.copy for offer in offers)
+    if newest < max(0, offers[0].disk):
+        return Choice(source=0)
+    copies = [index for index, offer in enumerate(offers) if offer.copy == newest]
+    if len({offers[index].digest for index in copies}) > 1:
+        return None
+    return Choice(copies[0], is_copy=True)
+
+
+def holders_of(steps: Sequence[int]) -> frozenset[int]:
+    """The indices of those whose state all go on from, by the steps that each has done (below 0: it has not begun).
+
+    >>> holders_of([4, 5, 5]), holders_of([4, 5, 4]), holders_of([4, 5]), holders_of([7, -1])
+    (frozenset({1, 2}), frozenset({0, 2}), frozenset({1}), frozenset({0}))
+    """
+    by_step: dict[int, list[int]] = {}
+    for index, step in enumerate(steps):
+        if step >= 0:
+            by_step.setdefault(step, []).append(index)
+    # A step that two hold comes before a newer one that nobody else can confirm.
+    return frozenset(max(by_step.items(), key=lambda each: (len(each[1]) > 1, each[0]))[1])
+
+
+class Beginning:
+    """What a run begins with, if no rank has begun: a copy in its node's memory, the disk, --init, or the seed.
+
+    Args:
+        job: Of the run.
+        trainer: Takes the state.
+        checkpoints: The folder of them.
+        liveness: Learns that the disk takes its time.
+        memory: Of this node; None: no node retains a state.
+    """
+
+    def __init__(
+        self, job: Job, trainer: Trainer, checkpoints: Path, liveness: Liveness, memory: NodeMemory | None
+    ) -> None:
+        self._job, self._trainer, self._checkpoints, self._memory = job, trainer, checkpoints, memory
+        self._wait = lambda: liveness.outside("the checkpoint", str(checkpoints))
+        self._copy: Checkpoint | None = None
+
+    def offer(self, is_first: bool) -> Offer:
+        """What this rank could give from outside the ranks."""
+        if self._memory is None:  # then the disk has no rival
+            return Offer()
+        self._wait()
+        self._copy = self._own_copy(self._memory)
+        disk = step_on_disk(self._checkpoints) if is_first else 0
+        if self._copy is None:
+            return Offer(disk=disk)
+        return Offer(copy=self._copy.step, digest=int(weights_sha256(tensors_of(self._copy))[:15], 16), disk=disk)
+
+    def wait(self) -> None:
+        """Every rank calls it before one of them reads."""
+        self._wait()
+
+    def read(self, is_copy: bool) -> Found:
+        """The state, on the rank that gives it.
+
+        Raises:
+            UserError: What was found does not fit the job.
+            RunError: It can't be read, or no good checkpoint is left.
+        """
+        checkpoint = self._copy if is_copy else newest_checkpoint(self._checkpoints, warn)
+        state, tensors = self._fitting(checkpoint) if checkpoint is not None else self._initial()
+        known = state.mixed_conditions
+        known += [each for each in self._trainer.mixed_conditions if each not in known]
+        return state, tensors
+
+    def _own_copy(self, memory: NodeMemory) -> Checkpoint | None:
+        """The copy in this node's memory, if it is of this run."""
+        copy = memory.read()
+        try:
+            if copy is not None:
+                self._fitting(copy)
+        except UserError as error:
+            warn(f"in this node's memory: {error}")
+            return None
+        return copy
+
+    def _fitting(self, checkpoint: Checkpoint) -> Found:
+        """What a checkpoint holds; UserError if it is not of this run."""
+        state, step = resumed(checkpoint.progress, self._trainer.fingerprint), self._trainer.step
+        where = f"checkpoint of step {checkpoint.step}"
+        match_weights(checkpoint.model, step.state.model.state_dict(), where)
+        match_weights(checkpoint.state, step.state.expected_state(state.totals.skipped < state.step), where)
+        return state, tensors_of(checkpoint)
+
+    def _initial(self) -> Found:
+        state, job = RunState(self._trainer.fingerprint), self._job
+        if job.init is None:
+            return state, {}
+        initial, classes = read_initial(job.init, job.recipe), len(self._trainer.data.training.source.classes)
+        state.initial = fit(initial, self._trainer.step.state.model.state_dict(), lambda: head_of(job.recipe, classes))
+        return state, {f"model/{name}": initial.tensors[name] for name in state.initial.taken}
+
+
+def agree(kept: Kept, world: Group, beginning: Beginning | None = None) -> Agreed:
+    """Finds the newest state, and has one rank send it to all; every rank calls it.
+
+    Args:
+        kept: What this rank holds.
+        world: All ranks.
+        beginning: Where to look if no rank holds a state; None: one does.
+
+    Raises:
+        UserError: On every rank: what was found does not fit the job.
+        RunError: On every rank: it can't be read, or no good checkpoint is left.
+    """
+    offer = beginning.offer(world.rank == 0) if beginning is not None else Offer()
+    if kept.state is not None:
+        offer = offer._replace(progress=2 * kept.state.step + (kept.state.evaluated == kept.state.step))
+    rows = world.all_gather(torch.tensor(offer, device=world.small_device))
+    offers = [Offer(*row.tolist()) for row in rows]
+    choice = choose(offers)
+    if choice is None:
+        if world.rank == 0:
+            warn(f"the nodes' copies of step {max(offers, key=lambda each: each.copy).copy} are not alike; ignored")
+        choice = Choice(source=0)
+    if not choice.holders and beginning is not None:
+        beginning.wait()
+    message: dict[str, Any] = {}
+    tensors: Mapping[str, Tensor] = {}
+    if world.rank == choice.source:
+        try:
+            message, tensors = _found(choice, kept, world, beginning)
+        except (UserError, RunError) as error:
+            message = {"problem": str(error), "is_mistake": isinstance(error, UserError)}
+    # One message for both: the others must learn of a problem before this rank ends.
+    message = json.loads(world.broadcast_text(json.dumps(message), choice.source))
+    if "problem" in message:
+        raise (UserError if message["is_mistake"] else RunError)(message["problem"])
+    state = RunState.from_dict(message["state"])
+    others = [rank for index, rank in enumerate(world.ranks) if index not in choice.holders]
+    return Agreed(
+        state,
+        choice.holders,
+        share_tensors(tensors, world, choice.source),
+        message["origin"],
+        message["last_event"],
+        LastSaved(*message["saved"]) if message["saved"] else None,
+        f"all waited while the state of step {state.step} was sent to {named('rank', others)}" if others else "",
+    )
+
+
+def _found(
+    choice: Choice, kept: Kept, world: Group, beginning: Beginning | None
+) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """What the chosen rank sends: a message as plain JSON, and tensors."""
+    state, tensors, origin = kept.state, kept.tensors, ""
+    if not choice.holders:
+        assert beginning is not None, "no rank holds a state"
+        state, tensors = beginning.read(choice.is_copy)
+        origin = f"the copy in the memory of {socket.gethostname()}" if choice.is_copy else "the checkpoint"
+    elif len(choice.holders) == world.size:
+        tensors = {name: each for name, each in tensors.items() if not name.startswith(_LARGE)}
+    assert state is not None, "it holds it"
+    saved = kept.saved if kept.saved is not None and kept.saved.rank == world.ranks[0] else None
+    last_event = kept.last_event() if choice.holders and kept.last_event is not None else None
+    return {"state": state.as_dict(), "origin": origin, "last_event": last_event, "saved": saved}, tensors
+
+
+def greet(telemetry: Telemetry, job: Job, trainer: Trainer, state: RunState, origin: str) -> None:
+    """Says what the run is and what it begins with. `origin`: see `Agreed`."""
+    telemetry.console.print(plan_table(job.recipe, trainer.step.schedule, trainer.step.world.size))
+    if trainer.explanation:
+        telemetry.say(trainer.explanation)
+    if state.initial is not None and not state.step:
+        telemetry.initial(asdict(state.initial), str(state.initial))
+    if state.step:
+        telemetry.say(f"resumed from {origin} of step {state.step}")
+    now = state.fingerprint.conditions
+    if state.other_conditions and state.other_conditions[-1] != now:
+        warn(
+            f"conditions changed since the checkpoint ({changes(state.other_conditions[-1], now)}): the weights "
+            "may differ in their bits from an undisturbed run"
+        )
+    if state.mixed_conditions:
+        warn(f"ranks compute under mixed conditions ({changes(now, state.mixed_conditions[0])}): bits don't repeat")
