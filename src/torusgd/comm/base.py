@@ -290,4 +290,5 @@ def comm_error(error: RuntimeError, where: str, begin: float, limit: float) -> C
     if time.perf_counter() - begin >= limit - SLACK:
         return CommTimeout(f"no answer within {limit:.3g} s")
     reason = _PLACE.sub("", (str(error).splitlines() or [""])[0]).split(". ")[0]
+    # SIGKILL 5: the kernel has closed the dead rank's connections, so whoever waits for its message comes here.
     return ConnectionLost(f"the connection to {where} is lost: {reason}")

@@ -116,6 +116,7 @@ class Generations:
             planned: The ranks of the generation before are well, and shall end their step first.
             waits: They are too few, and shall take no step.
         """
+        # SIGKILL 4: the others read this record whenever they wait, and between two pieces of work.
         self.number += 1
         self.lost = (*self.lost, *lost)
         _Record(self.number, tuple(ranks), self.lost, planned, waits).write(self._store)
@@ -198,7 +199,7 @@ class Generations:
                     return result
                 world.abort()
             except CommError:
-                # SIGKILL 6: a rank that has noticed closes all its connections, so that those who wait for it notice
+                # SIGKILL 7: a rank that has noticed closes all its connections, so that those who wait for it notice
                 # too, even if no connection to the dead rank was theirs.
                 world.abort()
                 if not self._is_followed(liveness):
@@ -210,7 +211,7 @@ class Generations:
         Arguments and errors are those of `run`.
         """
         while True:
-            # SIGKILL 7: the ranks that are left meet, under a prefix of their generation.
+            # SIGKILL 8: the ranks that are left meet, under a prefix of their generation.
             newest = self._newest()
             self.number, self.lost, self.waits, self.is_planned = newest.number, newest.lost, newest.waits, False
             self._rank, self.joiners = rank, ()

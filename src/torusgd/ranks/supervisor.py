@@ -327,7 +327,7 @@ class Supervisor:
 
     def _go_on(self, failed: list[Exit], late: list[LateRank], function: RankFunction) -> bool:
         """Ends the ranks that are lost for good, and has the others go on; False if they are too few."""
-        # SIGKILL 3: lost are the ranks that have ended, and those that are frozen or hang, which are ended now.
+        # SIGKILL 3: lost are the ranks that have ended, and those that are frozen or hang, which are killed now.
         failure = self._explain(failed, late)
         lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
         members = self._members
@@ -344,7 +344,6 @@ class Supervisor:
         self._end(lost)
         self._watch.forget(lost)
         if lost_members:  # and not only some that have not taken part yet
-            # SIGKILL 4: the others learn of it from this record, which they read whenever they wait.
             self._announce(lost_members)
         self._report(f"{failure.text}; {self._next()}")
         return True
@@ -385,7 +384,7 @@ class Supervisor:
 
     def _exits(self, seconds: float) -> list[Exit]:
         running = {rank.process.sentinel: rank for rank in self._table.values() if rank.runs}
-        # SIGKILL 1: the kernel closes the dead process' end of a pipe, and this wait ends at once.
+        # SIGKILL 1: the kernel closes the dead process' end of a pipe, which ends this wait at once.
         ready = connection.wait([*running], seconds)
         exits = []
         for sentinel, rank in running.items() if ready else ():

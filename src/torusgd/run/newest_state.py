@@ -274,6 +274,7 @@ def agree(kept: Kept, world: Group, beginning: Beginning | None = None) -> Agree
         offer = offer._replace(progress=2 * kept.state.step + (kept.state.evaluated == kept.state.step))
     rows = world.all_gather(torch.tensor(offer, device=world.small_device))
     offers = [Offer(*row.tolist()) for row in rows]
+    # SIGKILL 11: the newest state that two ranks confirm; every rank finds the same one in the same offers.
     choice = choose(offers)
     if choice is None:
         if world.rank == 0:

@@ -119,6 +119,7 @@ class Run:
         replaced = ReplacedImages(
             job.recipe.data.max_replaced, self.schedule.train_images, lambda: self.state.totals.replaced
         )
+        # SIGKILL 10: all that stands on groups is built anew, around the same data and network.
         self.trainer: Trainer = build(
             job, kept.data, world, self.liveness, requests, [replaced], kept.generation + 1,
             kept.fingerprint, kept.network,
@@ -173,7 +174,7 @@ class Run:
                 if self.telemetry is not None:
                     self.telemetry.close()
         except CommError:
-            # SIGKILL 6: a rank that waits for a message learns that a connection is closed, or who is lost.
+            # SIGKILL 6: the step is cut off. It has changed nothing but sums, so the state is that after the last one.
             goes_on = True
             raise
         finally:
@@ -229,6 +230,7 @@ class Run:
                 is_stopping = not is_changing
                 continue
             with saver.before_errors():
+                # SIGKILL 14: after a loss this is the step that was cut off, with the same samples and the same bits.
                 stats = (trainer.ahead or trainer.step).run(self.membership, closing.next(state.step))
             if stats is None:
                 is_stopping = True
@@ -356,7 +358,7 @@ class Run:
                 step.state.load_state_dict(iter(self.kept.tensors.items()))
             else:  # the network is about to get other weights, and may get some of them only
                 self.kept = replace(self.kept, state=None)
-            # Before any rank takes the weights of another: then those who hold wrong ones could no longer be told.
+            # SIGKILL 12: before any rank takes the weights of another, after which wrong ones could not be found any more.
             self.trainer.drift.compare(agreed.state.step, step.allreduce, agreed.holders)
         step.state.load_state_dict(agreed.tensors)
         self.state, self._counted = agreed.state, self.kept.counted or time.perf_counter()
@@ -369,6 +371,7 @@ class Run:
 
     def _open_telemetry(self, agreed: Agreed) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
+        # SIGKILL 13: a new rank 0 adds what a lost one may not have written, and drops what is done again.
         state, path, recipe = self.state, self.run_dir.path, self.job.recipe
         self.liveness.outside("the servers of --track", ", ".join(self.job.options.track))
         trackers, about = self.kept.trackers, self.kept.about

@@ -55,7 +55,7 @@ class TrainRank:
         self._follower.follow(source, caught_up)
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any] | RanksChange:
-        # SIGKILL 9: in the process that lives on, the last run's groups are closed and its newest state is retained.
+        # SIGKILL 9: in the process that lives on, what the last run stood on is closed, and its state is retained.
         if self._run is not None:
             self._kept = self._run.keep()
         if self._follower is not None:
@@ -68,7 +68,6 @@ class TrainRank:
         generations = liveness.generations
         assert generations is not None, "likewise"
         feeds = StateFeeds(lambda: generations.joiners, generations.meet_joiner)
-        # SIGKILL 10: all that is built on groups is built anew, around the same data and network.
         self._run = Run(job, world, stop, restarts, liveness, kept, feeds)
         if world.rank == 0 and kept.state is None:  # which ranks that join compare with their own
             liveness.store.set(keys.FINGERPRINT, json.dumps(self._run.trainer.fingerprint.as_dict()))
