@@ -5,10 +5,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 _MOST_LISTED = 30
 
@@ -52,6 +55,33 @@ def is_transient(error: OSError) -> bool:
     (True, False)
     """
     return error.errno in _TRANSIENT
+
+
+def retry(call: Callable[[], T], pauses: Iterable[float], is_worth: Callable[[Exception], bool]) -> T:
+    """The result of a call, which is repeated after each of the pauses as long as it fails.
+
+    Args:
+        call: What may fail for a moment, such as a read from a network disk.
+        pauses: Seconds before each further call; one that raises after the last of them raises here.
+        is_worth: Whether an error may pass; any other is raised at once.
+
+    >>> answers = iter([OSError(errno.EIO, "Input/output error"), "read"])
+    >>> def read() -> str:
+    ...     answer = next(answers)
+    ...     if isinstance(answer, OSError):
+    ...         raise answer
+    ...     return answer
+    >>> retry(read, [0.0], lambda error: isinstance(error, OSError))
+    'read'
+    """
+    for pause in pauses:
+        try:
+            return call()
+        except Exception as error:
+            if not is_worth(error):
+                raise
+            time.sleep(pause)
+    return call()
 
 
 def first_line(error: BaseException) -> str:

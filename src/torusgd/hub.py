@@ -8,14 +8,13 @@ a complete cache needs no network.
 import logging
 import re
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import UserError, first_line
+from .errors import UserError, first_line, retry
 
 PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0)
 """seconds before each further attempt, which continues the download of the earlier ones"""
@@ -123,15 +122,14 @@ def _hub(flag: str) -> Any:
 
 def _patiently(call: Callable[[], T], flag: str, what: str) -> T:
     """The result of a call of the hub's client, tried again after errors that may be transient."""
-    for pause in (*PAUSES, None):
-        try:
-            return call()
-        except Exception as error:  # of the client, of its HTTP library, of the disk
-            kinds = {kind.__name__ for cause in (error, error.__cause__) for kind in type(cause).__mro__}
-            if pause is None or not kinds.isdisjoint(_FOR_GOOD):
-                raise UserError(f"{flag}: can't get {what}: {_reason(error, kinds)}") from None
-            time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
+    try:
+        return retry(call, PAUSES, lambda error: _kinds(error).isdisjoint(_FOR_GOOD))
+    except Exception as error:  # of the client, of its HTTP library, of the disk
+        raise UserError(f"{flag}: can't get {what}: {_reason(error, _kinds(error))}") from None
+
+
+def _kinds(error: Exception) -> set[str]:
+    return {kind.__name__ for cause in (error, error.__cause__) for kind in type(cause).__mro__}
 
 
 def _reason(error: Exception, kinds: set[str]) -> str:

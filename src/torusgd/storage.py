@@ -7,13 +7,12 @@ object is there. Every exception of a store's library becomes an OSError, and tr
 import errno
 import os
 import re
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import UserError, in_one_line, is_transient
+from .errors import UserError, in_one_line, is_transient, retry
 
 SCHEMES = ("s3", "gs", "hf", "http", "https")
 CACHE = "TORUSGD_CACHE"
@@ -156,14 +155,10 @@ class Store:
         return f"{self._root}/{name}" if name else self._root
 
     def _patiently(self, name: str, call: Callable[[], T]) -> T:
-        for pause in PAUSES:
-            try:
-                return self._as_os_error(name, call)
-            except OSError as error:
-                if not is_transient(error):
-                    raise
-                time.sleep(pause)
-        return self._as_os_error(name, call)
+        def is_worth(error: Exception) -> bool:
+            return isinstance(error, OSError) and is_transient(error)
+
+        return retry(lambda: self._as_os_error(name, call), PAUSES, is_worth)
 
     def _as_os_error(self, name: str, call: Callable[[], T]) -> T:
         try:

@@ -5,7 +5,6 @@ the thread, or on the method by which a source reads it. Only mixing joins image
 """
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import RunError, UserError
+from ..errors import RunError, UserError, retry
 from ..recipe.data_schema import Data
 from ..recipe.section import ImageSizes
 from ..rng import SUBSTITUTE, keyed_integer
@@ -299,11 +298,10 @@ def _validation_region(height: int, width: int, sizes: ImageSizes) -> Region:
 
 
 def _retried(read: Callable[[], T]) -> T:
+    def is_worth(error: Exception) -> bool:
+        if is_of_disk := isinstance(error, OSError):
+            log.warning("reading again: %s", error)
+        return is_of_disk
+
     # A network disk may fail for a moment. A substitute would change the weights, so the read is repeated.
-    for pause in _PAUSES:
-        try:
-            return read()
-        except OSError as error:
-            log.warning("reading again in %.1f s: %s", pause, error)
-            time.sleep(pause)
-    return read()
+    return retry(read, _PAUSES, is_worth)

@@ -358,7 +358,7 @@ class Run:
                 step.state.load_state_dict(iter(self.kept.tensors.items()))
             else:  # the network is about to get other weights, and may get some of them only
                 self.kept = replace(self.kept, state=None)
-            # SIGKILL 12: before any rank takes the weights of another, after which wrong ones could not be found any more.
+            # SIGKILL 12: before any rank takes the weights of another, after which nobody could find wrong ones.
             self.trainer.drift.compare(agreed.state.step, step.allreduce, agreed.holders)
         step.state.load_state_dict(agreed.tensors)
         self.state, self._counted = agreed.state, self.kept.counted or time.perf_counter()

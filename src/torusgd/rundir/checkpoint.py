@@ -25,7 +25,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import DiskError, RunError, UserError, is_transient
+from ..errors import DiskError, RunError, UserError, is_transient, retry
 from ..untrusted import check_regular, parse_json
 from ..weights import Tensors, json_text, save_weights, write_text
 
@@ -279,13 +279,8 @@ class CheckpointTimes:
 
 def _patiently(read: Callable[[Path], T], path: Path) -> T:
     """What `read` gives for a path; after errors of the disk it is read again, and then the run ends."""
-    for pause in READ_PAUSES:
-        try:
-            return read(path)
-        except OSError:
-            time.sleep(pause)
     try:
-        return read(path)
+        return retry(lambda: read(path), READ_PAUSES, lambda error: isinstance(error, OSError))
     except OSError as error:
         raise RunError(
             f"{path}: can't be read: {error.strerror}; {len(READ_PAUSES) + 1} attempts in {sum(READ_PAUSES):g} s; "
