@@ -92,7 +92,7 @@ def test_without_room_the_run_goes_on_without_copies(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     keep_nothing = SimpleNamespace(state_dict=lambda steps, keep: {"model/w": torch.zeros(1 << 20)})
     memory.keep(RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=3), cast(Any, keep_nothing))
-    assert "has no room for 8 MB" in capsys.readouterr().err
+    assert "has no room for 8 MiB" in capsys.readouterr().err
     assert not memory.is_due()
     assert not list(shared.iterdir())
 
