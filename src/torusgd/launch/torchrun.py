@@ -237,8 +237,8 @@ def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> Store
 
     torchrun's store may outlive its workers, and addresses of dead ranks would be found in it. Nothing that a worker
     learns from torchrun is the same on all nodes and another one in each attempt: its count of restarts is of one node,
-    and stays when a node joins. So each rank writes a word that nobody else has under its number. Rank 0 answers with all
-    the words that it finds, again whenever one has changed, until every rank has found its own word in the answer.
+    and stays when a node joins. So each rank writes a word that nobody else has under its number. Rank 0 answers with
+    all the words that it finds, again whenever one has changed, until every rank has found its own word in the answer.
 
     Raises:
         RunError: They did not meet within so many seconds.
