@@ -113,6 +113,7 @@ class Restarts:
             failure: Why the ranks ended.
             reached: `last_checkpoint`; another one than before is progress.
         """
+        # A new checkpoint proves that the last start was worth it, and refills the budget.
         has_progressed = reached != self._reached
         is_same = failure.kind is self._last_kind and not has_progressed
         self._reached, self._last_kind = reached, failure.kind

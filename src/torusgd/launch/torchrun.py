@@ -186,6 +186,7 @@ class _Member:
             # Of ranks that end for the same reason, such as images that one of them can't read, one knows most of it.
             time.sleep(2 * _POLL_SECONDS)
             cause = cause_of(_within(STORE_SECONDS, self._failures.causes) or []) or failure
+        # Without an answer of the store this rank speaks too: two lines are better than none.
         if _within(STORE_SECONDS, lambda: self._failures.claim(self._rank)) is not False:
             write_exit(cause.kind.exit_code, cause.text)
             print(cause.trace, end="", file=sys.stderr)
@@ -201,6 +202,7 @@ class _Member:
         while time.monotonic() < end:
             if cause := cause_of(self._failures.causes()):
                 return cause, []
+            # A rank that has reported a loss is a victim like this one, and not its cause.
             late = self.heartbeat.late()
             if late := [each for each in late if each.rank is None or not self._failures.has_reported(each.rank)]:
                 return replace(failure, text="; ".join(map(str, late))), [each.rank or 0 for each in late]

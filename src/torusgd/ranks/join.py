@@ -120,9 +120,11 @@ def prove_to_client(connection: socket.socket, token: bytes) -> str:
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     mine = secrets.token_hex(32)
     try:
+        # The listener commits itself first: a proof that was recorded earlier is of another nonce.
         _send(connection, {"torusgd": 1, "nonce": mine})
         answer = _receive_line(connection, deadline)
         purpose, theirs, proof = answer["purpose"], answer["nonce"], answer["proof"]
+        # In constant time, so that the time of an answer says nothing of how much of a guess was right.
         if not hmac.compare_digest(proof, _proof(token, "client", purpose, mine, theirs)):
             raise Refused("a wrong token")
         if purpose not in (NODE, STORE):
@@ -188,6 +190,7 @@ class Channel:
         if not data:
             raise ChannelClosed("it closed the connection")
         self._heard = time.monotonic()
+        # What follows the last line end is the beginning of a message; it waits for its rest, within bounds.
         *lines, self._read = (self._read + data).split(b"\n")
         if len(self._read) > _MESSAGE:
             raise ChannelClosed("it sends no messages of torusgd")
@@ -282,6 +285,7 @@ def printable(text: str) -> str:
 
 
 def _proof(token: bytes, side: str, purpose: str, listeners: str, clients: str) -> str:
+    # The side is in it: else a listener could be sent its own proof back.
     text = json.dumps(["torusgd 1", side, purpose, listeners, clients])
     return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()
 
@@ -472,6 +476,7 @@ class Listener:
 
     def _accept(self) -> None:
         for connection, host in accepted(self._socket):
+            # Strangers are bounded in number: each costs a thread until its handshake fails or times out.
             if self._pending.acquire(blocking=False):
                 threading.Thread(
                     target=self._receive, args=(connection, host), daemon=True, name="torusgd-joined"

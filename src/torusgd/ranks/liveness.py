@@ -142,6 +142,7 @@ class Watch:
         """Leaves for the followers what the last look found; nothing if this watches nobody."""
         if self.beats:
             self._number += 1
+            # One record for all followers: N ranks that read N beats each would be N^2 reads a second.
             late = [asdict(each) for each in self._last]
             silent = list(islice(self.silent(SILENT_SECONDS), MOST_NAMED))
             self._store.set(keys.ROLL, json.dumps([self._number, late, silent, is_last]))
@@ -200,13 +201,17 @@ class Watch:
         known = self._working()
         if not known:
             return []
+        # A rank that waits for others is a victim. If all wait, nobody can be set apart, and all are named.
         blamed = {rank: beat for rank, beat in known.items() if not beat.waits}
         longest = max(beat.longest for beat in known.values())
+        # By what this run has needed so far: a unit may be a millisecond or an hour.
         limit = max(self._limits.stuck, UNITS * longest if longest else self._limits.start)
         if blamed and all(beat.what for beat in blamed.values()):
             limit = max(limit, self._limits.outside)
         elif not longest and any(beat.busy >= BUSY for beat in blamed.values()):
+            # Compilers and a first batch of large images compute for long before anything is done.
             limit = max(limit, FIRST_UNIT)
+        # The least idle rank counts: as long as one makes progress the others may only be waiting for it.
         idle = min(beat.idle for beat in known.values())
         if idle <= limit:
             return []
@@ -362,6 +367,7 @@ class Heartbeat:
         self._end_unit()
         self._looks += 1
         late = self._late
+        # The thread itself may hang in a store that does not answer; then this thread must not wait for it for ever.
         if self._thread_silence.seconds(self._rounds) > self._limits.beat and not late:
             late = [_unreachable("no answer")]
         if self.generations is not None and self._forsaken == self.generations.number >= 0:
@@ -406,7 +412,7 @@ class Heartbeat:
             for number in count(1):
                 is_last = self._stop.is_set()
                 quiet = idle.seconds(self._units)
-                if not quiet:
+                if not quiet:  # processor time counts from the last progress, as the seconds do
                     worked = time.process_time()
                 busy = (time.process_time() - worked) / quiet if quiet else 0.0
                 self._beat(number, quiet, busy, waits=self._looks != looks)
@@ -440,6 +446,7 @@ class Heartbeat:
 
     def _beat(self, number: int, idle: float, busy: float, waits: bool) -> None:
         phase, step, unit = self._doing
+        # Only the stack of a rank that may be to blame is of interest, and a beat is short without it.
         stack = self._stack() if idle > QUIET_SECONDS and not waits else ""
         longest, failed, ended = self._longest, self._failed, self._ended
         what, where = self._outside

@@ -82,6 +82,7 @@ class HostShare:
         """See `Once`."""
         self._progress(0)
         rank, keys = self._world.rank, self._world.all_gather(torch.tensor([self._key]))
+        # The first rank of each pair (machine, arrays) makes them for the others of that pair.
         owners = list(zip(hosts_of(self._world), map(int, keys), strict=True))
         first, arrays, file = owners.index(owners[rank]), None, -1
         if first == rank:
@@ -99,6 +100,7 @@ class HostShare:
         if self._keeps:
             self.paths.append(path)
             return arrays
+        # The file has no name: it is gone with its last descriptor, so all must have opened it before it is closed.
         self._world.barrier()
         if file >= 0:
             os.close(file)

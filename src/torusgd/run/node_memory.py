@@ -58,6 +58,7 @@ class NodeMemory:
         """Whether to save a copy now: seldom enough that the limits above hold, and not while one is being written."""
         if self.writer is None or self.writer.is_writing:
             return False
+        # The dearer a copy was, the longer the pause: its cost stays a fixed fraction of the run.
         pause = max(LEAST_SECONDS, self._copying / STEP_FRACTION, self.writer.seconds / BESIDE_FRACTION)
         return time.monotonic() - self._began >= pause
 
@@ -69,6 +70,7 @@ class NodeMemory:
         tensors = step_state.state_dict(state.step, keep=True)
         size = sum(tensor.nbytes for tensor in tensors.values())
         try:
+            # The last copy stays until the new one is whole.
             if shutil.disk_usage(self._folder).free < 2 * size:
                 raise RunError(f"{SHARED_MEMORY} has no room for {byte_size(2 * size)}")
             self.writer.save(as_checkpoint(state, tensors))
@@ -106,7 +108,7 @@ def node_memory(job: Job) -> NodeMemory | None:
     folder = SHARED_MEMORY / f"torusgd-{os.getuid()}-{agent}"
     saves = os.environ.get("LOCAL_RANK") == "0"
     if saves:
-        _sweep()
+        _sweep()  # shared memory outlives an agent that was killed, and counts as used until it is removed
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             found = folder.lstat()

@@ -99,6 +99,7 @@ class _Feed:
         if is_whole:
             self._most = max(self._most, 4 * size)
         elif self._messages.qsize() * size > self._most:
+            # The network is slower than the steps, so the queue would only grow; the ranks that meet send the state.
             self.close()
         if not self._is_over:
             self._messages.put(({"state": state.as_dict(), "event": event, "is_whole": is_whole}, tensors))
@@ -163,6 +164,7 @@ class StateFollower:
                 header = json.loads(text)
                 tensors, state = share_tensors({}, source), RunState.from_dict(header["state"])
                 if header["is_whole"]:
+                    # Half a state is worse than none: if the source is lost now, this rank joins without.
                     self._state = None  # until all of it has come
                     step.state.load_state_dict(tensors)
                 else:
