@@ -21,7 +21,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.fingerprint import Fingerprint
 from torusgd.run.job import Job
-from torusgd.run.node_memory import BESIDE_SHARE, LEAST_SECONDS, STEP_SHARE, node_memory
+from torusgd.run.node_memory import BESIDE_FRACTION, LEAST_SECONDS, STEP_FRACTION, node_memory
 from torusgd.run.progress import RunState
 from torusgd.runtime import prepare_process
 
@@ -61,7 +61,7 @@ def main() -> None:
     middles = {name: statistics.median(seconds) for name, seconds in found.items()}
     for name, seconds in found.items():
         print(f"{name}: {middles[name]:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}, n = {len(seconds)})")
-    apart = max(LEAST_SECONDS, middles["copying"] / STEP_SHARE, middles["writing"] / BESIDE_SHARE)
+    apart = max(LEAST_SECONDS, middles["copying"] / STEP_FRACTION, middles["writing"] / BESIDE_FRACTION)
     print(f"from one copy to the next: {apart:.1f} s")
 
 

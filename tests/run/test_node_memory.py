@@ -121,7 +121,7 @@ def test_a_folder_that_others_can_write_is_not_used(shared: Path, capsys: pytest
     assert memory is not None
     assert not memory.is_due()
     assert memory.read() is None
-    assert "it is not this user's alone: the state is not kept" in capsys.readouterr().err
+    assert "it is not this user's alone: the state is not saved" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ _PLACE = re.compile(r"^\[[^]]*] ")
 
 @dataclass(frozen=True)
 class LateRank:
-    """A rank that has made no progress for too long, and what it did last; None where that is not known."""
+    """A rank that has made no progress for too long, and what it did last; None: not known."""
 
     why: str
     """one line, such as `no heartbeat for 12 s`"""

@@ -261,9 +261,7 @@ class Group:
     def abort(self) -> None:
         """Fails, on this rank, all that is under way in this group and in the groups that were split from it.
 
-        It takes milliseconds; the groups are of no more use.
-        NCCL has an abort of its own. Gloo has none, but a receive that runs out of time closes all connections of its
-        group: all pending operations fail here, and the other members find their connections closed.
+        It takes milliseconds; the groups are of no more use, and the other members find their connections closed.
         """
         for part in self._parts:
             part.abort()
@@ -271,7 +269,8 @@ class Group:
             return
         if self.has_nccl:
             self._nccl.abort()
-        # A connection that is closed already refuses a receive at once; one that is left closes them all.
+        # Gloo has no abort. But a receive that runs out of time closes all connections of its group, so that all
+        # pending operations fail; a connection that is closed already refuses the receive at once.
         for peer in range(self.size):
             if peer != self.rank:
                 try:

@@ -1,6 +1,6 @@
 """A run on ranks of this machine: when some are lost, the others go on, or all start again from the last checkpoint.
 
-Ranks that are left when one dies, freezes or hangs go on in their processes, where each of them holds the whole state
+Ranks that are left when one dies, freezes or hangs go on in their processes if each of them holds the whole state
 (`run/survival.py`). Otherwise, or when none is left, or a disk can't be read, all start again. A user's mistake, a
 defect, or a run that can't go on ends them all with one line.
 """
@@ -41,7 +41,7 @@ STOP_SECONDS = 120
 
 
 def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResult:
-    """Runs a job to its end on ranks of its own, and on those of other machines where there is an `entrance`.
+    """Runs a job to its end on ranks of its own, and on those of other machines if there is an `entrance`.
 
     Raises:
         UserError: The job can't be run as given.
@@ -51,12 +51,12 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
     check(setup_of(job, listens=entrance is not None), {RANGE, LISTENS})
     workers = resolve_workers(job.options, job.device, job.recipe, begins_alone=entrance is None)
     if job.options.profile is not None:
-        Profile.load(Path(job.options.profile))  # a mistake in it is told before ranks are started
+        Profile.load(Path(job.options.profile))  # a mistake in it is found before ranks are started
     with folder.lock():
         folder.claim(job.recipe, fresh)
-        kept = KeptArrays()
-        summary = finished(job, kept)
-        job = replace(job, lists=tuple(kept.paths))
+        lists = KeptArrays()
+        summary = finished(job, lists)
+        job = replace(job, lists=tuple(lists.paths))
         if summary is not None:
             return RunResult(summary)
         check(setup_of(job, None if entrance is not None else workers))
@@ -73,7 +73,7 @@ class Entrance:
     """what the others need a copy of; None: in the run's folder"""
 
     def open(self, job: Job, supervisor: Supervisor) -> Listener:
-        """Lets machines join the ranks of a supervisor; UserError where the address or the token is no good."""
+        """Lets machines join the ranks of a supervisor; UserError if the address or the token is no good."""
         path = self.token_file or job.out / TOKEN
         token, silent = make_token(path), limits_of(job).beat
         listener = Listener(self.address, token, supervisor.port, job.as_dict(), silent, warn)
@@ -113,6 +113,7 @@ class Restarts:
             failure: Why the ranks ended.
             reached: `last_checkpoint`; another one than before is progress.
         """
+        # A new checkpoint proves that the last start was worth it, and refills the budget.
         has_progressed = reached != self._reached
         is_same = failure.kind is self._last_kind and not has_progressed
         self._reached, self._last_kind = reached, failure.kind

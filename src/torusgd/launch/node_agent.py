@@ -1,6 +1,6 @@
 """A machine that joins a run: one small agent, which starts ranks here and does what the run's launcher says.
 
-The agent asks the launcher for the job, opens the data, and says that it is ready; the launcher says which ranks to
+The agent gets the job from the launcher, opens the data, and says that it is ready; the launcher says which ranks to
 start. They reach the common store through a port on loopback here, from which each connection is passed on to the
 launcher's listener (`listener`) over an authenticated one. When the launcher goes, so do they.
 """
@@ -55,9 +55,9 @@ def join_run(
     """Brings ranks to a run elsewhere, until it ends or they do.
 
     Args:
-        address: Where its launcher listens.
+        address: The address at which its launcher listens.
         token: See `handshake`.
-        data: The data set on this machine; None: where the recipe says.
+        data: The data set on this machine; None: the one that the recipe names.
         workers: Ranks; None: as many as there are cores here.
 
     Returns:
@@ -85,15 +85,15 @@ def join_run(
                 channel.silent = float(welcome["silent"])
                 job = Job.from_dict(welcome["job"], data)
             threading.Thread(target=_beat, args=(channel,), daemon=True, name="torusgd-beat").start()
-            found = find_images(job)  # kept here as long as ranks map it
+            found = find_images(job)  # held here as long as ranks map it
             job = replace(job, lists=tuple(found.paths))
             store = StorePort(partial(_connect, address, token, STORE))
             held.callback(store.close)
-            crew = _Crew(job, store.port, interface)
-            held.callback(crew.kill)
+            own_ranks = _Ranks(job, store.port, interface)
+            held.callback(own_ranks.kill)
             warn(f"joins {job.recipe.name} at {where} with {workers} ranks")
             channel.send(ready=True)
-            return _serve(channel, crew, where)
+            return _serve(channel, own_ranks, where)
         except ChannelClosed as error:
             raise RunError(f"the run at {where} is gone: {error}; the ranks here have ended") from None
 
@@ -128,7 +128,7 @@ class StorePort:
             hang_up(near)
 
 
-class _Crew:
+class _Ranks:
     """The ranks on this machine, by the number that the launcher has given to their start."""
 
     def __init__(self, job: Job, port: int, interface: str) -> None:
@@ -164,21 +164,21 @@ class _Crew:
             process.join()
 
 
-def _serve(channel: Channel, crew: _Crew, where: str) -> int:
+def _serve(channel: Channel, own_ranks: _Ranks, where: str) -> int:
     """Does what the launcher says, until it says that all is over; the exit code."""
     while True:
-        has_messages, exits = crew.wait(channel)
+        has_messages, exits = own_ranks.wait(channel)
         for number, code in exits.items():
             channel.send(exit=number, code=code)
         for message in channel.receive() if has_messages else ():
             if "start" in message:
                 with _understood():
                     numbers = [_number(message[key]) for key in ("start", "rank", "size", "attempt")]
-                crew.start(*numbers)
+                own_ranks.start(*numbers)
             elif "kill" in message:
                 with _understood():
                     number = _number(message["kill"])
-                crew.kill(number)
+                own_ranks.kill(number)
             elif "end" in message:
                 return _ended(where, message)
         channel.check_silence()

@@ -1,7 +1,7 @@
 """A rank that torchrun or another launcher has started: it joins the others through env:// rendezvous.
 
-Ranks meet in the store that MASTER_ADDR and MASTER_PORT name: torchrun's agent holds it, or rank 0 where a script has
-set the variables. If a rank fails, exactly one rank prints why; the others end in silence with the same exit code.
+Ranks meet in the store that MASTER_ADDR and MASTER_PORT name: torchrun's agent holds it, or rank 0 if a script has set
+the variables. If a rank fails, exactly one rank prints why; the others end in silence with the same exit code.
 Which one it is, the store decides; a rank that can't reach the store any more can't agree with anybody and speaks too.
 """
 
@@ -83,7 +83,7 @@ def run_joined(
         function: See `RankFunction`.
         device: `cpu` or `cuda` (see `gpus.own_gpu`).
         limits: See `Limits`.
-        remedy: Added to the line that tells of a lost rank.
+        remedy: Added to the line about a lost rank.
         ranks_per_gpu: Consecutive ranks that share a GPU.
 
     Returns:
@@ -167,7 +167,7 @@ class _Member:
         if not self._is_ending.acquire(blocking=False):
             threading.Event().wait()  # the other thread ends the process
         is_reported = _within(STORE_SECONDS, lambda: self._failures.report(failure))
-        self.heartbeat.fail(failure.text)  # after the report, by which the others tell a cause from a loss
+        self.heartbeat.fail(failure.text)  # after the report, by which the others know a cause from a loss
         if not is_reported:
             _print(f"{self._name} can't reach the others, or rank 0 is lost: {failure.text}{self._remedy()}")
             code = failure.kind.exit_code
@@ -186,6 +186,7 @@ class _Member:
             # Of ranks that end for the same reason, such as images that one of them can't read, one knows most of it.
             time.sleep(2 * _POLL_SECONDS)
             cause = cause_of(_within(STORE_SECONDS, self._failures.causes) or []) or failure
+        # Without an answer of the store this rank speaks too: two lines are better than none.
         if _within(STORE_SECONDS, lambda: self._failures.claim(self._rank)) is not False:
             write_exit(cause.kind.exit_code, cause.text)
             print(cause.trace, end="", file=sys.stderr)
@@ -201,6 +202,7 @@ class _Member:
         while time.monotonic() < end:
             if cause := cause_of(self._failures.causes()):
                 return cause, []
+            # A rank that has reported a loss is a victim like this one, and not its cause.
             late = self.heartbeat.late()
             if late := [each for each in late if each.rank is None or not self._failures.has_reported(each.rank)]:
                 return replace(failure, text="; ".join(map(str, late))), [each.rank or 0 for each in late]
@@ -235,10 +237,10 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
 def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> Store:
     """A part of a store that the ranks of this attempt alone use; every rank calls it.
 
-    torchrun's store may outlive its workers, and addresses of dead ranks would be found in it. Nothing that torchrun
-    tells a worker is the same on all nodes and another one in each attempt: its count of restarts is of one node, and
-    stays when a node joins. So each rank writes a word that nobody else has under its number. Rank 0 answers with all
-    the words that it finds, again whenever one has changed, until every rank has found its own word in the answer.
+    torchrun's store may outlive its workers, and addresses of dead ranks would be found in it. Nothing that a worker
+    learns from torchrun is the same on all nodes and another one in each attempt: its count of restarts is of one node,
+    and stays when a node joins. So each rank writes a word that nobody else has under its number. Rank 0 answers with
+    all the words that it finds, again whenever one has changed, until every rank has found its own word in the answer.
 
     Raises:
         RunError: They did not meet within so many seconds.
@@ -329,7 +331,7 @@ def _print(line: str) -> None:
 
 
 def _within(seconds: float, function: Callable[[], T]) -> T | None:
-    """The result of `function`, which may hang with the store that it asks; None where it fails or takes too long."""
+    """The result of `function`, which may hang with the store; None if it fails or takes too long."""
     found: list[T] = []
 
     def call() -> None:

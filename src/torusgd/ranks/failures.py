@@ -118,6 +118,7 @@ class FailureChannel:
             torch.distributed.DistError: The store can't be reached.
         """
         self._store.set(keys.FAILURE.format(rank=failure.rank), failure.dump())
+        # Causes have keys of their own, so that of a thousand ranks that lose each other nobody reads a thousand.
         if not failure.is_loss:
             number = self._store.add(keys.CAUSES, 1)
             self._store.set(keys.CAUSE.format(number=number), failure.dump())

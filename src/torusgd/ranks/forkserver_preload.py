@@ -13,9 +13,9 @@ _PROCESS = os.getpid()
 
 @atexit.register
 def _leave_nothing() -> None:
-    """Removes what lies in the temporary folder, also where the launcher was killed: this process sees its end.
+    """Removes what lies in the temporary folder, even if the launcher was killed: this process sees its end.
 
-    That is the socket on which the launcher asks for ranks, and torch's own folder.
+    That is the socket on which the launcher requests ranks, and torch's own folder.
     """
     if os.getpid() != _PROCESS:  # a rank, forked from here
         return

@@ -148,6 +148,7 @@ class Generations:
         tried, until = -1, 0.0
         while rank not in (newest := self._newest()).ranks:
             if follow is not None and newest.number > tried and rank in newest.joining:
+                # Once a generation: a source that is lost is followed by another generation with another source.
                 tried = newest.number
                 with suppress(ConnectionLost):
                     follow(self._meet_for_state(newest, rank, rank, lambda: False), partial(self._say_ready, rank))
@@ -246,6 +247,7 @@ class Generations:
             return False
         self._looked = time.monotonic()
         newest = _Record.read(self._store)
+        # A planned change waits for the end of the step; a loss does not, since this step can't end.
         self.is_planned = newest.number > self.number and newest.is_planned
         mine = [each for each in newest.joining if newest.source(each) == self._rank]
         self.joiners = tuple(mine) if newest.number == self.number else ()
@@ -280,6 +282,7 @@ class Generations:
         while not store.check([keys.ALL_HERE]):
             if self._is_over():
                 raise ConnectionLost("the ranks have changed before all came")
+            # A rank that was lost after the launcher announced it here is late before it is known to be lost.
             if late := liveness.late():
                 raise CommTimeout("; ".join(map(str, late)), late)
             time.sleep(_POLL_SECONDS)
@@ -314,18 +317,8 @@ def meet(
 ) -> Group:
     """The group of these ranks; each of them calls it once, with a prefix of a store that is theirs alone.
 
-    Args:
-        store: See above.
-        ranks: In the order of the group.
-        rank: This process.
-        device: Where its tensors live.
-        ranks_per_gpu: Consecutive ranks that share a GPU; above 1 nothing goes by NCCL.
-        wait: Returns once `ALL_HERE` stands in the store.
-        timeout: Of the group's messages.
-        is_given_up: See `groups.build`.
-
-    Raises:
-        UserError: Ranks share a GPU without knowing.
+    `wait` returns once `ALL_HERE` stands in the store. The other arguments and errors are those of `Generations.run` and
+    of `groups.build`.
     """
     is_gpu = device.type == "cuda"
     if is_gpu:

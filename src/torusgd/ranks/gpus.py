@@ -1,6 +1,6 @@
 """Which GPU of its machine a rank takes, and whether every rank has one of its own.
 
-A launcher tells a rank its number on its machine in a variable of its own making; or it shows each rank one GPU only
+A launcher gives a rank its number on its machine in a variable of its own making, or shows each rank one GPU only
 (`srun --gpus-per-task=1`). Whatever it did, the ranks compare in the end: two processes that compute on one GPU without
 knowing take turns there, and NCCL refuses them or stands still.
 """
@@ -69,7 +69,7 @@ def check_own_gpus(gpus: Sequence[str], ranks_per_gpu: int) -> None:
     """Compares what all ranks have taken.
 
     Args:
-        gpus: Of each rank its GPU's UUID, which no two GPUs share; empty for a rank on a CPU.
+        gpus: The UUID of each rank's GPU, which no two GPUs have; empty for a rank on a CPU.
         ranks_per_gpu: How many may share one.
 
     Raises:

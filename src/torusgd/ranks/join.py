@@ -1,7 +1,7 @@
 """Machines that join a run: how both sides know each other, what they say, and the launcher's listener.
 
-The listener exists only where the user asks for it. A machine's agent (`launch/node_agent.py`) makes one connection for
-messages and one for each connection of its ranks to the common store, all to the listener's port.
+The listener exists only if the user wants it (`--listen`). A machine's agent (`launch/node_agent.py`) makes one
+connection for messages and one for each connection of its ranks to the common store, all to the listener's port.
 
 Both sides prove that they know a token before anything else is said (challenge and response by HMAC-SHA256, with a
 nonce of each side, so that nothing that was overheard serves twice). What follows is neither encrypted nor signed: who
@@ -61,7 +61,7 @@ MOST_STRANGERS = 16
 """connections at a time that have not authenticated yet"""
 CLOSE_SECONDS = 2.0
 """for the agents to hang up once all is over"""
-TELL_SECONDS = 10.0
+STRANGER_SECONDS = 10.0
 """from one line about strangers to the next"""
 _SIOCGIFCONF, _IFREQ = 0x8912, 40
 """the call that lists addresses, and the bytes of each row"""
@@ -94,7 +94,7 @@ def make_token(path: Path) -> bytes:
 
 
 def read_token(path: Path) -> bytes:
-    """The token in a file; UserError where there is none, or others than the owner may read it."""
+    """The token in a file; UserError if there is none, or if others than the owner may read it."""
     try:
         with path.open("rb") as file:
             rights = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -115,14 +115,16 @@ def prove_to_client(connection: socket.socket, token: bytes) -> str:
         What the connection is for: NODE or STORE.
 
     Raises:
-        Refused: The other side doesn't know the token; it has been told nothing but a nonce.
+        Refused: The other side doesn't know the token; all that it has got is a nonce.
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     mine = secrets.token_hex(32)
     try:
+        # The listener commits itself first: a proof that was recorded earlier is of another nonce.
         _send(connection, {"torusgd": 1, "nonce": mine})
-        told = _receive_line(connection, deadline)
-        purpose, theirs, proof = told["purpose"], told["nonce"], told["proof"]
+        answer = _receive_line(connection, deadline)
+        purpose, theirs, proof = answer["purpose"], answer["nonce"], answer["proof"]
+        # In constant time, so that the time of an answer says nothing of how much of a guess was right.
         if not hmac.compare_digest(proof, _proof(token, "client", purpose, mine, theirs)):
             raise Refused("a wrong token")
         if purpose not in (NODE, STORE):
@@ -134,7 +136,7 @@ def prove_to_client(connection: socket.socket, token: bytes) -> str:
 
 
 def prove_to_listener(connection: socket.socket, token: bytes, purpose: str) -> None:
-    """The connecting side of the handshake; `Refused` where the listener doesn't know the token, or hangs up."""
+    """The connecting side of the handshake; `Refused` if the listener doesn't know the token, or hangs up."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     mine = secrets.token_hex(32)
     try:
@@ -168,7 +170,7 @@ class Channel:
         return self._connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """Sends a message, from any thread; ChannelClosed where the other side has gone."""
+        """Sends a message, from any thread; ChannelClosed if the other side has gone."""
         try:
             with self._sending:
                 _send(self._connection, message)
@@ -188,6 +190,7 @@ class Channel:
         if not data:
             raise ChannelClosed("it closed the connection")
         self._heard = time.monotonic()
+        # What follows the last line end is the beginning of a message; it waits for its rest, within bounds.
         *lines, self._read = (self._read + data).split(b"\n")
         if len(self._read) > _MESSAGE:
             raise ChannelClosed("it sends no messages of torusgd")
@@ -195,7 +198,7 @@ class Channel:
             yield _parsed(line)
 
     def check_silence(self) -> None:
-        """ChannelClosed where nothing has come for too long."""
+        """ChannelClosed if nothing has come for too long."""
         if time.monotonic() - self._heard > self.silent:
             raise ChannelClosed(f"nothing was heard of it for {self.silent:g} s")
 
@@ -252,7 +255,7 @@ def hang_up(connection: socket.socket) -> None:
 
 
 def parse_address(text: str, flag: str) -> tuple[str, int]:
-    """HOST:PORT; UserError where it is something else.
+    """HOST:PORT; UserError if it is something else.
 
     >>> parse_address("10.0.0.1:7000", "--listen")
     ('10.0.0.1', 7000)
@@ -282,6 +285,7 @@ def printable(text: str) -> str:
 
 
 def _proof(token: bytes, side: str, purpose: str, listeners: str, clients: str) -> str:
+    # The side is in it: else a listener could be sent its own proof back.
     text = json.dumps(["torusgd 1", side, purpose, listeners, clients])
     return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()
 
@@ -323,14 +327,14 @@ class RemoteRank:
     """The process of a rank on another machine, with what the supervisor needs of a process.
 
     Args:
-        node: Where it runs.
-        number: Of this start among all starts there, since a rank's number may come again.
+        node: Its machine.
+        number: The number of this start among all starts there: a later attempt uses the ranks' numbers again.
     """
 
     def __init__(self, node: "JoinedNode", number: int) -> None:
         self.node, self._number = node, number
         self.exitcode: int | None = None
-        """minus the signal's number where a signal ended it; None while it runs"""
+        """minus the signal's number if a signal ended it; None while it runs"""
         self.why = ""
         """how it ended, for people"""
         self._read, self._write = socket.socketpair()
@@ -353,7 +357,7 @@ class RemoteRank:
         self.wake()
 
     def note(self, code: int, why: str = "") -> None:
-        """Keeps how it ended; the first time counts."""
+        """Notes how it ended; the first time counts."""
         if self.exitcode is None:
             self.exitcode, self.why = code, f"on {self.node.host} {why or how_it_ended(code)}"
 
@@ -398,7 +402,7 @@ class JoinedNode:
         self._send(kill=number)
 
     def end(self, code: int, line: str) -> None:
-        """Tells its agent to end, with an exit code and a line for people."""
+        """Has its agent end, with an exit code and a line for people."""
         self._send(end=line, code=code)
         self.gone = self.gone or line
 
@@ -424,9 +428,9 @@ class Listener:
         address: One of this machine's, and a port; 0: any that is free.
         token: See `handshake`.
         store_port: Of the ranks' common store, on loopback.
-        job: What the machines are told to train, plain JSON.
+        job: What they train, plain JSON.
         silent: Seconds without a message after which a machine counts as lost.
-        tell: Gets a line for people.
+        report: Gets a line for people.
 
     Raises:
         UserError: The address is none of this machine, or the port is taken.
@@ -439,14 +443,14 @@ class Listener:
         store_port: int,
         job: Mapping[str, Any],
         silent: float,
-        tell: Callable[[str], object],
+        report: Callable[[str], object],
     ) -> None:
         self.interface = interface_of(address[0])
         """through which ranks reach each other"""
-        self._token, self._store_port, self._job, self._silent, self._tell = token, store_port, job, silent, tell
+        self._token, self._store_port, self._job, self._silent, self._report = token, store_port, job, silent, report
         self._nodes: list[JoinedNode] = []
         self._pending = threading.Semaphore(MOST_STRANGERS)
-        self._told, self._untold = -TELL_SECONDS, 0
+        self._reported, self._unreported = -STRANGER_SECONDS, 0
         self._socket = socket.socket()
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -472,6 +476,7 @@ class Listener:
 
     def _accept(self) -> None:
         for connection, host in accepted(self._socket):
+            # Strangers are bounded in number: each costs a thread until its handshake fails or times out.
             if self._pending.acquire(blocking=False):
                 threading.Thread(
                     target=self._receive, args=(connection, host), daemon=True, name="torusgd-joined"
@@ -485,7 +490,7 @@ class Listener:
             purpose = prove_to_client(connection, self._token)
         except Refused as error:
             hang_up(connection)
-            self._tell_of_stranger(f"refused {host}, which wanted to join: {error}")
+            self._report_stranger(f"refused {host}, which wanted to join: {error}")
             return
         finally:
             self._pending.release()
@@ -528,7 +533,7 @@ class Listener:
             self._nodes.remove(node)
 
     def _greet(self, channel: Channel, address: str, hello: Mapping[str, Any]) -> JoinedNode:
-        """A machine says who it is and is told the job; ChannelClosed where it is not wanted."""
+        """A machine says who it is and gets the job; ChannelClosed if it is not wanted."""
         host, workers, its = str(hello["host"])[:64], int(hello["workers"]), str(hello["version"])[:32]
         if its != (mine := version("torusgd")):
             line = f"the run is trained by torusgd {mine}, this machine has {its}; install the same"
@@ -541,17 +546,17 @@ class Listener:
         channel.send(job=self._job, silent=self._silent)
         return node
 
-    def _tell_of_stranger(self, line: str) -> None:
-        """At most a line each `TELL_SECONDS`, so that nobody can fill a log."""
-        if time.monotonic() - self._told < TELL_SECONDS:
-            self._untold += 1
+    def _report_stranger(self, line: str) -> None:
+        """At most a line each `STRANGER_SECONDS`, so that nobody can fill a log."""
+        if time.monotonic() - self._reported < STRANGER_SECONDS:
+            self._unreported += 1
             return
-        self._tell(line + (f"; and {self._untold} others before" if self._untold else ""))
-        self._told, self._untold = time.monotonic(), 0
+        self._report(line + (f"; and {self._unreported} others before" if self._unreported else ""))
+        self._reported, self._unreported = time.monotonic(), 0
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface that has an IPv4 address; UserError where none has.
+    """The name of the network interface that has an IPv4 address; UserError if none has.
 
     >>> interface_of("127.0.0.1")
     'lo'
@@ -571,8 +576,8 @@ def interface_addresses() -> list[tuple[str, str]]:
     """All IPv4 addresses of this machine, each with its interface, which may have several (netdevice(7))."""
     room = array("B", bytes(_MOST_ADDRESSES * _IFREQ))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        told = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), room.buffer_info()[0]))
-    filled = room.tobytes()[: struct.unpack("iP", told)[0]]
+        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), room.buffer_info()[0]))
+    filled = room.tobytes()[: struct.unpack("iP", answer)[0]]
     rows = [filled[begin : begin + _IFREQ] for begin in range(0, len(filled), _IFREQ)]
     # An address that was added with a label of its own stands under that: eth0:1.
     names = [row[:16].split(b"\0")[0].decode(errors="replace").partition(":")[0] for row in rows]

@@ -47,8 +47,8 @@ FIRST_UNIT = 3600.0
 """seconds that a first unit may take while the rank's process computes"""
 BUSY = 0.1
 """of one core's time: what a process uses that computes"""
-TOLD = 60.0
-"""seconds after which a wait for something outside the run is told, and again whenever it has doubled"""
+REPORTED = 60.0
+"""seconds after which a wait for something outside the run is reported, and again whenever it has doubled"""
 MOST_NAMED = 16
 """of late ranks, so that a line, and the record that all ranks read, stay short"""
 QUIET_SECONDS = 2.0
@@ -67,9 +67,9 @@ class Limits:
     start: float = 120.0
     """for all ranks to meet, and from there until a first unit of work is done"""
     stuck: float = 60.0
-    """without progress of any rank, at least; math.inf where ranks do not report progress"""
+    """without progress of any rank, at least; math.inf if ranks do not report progress"""
     outside: float = 600.0
-    """without progress, where ranks wait for a disk"""
+    """without progress, while ranks wait for a disk"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Beat:
     waits: bool = False
     """for other ranks"""
     busy: float = 0.0
-    """share of one core that the process has used since the last progress"""
+    """fraction of one core that the process has used since the last progress"""
     what: str = ""
     """for which it waits outside the run; empty: for nothing"""
     where: str = ""
@@ -114,7 +114,7 @@ class Watch:
         """the last of each rank; None before the first"""
         self._silence = {rank: Unchanged() for rank in self.beats}
         self._seconds = dict.fromkeys(self.beats, 0.0)
-        self._tell_after = TOLD
+        self._report_after = REPORTED
         self._last: list[LateRank] = []
         self._number = 0
 
@@ -139,9 +139,10 @@ class Watch:
         return self._last
 
     def publish(self, is_last: bool = False) -> None:
-        """Leaves for the followers what the last look found; nothing where this watches nobody."""
+        """Leaves for the followers what the last look found; nothing if this watches nobody."""
         if self.beats:
             self._number += 1
+            # One record for all followers: N ranks that read N beats each would be N^2 reads a second.
             late = [asdict(each) for each in self._last]
             silent = list(islice(self.silent(SILENT_SECONDS), MOST_NAMED))
             self._store.set(keys.ROLL, json.dumps([self._number, late, silent, is_last]))
@@ -182,16 +183,16 @@ class Watch:
         return late
 
     def outside_wait(self) -> str:
-        """A line that says for what the ranks have waited outside the run since long; empty where there is no news."""
+        """A line that says for what the ranks have long waited outside the run; empty if there is no news."""
         working = self._working()
         idle = min((beat.idle for beat in working.values()), default=0.0)
         blocked = {rank: beat for rank, beat in working.items() if not beat.waits}
-        if idle < TOLD or not blocked or not all(beat.what for beat in blocked.values()):
-            self._tell_after = TOLD
+        if idle < REPORTED or not blocked or not all(beat.what for beat in blocked.values()):
+            self._report_after = REPORTED
             return ""
-        if idle < self._tell_after:
+        if idle < self._report_after:
             return ""
-        self._tell_after = 2 * idle
+        self._report_after = 2 * idle
         who = "all ranks have" if len(blocked) == len(working) else f"rank {', '.join(map(str, blocked))} has"
         beat = next(iter(blocked.values()))
         return f"{who} waited for {beat.what} for {idle:.0f} s: {beat.where}"
@@ -200,13 +201,17 @@ class Watch:
         known = self._working()
         if not known:
             return []
+        # A rank that waits for others is a victim. If all wait, nobody can be set apart, and all are named.
         blamed = {rank: beat for rank, beat in known.items() if not beat.waits}
         longest = max(beat.longest for beat in known.values())
+        # By what this run has needed so far: a unit may be a millisecond or an hour.
         limit = max(self._limits.stuck, UNITS * longest if longest else self._limits.start)
         if blamed and all(beat.what for beat in blamed.values()):
             limit = max(limit, self._limits.outside)
         elif not longest and any(beat.busy >= BUSY for beat in blamed.values()):
+            # Compilers and a first batch of large images compute for long before anything is done.
             limit = max(limit, FIRST_UNIT)
+        # The least idle rank counts: as long as one makes progress the others may only be waiting for it.
         idle = min(beat.idle for beat in known.values())
         if idle <= limit:
             return []
@@ -249,13 +254,13 @@ class Follower:
         return self._late
 
     def silent(self, seconds: float) -> list[int]:
-        """As `Watch.silent`; of the others the roll call tells after SILENT_SECONDS."""
+        """As `Watch.silent`; the roll call reports others after SILENT_SECONDS."""
         if self._is_over:
             return []
         return [self._caller] if self._seconds > seconds else self._lost
 
     def outside_wait(self) -> str:
-        """Nothing: the rank that calls the roll tells it."""
+        """Nothing: the rank that calls the roll reports it."""
         return ""
 
     def publish(self, is_last: bool = False) -> None:
@@ -271,14 +276,14 @@ class Unchanged:
 
     def __init__(self) -> None:
         self._value: object = None
-        self._asked = time.monotonic()
+        self._looked = time.monotonic()
         self._seconds = 0.0
 
     def seconds(self, value: object) -> float:
         """Seconds since the value became what it is."""
         now = time.monotonic()
-        self._seconds = self._seconds + min(now - self._asked, 2 * BEAT_SECONDS) if value == self._value else 0.0
-        self._value, self._asked = value, now
+        self._seconds = self._seconds + min(now - self._looked, 2 * BEAT_SECONDS) if value == self._value else 0.0
+        self._value, self._looked = value, now
         return self._seconds
 
 
@@ -304,10 +309,10 @@ class Heartbeat:
             another thread would hold up the beats.
         rank: Of this process.
         limits: See `Limits`.
-        watched: The ranks to watch: all, this one among them, where this rank calls the roll; else none.
-        on_late: Called once, from the thread, if the main thread does not ask `late` although ranks are late: it is
-            blocked in a wait that asks nobody.
-        tell: Called from the thread with a line for people, such as what all ranks wait for.
+        watched: The ranks to watch: all, this one among them, if this rank calls the roll; else none.
+        on_late: Called once, from the thread, if the main thread does not call `late` although ranks are late: it
+            is blocked in a wait that looks at nothing.
+        report: Called from the thread with a line for people, such as what all ranks wait for.
         follows: The rank that calls the roll; None: this one, or the launcher.
         generations: That the main thread follows; None: the ranks never change.
     """
@@ -319,7 +324,7 @@ class Heartbeat:
         limits: Limits,
         watched: Iterable[int] = (),
         on_late: Callable[[list[LateRank]], None] = lambda late: None,
-        tell: Callable[[str], object] = lambda line: None,
+        report: Callable[[str], object] = lambda line: None,
         follows: int | None = None,
         generations: Generations | None = None,
     ) -> None:
@@ -332,13 +337,13 @@ class Heartbeat:
             Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)
         )
         self.generations = generations
-        self._tell = tell
+        self._report = report
         self._main, self._host = threading.get_ident(), socket.gethostname()
-        self._place, self._failed, self._ended = ("start", 0, 0), "", False
+        self._doing, self._failed, self._ended = ("start", 0, 0), "", False
         self._outside = "", ""
         self._unit_began: float | None = None
         self._longest = 0.0
-        self._units = self._asked = 0  # the thread compares them with those of its last beat
+        self._units = self._looks = 0  # the thread compares them with those of its last beat
         self._late: list[LateRank] = []
         self._forsaken = -1  # the last generation of which ranks are known to be lost
         self._is_known = False  # to the main thread, that ranks are late
@@ -350,7 +355,7 @@ class Heartbeat:
     def progress(self, phase: str, step: int, unit: int) -> None:
         """See `Liveness`."""
         self._end_unit()
-        self._place, self._unit_began, self._outside = (phase, step, unit), time.monotonic(), ("", "")
+        self._doing, self._unit_began, self._outside = (phase, step, unit), time.monotonic(), ("", "")
         self._units += 1
 
     def outside(self, what: str, where: str) -> None:
@@ -360,8 +365,9 @@ class Heartbeat:
     def late(self) -> list[LateRank]:
         """See `Liveness`."""
         self._end_unit()
-        self._asked += 1
+        self._looks += 1
         late = self._late
+        # The thread itself may hang in a store that does not answer; then this thread must not wait for it for ever.
         if self._thread_silence.seconds(self._rounds) > self._limits.beat and not late:
             late = [_unreachable("no answer")]
         if self.generations is not None and self._forsaken == self.generations.number >= 0:
@@ -389,7 +395,7 @@ class Heartbeat:
     def close(self) -> None:
         """The last beat: nobody needs to wait for this rank. Ends the thread.
 
-        An interpreter that ends while a thread asks the store would abort the process.
+        An interpreter that ends while a thread waits for the store would abort the process.
         """
         self._ended = True
         self._stop.set()
@@ -401,24 +407,24 @@ class Heartbeat:
             self._unit_began = None
 
     def _run(self) -> None:
-        idle, lateness, asked, worked = Unchanged(), Unchanged(), 0, time.process_time()
+        idle, lateness, looks, worked = Unchanged(), Unchanged(), 0, time.process_time()
         try:
             for number in count(1):
                 is_last = self._stop.is_set()
                 quiet = idle.seconds(self._units)
-                if not quiet:
+                if not quiet:  # processor time counts from the last progress, as the seconds do
                     worked = time.process_time()
                 busy = (time.process_time() - worked) / quiet if quiet else 0.0
-                self._beat(number, quiet, busy, waits=self._asked != asked)
+                self._beat(number, quiet, busy, waits=self._looks != looks)
                 if is_last:
                     self.watch.publish(is_last=True)
                     return
-                asked = self._asked
+                looks = self._looks
                 self._late = self.watch.look()
                 self._look_at_generation()
                 self.watch.publish()
-                if told := self.watch.outside_wait():
-                    self._tell(told)
+                if line := self.watch.outside_wait():
+                    self._report(line)
                 self._rounds = number
                 if lateness.seconds(bool(self._late)) > GRACE_SECONDS and self._late:
                     self._call_on_late()
@@ -439,7 +445,8 @@ class Heartbeat:
             self._on_late(self._late)
 
     def _beat(self, number: int, idle: float, busy: float, waits: bool) -> None:
-        phase, step, unit = self._place
+        phase, step, unit = self._doing
+        # Only the stack of a rank that may be to blame is of interest, and a beat is short without it.
         stack = self._stack() if idle > QUIET_SECONDS and not waits else ""
         longest, failed, ended = self._longest, self._failed, self._ended
         what, where = self._outside
@@ -461,4 +468,4 @@ class Heartbeat:
 
 
 def _unreachable(reason: str) -> LateRank:
-    return LateRank(f"the store that all ranks share can't be reached ({reason})")
+    return LateRank(f"the ranks' common store can't be reached ({reason})")

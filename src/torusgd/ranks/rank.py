@@ -1,6 +1,6 @@
 """The process of a rank that is ours: what it is started with, what it does, and how it reports its end.
 
-Who starts it, the launcher or the agent of a machine that joins, tells it the port of the ranks' common store on
+Who starts it, the launcher or the agent of a machine that joins, gives it the port of the ranks' common store on
 loopback, so nothing is looked up in the network and nothing that comes from there is unpickled.
 """
 
@@ -40,10 +40,10 @@ class Prepares(Protocol):
     """A `RankFunction` that can do something while the ranks that it joins are still at work without it."""
 
     def prepare(self, heartbeat: Heartbeat) -> None:
-        """Called once in a rank that joins, before the others know of it; UserError where it doesn't belong to them."""
+        """Called once in a rank that joins, before the others know of it; UserError if it doesn't belong to them."""
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
-        """Takes the state from the rank at place 0 of a group, until it sends no more, or is lost; then maybe again.
+        """Takes the state from the first rank of a group, until it sends no more, or is lost; then maybe again.
 
         `caught_up` is to be called once this rank could take part.
         """
@@ -68,7 +68,7 @@ class RankSpec:
     interface: str = LOOPBACK_INTERFACE
     """the network interface by which it exchanges messages"""
     stops_run: bool = True
-    """a stop signal that reaches it asks the whole run to stop; else it is left to the agent, which ends its ranks"""
+    """a stop signal that reaches it stops the whole run; else it is left to the agent, which ends its ranks"""
 
 
 def start_rank(spec: RankSpec) -> BaseProcess:

@@ -1,7 +1,7 @@
-"""Slurm: `srun torusgd train` is a rank of a run, and a run that has to stop asks to be queued again.
+"""Slurm: `srun torusgd train` is a rank of a run, and a run that has to stop is queued again.
 
-Slurm tells each task who it is in variables of its own. They are turned into those by which ranks of any other launcher
-meet, so nothing further down knows of Slurm. Imports no torch: it is asked before the first command runs.
+Slurm says who a task is in variables of its own. They are turned into those by which ranks of any other launcher
+meet, so nothing further down knows of Slurm. Imports no torch: it runs before the first command.
 """
 
 import os
@@ -18,7 +18,7 @@ _SECONDS = 30.0
 
 
 def adopt_step(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Says in torch's variables what Slurm says of this task, where it is one of several of a job step.
+    """Says in torch's variables what Slurm says of this task, if it is one of several of a job step.
 
     A batch script and a step of one task stay as they are: there `torusgd train` starts ranks of its own. So does a
     task for which somebody has set RANK already.
@@ -84,13 +84,13 @@ def tasks_of_node(tasks: str, node: int) -> int:
 
 
 def check_requeue() -> None:
-    """UserError where `--requeue` can't ask anybody."""
+    """UserError if nobody can queue this job again."""
     if "SLURM_JOB_ID" not in os.environ or shutil.which("scontrol") is None:
         raise UserError("--requeue: this is no job of Slurm, or it has no scontrol here; leave it out")
 
 
 def requeue() -> None:
-    """Has Slurm queue this job again, which ends it; RunError where Slurm won't."""
+    """Has Slurm queue this job again, which ends it; RunError if Slurm won't."""
     job = os.environ["SLURM_JOB_ID"]
     try:
         done = subprocess.run(

@@ -176,6 +176,7 @@ class Supervisor:
             exits, late = self.wait()
             ended += self._of_members(exits)
             failed = [exit for exit in ended if exit.code or not self._has_result(exit.rank)]
+            # Three ways: nothing is wrong, ranks were lost and the others go on, or all end with one reason.
             if not late and not failed:
                 if ended and (self._generations.number or self._in(Part.JOINS)):
                     self._generations.announce([])  # some may wait for more ranks, in vain
@@ -188,7 +189,8 @@ class Supervisor:
             if all(map(self._is_lost, failed)) and self._go_on(failed, late, function):
                 ended = []
                 continue
-            self._generations.announce([])  # who waits for another generation ends, and may say why
+            # Who waits for another generation ends, and may say why: a report explains more than an exit code.
+            self._generations.announce([])
             if not late and all(exit.code >= 0 for exit in failed):
                 self._end_within(EXPLAIN_SECONDS)
             self.kill()
@@ -279,6 +281,7 @@ class Supervisor:
             for _ in range(requested - len(members)):
                 self._start(Part.JOINS, function)
             self._joining_since = time.monotonic()
+        # All at once: each change of ranks costs every rank a new start of its groups.
         elif joining and self._generations.are_ready(joining):
             self._watch.follow(joining)
             self._turn(joining, Part.MEMBER)

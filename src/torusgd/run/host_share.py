@@ -2,7 +2,7 @@
 
 Who makes them, the launcher or else the first rank of the machine, writes them into a file without a name, in memory,
 which the others open by way of the kernel's list of that process's open files. So they are in memory once, nothing can
-be left behind, and nobody but the user can open them. Where a rank can't (another kernel than Linux, containers that
+be left behind, and nobody but the user can open them. If a rank can't (another kernel than Linux, containers that
 hide processes from each other), it makes the arrays itself.
 """
 
@@ -23,11 +23,11 @@ from ..errors import UserError
 
 
 class KeptArrays:
-    """A `data.file_lists.Once` of a process that starts ranks on its machine: what it makes it keeps for them."""
+    """A `data.file_lists.Once` of a process that starts ranks on its machine: what it makes it holds for them."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
-        """where ranks find the arrays of each call, as long as this process lives"""
+        """files with the arrays of each call, as long as this process lives"""
 
     def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
         """See `Once`."""
@@ -64,13 +64,13 @@ class HostShare:
         world: All ranks.
         liveness: Learns of progress, and for what this rank waits.
         what: For which it waits, such as "the list of images".
-        where: It is.
+        where: Where it is, for people.
         key: Says which arrays. Ranks that want others, such as those of another folder, make their own; that they
             should not is for the comparison of the ranks to find.
         keeps: Processes that a rank starts later may map the arrays too, as long as the rank that made them lives.
 
     Attributes:
-        paths: Where such processes find the arrays of each call.
+        paths: Files in which such processes find the arrays of each call.
     """
 
     def __init__(self, world: Group, liveness: Liveness, what: str, where: str, key: str, keeps: bool = False) -> None:
@@ -82,10 +82,11 @@ class HostShare:
         """See `Once`."""
         self._progress(0)
         rank, keys = self._world.rank, self._world.all_gather(torch.tensor([self._key]))
+        # The first rank of each pair (machine, arrays) makes them for the others of that pair.
         owners = list(zip(hosts_of(self._world), map(int, keys), strict=True))
         first, arrays, file = owners.index(owners[rank]), None, -1
         if first == rank:
-            with suppress(OSError, UserError):  # which each rank finds, and tells, itself
+            with suppress(OSError, UserError):  # which each rank finds, and reports, itself
                 arrays = make(self._progress)
                 if (self._keeps or owners.count(owners[rank]) > 1) and hasattr(os, "memfd_create"):
                     file = _write(arrays)
@@ -99,6 +100,7 @@ class HostShare:
         if self._keeps:
             self.paths.append(path)
             return arrays
+        # The file has no name: it is gone with its last descriptor, so all must have opened it before it is closed.
         self._world.barrier()
         if file >= 0:
             os.close(file)

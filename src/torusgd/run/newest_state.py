@@ -160,6 +160,7 @@ def choose(offers: Sequence[Offer]) -> Choice | None:
     if max(offer.progress for offer in offers) >= 0:
         holders = holders_of([offer.progress // 2 for offer in offers])
         return Choice(max(holders, key=lambda index: (offers[index].progress, -index)), holders)
+    # Of equal age memory wins: it is read in a fraction of the time, and has been compared with the other nodes'.
     newest = max(offer.copy for offer in offers)
     if newest < max(0, offers[0].disk):
         return Choice(source=0)
@@ -203,7 +204,7 @@ class Beginning:
 
     def offer(self, is_first: bool) -> Offer:
         """What this rank could give from outside the ranks."""
-        if self._memory is None:  # then the disk has no rival
+        if self._memory is None:  # then the disk has no rival, and the others need not know its step
             return Offer()
         self._wait()
         self._copy = self._own_copy(self._memory)
@@ -316,6 +317,7 @@ def _found(
         state, tensors = beginning.read(choice.is_copy)
         origin = f"the copy in the memory of {socket.gethostname()}" if choice.is_copy else "the checkpoint"
     elif len(choice.holders) == world.size:
+        # All have the weights; scales of gradients may differ if one rank has measured again.
         tensors = {name: each for name, each in tensors.items() if not name.startswith(_LARGE)}
     assert state is not None, "it holds it"
     saved = kept.saved if kept.saved is not None and kept.saved.rank == world.ranks[0] else None

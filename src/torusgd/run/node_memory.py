@@ -1,12 +1,12 @@
 """The newest state of a run in the memory of its nodes, for ranks that torchrun starts again.
 
 torchrun ends all its workers when one fails, and when a node joins or leaves, and starts them again. Memory that
-belongs to a process is lost with it. So the first rank of each node keeps a copy of the state in a folder of the
+belongs to a process is lost with it. So the first rank of each node saves copies of the state in a folder of the
 node's shared memory (`/dev/shm`), which lies on no disk. When ranks begin, they take the newest copy that any node
 holds, or the newest checkpoint if that is newer (`newest_state`).
 
-A copy has the form of a checkpoint: hashed, renamed when it is whole, safetensors and JSON. All nodes keep it after
-the same steps, rank 0's clock says which. So where two nodes hold a copy of one step, their hashes must be equal; if
+A copy has the form of a checkpoint: hashed, renamed when it is whole, safetensors and JSON. All nodes save it after
+the same steps, rank 0's clock says which. So if two nodes hold a copy of one step, their hashes must be equal; if
 they aren't, nobody can tell which one is wrong, and the checkpoint is taken.
 
 The folder belongs to torchrun's agent on the node, which outlives its workers. It is removed at the end of the run.
@@ -34,7 +34,7 @@ from .progress import RunState, as_checkpoint
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SECONDS = 1.0
 """from one copy to the next"""
-STEP_SHARE, BESIDE_SHARE = 0.01, 0.1
+STEP_FRACTION, BESIDE_FRACTION = 0.01, 0.1
 """of the time at most that copying holds up the steps, and that hashing and writing take a core beside them"""
 _NAME = re.compile(r"torusgd-[0-9]+-([0-9]+)-([0-9]+)-([0-9]+)")
 
@@ -43,22 +43,23 @@ class NodeMemory:
     """This rank's view of the copies on its node.
 
     Args:
-        folder: Where they stand; made by the rank that keeps them.
-        keeps: Whether this rank does; one of a node.
+        folder: The folder of them; made by the rank that saves them.
+        saves: Whether this rank does; one of a node.
     """
 
-    def __init__(self, folder: Path, keeps: bool) -> None:
-        self._folder, self._keeps = folder, keeps
-        self.writer = CheckpointWriter(folder, keep=1, metadata={}) if keeps else None
-        """of the copies; None: this rank keeps none"""
+    def __init__(self, folder: Path, saves: bool) -> None:
+        self._folder, self._saves = folder, saves
+        self.writer = CheckpointWriter(folder, keep=1, metadata={}) if saves else None
+        """None: this rank saves no copies"""
         self._began = -inf
         self._copying = 0.0
 
     def is_due(self) -> bool:
-        """Whether to keep a copy now: seldom enough that the shares above hold, and not while one is being written."""
+        """Whether to save a copy now: seldom enough that the limits above hold, and not while one is being written."""
         if self.writer is None or self.writer.is_writing:
             return False
-        pause = max(LEAST_SECONDS, self._copying / STEP_SHARE, self.writer.seconds / BESIDE_SHARE)
+        # The dearer a copy was, the longer the pause: its cost stays a fixed fraction of the run.
+        pause = max(LEAST_SECONDS, self._copying / STEP_FRACTION, self.writer.seconds / BESIDE_FRACTION)
         return time.monotonic() - self._began >= pause
 
     def keep(self, state: RunState, step_state: StepState) -> None:
@@ -69,19 +70,20 @@ class NodeMemory:
         tensors = step_state.state_dict(state.step, keep=True)
         size = sum(tensor.nbytes for tensor in tensors.values())
         try:
+            # The last copy stays until the new one is whole.
             if shutil.disk_usage(self._folder).free < 2 * size:
                 raise RunError(f"{SHARED_MEMORY} has no room for {byte_size(2 * size)}")
             self.writer.save(as_checkpoint(state, tensors))
         except (OSError, RunError) as error:
-            warn(f"the state is not kept in this node's memory any more: {error}")
+            warn(f"the state is no longer saved in this node's memory: {error}")
             self.forget()
             return
         self._copying = time.monotonic() - self._began
 
     def read(self) -> Checkpoint | None:
-        """The newest whole copy on this node, on the rank that keeps them; a damaged one is told in a line."""
+        """The newest whole copy on this node, on the rank that saves them; a line reports a damaged one."""
         with suppress(OSError):
-            for path in list_checkpoints(self._folder) if self._keeps else ():
+            for path in list_checkpoints(self._folder) if self._saves else ():
                 try:
                     return read_checkpoint(path)
                 except UserError as error:
@@ -89,7 +91,7 @@ class NodeMemory:
         return None
 
     def forget(self) -> None:
-        """Removes this node's copies, and keeps none any more."""
+        """Removes this node's copies, and saves no more."""
         if self.writer is not None:
             self.writer.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -97,25 +99,25 @@ class NodeMemory:
 
 
 def node_memory(job: Job) -> NodeMemory | None:
-    """The memory of this rank's node; None where nobody starts ranks again, or copies of a state are not enough."""
+    """The memory of this rank's node; None if nobody starts ranks again, or copies of a state are not enough."""
     agent = torchrun_agent()
     if not agent or not job.options.node_memory or fixed_ranks(setup_of(job)):
         return None
     if job.recipe.synchrony.keeps_journal:  # its journal is on the disk alone, and may end before a copy
         return None
     folder = SHARED_MEMORY / f"torusgd-{os.getuid()}-{agent}"
-    keeps = os.environ.get("LOCAL_RANK") == "0"
-    if keeps:
-        _sweep()
+    saves = os.environ.get("LOCAL_RANK") == "0"
+    if saves:
+        _sweep()  # shared memory outlives an agent that was killed, and counts as used until it is removed
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
                 raise PermissionError(0, "it is not this user's alone")
         except OSError as error:
-            warn(f"{folder}: {error.strerror}: the state is not kept in this node's memory")
-            keeps = False
-    return NodeMemory(folder, keeps)
+            warn(f"{folder}: {error.strerror}: the state is not saved in this node's memory")
+            saves = False
+    return NodeMemory(folder, saves)
 
 
 def torchrun_agent() -> str:
@@ -142,7 +144,7 @@ def _namespace() -> str:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process began, in the kernel's ticks, by which it is told from a later one of its number; None: none."""
+    """When a process began, in the kernel's ticks: a later process may have its number; None: there is none."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

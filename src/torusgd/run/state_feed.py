@@ -52,8 +52,8 @@ class StateFeeds:
 
     Args:
         joiners: Gives the ranks that want the state from this one.
-        meet: Forms the group of this rank, at place 0, and one that asks, unless the second argument says that it is
-            given up; called in a thread.
+        meet: Forms the group of this rank, which is its first, and one that joins, unless the second argument says
+            that it is given up; called in a thread.
     """
 
     def __init__(self, joiners: Callable[[], Iterable[int]] = tuple, meet: Meet = nobody) -> None:
@@ -61,7 +61,7 @@ class StateFeeds:
         self._feeds: dict[int, _Feed] = {}
 
     def after_step(self, tensors: StepState, state: RunState, is_updated: bool, event: Callable[[], Event]) -> None:
-        """Sends on what a step has done, and the whole state to ranks that ask for the first time."""
+        """Sends on what a step has done, and the whole state to ranks that want it for the first time."""
         for feed in self._feeds.values():
             feed.send(tensors.change(is_updated), state, event())
         for rank in self._joiners():
@@ -99,6 +99,7 @@ class _Feed:
         if is_whole:
             self._most = max(self._most, 4 * size)
         elif self._messages.qsize() * size > self._most:
+            # The network is slower than the steps, so the queue would only grow; the ranks that meet send the state.
             self.close()
         if not self._is_over:
             self._messages.put(({"state": state.as_dict(), "event": event, "is_whole": is_whole}, tensors))
@@ -121,8 +122,8 @@ class _Feed:
         with suppress(CommError):  # the rank is lost, or the feed is closed
             group = self._group = self._meet(self._rank, lambda: self._is_over)
             while (message := self._messages.get()) is not None:
-                told, tensors = message
-                group.broadcast_text(json.dumps({**told, "behind": self._messages.qsize()}))
+                header, tensors = message
+                group.broadcast_text(json.dumps({**header, "behind": self._messages.qsize()}))
                 for _ in share_tensors(tensors, group):
                     pass
             if not self._is_over:
@@ -154,21 +155,22 @@ class StateFollower:
         """Takes what a `StateFeeds` sends, until it ends or is lost.
 
         Args:
-            source: The group of the sending rank, at place 0, and this one.
+            source: The group of the sending rank, which is its first, and this one.
             caught_up: Called when this rank is hardly behind the others, any number of times.
         """
         step = self._trainer.step
         try:
             while text := source.broadcast_text(""):
-                told = json.loads(text)
-                tensors, state = share_tensors({}, source), RunState.from_dict(told["state"])
-                if told["is_whole"]:
+                header = json.loads(text)
+                tensors, state = share_tensors({}, source), RunState.from_dict(header["state"])
+                if header["is_whole"]:
+                    # Half a state is worse than none: if the source is lost now, this rank joins without.
                     self._state = None  # until all of it has come
                     step.state.load_state_dict(tensors)
                 else:
                     step.state.follow(step.schedule[state.step - 1], dict(tensors))
-                self._state, self._event = state, told["event"]
-                if told["behind"] <= HARDLY_BEHIND:
+                self._state, self._event = state, header["event"]
+                if header["behind"] <= HARDLY_BEHIND:
                     caught_up()
             source.barrier()
         except CommError:

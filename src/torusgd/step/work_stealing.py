@@ -80,7 +80,8 @@ class Claims:
         self._counts = counts
         self._begun, self._claimed, self._taken = 0, _unclaimed(counts[self._me]), 0
         # It has arrived before this round ends anywhere, since `looks` or `claim_own` wait for an answer after it.
-        self.query(lambda store: store.set(keys.CLAIMED.format(turn=(self._round + 1) % _ROUNDS, member=self._me), "0"))
+        following = keys.CLAIMED.format(turn=(self._round + 1) % _ROUNDS, member=self._me)
+        self.query(lambda store: store.set(following, "0"))
 
     @property
     def may_have_own(self) -> bool:
