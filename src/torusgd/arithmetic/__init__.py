@@ -1,0 +1,5 @@
+"""Portable arithmetic: products and sums over integers, so that the same bits come from any hardware.
+
+`portable` is a context in which torch's operators run by rules of this folder; it works in anyone's training loop.
+May import: errors, rng.
+"""
