@@ -3,3 +3,9 @@
 `portable` is a context in which torch's operators run by rules of this folder; it works in anyone's training loop.
 May import: errors, rng.
 """
+
+from .draws import beta
+from .methods import METHODS
+from .mode import VERSION, portable
+
+__all__ = ["METHODS", "VERSION", "beta", "portable"]
