@@ -23,6 +23,7 @@ ORDER = [
     "storage",
     "hub",
     "kernels",
+    "arithmetic",
     "recipe",
     "runtime",
     "precision",

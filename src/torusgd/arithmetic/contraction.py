@@ -6,7 +6,6 @@ own, 2**s (`scales`). q = round-half-even(x * 2**s), the sums of products of int
 finite, all results of it are NaN.
 """
 
-import torch
 from torch import Tensor
 
 from .methods import Method, exactly, multiply

@@ -1,6 +1,6 @@
 """Convolutions as exact matrix products over windows, forward and for both gradients.
 
-Scales are taken over what a product sums (`contraction`), as far as windows allow, so each role has integers of its own:
+Scales are taken over what a product sums (`contraction`), as far as windows allow; each role has its own integers:
 
     product            left operand, one scale for           right operand, one scale for
     output             weights: each output channel          input: each image and group
@@ -180,9 +180,7 @@ def _is_depthwise(weight: Tensor, shape: Geometry) -> bool:
 
 def _format(x: Tensor, weight: Tensor) -> torch.memory_format:
     """That of torch's own convolutions: channels last where the input or the weights are."""
-    is_last = any(
-        t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in (x, weight)
-    )
+    is_last = any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in (x, weight))
     return torch.channels_last if is_last else torch.contiguous_format
 
 

@@ -27,8 +27,8 @@ _TAIL = (2.83297682, 1.00167406, 0.00943887047, -0.0076224613, 0.00573950773, -0
 def inverse_erf64(x: Tensor) -> Tensor:
     """The inverse error function of float64 values on a CPU, within 4e-7 of itself (Giles, GPU Computing Gems 2012).
 
-    >>> bool((inverse_erf64(torch.tensor([0.0, 0.5], dtype=torch.float64)) - torch.tensor([0.0, 0.4769363])).abs().max() < 1e-6)
-    True
+    >>> round(inverse_erf64(torch.tensor([0.5], dtype=torch.float64)).item(), 5)
+    0.47694
     """
     w = log64((1.0 - x).mul_(x + 1.0)).neg_()
     root = torch.from_numpy(np.sqrt(w.numpy()))  # numpy rounds it as IEEE says, torch doesn't

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import UserError
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
@@ -122,6 +124,8 @@ def sine_and_cosine64(x: Tensor) -> tuple[Tensor, Tensor]:
 def elementwise(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """A function of float64 tensors for float32 ones of one shape, block by block: float32, laid out like the first."""
     first = inputs[0]
+    if first.dtype != torch.float32:
+        raise UserError(f"portable arithmetic: a function of {first.dtype}; it takes torch.float32 alone")
     if first.numel() <= _BLOCK:
         return function(*(x.double() for x in inputs)).float()
     result = torch.empty_like(first)

@@ -1,16 +1,13 @@
-"""Softmax, its logarithm, the losses, and attention: with their gradients.
+"""Softmax, its logarithm, and the losses, with their gradients.
 
 With m the maximum and d = x - m, t is the sum of float32(e**d) over its grid; softmax is float32(e**d) / t and its
 logarithm d - ln(t), both in float64 and then rounded.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from .activations import softplus64
-from .contraction import matmul
 from .functions import elementwise, exp, log64, sigmoid
 from .reductions import all_dims, grid_sum, over
 
@@ -104,49 +101,3 @@ def binary_cross_entropy(
 def binary_cross_entropy_gradient(gradient: Tensor, x: Tensor, target: Tensor) -> Tensor:
     """g * (sigmoid(x) - t)."""
     return (sigmoid(x) - target).mul_(gradient)
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """softmax(q k' * scale + mask) v of [..., L, D], and the logarithm of each row's sum of exponentials."""
-    scores = _scores(query, key, mask, is_causal, scale)
-    distance, grown, total = _parts(scores, -1)
-    logarithm = (scores - distance).amax(-1, keepdim=True).double().add_(log64(total)).float()
-    return batched(torch.div(grown.double(), total).float(), value), logarithm.squeeze(-1)
-
-
-def attention_gradient(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value; the probabilities are computed once more."""
-    shares = softmax(_scores(query, key, mask, is_causal, scale), -1)
-    inner = softmax_gradient(batched(gradient, value.transpose(-1, -2)), shares, -1)
-    inner = inner.mul_(_scale(query, scale))
-    return (
-        batched(inner, key),
-        batched(inner.transpose(-1, -2), query),
-        batched(shares.transpose(-1, -2), gradient),
-    )
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-
-
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    scores = batched(query, key.transpose(-1, -2)).mul_(_scale(query, scale))
-    if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu_(1)
-        scores.masked_fill_(later, -math.inf)
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
-
-
-def batched(a: Tensor, b: Tensor) -> Tensor:
-    """`matmul` over any number of dimensions before the last two."""
-    shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a, b = (x.expand(*shape, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
-    return matmul(a, b).view(*shape, a.shape[-2], b.shape[-1])

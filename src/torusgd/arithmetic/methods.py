@@ -243,8 +243,8 @@ def _at_the_bound(method: Method, like: Operand, kind: str, number: int) -> Oper
         draws = keyed_hash(_CHECK, number, index.numpy()) % len(_EXTREMES)
         values = _EXTREMES[torch.from_numpy(draws.astype("int64"))]
     operand = method.prepare(values.to(device))
-    return tuple(torch.empty_strided(s.shape, l.stride(), dtype=l.dtype, device=device).copy_(s)
-                 for s, l in zip(operand, like, strict=True))  # fmt: skip
+    pairs = zip(operand, like, strict=True)
+    return tuple(torch.empty_strided(x.shape, y.stride(), dtype=y.dtype, device=device).copy_(x) for x, y in pairs)
 
 
 def is_product(a: Operand, b: Operand, product: Tensor) -> bool:
@@ -274,16 +274,16 @@ def order_of_preference(device: torch.device, threads: int) -> tuple[str, ...]:
     for name, method in METHODS.items():
         a, b = (method.prepare(torch.full(shape, 1000.0, device=device)) for shape in ((256, 1152), (1152, 128)))
         try:
-            times[name] = min(_time(lambda m=method, a=a, b=b: m.product(a, b), device) for _ in range(3))
+            times[name] = min(_time(method, a, b) for _ in range(3))
         except (RuntimeError, TypeError):
             continue
     return tuple(sorted(times, key=times.__getitem__))
 
 
-def _time(run: Callable[[], Tensor], device: torch.device) -> float:
+def _time(method: Method, a: Operand, b: Operand) -> float:
     """Seconds of a product until its result can be read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if a[0].is_cuda:
+        torch.cuda.synchronize(a[0].device)
     start = time.perf_counter()
-    run().flatten()[0].item()
+    method.product(a, b).flatten()[0].item()
     return time.perf_counter() - start

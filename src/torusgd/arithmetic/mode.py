@@ -1,5 +1,6 @@
 """The context in which torch's operators run by portable rules."""
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import UserError
+from . import layers, operations
 from .methods import only_methods
-from .rules import RULES
-from .table import PASSING
+from .rules import PASSING
+
+_RULES = {**layers.RULES, **operations.RULES}
 
 VERSION = 1
 """of the arithmetic: a change of bits is another one"""
@@ -38,7 +43,7 @@ def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
     ...     layer(torch.ones(1, 2)).sum().backward()
     """
     torch.set_flush_denormal(False)
-    with only_methods(methods), PortableMode():
+    with only_methods(methods), _Attention(), PortableMode():
         yield
 
 
@@ -47,15 +52,48 @@ class PortableMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of an operator; torch calls this."""
-        found = RULES.get(func)
-        if found is not None:
-            return found(*args, **kwargs) if kwargs else found(*args)
-        if func in PASSING:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        result = func(*args, **(kwargs or {}))
-        if any(_floats(value) for value in (*args, *(kwargs or {}).values(), result)):
+        with torch._C.DisableTorchFunction():  # a rule's own calls need no `_Attention`
+            found = _RULES.get(func)
+            if found is not None:
+                return found(*args, **kwargs) if kwargs else found(*args)
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        if func not in PASSING and any(_floats(value) for value in (*args, *(kwargs or {}).values(), result)):
             raise UserError(_refusal(func))
         return result
+
+
+class _Attention(TorchFunctionMode):
+    """Replaces attention by its parts: torch chooses among kernels of other arithmetic by device, layout and mask."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of a function; torch calls this."""
+        if func is F.scaled_dot_product_attention:
+            return attention(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(q k' * scale + mask) v, as torch's `scaled_dot_product_attention` has its arguments."""
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = (query @ key.transpose(-2, -1)) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
+    shares = torch.ops.aten._safe_softmax.default(scores, -1)  # a row that is masked as a whole gets zeros
+    return F.dropout(shares, dropout_p) @ value
 
 
 def _floats(value: Any) -> bool:

@@ -38,7 +38,8 @@ def batch_norm(
     """
     dims = (0, *range(2, x.dim()))
     if not training:
-        assert running_mean is not None and running_var is not None
+        assert running_mean is not None
+        assert running_var is not None
         scale = inverse_std(running_var, eps)
         out = _affine(x - _channels(running_mean, x), scale, weight, bias)
         return out, x.new_empty(0), x.new_empty(0)

@@ -65,7 +65,8 @@ def max_pool(
         # A NaN is greater than nothing, and nothing is greater than it.
         better = (values > best) | (values.isnan() & ~best.isnan())
         best, where = torch.where(better, values, best), where.masked_fill_(better, number)
-    assert best is not None and where is not None
+    assert best is not None
+    assert where is not None
     return best, _pixel_numbers(where, x.shape[3], shape)
 
 

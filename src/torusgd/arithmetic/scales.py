@@ -11,6 +11,8 @@ The scale of a set of values is 2**s with the largest integer s for which round(
 import torch
 from torch import Tensor
 
+from ..errors import UserError
+
 LARGEST = 16256
 """of an operand's integers: 127 * 128, so that the upper slice fits 8 bits"""
 GRID_BITS = 22
@@ -19,15 +21,21 @@ GRID_BITS = 22
 _ONE = 1 << 23
 """of a float32 exponent"""
 _EXPONENT = 0xFF << 23
-# A mantissa of at most 8258048 / 2**23 rounds to at most LARGEST at 14 bits (16256.5 is a tie, and goes to even). Adding
-# this carries any larger one into the exponent.
+# A mantissa of at most 8258048 / 2**23 rounds to at most LARGEST at 14 bits (16256.5 is a tie, and goes to even).
+# Adding this carries any larger one into the exponent.
 _CARRY = _ONE - 1 - 8258048
 # Below this biased exponent 2**s would leave float32.
 _LEAST = 13
 
 
 def amax_over(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The largest magnitude over some dimensions, which stay with length 1; NaN where there is one."""
+    """The largest magnitude over some dimensions, which stay with length 1; NaN where there is one.
+
+    Raises:
+        UserError: The values are not float32.
+    """
+    if x.dtype != torch.float32:
+        raise UserError(f"portable arithmetic: a product or sum of {x.dtype}; it takes torch.float32 alone")
     return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg_())
 
 
