@@ -104,4 +104,4 @@ def check_gpu(device: torch.device) -> None:
             f"cuda_graphs = true: Triton's kernels need compute capability 8.0, and this GPU has {has}; leave it out"
         )
     if find_spec("triton") is None:
-        raise UserError("cuda_graphs = true: needs Triton; pip install 'torusgd[triton]', or leave it out")
+        raise UserError("cuda_graphs = true: needs Triton; pip install triton (the extra triton), or leave it out")

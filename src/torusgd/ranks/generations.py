@@ -317,8 +317,8 @@ def meet(
 ) -> Group:
     """The group of these ranks; each of them calls it once, with a prefix of a store that is theirs alone.
 
-    `wait` returns once `ALL_HERE` stands in the store. The other arguments and errors are those of `Generations.run` and
-    of `groups.build`.
+    `wait` returns once `ALL_HERE` stands in the store. The other arguments and errors are those of `Generations.run`
+    and of `groups.build`.
     """
     is_gpu = device.type == "cuda"
     if is_gpu:

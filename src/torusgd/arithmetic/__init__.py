@@ -1,0 +1,10 @@
+"""Portable arithmetic: products and sums over integers, so that the same bits come from any hardware.
+
+`portable` is a context in which torch's operators run by rules of this folder; it works in anyone's training loop.
+"""
+
+from .draws import beta
+from .methods import METHODS
+from .mode import VERSION, portable
+
+__all__ = ["METHODS", "VERSION", "beta", "portable"]

@@ -1,0 +1,354 @@
+"""Rules for operators that multiply and add: products, convolutions, norms, sums, pooling, softmax and losses."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from . import losses, normalization, pools, reductions
+from .contraction import matmul
+from .convolution import Geometry, convolution, input_gradient, weight_gradient
+from .reductions import all_dims, grid_sum, square_root
+from .rules import Rules, aten, in_place
+
+RULES = Rules()
+
+
+# Products of matrices
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """The product with a factor, in place, unless that is 1."""
+    return x if factor == 1 else x.mul_(factor)
+
+
+@RULES.of(aten.mm.default, aten.bmm.default)
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return matmul(a, b)
+
+
+@RULES.of(aten.addmm.default, aten.baddbmm.default)
+def _added_product(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = scaled(matmul(a, b), alpha)
+    if beta == 0:
+        return product
+    return product.add_(c if beta == 1 else c * beta)
+
+
+@RULES.of(aten.mv.default)
+def _matrix_vector(a: Tensor, b: Tensor) -> Tensor:
+    return matmul(a, b.unsqueeze(1)).squeeze(1)
+
+
+@RULES.of(aten.dot.default)
+def _inner_product(a: Tensor, b: Tensor) -> Tensor:
+    return matmul(a.unsqueeze(0), b.unsqueeze(1)).view(())
+
+
+# Convolutions
+
+
+def _pair(values: Sequence[int]) -> tuple[int, int]:
+    """Vertical and horizontal; of one dimension, it is the horizontal one."""
+    return (values[0], values[1]) if len(values) == 2 else (-1, values[0])
+
+
+def _geometry(
+    weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> Geometry:
+    if weight.dim() == 3:
+        return Geometry((1, weight.shape[2]), (1, stride[0]), (0, padding[0]), (1, dilation[0]), groups)
+    return Geometry((weight.shape[2], weight.shape[3]), _pair(stride), _pair(padding), _pair(dilation), groups)
+
+
+def _images(x: Tensor) -> Tensor:
+    """Of one dimension as images of one row."""
+    if x.dim() not in (3, 4):
+        raise UserError("portable arithmetic: a convolution over three dimensions has no rule; use precision: float32")
+    return x if x.dim() == 4 else x.unsqueeze(2)
+
+
+@RULES.of(aten.convolution.default)
+def _convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
+    transposed: bool, output_padding: list[int], groups: int,
+) -> Tensor:  # fmt: skip
+    shape = _geometry(weight, stride, padding, dilation, groups)
+    images, kernels = _images(x), _images(weight)
+    if transposed:
+        sizes = zip(images.shape[2:], *(shape.stride, shape.padding, shape.dilation, shape.kernel), strict=True)
+        extra = (0, *output_padding) if x.dim() == 3 else tuple(output_padding)
+        height, width = (
+            (n - 1) * s - 2 * p + d * (k - 1) + e + 1 for (n, s, p, d, k), e in zip(sizes, extra, strict=True)
+        )
+        result = input_gradient(images, kernels, (height, width), shape)
+        result = result if bias is None else result.add_(bias.view(-1, 1, 1))
+    else:
+        result = convolution(images, kernels, bias, shape)
+    return result if x.dim() == 4 else result.squeeze(2)
+
+
+@RULES.of(aten.convolution_backward.default)
+def _convolution_gradients(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: list[int] | None, stride: list[int], padding: list[int],
+    dilation: list[int], transposed: bool, output_padding: list[int], groups: int, needed: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    shape = _geometry(weight, stride, padding, dilation, groups)
+    out, images, kernels = _images(gradient), _images(x), _images(weight)
+    of_input = of_weight = of_bias = None
+    if needed[0]:
+        of_input = (
+            convolution(out, kernels, None, shape)
+            if transposed
+            else input_gradient(out, kernels, (images.shape[2], images.shape[3]), shape)
+        ).view(x.shape)
+    if needed[1]:
+        of_weight = (weight_gradient(images, out, shape) if transposed else weight_gradient(out, images, shape)).view(
+            weight.shape
+        )
+    if needed[2]:
+        of_bias = grid_sum(out, (0, 2, 3)).float()
+    return of_input, of_weight, of_bias
+
+
+# Norms
+
+
+@RULES.of(aten.native_batch_norm.default)
+def _batch_norm(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return normalization.batch_norm(x, *args)
+
+
+@RULES.of(aten.cudnn_batch_norm.default)
+def _batch_norm_of_cudnn(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*normalization.batch_norm(x, *args), x.new_empty(0, dtype=torch.uint8))
+
+
+@RULES.of(aten.native_batch_norm_backward.default)
+def _batch_norm_gradients(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    middle: Tensor, deviation: Tensor, training: bool, eps: float, needed: list[bool],
+) -> normalization.Gradients:  # fmt: skip
+    if not training:
+        assert running_mean is not None
+        assert running_var is not None
+        middle, deviation = running_mean, normalization.inverse_std(running_var, eps)
+    return normalization.batch_norm_gradient(gradient, x, weight, middle, deviation, training, needed)
+
+
+@RULES.of(aten.cudnn_batch_norm_backward.default)
+def _batch_norm_gradients_of_cudnn(
+    x: Tensor, gradient: Tensor, weight: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    middle: Tensor, deviation: Tensor, eps: float, reserve: Tensor,
+) -> normalization.Gradients:  # fmt: skip
+    return normalization.batch_norm_gradient(gradient, x, weight, middle, deviation, True, [True] * 3)
+
+
+def _last(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(x.dim() - len(shape), x.dim()))
+
+
+@RULES.of(aten.native_layer_norm.default)
+def _layer_norm(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    return normalization.layer_norm(x, _last(x, shape), weight, bias, eps)
+
+
+@RULES.of(aten.native_layer_norm_backward.default)
+def _layer_norm_gradients(
+    gradient: Tensor, x: Tensor, shape: list[int], middle: Tensor, deviation: Tensor, weight: Tensor | None,
+    bias: Tensor | None, needed: list[bool],
+) -> normalization.Gradients:  # fmt: skip
+    return normalization.layer_norm_gradient(gradient, x, _last(x, shape), middle, deviation, weight, needed)
+
+
+@RULES.of(aten.native_group_norm.default)
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, pixels: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return normalization.group_norm(x, groups, weight, bias, eps)
+
+
+@RULES.of(aten.native_group_norm_backward.default)
+def _group_norm_gradients(
+    gradient: Tensor, x: Tensor, middle: Tensor, deviation: Tensor, weight: Tensor | None, n: int, c: int,
+    pixels: int, groups: int, needed: list[bool],
+) -> normalization.Gradients:  # fmt: skip
+    return normalization.group_norm_gradient(gradient, x, groups, middle, deviation, weight, needed)
+
+
+# Sums
+
+
+@RULES.of(aten.sum.default, aten.sum.dim_IntList)
+def _sum(x: Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    if not x.is_floating_point():
+        return torch.sum(x, all_dims(x, dims), keepdim, dtype=dtype) if dtype is None or not dtype.is_floating_point \
+            else grid_sum(x.float(), all_dims(x, dims), keepdim).to(dtype)  # fmt: skip
+    return grid_sum(x, all_dims(x, dims), keepdim).to(dtype or x.dtype)
+
+
+@RULES.of(aten.mean.default, aten.mean.dim)
+def _mean(x: Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    return reductions.mean(x, all_dims(x, dims), keepdim).to(dtype or x.dtype)
+
+
+@RULES.of(aten.var.correction)
+def _variance(x: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return reductions.variance(x, all_dims(x, dims), 1 if correction is None else correction, keepdim)[0]
+
+
+@RULES.of(aten.std.correction)
+def _deviation(x: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return square_root(_variance(x, dims, correction=correction, keepdim=keepdim))
+
+
+@RULES.of(aten.var_mean.correction)
+def _variance_mean(x: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    return reductions.variance(x, all_dims(x, dims), 1 if correction is None else correction, keepdim)
+
+
+@RULES.of(aten.linalg_vector_norm.default)
+def vector_norm(x: Tensor, order: float = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """The norm of order 1, 2 or infinity."""
+    dims = all_dims(x, dims)
+    if order == 2:
+        return reductions.norm(x, dims, keepdim)
+    if order == 1:
+        return grid_sum(x.abs(), dims, keepdim).float()
+    if order == float("inf"):
+        return x.abs().amax(dims, keepdim)
+    raise UserError(f"portable arithmetic: a norm of order {order}; there are 1, 2 and inf")
+
+
+@RULES.of(aten.cumsum.default)
+def _cumulative_sum(x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
+    if x.is_floating_point():
+        return reductions.cumulative_sum(x, dim % x.dim())
+    # Sums of integers, whatever the dtype that was asked for: exact below 2**53.
+    return x.cumsum(dim, dtype=torch.int64).to(dtype or torch.int64)
+
+
+def _scattered(function: Callable[[Tensor, Tensor], Tensor], zeros: Tensor, values: Tensor) -> Tensor:
+    """Adds values, over one grid for all, in float64 by a function (zeros, values) -> sums; float32."""
+    on_grid = reductions.on_grid(values, all_dims(values)) if values.numel() else values.double()
+    return function(zeros.double(), on_grid).float()
+
+
+@RULES.of(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Tensor:
+    if not accumulate or not x.is_floating_point():
+        return x.index_put(indices, values, accumulate)
+    zeros = torch.zeros_like(x)
+    return x + _scattered(lambda z, v: z.index_put_(indices, v, accumulate=True), zeros, values)
+
+
+for _overload in (aten.index_put_.default, aten._index_put_impl_.default):
+    RULES[_overload] = in_place(_index_put)
+
+
+@RULES.of(aten.index_add.default)
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+    return x + _scattered(lambda z, v: z.index_add_(dim, index, v), torch.zeros_like(x), scaled(source.clone(), alpha))
+
+
+RULES[aten.index_add_.default] = in_place(_index_add)
+
+
+@RULES.of(aten.scatter_add.default)
+def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    return x + _scattered(lambda z, v: z.scatter_add_(dim, index, v), torch.zeros_like(x), source)
+
+
+RULES[aten.scatter_add_.default] = in_place(_scatter_add)
+
+
+@RULES.of(aten.embedding_dense_backward.default)
+def _embedding_gradient(gradient: Tensor, index: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
+    if by_frequency:
+        raise UserError("portable arithmetic: an embedding with scale_grad_by_freq has no rule; leave the option out")
+    flat, where = gradient.reshape(-1, gradient.shape[-1]), index.flatten()
+    flat = flat.masked_fill((where == padding).unsqueeze(1), 0.0)
+    return _scattered(lambda z, v: z.index_add_(0, where, v), gradient.new_zeros(rows, flat.shape[1]), flat)
+
+
+# Pooling
+
+
+@RULES.of(aten.max_pool2d_with_indices.default)
+def _max_pool(
+    x: Tensor, kernel: list[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,), ceil_mode: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return pools.max_pool(x, kernel, stride, padding, dilation, ceil_mode)
+
+
+@RULES.of(aten.max_pool2d_with_indices_backward.default)
+def _max_pool_gradient(
+    gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, indices: Tensor
+) -> Tensor:
+    return pools.max_pool_gradient(gradient, x, indices)
+
+
+@RULES.of(aten.avg_pool2d.default)
+def _average_pool(
+    x: Tensor, kernel: list[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,), ceil_mode: bool = False,
+    with_padding: bool = True, divisor: int | None = None,
+) -> Tensor:  # fmt: skip
+    return pools.average_pool(x, kernel, stride, padding, ceil_mode, with_padding, divisor)
+
+
+RULES[aten.avg_pool2d_backward.default] = pools.average_pool_gradient
+RULES[aten._adaptive_avg_pool2d.default] = pools.adaptive_average_pool
+RULES[aten._adaptive_avg_pool2d_backward.default] = pools.adaptive_average_pool_gradient
+
+
+@RULES.of(aten.upsample_nearest2d.default)
+def _upsample(x: Tensor, size: list[int], up: float | None = None, across: float | None = None) -> Tensor:
+    return pools.nearest_upsample(x, size)
+
+
+@RULES.of(aten.upsample_nearest2d_backward.default)
+def _upsample_gradient(gradient: Tensor, size: list[int], input_size: list[int], *scales: float | None) -> Tensor:
+    return pools.nearest_upsample_gradient(gradient, input_size[2:])
+
+
+# Softmax, losses, attention
+
+
+@RULES.of(aten._softmax.default)
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return losses.softmax(x, dim)
+
+
+@RULES.of(aten._safe_softmax.default)
+def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    """Zeros where all are masked."""
+    return losses.softmax(x, dim).masked_fill_((x == float("-inf")).all(dim, keepdim=True), 0.0)
+
+
+@RULES.of(aten._softmax_backward_data.default)
+def _softmax_gradient(gradient: Tensor, result: Tensor, dim: int, dtype: Any) -> Tensor:
+    return losses.softmax_gradient(gradient, result, dim)
+
+
+@RULES.of(aten._log_softmax.default)
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return losses.log_softmax(x, dim)
+
+
+@RULES.of(aten._log_softmax_backward_data.default)
+def _log_softmax_gradient(gradient: Tensor, result: Tensor, dim: int, dtype: Any) -> Tensor:
+    return losses.log_softmax_gradient(gradient, result, dim)
+
+
+RULES[aten.nll_loss_forward.default] = losses.nll_loss
+RULES[aten.nll_loss_backward.default] = losses.nll_loss_gradient
+
+
+@RULES.of(aten.binary_cross_entropy_with_logits.default)
+def _binary_cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, positive: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    return losses.binary_cross_entropy(x, target, weight, positive, reduction)

@@ -1,0 +1,289 @@
+"""Products of matrices of small integers, by whatever is exact on this machine: int8, float32, bfloat16, float64.
+
+All methods give the same integers, so that the choice decides the time alone. Nothing is believed: a method is tried
+at its first use for each shape, layout, device and number of threads (`Method.multiply`), on operands at the bound and
+on the caller's own, and where one element is wrong it is left out for that shape.
+
+    float64    one product; sums stay below 2**53
+    int8       slices of 7 bits, `torch._int_mm`, int32 sums of at most 2**17 terms
+    float32    slices of 7 bits, sums of at most 1,024 terms, below 2**24
+    bfloat16   the same slices; a device that gives float32 sums of bfloat16 products
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import RunError, UserError
+from ..rng import keyed_hash
+from .scales import LARGEST
+
+MOST_TERMS = 1 << 25
+"""of a sum: LARGEST**2 times as many is below 2**53"""
+_SLICE = 128
+_CHECK = 22
+"""first word of the draws of a check; those of `rng` end at 20"""
+
+Operand = tuple[Tensor, ...]
+"""A matrix of integers as a method takes it: its slices, each [M, K] or [B, M, K]."""
+
+
+class Inexact(Exception):
+    """A method has given, or has given before, a wrong integer for this shape."""
+
+
+class Method(Protocol):
+    """One way of multiplying integers up to LARGEST."""
+
+    name: str
+
+    def prepare(self, integers: Tensor) -> Operand:
+        """Slices of a float32 tensor of integers, each shaped like it; a caller may rearrange them all alike."""
+
+    def product(self, a: Operand, b: Operand) -> Tensor:
+        """A @ B of operands [M, K] and [K, N], or with a batch before: float64, every element the exact integer."""
+
+
+class Float64:
+    """One product of whole integers."""
+
+    name = "float64"
+
+    def prepare(self, integers: Tensor) -> Operand:
+        return (integers.double(),)
+
+    def product(self, a: Operand, b: Operand) -> Tensor:
+        return a[0] @ b[0]
+
+
+class Int8:
+    """hi*hi * 2**14 + (hi*lo + lo*hi) * 2**7 + lo*lo, where q = 128 * hi + lo and lo is within -64..64."""
+
+    name = "int8"
+
+    def prepare(self, integers: Tensor) -> Operand:
+        upper, lower = slices(integers)
+        return upper.to(torch.int8), lower.to(torch.int8)
+
+    def product(self, a: Operand, b: Operand) -> Tensor:
+        return _joined(_int_product, a, b)
+
+
+class Float32:
+    """The products of `Int8` by float32, in pieces whose sums stay below 2**24."""
+
+    name = "float32"
+
+    def prepare(self, integers: Tensor) -> Operand:
+        return slices(integers)
+
+    def product(self, a: Operand, b: Operand) -> Tensor:
+        return _joined(_float_product, a, b)
+
+
+class BFloat16(Float32):
+    """The products of `Int8` by bfloat16 with float32 sums, which torch has on CUDA devices only."""
+
+    name = "bfloat16"
+
+    def prepare(self, integers: Tensor) -> Operand:
+        upper, lower = slices(integers)
+        return upper.bfloat16(), lower.bfloat16()
+
+
+METHODS: dict[str, Method] = {method.name: method for method in (Float64(), Int8(), Float32(), BFloat16())}
+
+
+def slices(integers: Tensor) -> tuple[Tensor, Tensor]:
+    """hi = round-half-even(q / 128) and lo = q - 128 * hi, float32, of integers q up to LARGEST."""
+    upper = (integers * (1 / _SLICE)).round_()
+    return upper, integers - upper * _SLICE
+
+
+def _joined(multiply: Callable[[Tensor, Tensor], Tensor], a: Operand, b: Operand) -> Tensor:
+    total = multiply(a[0], b[0]).mul_(_SLICE)
+    # Each of the two middle sums is below 2**53 by far, and so is every step on the way.
+    total.add_(multiply(a[0], b[1])).add_(multiply(a[1], b[0])).mul_(_SLICE)
+    return total.add_(multiply(a[1], b[1]))
+
+
+_INT_TERMS = 1 << 17
+"""of int32 sums: 127 * 127 times as many is below 2**31"""
+_FLOAT_TERMS = 1024
+
+
+def _int_product(a: Tensor, b: Tensor) -> Tensor:
+    if a.dim() == 3:
+        return torch.stack([_int_product(left, right) for left, right in zip(a, b, strict=True)])
+    if a.is_cuda:  # torch wants more than 16 rows there, and the other sizes in eights
+        rows, terms, columns = max(a.shape[0], 17), a.shape[1], b.shape[1]
+        a = torch.nn.functional.pad(a, (0, -terms % 8, 0, rows - a.shape[0]))
+        b = torch.nn.functional.pad(b, (0, -columns % 8, 0, -terms % 8))
+    else:
+        rows, columns = a.shape[0], b.shape[1]
+    pieces = zip(a.split(_INT_TERMS, 1), b.split(_INT_TERMS), strict=True)
+    total: Tensor | None = None
+    for left, right in pieces:
+        piece = torch._int_mm(left, right).double()
+        total = piece if total is None else total.add_(piece)
+    assert total is not None
+    return total[:rows, :columns]
+
+
+def _float_product(a: Tensor, b: Tensor) -> Tensor:
+    total: Tensor | None = None
+    for left, right in zip(a.split(_FLOAT_TERMS, -1), b.split(_FLOAT_TERMS, -2), strict=True):
+        if left.dtype == torch.bfloat16:
+            piece = (torch.bmm if left.dim() == 3 else torch.mm)(left, right, out_dtype=torch.float32).double()
+        else:
+            piece = (left @ right).double()
+        total = piece if total is None else total.add_(piece)
+    assert total is not None
+    return total
+
+
+_chosen: ContextVar[tuple[str, ...] | None] = ContextVar("_chosen", default=None)
+_is_exact: dict[tuple[Any, ...], bool] = {}
+
+
+@contextmanager
+def only_methods(names: Sequence[str] | None) -> Any:
+    """Uses these methods inside, in this order; None: all that are exact here, the fastest first.
+
+    Raises:
+        UserError: A name that is none of METHODS.
+    """
+    for name in names or ():
+        if name not in METHODS:
+            raise UserError(f"methods: {name!r} is none of {', '.join(METHODS)}")
+    token = _chosen.set(None if names is None else tuple(names))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def exactly(compute: Callable[[Method], Tensor], device: torch.device) -> Tensor:
+    """What `compute` gives with the first method that is exact for all the products that it asks for.
+
+    Args:
+        compute: Prepares operands by a method, and multiplies them by `multiply`.
+        device: Of the operands.
+
+    Raises:
+        RunError: No method is exact.
+    """
+    names = _chosen.get() or order_of_preference(device, torch.get_num_threads())
+    for name in names:
+        try:
+            return compute(METHODS[name])
+        except Inexact:
+            continue
+    raise RunError(f"no product of {', '.join(names)} is exact on {device}: this machine can't run portable arithmetic")
+
+
+def multiply(method: Method, a: Operand, b: Operand) -> Tensor:
+    """A @ B by a method that is tried at the first use for these shapes and layouts.
+
+    Raises:
+        Inexact: It has failed.
+    """
+    left, right = a[0], b[0]
+    key = (method.name, left.shape, left.stride(), right.shape, right.stride(), left.device, torch.get_num_threads())
+    verdict = _is_exact.get(key)
+    if verdict:
+        return method.product(a, b)
+    if verdict is None:
+        if left.shape[-1] > MOST_TERMS:
+            raise UserError(f"portable arithmetic: a sum of {left.shape[-1]} products; there may be {MOST_TERMS}")
+        product, verdict = _try(method, a, b)
+        if verdict is not None:
+            _is_exact[key] = verdict
+        if verdict is not False:
+            return product
+    raise Inexact(method.name)
+
+
+def _try(method: Method, a: Operand, b: Operand) -> tuple[Tensor, bool | None]:
+    """A product, and whether the method is exact; None: it is for operands at the bound, and these are not finite."""
+    nothing = torch.empty(0)
+    try:
+        for number, name in enumerate(_AT_THE_BOUND):
+            left, right = (_at_the_bound(method, like, name, number) for like in (a, b))
+            if not is_product(left, right, method.product(left, right)):
+                return nothing, False
+        product = method.product(a, b)
+    except (RuntimeError, TypeError):  # torch has no such product here
+        return nothing, False
+    if not bool(product.isfinite().all()):
+        return product, None
+    return product, is_product(a, b, product)
+
+
+_AT_THE_BOUND = ("largest", "alternating", "mixed")
+# Both slices of 16192 = 126 * 128 + 64 are large; -16256 and 16256 have the largest upper slice.
+_EXTREMES = torch.tensor([LARGEST, -LARGEST, 16192.0, -16192.0, 64.0, -64.0, 0.0, 8127.0])
+
+
+def _at_the_bound(method: Method, like: Operand, kind: str, number: int) -> Operand:
+    """Operands in the layout of `like` that bring sums to their largest."""
+    shape, device = like[0].shape, like[0].device
+    index = torch.arange(shape.numel()).view(shape)
+    if kind == "largest":
+        values = torch.full(shape, float(LARGEST))
+    elif kind == "alternating":
+        values = torch.where(index % 2 == 0, LARGEST, -LARGEST).float()
+    else:
+        draws = keyed_hash(_CHECK, number, index.numpy()) % len(_EXTREMES)
+        values = _EXTREMES[torch.from_numpy(draws.astype("int64"))]
+    operand = method.prepare(values.to(device))
+    pairs = zip(operand, like, strict=True)
+    return tuple(torch.empty_strided(x.shape, y.stride(), dtype=y.dtype, device=device).copy_(x) for x, y in pairs)
+
+
+def is_product(a: Operand, b: Operand, product: Tensor) -> bool:
+    """Freivalds' check that A(Br) = (AB)r in integers modulo 2**64, with a keyed random r.
+
+    An error of one unit in one element is found unless r has a zero there, and any error with a probability of a half
+    at least (that of a multiple of 2**63) and nearly always of one.
+    """
+    columns = product.shape[-1]
+    draws = keyed_hash(_CHECK, columns, *a[0].shape, torch.arange(columns).numpy())
+    r = torch.from_numpy(draws.view("int64")).to(product.device)
+    expected = (_integers(a) * (_integers(b) * r).sum(-1).unsqueeze(-2)).sum(-1)
+    whole = product.to(torch.int64)
+    return bool((whole == product).all()) and bool(((whole * r).sum(-1) == expected).all())
+
+
+def _integers(operand: Operand) -> Tensor:
+    if len(operand) == 1:
+        return operand[0].to(torch.int64)
+    return operand[0].to(torch.int64) * _SLICE + operand[1].to(torch.int64)
+
+
+@cache
+def order_of_preference(device: torch.device, threads: int) -> tuple[str, ...]:
+    """The methods that a device has, the fastest first, by the time of one product of ordinary size."""
+    times: dict[str, float] = {}
+    for name, method in METHODS.items():
+        a, b = (method.prepare(torch.full(shape, 1000.0, device=device)) for shape in ((256, 1152), (1152, 128)))
+        try:
+            times[name] = min(_time(method, a, b) for _ in range(3))
+        except (RuntimeError, TypeError):
+            continue
+    return tuple(sorted(times, key=times.__getitem__))
+
+
+def _time(method: Method, a: Operand, b: Operand) -> float:
+    """Seconds of a product until its result can be read."""
+    if a[0].is_cuda:
+        torch.cuda.synchronize(a[0].device)
+    start = time.perf_counter()
+    method.product(a, b).flatten()[0].item()
+    return time.perf_counter() - start

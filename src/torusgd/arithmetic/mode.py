@@ -1,0 +1,122 @@
+"""The context in which torch's operators run by portable rules."""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import UserError
+from . import layers, operations
+from .methods import only_methods
+from .rules import PASSING
+
+_RULES = {**layers.RULES, **operations.RULES}
+
+VERSION = 1
+"""of the arithmetic: a change of bits is another one"""
+
+
+@contextmanager
+def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
+    """Runs torch's operators inside so that their results are the same bits on any hardware.
+
+    The construction of a network, its passes, losses and updates belong inside, in every thread that computes: the
+    context is its thread's own. Products run by the fastest method that is exact on this machine.
+
+    Args:
+        methods: Names of `methods.METHODS` to use, in this order; None: all, the fastest first. It decides the time
+            alone.
+
+    Raises:
+        UserError: Inside, for an operator that has no rule, or for floating-point numbers other than float32.
+
+    >>> with portable():
+    ...     torch.manual_seed(1)
+    ...     layer = nn.Linear(2, 2)
+    ...     layer(torch.ones(1, 2)).sum().backward()
+    """
+    torch.set_flush_denormal(False)
+    with only_methods(methods), _Attention(), PortableMode():
+        yield
+
+
+class PortableMode(TorchDispatchMode):
+    """Sends each ATen operator to its rule."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of an operator; torch calls this."""
+        with torch._C.DisableTorchFunction():  # a rule's own calls need no `_Attention`
+            found = _RULES.get(func)
+            if found is not None:
+                return found(*args, **kwargs) if kwargs else found(*args)
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        if func not in PASSING and any(_floats(value) for value in (*args, *(kwargs or {}).values(), result)):
+            raise UserError(_refusal(func))
+        return result
+
+
+class _Attention(TorchFunctionMode):
+    """Replaces attention by its parts: torch chooses among kernels of other arithmetic by device, layout and mask."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of a function; torch calls this."""
+        if func is F.scaled_dot_product_attention:
+            return attention(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(q k' * scale + mask) v, as torch's `scaled_dot_product_attention` has its arguments."""
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = (query @ key.transpose(-2, -1)) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
+    shares = torch.ops.aten._safe_softmax.default(scores, -1)  # a row that is masked as a whole gets zeros
+    return F.dropout(shares, dropout_p) @ value
+
+
+def _floats(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return isinstance(value, list | tuple) and any(_floats(item) for item in value)
+
+
+def _refusal(func: Any) -> str:
+    where = _module()
+    place = f" in {type(where).__name__}" if where is not None else ""
+    return (
+        f"portable arithmetic: {func}{place} has no rule, so its bits would depend on the machine; "
+        "use another layer, or precision: float32"
+    )
+
+
+def _module() -> nn.Module | None:
+    """The innermost module whose method is being called."""
+    frame = sys._getframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, nn.Module):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]  # None at the end, which ends the loop
+    return None

@@ -1,0 +1,187 @@
+"""Batch, layer and group norm, each with its gradients: means over grids, and single float32 operations.
+
+    mean = sum(x) / n           d = x - mean         var = sum(d * d) / n
+    std_inverse = 1 / sqrt(var + eps)                out = d * (std_inverse * weight) + bias
+
+and, with h = d * std_inverse, the gradient of x is (g - sum(g) / n - h * (sum(g * h) / n)) * std_inverse. Sums are
+`reductions.grid_sum`; means and variances are float64 quotients, rounded to float32.
+"""
+
+import torch
+from torch import Tensor
+
+from .reductions import count_of, grid_sum, mean, quotient, square_root
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def inverse_std(variances: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(variance + eps), float32, each of the three operations rounded."""
+    root = square_root(variances + eps)
+    return torch.div(torch.ones_like(root), root)
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and of the batch the mean and the inverse deviation of each channel (none in evaluation).
+
+    A training pass moves the running statistics to old * (1 - momentum) + new * momentum, of which the variance is the
+    sum of squares divided by one less than the count, in place.
+    """
+    dims = (0, *range(2, x.dim()))
+    if not training:
+        assert running_mean is not None
+        assert running_var is not None
+        scale = inverse_std(running_var, eps)
+        out = _affine(x - _channels(running_mean, x), scale, weight, bias)
+        return out, x.new_empty(0), x.new_empty(0)
+    count = count_of(x, dims)
+    middle = mean(x, dims)
+    distance = x - _channels(middle, x)
+    total = grid_sum(distance * distance, dims)
+    deviation = inverse_std(quotient(total, count), eps)
+    if running_mean is not None and running_var is not None:
+        _move(running_mean, middle, momentum)
+        _move(running_var, quotient(total, max(count - 1, 0)), momentum)
+    return _affine(distance, deviation, weight, bias), middle, deviation
+
+
+def _affine(distance: Tensor, deviation: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    out = distance.mul_(_channels(deviation if weight is None else deviation * weight, distance))
+    return out if bias is None else out.add_(_channels(bias, out))
+
+
+def _move(running: Tensor, new: Tensor, momentum: float) -> None:
+    running.mul_(1 - momentum).add_(new * momentum)
+
+
+def _channels(values: Tensor, x: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (x.dim() - 2))
+
+
+def batch_norm_gradient(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    middle: Tensor,
+    deviation: Tensor,
+    training: bool,
+    needed: list[bool],
+) -> Gradients:
+    """Gradients of input, weight and bias; those that are not needed are None.
+
+    Args:
+        gradient: Of the output.
+        x: The input.
+        weight: Of each channel.
+        middle: The mean that was taken off: the batch's, or the running one.
+        deviation: Its inverse, alike.
+        training: Whether the two depend on the input.
+        needed: Which gradients are.
+    """
+    dims = (0, *range(2, x.dim()))
+    scale = deviation if weight is None else deviation * weight
+    if not (training or needed[1] or needed[2]):
+        return gradient * _channels(scale, x), None, None
+    normal = (x - _channels(middle, x)).mul_(_channels(deviation, x))
+    shift, stretch = grid_sum(gradient, dims), grid_sum(gradient * normal, dims)
+    result = None
+    if needed[0]:
+        if training:
+            result = _input_gradient(gradient, normal, shift, stretch, count_of(x, dims), dims)
+            result.mul_(_channels(scale, x))
+        else:
+            result = gradient * _channels(scale, x)
+    return result, stretch.float() if needed[1] else None, shift.float() if needed[2] else None
+
+
+def _input_gradient(
+    gradient: Tensor, normal: Tensor, shift: Tensor, stretch: Tensor, count: int, dims: tuple[int, ...]
+) -> Tensor:
+    """g - sum(g) / n - h * (sum(g * h) / n), in the memory of h."""
+    for dim in sorted(dims):
+        shift, stretch = shift.unsqueeze(dim), stretch.unsqueeze(dim)
+    normal.mul_(quotient(stretch, count))
+    return (gradient - quotient(shift, count)).sub_(normal)
+
+
+def layer_norm(
+    x: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and of each row the mean and the inverse deviation, of length 1 in the last dimensions `dims`."""
+    middle = mean(x, dims, True)
+    distance = x - middle
+    deviation = inverse_std(quotient(grid_sum(distance * distance, dims, True), count_of(x, dims)), eps)
+    out = distance.mul_(deviation)
+    if weight is not None:
+        out.mul_(weight)
+    return out if bias is None else out.add_(bias), middle, deviation
+
+
+def layer_norm_gradient(
+    gradient: Tensor,
+    x: Tensor,
+    dims: tuple[int, ...],
+    middle: Tensor,
+    deviation: Tensor,
+    weight: Tensor | None,
+    needed: list[bool],
+) -> Gradients:
+    """Gradients of input, weight and bias, as `layer_norm` has its arguments; those not needed are None."""
+    normal = (x - middle).mul_(deviation)
+    rows = tuple(range(x.dim() - len(dims)))
+    weights = grid_sum(gradient * normal, rows).float() if needed[1] else None
+    biases = grid_sum(gradient, rows).float() if needed[2] else None
+    if not needed[0]:
+        return None, weights, biases
+    inner = gradient if weight is None else gradient * weight
+    shift, stretch = grid_sum(inner, dims), grid_sum(inner * normal, dims)
+    result = _input_gradient(inner, normal, shift, stretch, count_of(x, dims), dims)
+    return result.mul_(deviation), weights, biases
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer norm over the channels and pixels of each group; mean and inverse deviation are [N, groups]."""
+    rows = x.reshape(len(x), groups, -1)
+    out, middle, deviation = layer_norm(rows, (2,), None, None, eps)
+    out = out.view(x.shape)
+    if weight is not None:
+        out.mul_(_channels(weight, x))
+    if bias is not None:
+        out.add_(_channels(bias, x))
+    return out, middle.squeeze(2), deviation.squeeze(2)
+
+
+def group_norm_gradient(
+    gradient: Tensor,
+    x: Tensor,
+    groups: int,
+    middle: Tensor,
+    deviation: Tensor,
+    weight: Tensor | None,
+    needed: list[bool],
+) -> Gradients:
+    """Gradients of input, weight and bias; those that are not needed are None."""
+    shape = (len(x), groups, -1)
+    rows, inner = x.reshape(shape), gradient if weight is None else gradient * _channels(weight, x)
+    middle, deviation = middle.unsqueeze(2), deviation.unsqueeze(2)
+    dims = (0, *range(2, x.dim()))
+    normal = (rows - middle).mul_(deviation).view(x.shape)
+    weights = grid_sum(gradient * normal, dims).float() if needed[1] else None
+    biases = grid_sum(gradient, dims).float() if needed[2] else None
+    result = None
+    if needed[0]:
+        found = layer_norm_gradient(inner.reshape(shape), rows, (2,), middle, deviation, None, [True, False, False])
+        assert found[0] is not None
+        result = found[0].view(x.shape)
+    return result, weights, biases

@@ -1,0 +1,278 @@
+"""Rules for elementwise operators that are no single IEEE operation, for lists of tensors, and for draws."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from . import activations, draws
+from .functions import elementwise, erf, exp, exp64, log, log64, sigmoid, sine_and_cosine64, tanh
+from .layers import scaled, vector_norm
+from .reductions import over, square_root
+from .rules import Rule, Rules, aten, in_place
+
+RULES = Rules()
+
+# Functions and activations
+
+for _name, _function in {"exp": exp, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid, "sqrt": square_root,
+                         "silu": activations.silu, "hardsigmoid": activations.hardsigmoid,
+                         "hardswish": activations.hardswish}.items():  # fmt: skip
+    RULES.both(_name, _function)
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    return torch.div(torch.ones_like(x), x)
+
+
+RULES.both("reciprocal", _reciprocal)
+RULES.both("rsqrt", lambda x: _reciprocal(square_root(x)))
+RULES.both("expm1", lambda x: elementwise(lambda v: exp64(v).sub_(1.0), x))
+RULES.both("sin", lambda x: elementwise(lambda v: sine_and_cosine64(v)[0], x))
+RULES.both("cos", lambda x: elementwise(lambda v: sine_and_cosine64(v)[1], x))
+RULES.both("softplus", lambda x, beta=1, threshold=20: _softplus(x, beta, threshold))
+RULES.both("leaky_relu", lambda x, slope=0.01: activations.leaky_relu(x, slope))
+RULES.both("elu", lambda x, alpha=1, scale=1, input_scale=1: activations.elu(x, alpha, scale, input_scale))
+RULES.both("gelu", lambda x, *, approximate="none": activations.gelu(x, approximate))
+RULES.both("erfinv", lambda x: draws.inverse_erf64(x.double().cpu()).to(x))
+
+
+def _softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
+    def compute(v: Tensor) -> Tensor:
+        return over(activations.softplus64(v * beta), beta)
+
+    return torch.where(x * beta > threshold, x, elementwise(compute, x))
+
+
+@RULES.of(aten.gelu_backward.default)
+def _gelu_gradient(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    return activations.gelu_gradient(gradient, x, approximate)
+
+
+@RULES.of(aten.leaky_relu_backward.default)
+def _leaky_relu_gradient(gradient: Tensor, x: Tensor, slope: float, is_result: bool) -> Tensor:
+    return activations.leaky_relu_gradient(gradient, x, slope)
+
+
+@RULES.of(aten.elu_backward.default)
+def _elu_gradient(
+    gradient: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: Tensor
+) -> Tensor:
+    """g * scale above 0, else g * (y + alpha * scale) * input_scale, with the result y."""
+    below = (x if is_result else activations.elu(x, alpha, scale, input_scale)) + alpha * scale
+    return torch.where(x > 0, gradient * scale, below.mul_(gradient).mul_(input_scale))
+
+
+@RULES.of(aten.softplus_backward.default)
+def _softplus_gradient(gradient: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    return torch.where(x * beta > threshold, gradient, sigmoid(x * beta).mul_(gradient))
+
+
+RULES |= {
+    aten.silu_backward.default: activations.silu_gradient,
+    aten.sigmoid_backward.default: activations.sigmoid_gradient,
+    aten.tanh_backward.default: activations.tanh_gradient,
+    aten.hardswish_backward.default: activations.hardswish_gradient,
+    aten.hardsigmoid_backward.default: activations.hardsigmoid_gradient,
+}
+
+
+def _power(x: Tensor, exponent: float) -> Tensor:
+    """Whole powers by products, lowest first; halves by a root; a negative one is 1 over the positive."""
+    if exponent < 0:
+        return _reciprocal(_power(x, -exponent))
+    whole, half = int(exponent), exponent - int(exponent)
+    if half not in (0, 0.5) or whole > 64:
+        raise UserError(f"portable arithmetic: a power of {exponent}; there are multiples of 1/2 up to 64")
+    result = square_root(x) if half else torch.ones_like(x)
+    for number in range(whole):
+        result = x if number == 0 and not half else result * x
+    return result.clone() if result is x else result
+
+
+RULES.both("pow", _power, "Tensor_Scalar")
+
+
+@RULES.of(aten.pow.Scalar)
+def _powers_of(base: float, exponent: Tensor) -> Tensor:
+    logarithm = log64(torch.full((), base, dtype=torch.float64, device=exponent.device))
+    return elementwise(lambda v: exp64(v.mul_(logarithm)), exponent)
+
+
+# Arithmetic with a factor, or with a Python number
+
+
+def _plus(x: Any, y: Any, sign: Callable[..., Any], alpha: float) -> Any:
+    return sign(x, y if alpha == 1 else y * alpha)
+
+
+def _with_alpha(name: str, plain: Rule, plain_in_place: Rule) -> None:
+    """add and sub: a product with alpha, rounded, and then a sum."""
+    for overload in ("Tensor", "Scalar"):
+        out = getattr(getattr(aten, name), overload)
+        inside = getattr(getattr(aten, name + "_"), overload)
+        RULES[out] = lambda x, y, *args, alpha=1: _plus(x, y, plain, args[0] if args else alpha)
+        RULES[inside] = lambda x, y, *args, alpha=1: _plus(x, y, plain_in_place, args[0] if args else alpha)
+
+
+_with_alpha("add", torch.add, Tensor.add_)
+_with_alpha("sub", torch.sub, Tensor.sub_)
+
+
+@RULES.of(aten.rsub.Scalar, aten.rsub.Tensor)
+def _subtracted_from(x: Tensor, y: Any, alpha: float = 1) -> Tensor:
+    return y - (x if alpha == 1 else x * alpha)
+
+
+@RULES.of(aten.div.Tensor, aten.div.Scalar)
+def _quotient(x: Tensor, y: Any) -> Tensor:
+    x = x if x.is_floating_point() else x.float()
+    return torch.div(x, y) if isinstance(y, Tensor) and y.dim() else over(x, float(y)) if not isinstance(
+        y, Tensor) else torch.div(x, y.to(x.device, x.dtype if y.is_floating_point() else None))  # fmt: skip
+
+
+for _overload in (aten.div_.Tensor, aten.div_.Scalar):
+    RULES[_overload] = in_place(_quotient)
+
+
+@RULES.of(aten.lerp.Scalar, aten.lerp.Tensor)
+def _between(x: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """x + (end - x) * weight."""
+    return x + (end - x) * weight
+
+
+for _overload in (aten.lerp_.Scalar, aten.lerp_.Tensor):
+    RULES[_overload] = in_place(_between)
+
+
+@RULES.of(aten.addcmul.default)
+def _plus_product(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
+    """x + value * (a * b), each operation rounded."""
+    return x + scaled(a * b, value)
+
+
+@RULES.of(aten.addcdiv.default)
+def _plus_quotient(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
+    """x + value * (a / b), each operation rounded."""
+    return x + scaled(torch.div(a, b), value)
+
+
+RULES[aten.addcmul_.default] = in_place(_plus_product)
+RULES[aten.addcdiv_.default] = in_place(_plus_quotient)
+
+
+# Lists of tensors, as optimizers and clipping take them
+
+
+def _each(function: Rule, is_in_place: bool) -> Rule:
+    """The rule for lists of a rule for tensors: a list beside the first one is taken tensor by tensor."""
+
+    def run(tensors: list[Tensor], *args: Any, **options: Any) -> list[Tensor] | None:
+        rows = [arg if isinstance(arg, list | tuple) else [arg] * len(tensors) for arg in args]
+        results = [function(*row, **options) for row in zip(tensors, *rows, strict=True)]
+        return None if is_in_place else results
+
+    return run
+
+
+_LISTED: dict[str, tuple[Rule, Rule]] = {
+    "add": (RULES[aten.add.Tensor], RULES[aten.add_.Tensor]),
+    "sub": (RULES[aten.sub.Tensor], RULES[aten.sub_.Tensor]),
+    "mul": (torch.mul, Tensor.mul_),
+    "div": (_quotient, in_place(_quotient)),
+    "sqrt": (square_root, in_place(square_root)),
+    "neg": (torch.neg, Tensor.neg_),
+    "reciprocal": (_reciprocal, in_place(_reciprocal)),
+    "lerp": (_between, in_place(_between)),
+    "maximum": (torch.maximum, in_place(torch.maximum)),
+    "norm": (vector_norm, in_place(vector_norm)),
+    "zero": (torch.zeros_like, Tensor.zero_),
+    "copy": (lambda x, y, *_: y.clone(), lambda x, y, *_: x.copy_(y)),
+    "addcmul": (lambda x, a, b, value=1: _plus_product(x, a, b, value=value),
+                in_place(lambda x, a, b, value=1: _plus_product(x, a, b, value=value))),
+    "addcdiv": (lambda x, a, b, value=1: _plus_quotient(x, a, b, value=value),
+                in_place(lambda x, a, b, value=1: _plus_quotient(x, a, b, value=value))),
+}  # fmt: skip
+for _name, _forms in _LISTED.items():
+    for _suffix, _form in zip(("", "_"), _forms, strict=True):
+        _packet = getattr(aten, f"_foreach_{_name}{_suffix}", None)
+        for _which in () if _packet is None else _packet.overloads():
+            if not _which.endswith("out"):
+                RULES[getattr(_packet, _which)] = _each(_form, bool(_suffix))
+
+
+# Draws
+
+
+@RULES.of(aten.normal_.default)
+def _normal(x: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None) -> Tensor:
+    return draws.normal_(x, mean, std, generator)
+
+
+@RULES.of(aten.uniform_.default)
+def _uniform(x: Tensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Tensor:
+    return draws.uniform_(x, low, high, generator)
+
+
+@RULES.of(aten.bernoulli_.float)
+def _bernoulli(x: Tensor, probability: float = 0.5, *, generator: Any = None) -> Tensor:
+    return draws.bernoulli_(x, probability, generator)
+
+
+@RULES.of(aten.native_dropout.default)
+def _dropout(x: Tensor, share: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if not train:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = draws.bernoulli_(torch.empty_like(x), 1 - share)
+    return over(kept, 1 - share).mul_(x), kept.bool()
+
+
+@RULES.of(aten.native_dropout_backward.default)
+def _dropout_gradient(gradient: Tensor, kept: Tensor, scale: float) -> Tensor:
+    return over(kept.float(), 1 / scale).mul_(gradient)
+
+
+def _drawn(fill: Rule, size: list[int], generator: Any = None, **options: Any) -> Tensor:
+    return fill(torch.empty(size, **options), generator=generator)
+
+
+RULES |= {
+    aten.rand.default: partial(_drawn, _uniform),
+    aten.rand.generator: partial(_drawn, _uniform),
+    aten.randn.default: partial(_drawn, _normal),
+    aten.randn.generator: partial(_drawn, _normal),
+}
+
+
+@RULES.of(aten.rand_like.default)
+def _uniform_like(x: Tensor, **options: Any) -> Tensor:
+    return _uniform(torch.empty_like(x, **options))
+
+
+@RULES.of(aten.randn_like.default)
+def _normal_like(x: Tensor, **options: Any) -> Tensor:
+    return _normal(torch.empty_like(x, **options))
+
+
+@RULES.of(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def _range(*args: float, dtype: Any = None, **options: Any) -> Tensor:
+    """Multiples of a whole step are made as integers."""
+    if all(float(number).is_integer() for number in args):
+        numbers = torch.arange(*(int(number) for number in args), **options)
+        return numbers.to(dtype or (torch.float32 if any(isinstance(n, float) for n in args) else torch.int64))
+    start, stop, step = (0.0, *args, 1.0)[:3] if len(args) == 1 else (*args, 1.0)[:3]
+    count = torch.arange(start, stop, step, device="meta").numel()
+    return torch.arange(count, dtype=torch.float64, **options).mul_(step).add_(start).to(dtype or torch.float32)
+
+
+@RULES.of(aten.linspace.default)
+def _even_points(start: float, end: float, steps: int, *, dtype: Any = None, **options: Any) -> Tensor:
+    """start + n * ((end - start) / (steps - 1)) in float64, and the end itself."""
+    numbers = torch.arange(steps, dtype=torch.float64, **options)
+    points = numbers.mul_((end - start) / max(steps - 1, 1)).add_(start)
+    if steps > 1:
+        points[-1] = end
+    return points.to(dtype or torch.float32)

@@ -1,0 +1,196 @@
+"""Pooling, nearest upsampling, and their gradients: gathers, and sums over the grid of each image and channel.
+
+Of equal values the maximum is the first in row order of the window; a NaN wins over all, and the first of them.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .convolution import Geometry
+from .reductions import on_grid
+
+_PIXELS = (2, 3)
+
+
+def _geometry(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int] = (1, 1)
+              ) -> Geometry:  # fmt: skip
+    def pair(values: Sequence[int]) -> tuple[int, int]:
+        return (values[0], values[-1])
+
+    return Geometry(pair(kernel), pair(stride or kernel), pair(padding), pair(dilation), 1)
+
+
+def _output(x: Tensor, shape: Geometry, ceil_mode: bool) -> tuple[int, int]:
+    """Pixels of the output; `ceil_mode` adds windows that begin inside of the image or its left padding."""
+    if not ceil_mode:
+        return shape.output(*x.shape[2:])
+    sizes = zip(x.shape[2:], shape.kernel, shape.stride, shape.padding, shape.dilation, strict=True)
+    counts = []
+    for size, kernel, stride, padding, dilation in sizes:
+        count = -(-(size + 2 * padding - dilation * (kernel - 1) - 1) // stride) + 1
+        counts.append(count - 1 if (count - 1) * stride >= size + padding else count)
+    return counts[0], counts[1]
+
+
+def _padded(x: Tensor, shape: Geometry, output: tuple[int, int], value: float) -> Tensor:
+    """Images with their padding, and to the right and below as much as the last windows reach."""
+    (top, left), sizes = shape.padding, zip(output, shape.stride, shape.kernel, shape.dilation, strict=True)
+    height, width = ((n - 1) * s + d * (k - 1) + 1 for n, s, k, d in sizes)
+    below, right = max(height - x.shape[2] - top, top), max(width - x.shape[3] - left, left)
+    return pad(x, (left, right, top, below), value=value)
+
+
+def max_pool(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> tuple[Tensor, Tensor]:
+    """The maxima of windows, and for each the number of its pixel, y * width + x: int64."""
+    shape = _geometry(kernel, stride, padding, dilation)
+    output = _output(x, shape, ceil_mode)
+    padded = _padded(x, shape, output, -math.inf)
+    best, where = None, None
+    for number, tap in enumerate(shape.taps()):
+        values = shape.at(padded, tap, output)
+        if best is None or where is None:
+            best, where = values.clone(), torch.zeros_like(values, dtype=torch.uint8 if _few(shape) else torch.int16)
+            continue
+        # A NaN is greater than nothing, and nothing is greater than it.
+        better = (values > best) | (values.isnan() & ~best.isnan())
+        best, where = torch.where(better, values, best), where.masked_fill_(better, number)
+    assert best is not None
+    assert where is not None
+    return best, _pixel_numbers(where, x.shape[3], shape)
+
+
+def _few(shape: Geometry) -> bool:
+    return shape.kernel[0] * shape.kernel[1] < 256
+
+
+def _pixel_numbers(taps: Tensor, width: int, shape: Geometry) -> Tensor:
+    device = taps.device
+    offsets = torch.tensor([y * width + x for y, x in shape.taps()], device=device)
+    rows = torch.arange(taps.shape[2], device=device) * shape.stride[0] - shape.padding[0]
+    columns = torch.arange(taps.shape[3], device=device) * shape.stride[1] - shape.padding[1]
+    # A window that begins with padding has -inf there, which is also the greatest value of one of nothing else.
+    return (offsets[taps.int()] + (rows * width).unsqueeze(1) + columns).clamp_(min=0)
+
+
+def max_pool_gradient(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:
+    """The gradient of each maximum goes to its pixel; those of one pixel are added."""
+    total = torch.zeros(*x.shape[:2], x.shape[2] * x.shape[3], dtype=torch.float64, device=x.device)
+    total.scatter_add_(2, indices.flatten(2), on_grid(gradient, _PIXELS).flatten(2))
+    return torch.empty_like(x).copy_(total.view(x.shape))
+
+
+def average_pool(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    with_padding: bool,
+    divisor: int | None,
+) -> Tensor:
+    """The means of windows; see torch's `avg_pool2d` for what the divisor counts."""
+    shape = _geometry(kernel, stride, padding)
+    output = _output(x, shape, ceil_mode)
+    padded = _padded(on_grid(x, _PIXELS), shape, output, 0.0)
+    total = None
+    for tap in shape.taps():
+        values = shape.at(padded, tap, output)
+        total = values.clone() if total is None else total.add_(values)
+    assert total is not None
+    return torch.div(total, _counts(x, shape, output, with_padding, divisor)).float()
+
+
+def _counts(x: Tensor, shape: Geometry, output: tuple[int, int], with_padding: bool, divisor: int | None) -> Tensor:
+    """What the sum of each window is divided by: float64 [H', W'] or a number."""
+    if divisor is not None:
+        return torch.full((), float(divisor), dtype=torch.float64, device=x.device)
+    spans = []
+    for n, size, k, s, p in zip(output, x.shape[2:], shape.kernel, shape.stride, shape.padding, strict=True):
+        begins = [number * s - p for number in range(n)]
+        edges = [(begin, min(begin + k, size + p)) for begin in begins]
+        inside = [stop - begin if with_padding else min(stop, size) - max(begin, 0) for begin, stop in edges]
+        spans.append(torch.tensor(inside, dtype=torch.float64, device=x.device))
+    return spans[0].unsqueeze(1) * spans[1]
+
+
+def average_pool_gradient(
+    gradient: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    with_padding: bool,
+    divisor: int | None,
+) -> Tensor:
+    """Each output's gradient, divided, goes to all pixels of its window."""
+    shape = _geometry(kernel, stride, padding)
+    output = (gradient.shape[2], gradient.shape[3])
+    part = torch.div(gradient, _counts(x, shape, output, with_padding, divisor).float())
+    padded = _padded(torch.zeros_like(x, dtype=torch.float64), shape, output, 0.0)
+    parts = on_grid(part, _PIXELS)
+    for tap in shape.taps():
+        shape.at(padded, tap, output).add_(parts)
+    (top, left), (height, width) = shape.padding, x.shape[2:]
+    return torch.empty_like(x).copy_(padded[:, :, top : top + height, left : left + width])
+
+
+def _spans(size: int, outputs: int) -> list[tuple[int, int]]:
+    """First pixel and stop of the windows of an adaptive pooling."""
+    return [(n * size // outputs, -(-(n + 1) * size // outputs)) for n in range(outputs)]
+
+
+def adaptive_average_pool(x: Tensor, output: Sequence[int]) -> Tensor:
+    """The means of windows that cover the image."""
+    values = on_grid(x, _PIXELS)
+    rows = [values[:, :, a:b].sum(2) for a, b in _spans(x.shape[2], output[0])]
+    spans = _spans(x.shape[3], output[1])
+    total = torch.stack([torch.stack([row[:, :, a:b].sum(2) for a, b in spans], 2) for row in rows], 2)
+    return torch.div(total, _adaptive_counts(x, output)).float()
+
+
+def _adaptive_counts(x: Tensor, output: Sequence[int]) -> Tensor:
+    heights, widths = (
+        torch.tensor([float(b - a) for a, b in _spans(size, count)], dtype=torch.float64, device=x.device)
+        for size, count in zip(x.shape[2:], output, strict=True)
+    )
+    return heights.unsqueeze(1) * widths
+
+
+def adaptive_average_pool_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """Each output's gradient, divided, goes to all pixels of its window."""
+    parts = on_grid(torch.div(gradient, _adaptive_counts(x, gradient.shape[2:]).float()), _PIXELS)
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for row, (a, b) in enumerate(_spans(x.shape[2], gradient.shape[2])):
+        for column, (c, d) in enumerate(_spans(x.shape[3], gradient.shape[3])):
+            total[:, :, a:b, c:d].add_(parts[:, :, row : row + 1, column : column + 1])
+    return total.float()
+
+
+def nearest_upsample(x: Tensor, output: Sequence[int]) -> Tensor:
+    """Each pixel takes that of the input at floor(n * input / output), whatever scale factor was given."""
+    rows, columns = (_sources(size, count, x) for size, count in zip(x.shape[2:], output, strict=True))
+    return x[:, :, rows.unsqueeze(1), columns]
+
+
+def nearest_upsample_gradient(gradient: Tensor, size: Sequence[int]) -> Tensor:
+    """The gradients of the pixels that took one are added."""
+    rows, columns = (_sources(n, count, gradient) for n, count in zip(size, gradient.shape[2:], strict=True))
+    values = on_grid(gradient, _PIXELS)
+    total = values.new_zeros(*gradient.shape[:2], size[0], gradient.shape[3]).index_add_(2, rows, values)
+    return total.new_zeros(*gradient.shape[:2], *size).index_add_(3, columns, total).float()
+
+
+def _sources(size: int, count: int, x: Tensor) -> Tensor:
+    return torch.arange(count, device=x.device) * size // count

@@ -1,0 +1,79 @@
+"""Which ATen operators pass as they are, and the registry of rules for others.
+
+A rule takes its operator's arguments and gives what it gives. An operator that has no rule and isn't in `PASSING` can't
+be used: its bits would depend on the machine.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+Rule = Callable[..., Any]
+
+_MOVES = """
+    _conj _fill_mem_eff_dropout_mask_ _local_scalar_dense _pin_memory _reshape_alias _to_copy _unsafe_view alias
+    as_strided as_strided_ bucketize cat channel_shuffle chunk clone constant_pad_nd contiguous copy copy_
+    detach detach_ diagonal diagonal_backward embedding empty empty_like empty_strided expand eye fill fill_
+    flip full full_like gather index index_fill index_fill_ index_select is_pinned lift lift_fresh
+    lift_fresh_copy masked_fill masked_fill_ masked_scatter masked_select narrow native_channel_shuffle
+    new_empty new_empty_like new_empty_strided new_full new_ones new_zeros nonzero ones ones_like permute
+    pixel_shuffle pixel_unshuffle reflection_pad2d repeat repeat_interleave replication_pad2d reshape resize_
+    roll rot90 scalar_tensor scatter scatter_ select select_backward select_scatter set_ slice slice_backward
+    slice_scatter split split_with_sizes squeeze squeeze_ stack t t_ take tile transpose transpose_ tril tril_
+    triu triu_ unbind unflatten unfold unsqueeze unsqueeze_ view view_as where zero zero_ zeros zeros_like
+"""
+"""values stay as they are, or are converted to another dtype"""
+_COMPARISONS = """
+    _unique2 all amax amin aminmax any argmax argmin bitwise_and bitwise_not bitwise_or clamp clamp_ clamp_max
+    clamp_max_ clamp_min clamp_min_ eq equal fmax fmin ge gt hardtanh hardtanh_ hardtanh_backward heaviside
+    is_nonzero is_same_size isfinite isin isinf isnan le logical_and logical_and_ logical_not logical_or
+    logical_xor lt max maximum min minimum ne relu relu6 relu_ searchsorted sign signbit threshold
+    threshold_backward
+"""
+"""of equal values the first index is given (`argmax`, `max`); `sort` and `topk` promise no order, so they don't pass"""
+_SINGLE_OPERATIONS = "abs abs_ ceil ceil_ floor floor_ mul mul_ neg neg_ round round_ trunc trunc_ frac copysign sgn"
+
+
+PASSING = frozenset(
+    getattr(packet, overload)
+    for name in (_MOVES + _COMPARISONS + _SINGLE_OPERATIONS).split()
+    if (packet := getattr(aten, name, None)) is not None
+    for overload in packet.overloads()
+    # Those of `scatter` that add, and a rounding to decimals, which is a product, a rounding and a quotient.
+    if "reduce" not in overload and "decimals" not in overload
+)
+"""by overload"""
+
+
+class Rules(dict[Any, Rule]):
+    """Rules by the overloads of their operators."""
+
+    def of(self, *overloads: Any) -> Callable[[Rule], Rule]:
+        """Makes a function the rule of overloads."""
+
+        def register(function: Rule) -> Rule:
+            for overload in overloads:
+                self[overload] = function
+            return function
+
+        return register
+
+    def both(self, name: str, function: Rule, overload: str = "default") -> None:
+        """Makes a function the rule of an operator and of its in-place form, if torch has them."""
+        for suffix, form in (("", function), ("_", in_place(function))):
+            packet = getattr(aten, name + suffix, None)
+            if packet is not None and overload in packet.overloads():
+                self[getattr(packet, overload)] = form
+
+
+def in_place(function: Rule) -> Rule:
+    """The rule that writes a function's result into its first argument."""
+
+    def write(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return x.copy_(function(x, *args, **options))
+
+    return write

@@ -1,0 +1,70 @@
+"""Powers of two that bring float32 values to integers, made of their bits.
+
+The scale of a set of values is 2**s with the largest integer s for which round(amax * 2**s) <= LARGEST, at most 127.
+`torch.pow`, `ldexp` and `frexp` take no part: they are off by one unit on some devices, and bits are not.
+
+>>> scale, inverse = scales(torch.tensor([1.0, 1.9843, 1.9845, 0.0]))
+>>> scale, inverse[3].item() == 2.0**-127
+(tensor([8.1920e+03, 8.1920e+03, 4.0960e+03, 1.7014e+38]), True)
+"""
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+
+LARGEST = 16256
+"""of an operand's integers: 127 * 128, so that the upper slice fits 8 bits"""
+GRID_BITS = 22
+"""below the power of two above amax, of the values in a sum"""
+
+_ONE = 1 << 23
+"""of a float32 exponent"""
+_EXPONENT = 0xFF << 23
+# A mantissa of at most 8258048 / 2**23 rounds to at most LARGEST at 14 bits (16256.5 is a tie, and goes to even).
+# Adding this carries any larger one into the exponent.
+_CARRY = _ONE - 1 - 8258048
+# Below this biased exponent 2**s would leave float32.
+_LEAST = 13
+
+
+def amax_over(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest magnitude over some dimensions, which stay with length 1; NaN where there is one.
+
+    Raises:
+        UserError: The values are not float32.
+    """
+    if x.dtype != torch.float32:
+        raise UserError(f"portable arithmetic: a product or sum of {x.dtype}; it takes torch.float32 alone")
+    return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg_())
+
+
+def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale of values up to `amax`, and its inverse.
+
+    Args:
+        amax: float32, at least 0, inf or NaN.
+
+    Returns:
+        2**s, float32, and 2**-s, float64, shaped like it. The inverse is NaN where `amax` is not finite.
+    """
+    raised = (amax.view(torch.int32) + (_CARRY - _LEAST * _ONE)).clamp_(min=0).bitwise_and_(_EXPONENT)
+    scale = (254 * _ONE - raised).view(torch.float32)
+    inverse = torch.div(torch.ones((), dtype=torch.float64, device=amax.device), scale.double())
+    return scale, inverse.add_(amax - amax)
+
+
+def grid_offset(amax: Tensor) -> Tensor:
+    """c, for which (x + c) - c rounds values up to `amax` half to even to multiples of 2**(e - GRID_BITS).
+
+    2**e is the smallest power of two above `amax`, at least 2**-126, and c = 1.5 * 2**(e + 1): c + x stays within one
+    binade, whose spacing is that of the grid. From 2**126 on, and where `amax` is not finite, c is NaN.
+
+    Args:
+        amax: float32.
+
+    Returns:
+        float32, shaped like it.
+    """
+    exponent = (amax.view(torch.int32) & _EXPONENT).clamp_(max=253 * _ONE)
+    return exponent.add_(2 * _ONE + _ONE // 2).view(torch.float32)

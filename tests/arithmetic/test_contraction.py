@@ -1,0 +1,215 @@
+"""Products over integers: every method gives the exact integer, scales fit, and a method that is wrong is left out."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torusgd.arithmetic import METHODS, methods
+from torusgd.arithmetic.contraction import matmul, quantised
+from torusgd.arithmetic.methods import Float64, Operand, is_product, only_methods
+from torusgd.arithmetic.scales import LARGEST, grid_offset, scales
+from torusgd.errors import RunError, UserError
+
+ON_A_CPU = ("float64", "int8", "float32")
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No method has been tried yet, and none that a test adds stays."""
+    verdicts, known = dict(methods._is_exact), dict(METHODS)
+    methods._is_exact.clear()
+    yield
+    methods._is_exact.clear()
+    methods._is_exact.update(verdicts)
+    METHODS.clear()
+    METHODS.update(known)
+
+
+@given(st.lists(floats, min_size=1, max_size=20))
+@settings(max_examples=300, deadline=None)
+def test_scale_is_the_largest_power_of_two_that_fits(values: list[float]) -> None:
+    amax = float(np.abs(np.array(values, np.float32)).max())
+    scale, inverse = (number.item() for number in scales(torch.tensor(amax)))
+    assert scale * inverse == 1
+    assert round(amax * scale) <= LARGEST  # Python rounds half to even, too
+    assert scale == 2.0**127 or round(amax * scale * 2) > LARGEST
+
+
+@pytest.mark.parametrize(
+    ("amax", "scale"),
+    [
+        (0.0, 2.0**127),
+        (1e-45, 2.0**127),
+        (1.0, 2.0**13),
+        (16256.0, 1.0),
+        (16256.5, 1.0),  # a tie goes to the even 16256
+        (np.nextafter(np.float32(16256.5), np.float32(2e4)), 0.5),
+        (np.finfo(np.float32).max, 2.0**-115),
+    ],
+)
+def test_scale_at_the_edges(amax: float, scale: float) -> None:
+    assert scales(torch.tensor(amax, dtype=torch.float32))[0].item() == scale
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), -float("nan")])
+def test_what_is_not_finite_has_no_inverse_scale(bad: float) -> None:
+    assert scales(torch.tensor(bad))[1].isnan()
+
+
+@given(st.lists(floats, min_size=1, max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_grid_rounds_half_to_even_22_bits_below_the_largest(values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    amax = x.abs().max()
+    if amax >= 2.0**126:
+        assert grid_offset(amax).isnan()
+        return
+    offset = grid_offset(amax)
+    power = 2.0 ** max(int(np.frexp(amax.item())[1]), -126)
+    unit = power * 2.0**-22
+    expected = [round(value / unit) * unit for value in x.tolist()]
+    assert ((x + offset) - offset).tolist() == expected
+
+
+def integers(a: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The integers and units of a product, by numpy."""
+    left, rows = quantised(a, (-1,))
+    right, columns = quantised(b, (-2,))
+    return left.numpy().astype(np.int64) @ right.numpy().astype(np.int64), (rows * columns).numpy()
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0, 3, 40, 100]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_method_gives_the_exact_integer_rounded_once(m: int, k: int, n: int, seed: int, spread: int) -> None:
+    draws = np.random.default_rng(seed)
+    a, b = (
+        torch.from_numpy((draws.standard_normal(s) * 2.0 ** draws.integers(-spread, spread + 1, s)).astype(np.float32))
+        for s in ((m, k), (k, n))
+    )
+    exact, units = integers(a, b)
+    expected = torch.from_numpy(exact * units).float()
+    for name in ON_A_CPU:
+        with only_methods([name]):
+            assert torch.equal(matmul(a, b), expected), name
+
+
+@pytest.mark.parametrize("terms", [1024, 1025, 4097, (1 << 17) + 1])
+def test_sums_at_the_bound_are_exact_in_pieces(terms: int) -> None:
+    a = torch.full((2, terms), 127.0 * 128)
+    b = torch.full((terms, 3), -127.0 * 128)
+    b[:, 1] = 16192.0  # both slices are large
+    for name in ON_A_CPU:
+        with only_methods([name]):
+            product = matmul(a, b)
+        assert product[0, 0].item() == np.float32(-terms * LARGEST**2)
+        assert product[1, 1].item() == np.float32(terms * LARGEST * 16192)
+
+
+def test_batches_and_strange_strides() -> None:
+    draws = torch.Generator().manual_seed(3)
+    a, b = torch.randn(5, 4, 7, generator=draws), torch.randn(5, 7, 3, generator=draws)
+    expected = torch.stack([matmul(x, y) for x, y in zip(a, b, strict=True)])
+    odd = torch.empty(5 * 4 * 7 + 1)[1:].view(7, 5, 4).permute(1, 2, 0).copy_(a)
+    for name in ON_A_CPU:
+        with only_methods([name]):
+            assert torch.equal(matmul(a, b), expected)
+            assert torch.equal(matmul(odd, b), expected)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ON_A_CPU)
+def test_a_value_that_is_not_finite_makes_its_row_nan(name: str, bad: float) -> None:
+    a, b = torch.ones(3, 4), torch.ones(4, 2)
+    a[1, 2] = bad
+    with only_methods([name]):
+        product = matmul(a, b)
+    assert product[1].isnan().all()
+    assert product[[0, 2]].eq(4).all()
+
+
+def test_products_of_zeros_denormals_and_nothing() -> None:
+    assert matmul(torch.zeros(2, 3), torch.ones(3, 2)).eq(0).all()
+    # The largest scale is 2**127: below 2**-128 an operand is zero, while a product may well be that small.
+    assert matmul(torch.full((1, 1), 1e-40), torch.full((1, 1), 2.0)).item() == 0
+    assert matmul(torch.full((1, 1), 2.0**-100), torch.full((1, 1), 2.0**-45)).item() == 2.0**-145
+    assert matmul(torch.ones(2, 0), torch.ones(0, 3)).eq(0).all()
+    assert matmul(torch.ones(0, 2), torch.ones(2, 3)).shape == (0, 3)
+    assert matmul(torch.full((1, 1), 3e38), torch.full((1, 1), 10.0)).isinf().all()
+
+
+class OffByOne(Float64):
+    """Wrong in one element of one shape."""
+
+    name = "off"
+    calls = 0
+
+    def product(self, a: Operand, b: Operand) -> Tensor:
+        self.calls += 1
+        product = super().product(a, b)
+        if product.shape == (3, 5):
+            product[1, 2] += 1
+        return product
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_method_off_by_one_in_one_element_of_one_shape_is_left_out_there() -> None:
+    wrong = METHODS["off"] = OffByOne()
+    draws = torch.Generator().manual_seed(4)
+    a, b = torch.randn(3, 7, generator=draws), torch.randn(7, 5, generator=draws)
+    with only_methods(["float64"]):
+        right = matmul(a, b)
+    with only_methods(["off", "float64"]):
+        assert torch.equal(matmul(a, b), right)
+        tries = wrong.calls
+        assert torch.equal(matmul(a, b), right)
+        assert wrong.calls == tries  # the verdict is remembered
+        matmul(a, torch.cat([b, b], 1))
+        assert wrong.calls > tries  # another shape has its own
+    with only_methods(["off"]), pytest.raises(RunError, match="no product of off is exact"):
+        matmul(a, b)
+
+
+class WrongOnTheRunsOwn(Float64):
+    """Right at the bound, wrong where an operand is small."""
+
+    name = "own"
+
+    def product(self, a: Operand, b: Operand) -> Tensor:
+        product = super().product(a, b)
+        return product + (a[0].abs().max() < 16000)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_method_is_tried_on_the_runs_own_operands_too() -> None:
+    METHODS["own"] = WrongOnTheRunsOwn()
+    with only_methods(["own"]), pytest.raises(RunError):
+        matmul(torch.full((2, 2), 1.0), torch.ones(2, 2))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 11), st.sampled_from([1, -1, 2**20, 2**40]))
+@settings(max_examples=50, deadline=None)
+def test_freivalds_check_finds_any_single_error(seed: int, place: int, error: int) -> None:
+    draws = np.random.default_rng(seed)
+    a, b = ((torch.from_numpy(draws.integers(-LARGEST, LARGEST + 1, s)).double(),) for s in ((3, 6), (6, 4)))
+    product = a[0] @ b[0]
+    assert is_product(a, b, product)
+    product.view(-1)[place] += error
+    assert not is_product(a, b, product)
+
+
+def test_unknown_methods_are_refused() -> None:
+    with pytest.raises(UserError, match="float16"), only_methods(["float16"]):
+        pass

@@ -1,0 +1,85 @@
+"""Functions by polynomials: within a unit of float32, and right at the edges."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torusgd.arithmetic import functions
+from torusgd.arithmetic.reductions import grid_sum, square_root
+
+
+def float32_of_all_kinds(count: int = 300_000) -> Tensor:
+    bits = np.random.default_rng(1).integers(0, 2**32, count, dtype=np.uint64).astype(np.uint32)
+    values = bits.view(np.float32)
+    ordinary = (np.random.default_rng(2).standard_normal(count) * 4).astype(np.float32)
+    return torch.from_numpy(np.concatenate([values[np.isfinite(values)], ordinary]))
+
+
+@pytest.mark.parametrize(
+    ("function", "reference", "most"),
+    [
+        (functions.exp, torch.exp, 88.0),
+        (functions.log, torch.log, math.inf),
+        (functions.erf, torch.erf, math.inf),
+        (functions.tanh, torch.tanh, math.inf),
+        (functions.sigmoid, torch.sigmoid, 87.0),
+    ],
+)
+def test_functions_are_within_a_unit_of_float32(
+    function: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], most: float
+) -> None:
+    x = float32_of_all_kinds()
+    x = x.abs() if reference is torch.log else x[x.abs() < most]
+    found, exact = function(x).double().numpy(), reference(x.double()).numpy()
+    finite = np.isfinite(exact)
+    unit = np.spacing(np.abs(exact[finite]).astype(np.float32)).astype(np.float64)
+    assert (np.abs(found[finite] - exact[finite]) / unit).max() < 0.51
+    assert (found[~finite] == exact[~finite]).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "edges"),
+    [
+        (functions.exp, {0.0: 1.0, math.inf: math.inf, -math.inf: 0.0, 89.0: math.inf, -104.0: 0.0}),
+        (functions.log, {0.0: -math.inf, 1.0: 0.0, math.inf: math.inf, -1.0: math.nan, -math.inf: math.nan}),
+        (functions.erf, {0.0: 0.0, 5.0: 1.0, -math.inf: -1.0}),
+        (functions.tanh, {0.0: 0.0, 20.0: 1.0, -math.inf: -1.0, 1e-30: 1e-30}),
+        (functions.sigmoid, {0.0: 0.5, math.inf: 1.0, -math.inf: 0.0}),
+    ],
+)
+def test_functions_at_the_edges(function: Callable[[Tensor], Tensor], edges: dict[float, float]) -> None:
+    for x, expected in {**edges, math.nan: math.nan}.items():
+        np.testing.assert_equal(function(torch.tensor([x])).item(), np.float32(expected))
+
+
+def test_sine_and_cosine() -> None:
+    x = torch.from_numpy(np.random.default_rng(3).uniform(-1000, 1000, 100_000).astype(np.float32)).double()
+    for found, exact in zip(functions.sine_and_cosine64(x), (x.sin(), x.cos()), strict=True):
+        assert (found - exact).abs().max() < 2.0**-33
+
+
+def test_layouts_and_blocks_change_no_bit() -> None:
+    x = torch.randn(4, 30, 20, 17, generator=torch.Generator().manual_seed(1))
+    rows = torch.cat([functions.exp(part) for part in x.reshape(-1).split(1000)])
+    last = functions.exp(x.contiguous(memory_format=torch.channels_last))
+    assert torch.equal(functions.exp(x).reshape(-1), rows)
+    assert torch.equal(last.reshape(-1), rows)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_square_roots_are_correctly_rounded() -> None:
+    x = float32_of_all_kinds().abs()
+    assert np.array_equal(square_root(x).numpy(), np.sqrt(x.numpy()))
+
+
+def test_sums_have_no_order() -> None:
+    x = torch.randn(5, 10_000, generator=torch.Generator().manual_seed(2)) * 1e3
+    order = torch.randperm(10_000, generator=torch.Generator().manual_seed(3))
+    total = grid_sum(x, (1,))
+    assert torch.equal(total, grid_sum(x[:, order], (1,)))
+    assert torch.equal(total, grid_sum(x.t().contiguous(), (0,)))
+    assert ((total - x.double().sum(1)).abs() < 1e4 * 2.0**-10).all()  # half a unit of the grid each

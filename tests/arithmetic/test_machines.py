@@ -1,0 +1,69 @@
+"""One machine as many: the same weights under other instruction sets, threads, libraries and methods."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.arithmetic.small_training import train
+
+from torusgd.arithmetic import VERSION, portable
+
+GOLDEN = "31247c0ebc40597fc70344a9e26d9977e06a93e267cc0ad78f5e7ec19bbf26cc"
+"""of five steps, on every machine; it changes with `arithmetic.VERSION` and with the network only"""
+
+FAR = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "MKL_CBWR": "COMPATIBLE",
+    "NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3",
+    "OMP_NUM_THREADS": "3",
+}
+SETTINGS: list[dict[str, str]] = [
+    {},
+    *({"ATEN_CPU_CAPABILITY": value} for value in ("default", "avx2", "avx512")),
+    *({"ONEDNN_MAX_CPU_ISA": value} for value in ("SSE41", "AVX", "AVX2", "AVX512_CORE")),
+    *({"MKL_ENABLE_INSTRUCTIONS": value} for value in ("SSE4_2", "AVX", "AVX2")),
+    *({"MKL_CBWR": value} for value in ("COMPATIBLE", "SSE4_2", "AVX2")),
+    *({"OMP_NUM_THREADS": str(count)} for count in (1, 2, 3, 4)),
+    FAR,
+]
+
+
+def run(settings: dict[str, str], *words: str) -> str:
+    """The hash that a process of its own prints."""
+    script = Path(__file__).with_name("small_training.py")
+    known = {key: value for key, value in os.environ.items() if key not in FAR}
+    done = subprocess.run(
+        [sys.executable, script, *words],
+        env={**known, "OMP_NUM_THREADS": "1", **settings},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_the_golden_hash() -> None:
+    assert VERSION == 1
+    assert train(portable()) == GOLDEN
+
+
+def test_the_hash_under_the_farthest_settings() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, (FAR, {}), ("portable", "portable"), ("float32", "int8")))
+    assert found == [GOLDEN, GOLDEN]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["float64", "float32", "int8"])
+def test_one_hash_under_every_setting(method: str) -> None:
+    assert {run(settings, "portable", method) for settings in SETTINGS} == {GOLDEN}
+
+
+@pytest.mark.slow
+def test_float32_has_several_hashes_under_these_settings() -> None:
+    assert len({run(settings, "float32") for settings in SETTINGS}) > 1, "else the settings prove nothing"

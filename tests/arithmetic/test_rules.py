@@ -1,0 +1,240 @@
+"""Rules against float64: layers forward and backward, free of method, layout, alignment and threads."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torusgd.arithmetic import portable
+from torusgd.errors import UserError
+
+Function = Callable[..., Tensor]
+
+
+def draws(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers by numpy: torch's own are others inside of the context."""
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def images(n: int = 3, c: int = 8, h: int = 11, w: int = 9) -> Tensor:
+    return draws(n, c, h, w, seed=n * c)
+
+
+def gradients(function: Function, inputs: list[Tensor], weight_seed: int = 9) -> list[Tensor]:
+    """The output, and the gradients of all inputs by a keyed gradient of it."""
+    leaves = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
+    out = function(*leaves)
+    out.backward(draws(*out.shape, seed=weight_seed).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, weight, bias, training=True)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+CASES: dict[str, tuple[Function, list[Tensor]]] = {
+    "linear": (F.linear, [draws(5, 7), draws(4, 7, seed=1), draws(4, seed=2)]),
+    "matmul": (torch.matmul, [draws(2, 3, 5, 7), draws(7, 4, seed=1)]),
+    "conv": (lambda x, w, b: F.conv2d(x, w, b, 2, 1), [images(), draws(6, 8, 3, 3), draws(6, seed=1)]),
+    "conv 1x1": (F.conv2d, [images(), draws(6, 8, 1, 1)]),
+    "conv dilated": (lambda x, w: F.conv2d(x, w, None, 1, 4, 2), [images(), draws(4, 8, 5, 5)]),
+    "conv grouped": (lambda x, w: F.conv2d(x, w, None, 1, 1, 1, 4), [images(), draws(12, 2, 3, 3)]),
+    "conv depthwise": (lambda x, w: F.conv2d(x, w, None, 2, 1, 1, 8), [images(), draws(8, 1, 3, 3)]),
+    "conv depthwise by two": (lambda x, w: F.conv2d(x, w, None, 1, 0, 1, 8), [images(), draws(16, 1, 3, 3)]),
+    "conv transposed": (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1, 2),
+        [images(), draws(8, 3, 3, 3), draws(6, seed=1)],
+    ),
+    "conv one-dimensional": (lambda x, w: F.conv1d(x, w, None, 2, 1), [draws(3, 4, 10), draws(5, 4, 3)]),
+    "batch norm": (batch_norm, [images(), draws(8), draws(8, seed=1)]),
+    "batch norm of rows": (batch_norm, [draws(12, 5), draws(5), draws(5, seed=1)]),
+    "layer norm": (
+        lambda x, w, b: F.layer_norm(x, (6, 7), w, b),
+        [draws(4, 3, 6, 7), draws(6, 7, seed=1), draws(6, 7, seed=2)],
+    ),
+    "group norm": (lambda x, w, b: F.group_norm(x, 4, w, b), [images(), draws(8), draws(8, seed=1)]),
+    "max pool": (lambda x: F.max_pool2d(x, 3, 2, 1), [images()]),
+    "max pool, rounded up": (lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True), [images(h=10, w=8)]),
+    "average pool": (lambda x: F.avg_pool2d(x, 3, 2, 1), [images()]),
+    "average pool inside": (
+        lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False),
+        [images(h=10)],
+    ),
+    "adaptive pool": (lambda x: F.adaptive_avg_pool2d(x, (4, 2)), [images()]),
+    "global pool": (lambda x: F.adaptive_avg_pool2d(x, 1), [images()]),
+    "upsample": (lambda x: F.interpolate(x, scale_factor=2), [images()]),
+    "softmax": (lambda x: x.softmax(1), [draws(5, 9)]),
+    "attention": (attention, [draws(2, 3, 5, 4, seed=n) for n in range(3)]),
+    "causal attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [draws(2, 3, 5, 4, seed=n) for n in range(3)],
+    ),
+    "masked attention": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
+        [*(draws(2, 3, 5, 4, seed=n) for n in range(3)), draws(5, 5, seed=7)],
+    ),
+    "cross-entropy": (
+        lambda x: F.cross_entropy(x, torch.tensor([1, 0, -100, 8, 3]), label_smoothing=0.1),
+        [draws(5, 9)],
+    ),
+    "weighted cross-entropy": (
+        lambda x: F.cross_entropy(x, torch.arange(5), torch.arange(9).to(x.dtype)),
+        [draws(5, 9)],
+    ),
+    "soft cross-entropy": (lambda x: F.cross_entropy(x, draws(5, 9, seed=3).to(x.dtype).softmax(1)), [draws(5, 9)]),
+    "binary cross-entropy": (
+        lambda x: F.binary_cross_entropy_with_logits(x, (draws(5, 9, seed=3) > 0).to(x.dtype)),
+        [draws(5, 9)],
+    ),
+    "gelu": (F.gelu, [draws(4000) * 2]),
+    "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), [draws(4000) * 2]),
+    "silu": (F.silu, [draws(4000) * 4]),
+    "hardswish": (F.hardswish, [draws(4000) * 4]),
+    "hardsigmoid": (F.hardsigmoid, [draws(4000) * 4]),
+    "leaky relu": (lambda x: F.leaky_relu(x, 0.1), [draws(4000)]),
+    "elu": (F.elu, [draws(4000)]),
+    "softplus": (F.softplus, [draws(4000) * 10]),
+    "sigmoid": (torch.sigmoid, [draws(4000) * 4]),
+    "tanh": (torch.tanh, [draws(4000) * 2]),
+    "power": (lambda x: x.abs().pow(1.5) + x**3, [draws(4000)]),
+    "variance": (lambda x: x.var((0, 2)) + x.std((0, 2)), [draws(3, 4, 5)]),
+    "mean and sum": (lambda x: x.mean(1) + x.sum(1) / 7, [draws(3, 4, 5)]),
+    "norm": (lambda x: x / x.norm(dim=1, keepdim=True), [draws(6, 8)]),
+    "weight normalised": (lambda x: F.normalize(x, dim=1), [draws(6, 8)]),
+    "cumsum": (lambda x: x.cumsum(1), [draws(3, 20)]),
+    "embedding": (lambda w: F.embedding(torch.tensor([[1, 0, 1], [3, 1, 0]]), w), [draws(5, 4)]),
+    "gather of rows": (lambda w: w[torch.tensor([1, 0, 1, 3])], [draws(5, 4)]),
+    "used three times": (lambda x: x * x.exp() + x, [draws(50)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_is_near_float64_and_has_one_result(name: str) -> None:
+    function, inputs = CASES[name]
+    exact = gradients(function, [x.double() for x in inputs])
+    results = []
+    for method in ("float64", "int8", "float32"):
+        with portable([method]):
+            results.append(gradients(function, inputs))
+    for found, expected in zip(results[0], exact, strict=True):
+        assert found.dtype == torch.float32
+        error = (found.double() - expected).norm() / expected.norm().clamp(min=1e-3)
+        assert error < 5e-4, error
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same values 4 bytes off any vector's boundary."""
+    return torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+def last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_neither_layout_nor_alignment_nor_threads_change_a_bit(name: str) -> None:
+    function, inputs = CASES[name]
+    with portable():
+        expected = gradients(function, inputs)
+        found = [gradients(function, [change(x) for x in inputs]) for change in (shifted, last)]
+        with threads(2):
+            found.append(gradients(function, inputs))
+    for other in found:
+        assert all(torch.equal(a, b) for a, b in zip(expected, other, strict=True))
+
+
+def test_of_equal_values_the_first_in_row_order_is_the_maximum() -> None:
+    x = torch.zeros(1, 1, 4, 4)
+    x[0, 0, 1, 1] = x[0, 0, 1, 0] = x[0, 0, 2, 2] = 1
+    x[0, 0, 3, 3] = float("nan")
+    with portable():
+        values, indices = F.max_pool2d(x, 2, 2, return_indices=True)
+        padded = F.max_pool2d(torch.full((1, 1, 3, 3), -torch.inf), 3, 2, 1, return_indices=True)[1]
+    assert indices.flatten().tolist() == [4, 2, 8, 15]
+    assert values[0, 0, 1, 1].isnan()
+    assert padded.min() >= 0
+
+
+def test_running_statistics_move_as_torchs_do() -> None:
+    plain, own = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+    x = images() + 3
+    plain(x)
+    with portable():
+        own(x)
+        evaluated = own.eval()(x)
+    assert torch.allclose(plain.running_mean, own.running_mean, rtol=1e-6)
+    assert torch.allclose(plain.running_var, own.running_var, rtol=1e-6)
+    assert torch.allclose(plain.eval()(x), evaluated, rtol=1e-5, atol=1e-5)
+
+
+def test_optimizers_of_torch_without_foreach_take_single_operations() -> None:
+    def train(make: Callable[..., Any], inside: Any) -> list[Tensor]:
+        with inside:
+            weight = draws(40).requires_grad_()
+            optimizer = make([weight])
+            for number in range(3):
+                weight.grad = draws(40, seed=number + 1)
+                optimizer.step()
+        return [weight.detach()]
+
+    for make in (
+        lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.1, nesterov=True, foreach=False),
+        lambda p: torch.optim.AdamW(p, 0.1, foreach=False),
+    ):
+        with threads(1):
+            (plain,), (own,) = train(make, threads(1)), train(make, portable())
+        assert torch.allclose(plain, own, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_takes_lists_of_tensors() -> None:
+    weights = [draws(7, seed=1).requires_grad_(), draws(3, 5, seed=2).requires_grad_()]
+    with portable():
+        for weight in weights:
+            weight.grad = weight.detach() * 10
+        norm = nn.utils.clip_grad_norm_(weights, 1.0)
+        rest = nn.utils.get_total_norm([weight.grad for weight in weights])
+    assert torch.allclose(norm, torch.cat([w.detach().flatten() for w in weights]).norm() * 10)
+    assert abs(rest.item() - 1) < 1e-5
+
+
+def test_an_operator_without_a_rule_is_refused_by_name_and_module() -> None:
+    layer = nn.CTCLoss()
+    with portable(), pytest.raises(UserError, match=r"aten\._ctc_loss\.\w+ in CTCLoss has no rule.*float32"):
+        layer(draws(5, 2, 4), torch.ones(2, 3, dtype=torch.long), torch.full((2,), 5), torch.full((2,), 3))
+
+
+def test_draws_follow_torchs_generator_and_know_no_layout() -> None:
+    with portable():
+        torch.manual_seed(7)
+        first = [torch.randn(3, 4, 5, 6), torch.rand(9), nn.init.trunc_normal_(torch.empty(2, 3, 4, 5))]
+        state = torch.get_rng_state()
+        dropped = F.dropout(torch.ones(4, 8, 3, 3), 0.5)
+        torch.set_rng_state(state)
+        again = F.dropout(last(torch.ones(4, 8, 3, 3)), 0.5)
+        torch.manual_seed(7)
+        strided = torch.empty(3, 4, 5, 6, memory_format=torch.channels_last).normal_()
+    assert torch.equal(first[0], strided)
+    assert torch.equal(dropped, again)
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    assert first[2].abs().max() <= 2
