@@ -167,7 +167,7 @@ class PlannedMachine:
         str | None,
         option(
             "--software",
-            "Plan by this software profile; a rehearsal takes its speed of compute. By default torusgd, or the record's.",
+            "Plan by this software profile; a rehearsal takes its compute speed. By default torusgd, or the record's.",
             "Cluster",
         ),
     ] = None
