@@ -48,7 +48,7 @@ def test_what_a_finished_run_left_is_used_by_its_url(elsewhere: Any, tmp_path: P
         summary, _ = run_here(mirror.folder)
         mirror.put_result()
     elsewhere("b")
-    assert RunView(Path(URL)).read().told["weights_sha256"] == summary["weights_sha256"]
+    assert RunView(Path(URL)).read().reported["weights_sha256"] == summary["weights_sha256"]
     record = read_run(local_run(Path(URL)))
     assert (record.name, record.state, len(record.steps)) == ("digits one", "finished", 4)
     told = tmp_path / "told.json"
@@ -94,9 +94,9 @@ def test_a_run_at_work_elsewhere_is_seen_and_asked(elsewhere: Any, monkeypatch: 
             assert time.monotonic() < end
             time.sleep(0.02)
         view = RunView(Path(URL))
-        assert view.running("stop").told["virtual_workers"] == 4
-        view.ask(STOP, "")
-        view.ask(WORKERS, "3")
+        assert view.running("stop").reported["virtual_workers"] == 4
+        view.request(STOP, "")
+        view.request(WORKERS, "3")
         while not ((mirror.folder / STOP).exists() and (mirror.folder / WORKERS).exists()):
             assert time.monotonic() < end
             time.sleep(0.02)

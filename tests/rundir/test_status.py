@@ -19,7 +19,7 @@ from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir import status
 from torusgd.rundir.run_dir import RunDir
-from torusgd.rundir.status import STOP, WORKERS, Asked, ask, read_status
+from torusgd.rundir.status import STOP, WORKERS, RunRequests, ask, read_status
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 
@@ -111,7 +111,7 @@ def test_what_was_asked_is_found_once_and_only_since_the_run_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "SECONDS", 0.0)
-    asked = Asked(tmp_path)
+    asked = RunRequests(tmp_path)
     assert (asked.to_stop(), asked.workers()) == (False, None)
     ask(tmp_path / WORKERS, "3")
     assert (asked.workers(), asked.workers()) == (3, None)
@@ -120,8 +120,8 @@ def test_what_was_asked_is_found_once_and_only_since_the_run_began(
     for wrong in ("-1", "[", "true and more", '"3"'):
         (tmp_path / ".workers").write_text(wrong)
         assert asked.workers() is None
-    status.forget_what_was_asked(tmp_path)
-    assert not Asked(tmp_path).to_stop()
+    status.forget_requests(tmp_path)
+    assert not RunRequests(tmp_path).to_stop()
 
 
 def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ def vector_norm(x: Tensor, order: float = 2, dims: Any = None, keepdim: bool = F
 def _cumulative_sum(x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     if x.is_floating_point():
         return reductions.cumulative_sum(x, dim % x.dim())
-    # Sums of integers, whatever the dtype that was asked for: exact below 2**53.
+    # Sums of integers, whatever the requested dtype: exact below 2**53.
     return x.cumsum(dim, dtype=torch.int64).to(dtype or torch.int64)
 
 

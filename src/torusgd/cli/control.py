@@ -37,7 +37,7 @@ def status(
     else:
         terminal = console()
         try:
-            lines = _lines(found.state, found.told, found.age)
+            lines = _lines(found.state, found.reported, found.age)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{view.name}: its status can't be read: {type(error).__name__} {error}") from None
         for line in lines:
@@ -54,7 +54,7 @@ def stop(
 
     view = RunView(run)
     view.running("stop")
-    view.ask(STOP, "")
+    view.request(STOP, "")
     end = time.monotonic() + seconds
     while (found := view.read()).state == "running" and time.monotonic() < end:
         time.sleep(view.poll)
@@ -76,17 +76,17 @@ def resize(
 
     view = RunView(run)
     found = view.running("resize")
-    most = found.told.get("virtual_workers", workers)
+    most = found.reported.get("virtual_workers", workers)
     if workers > most:
         raise UserError(f"--workers {workers}: the recipe has {most} virtual workers to share; give at most {most}")
-    fewest, greatest = (found.told.get("runtime") or {}).get("workers_range") or (1, most)
+    fewest, greatest = (found.reported.get("runtime") or {}).get("workers_range") or (1, most)
     if not fewest <= workers <= greatest:
         raise UserError(f"--workers {workers}: the run takes {fewest} to {greatest} ranks, as its --workers said")
-    if why := found.told.get("fixed_ranks"):
+    if why := found.reported.get("fixed_ranks"):
         raise UserError(
             f"{view.name}: its ranks can't change: {why}; stop it, and give the same command with other --workers"
         )
-    view.ask(WORKERS, str(workers))
+    view.request(WORKERS, str(workers))
     typer.echo(f"{view.name}: will go on with {plural(workers, 'rank')}; torusgd status {view.name} shows when it does")
 
 

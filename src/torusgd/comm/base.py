@@ -175,7 +175,7 @@ class Engine(Protocol):
         """Sums a 1-D contiguous tensor in place by an algorithm, the same on every rank; None: the backend's own."""
 
     def effective(self, algorithm: Algorithm) -> Algorithm:
-        """What runs where this algorithm is asked for; several may come to the same."""
+        """The algorithm that runs in this one's place; several may come to the same."""
 
     def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
         """Runs the rounds of each chunk, those of no named algorithm, as shards and measurements do."""

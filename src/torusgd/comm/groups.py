@@ -353,7 +353,7 @@ def build(
         timeout: Seconds to meet, and for each collective.
         nccl: Whether CUDA tensors travel by NCCL; None: where the device is a GPU.
         split: From which communicator NCCL's is made; None: anew.
-        is_given_up: Asked while the members connect, and ends this rank's wait. None: it lasts `timeout` seconds.
+        is_given_up: Called while the members connect; true ends this rank's wait. None: it lasts `timeout` seconds.
 
     Raises:
         CommTimeout: The members did not meet in time.

@@ -135,22 +135,22 @@ class RunAhead:
         self._step, self._update, self._monitor = step, update, monitor
         self._launched: deque[_Launched] = deque()
 
-    def run(self, membership: Membership, asked: JournalEntry | Open) -> StepStats | None:
+    def run(self, membership: Membership, wanted: JournalEntry | Open) -> StepStats | None:
         """See `TrainStep.run`; afterwards the device may have gone on, up to the next look at the weights."""
         self._step.clock.start()
         self._step.clock.passes_done()
-        following = asked.step + len(self._launched)
+        following = wanted.step + len(self._launched)
         while len(self._launched) <= AHEAD and self._is_ordinary(following):
             self._launch(following, membership)
             following += 1
         if not self._launched:
-            return self._step.run(membership, asked)
+            return self._step.run(membership, wanted)
         launched = self._launched[0]
-        assert launched.step.index == asked.step, "steps are taken in their order"
+        assert launched.step.index == wanted.step, "steps are taken in their order"
         stats = self._stats_of(launched)
         if stats is None:
             self._forget()
-            return self._step.run(membership, asked)
+            return self._step.run(membership, wanted)
         self._launched.popleft()
         return stats
 

@@ -128,7 +128,7 @@ class Reducer:
         state = self.sum.state() if hasattr(self, "sum") and not self.sum.needs_measure else None
         self.layout = layout
         self.ready = [0.0] * len(layout.held)
-        """when each gradient of the last virtual worker was there (time.perf_counter), or on a GPU was asked for"""
+        """when each gradient of the last virtual worker was there (time.perf_counter), or on a GPU was launched"""
         self.sum: GradientSum = self._make_sum(layout)
         if state is not None:
             self.sum.load_state(state)

@@ -27,7 +27,7 @@ from ..run.result import RunResult, finished
 from ..run.survival import TrainRank
 from ..rundir.checkpoint import list_checkpoints
 from ..rundir.run_dir import RunDir
-from ..rundir.status import Asked, was_asked_to_stop
+from ..rundir.status import RunRequests, stop_is_requested
 from ..runtime import resolve_workers
 from ..signals import Stopped, asking_to_stop
 
@@ -144,7 +144,7 @@ def _supervise(job: Job, workers: int, folder: RunDir, entrance: Entrance | None
 def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int) -> RunResult:
     """One attempt after another, each from the last checkpoint."""
     restarts, pause = Restarts(), 0.0
-    requests = Asked(folder.path)
+    requests = RunRequests(folder.path)
     wanted, most = job.options.workers_range or (1, job.recipe.virtual_workers)
     quorum = Quorum(fewest, wanted, most)
     while True:
@@ -187,7 +187,7 @@ def _fewest_ranks(job: Job, ranks: int) -> int:
     return 2 if job.options.audit else 1  # one rank has no other to check it
 
 
-def _requested_ranks(requests: Asked, job: Job, quorum: Quorum) -> int | None:
+def _requested_ranks(requests: RunRequests, job: Job, quorum: Quorum) -> int | None:
     """With how many ranks `torusgd resize` wants a run to go on, within what it allows; None: with no other number."""
     workers = None if fixed_ranks(setup_of(job)) else requests.workers()
     if workers is None:
@@ -196,7 +196,7 @@ def _requested_ranks(requests: Asked, job: Job, quorum: Quorum) -> int | None:
 
 
 def _stopped(number: int, folder: RunDir) -> RunResult:
-    who = "torusgd stop" if was_asked_to_stop(folder.path) else signal.Signals(number).name
+    who = "torusgd stop" if stop_is_requested(folder.path) else signal.Signals(number).name
     warn(f"stopped by {who}; the same command goes on from {last_checkpoint(folder)}")
     return RunResult(signal=number)
 

@@ -66,7 +66,7 @@ class Telemetry:
         self._file = self._path.open("ab", buffering=0)  # one write a line: what was written survives a killed process
         self.status = StatusFile(folder, about)
         """the run's status, for what is no step"""
-        self.status.tell(now=True, phase="start", step=first_step, steps=steps)
+        self.status.update(now=True, phase="start", step=first_step, steps=steps)
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()
         self._speed = self._left_out = 0.0
@@ -102,8 +102,8 @@ class Telemetry:
             self.say(f"step {step.index + 1}: {stats.balance.move}")
         self._show(stats)
         if stats.balance is not None:
-            self.status.tell(slow_ranks=stats.balance.slow)
-        self.status.tell(
+            self.status.update(slow_ranks=stats.balance.slow)
+        self.status.update(
             phase="train",
             step=step.index + 1,
             epoch=event["epoch"],

@@ -87,7 +87,7 @@ def read_run(folder: Path) -> RunRecord:
         why=why,
         steps=tuple(event for event in events if "event" not in event),
         evaluations=tuple(event for event in events if event.get("event") in ("evaluation", "polished")),
-        summary=_expected(status.told) if status.state == "finished" else {},
+        summary=_expected(status.reported) if status.state == "finished" else {},
         status=_expected(_read_tree(folder / STATUS)),
         unread=unread,
     )

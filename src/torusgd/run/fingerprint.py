@@ -86,7 +86,7 @@ _DESIGN = (("cpu family", "CPU implementer"), ("model", "CPU part"), ("stepping"
 
 
 def _caches() -> str:
-    """Sizes of the first core's caches, by which blocks of a matrix product are cut; empty where nobody tells."""
+    """Sizes of the first core's caches, by which blocks of a matrix product are cut; empty if nobody knows."""
     found = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     try:
         return " ".join(path.read_text().strip() for path in found)
@@ -212,14 +212,14 @@ def check_ranks_agree(mine: Fingerprint, options: Mapping[str, object], world: G
     Raises:
         UserError: On every rank, naming the first rank that differs, its host, the key and both values.
     """
-    told = json.dumps([socket.gethostname(), {**options, **mine.as_dict()}])
-    host, first = json.loads(world.broadcast_text(told))
+    mine_text = json.dumps([socket.gethostname(), {**options, **mine.as_dict()}])
+    host, first = json.loads(world.broadcast_text(mine_text))
     differing = torch.zeros(world.size, dtype=torch.int32, device=world.small_device)
-    differing[world.rank] = json.loads(told)[1] != first
+    differing[world.rank] = json.loads(mine_text)[1] != first
     world.all_reduce(differing)
     found: list[Conditions] = []
     for place in differing.nonzero().flatten().tolist():  # none in a good run, so that its start takes two messages
-        other_host, other = json.loads(world.broadcast_text(told, place))
+        other_host, other = json.loads(world.broadcast_text(mine_text, place))
         conditions = other.pop("conditions")
         unequal = _unequal({key: value for key, value in first.items() if key != "conditions"}, other)
         remedy = "all ranks of a run need the same"

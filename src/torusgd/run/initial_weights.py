@@ -93,7 +93,7 @@ def fit(initial: InitialWeights, network: Mapping[str, Tensor], head_of: Callabl
     Args:
         initial: The weights.
         network: Its tensors by name.
-        head_of: Names of the tensors that depend on the number of classes; asked where not all fit.
+        head_of: Names of the tensors that depend on the number of classes; called if not all fit.
 
     Raises:
         UserError: A tensor of the body is missing or of another shape, or there is one that the network doesn't have.

@@ -18,7 +18,7 @@ from ..weights import weights_sha256
 from .initial_weights import read_initial
 
 
-class _Told(BaseModel):
+class _JobTree(BaseModel):
     """What `Job.as_dict` gives."""
 
     recipe: Recipe
@@ -75,13 +75,13 @@ class Job:
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any], data: Path | None) -> "Job":
         """From what `as_dict` gave, with the data set of this machine; UserError where it is something else."""
-        told = validate(_Told, tree, "the run's job")
-        trace = None if told.trace is None else TracedSteps(*told.trace)
-        job = cls(told.recipe, told.runtime, told.device, Path(told.out), data, max_steps=told.max_steps)
-        return replace(job, delays=told.delays, trace=trace)
+        found = validate(_JobTree, tree, "the run's job")
+        trace = None if found.trace is None else TracedSteps(*found.trace)
+        job = cls(found.recipe, found.runtime, found.device, Path(found.out), data, max_steps=found.max_steps)
+        return replace(job, delays=found.delays, trace=trace)
 
-    def asked(self) -> dict[str, Any]:
-        """What the user asked for beside the recipe, as plain JSON: with it the same command can be given again."""
+    def command(self) -> dict[str, Any]:
+        """What the user gave beside the recipe, as plain JSON, so that the same command can be given again."""
         options = self.options.model_dump(mode="json", exclude_unset=True)
         data = None if self.data is None else str(self.data)
         return {"data": data, "init": self.init, "max_steps": self.max_steps, "runtime": options}

@@ -103,7 +103,7 @@ def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]
     about = {"recipe": job.recipe.name, "virtual_workers": job.recipe.virtual_workers, "fixed_ranks": fixed}
     schedule = Schedule(job.recipe, len(data.training.source))
     return Kept(
-        data, schedule, {**about, **job.asked()}, tuple(began), None, -1, None, 0.0, {}, None, trackers=trackers
+        data, schedule, {**about, **job.command()}, tuple(began), None, -1, None, 0.0, {}, None, trackers=trackers
     )
 
 

@@ -20,7 +20,7 @@ from ..recipe.duration import Duration
 from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
-from ..rundir.status import Asked
+from ..rundir.status import RunRequests
 from ..signals import StopFlag
 from ..step.closing import as_seconds, closing_of
 from ..step.evaluate import Evaluation, evaluate
@@ -69,7 +69,7 @@ class Run:
     Args:
         job: What to run.
         world: All ranks.
-        stop: Asked once a step.
+        stop: Read once a step.
         restarts: Times that the launcher has started the ranks again.
         liveness: Learns of this rank's progress; waits ask it for late ranks. None: nobody is ever late.
         kept: What this rank keeps of the same run with other ranks; None: it begins.
@@ -98,7 +98,7 @@ class Run:
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
         self.run_dir = RunDir(job.out)
         self._metadata = weights_metadata(job.recipe, kept.data.training.source.classes)
-        self._asked = Asked(job.out)
+        self._asked = RunRequests(job.out)
         self.schedule = kept.schedule
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
@@ -110,7 +110,7 @@ class Run:
         last = kept.saved.at if kept.saved is not None else None
         self._times = CheckpointTimes(saves, 60.0 * job.options.checkpoint_minutes, self._writer, last)
         requests = Requests(
-            self._is_asked_to_stop,
+            self._must_stop,
             self.liveness,
             self._evaluations | saves | {self.steps},
             save_due=lambda steps: self._is_first and self._times.is_due(steps),
@@ -226,7 +226,7 @@ class Run:
                 saver.save()
                 saver.wait()
                 self._tell_phase("wait for ranks")
-                is_changing = _wait_for_ranks(self.world, self.liveness, state.step, self._is_asked_to_stop)
+                is_changing = _wait_for_ranks(self.world, self.liveness, state.step, self._must_stop)
                 is_stopping = not is_changing
                 continue
             with saver.before_errors():
@@ -239,7 +239,7 @@ class Run:
             is_stopping, is_due, is_changing = stats.stop, stats.save, stats.change
 
     def _note(self, stats: StepStats, news: str) -> None:
-        """A step was taken: what the run knows, tells and keeps of it."""
+        """Counts a step that was taken, and writes what is to be written of it."""
         state = self.state
         state.count(stats)
         if stats.balance is not None and stats.balance.move is not None:
@@ -264,11 +264,11 @@ class Run:
         self._counted = now
 
     def _evaluate_and_report(self) -> bool:
-        """Evaluates the weights of this step; False when a rank was asked to stop meanwhile."""
+        """Evaluates the weights of this step; False if a stop was requested meanwhile."""
         state, target = self.state, self.job.recipe.target_top1
         started = time.perf_counter()
         self._tell_phase("evaluate")
-        evaluation = self._evaluate(self._is_asked_to_stop)
+        evaluation = self._evaluate(self._must_stop)
         if evaluation is None:
             return False
         seconds = state.seconds + time.perf_counter() - started
@@ -367,7 +367,7 @@ class Run:
 
     def _tell_phase(self, phase: str) -> None:
         if self.telemetry is not None:
-            self.telemetry.status.tell(now=True, phase=phase)
+            self.telemetry.status.update(now=True, phase=phase)
 
     def _open_telemetry(self, agreed: Agreed) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
@@ -402,7 +402,7 @@ class Run:
         """Rank 0 alone prints and writes."""
         return self.world.rank == 0
 
-    def _is_asked_to_stop(self) -> bool:
+    def _must_stop(self) -> bool:
         return self.stop() or (self._is_first and self._asked.to_stop())
 
     def _boundaries(self, every: Duration | None, first: Duration | None = None) -> set[int]:
@@ -410,7 +410,7 @@ class Run:
 
 
 def _wait_for_ranks(world: Group, liveness: Liveness, step: int, stop_is_requested: Callable[[], bool]) -> bool:
-    """Waits, on all ranks of a run that has fewer than it wants, for others; False once one was asked to stop.
+    """Waits, on all ranks of a run that has fewer than it wants, for others; False once a stop was requested.
 
     Returns:
         Whether others have come, or are to leave: the ranks meet anew.

@@ -14,7 +14,7 @@ from ..step.step import TrainStep
 from .progress import RunState, as_checkpoint
 
 SLOW_DISK = 60
-"""seconds after which a checkpoint that is still being written is told, again and again"""
+"""seconds after which a checkpoint that is still being written is reported, again and again"""
 
 
 class LastSaved(NamedTuple):
@@ -29,7 +29,7 @@ class LastSaved(NamedTuple):
 
 def saved_on_disk(checkpoints: Path, world: Group, reached: int) -> int:
     """The step of the newest checkpoint; every rank calls it, rank 0 looks. `reached`: the step done."""
-    saved = step_on_disk(checkpoints, unread=reached) if world.rank == 0 else 0  # the next one tells what is wrong
+    saved = step_on_disk(checkpoints, unread=reached) if world.rank == 0 else 0  # the next one says what is wrong
     # The same on all ranks, since all compare their weights before one is written.
     return int(world.broadcast_text(str(saved)))
 

@@ -99,12 +99,12 @@ def shared_tail(
     model: nn.Module, recipe: Recipe, options: RuntimeOptions, world: Group, watch: Callable[[Work], Work]
 ) -> ParallelTail | None:
     """The network's tail in column blocks; None where the recipe computes its linear layers whole."""
-    blocks, asked = recipe.column_blocks, options.model_parallel
+    blocks, requested = recipe.column_blocks, options.model_parallel
     if blocks == 1:
         return None
     tail = column_tail(model, blocks)
     batch = recipe.virtual_workers * recipe.stages[0].images_per_worker
-    parallel = choose_parallel(asked, tail.layers, blocks, recipe.virtual_workers, batch, world.size)
+    parallel = choose_parallel(requested, tail.layers, blocks, recipe.virtual_workers, batch, world.size)
     return ParallelTail(model, tail, parallel, world, watch)
 
 

@@ -2,8 +2,8 @@
 
 The bucket decides: another machine that is given the same URL goes on from the newest checkpoint there. A checkpoint's
 manifest is written last and deleted first, so a checkpoint with a manifest is whole, and its sums say whether what was
-fetched is. A name that the run drew when it began tells what this machine has of the same run from what it has of an
-earlier one.
+fetched is. A name that the run drew when it began distinguishes what this machine has of it from what is left here of
+an earlier run.
 """
 
 import secrets
@@ -21,7 +21,7 @@ from .checkpoint import MANIFEST, list_checkpoints, read_checkpoint
 from .lease import Lease, is_lease
 from .run_dir import FILES, RunDir
 from .run_view import working_folder
-from .status import ASKED, HEAD, STATUS
+from .status import HEAD, REQUESTS, STATUS
 
 NAME = ".run-name"
 """what the run drew when it began"""
@@ -99,14 +99,14 @@ class Mirror:
             raise RunError(f"{self.url}: can't be written: {error}; the same command tries again") from error
 
     def _exchange(self) -> None:
-        """Now and then, while the run is at work: its status goes there, and what was asked of it comes here."""
+        """Now and then, while the run is at work: its status goes there, and requests to it come here."""
         if (self.folder / STATUS).exists():
             if not self._is_seen:  # without them there is no run for others, and the first checkpoint may be far off
                 for name in (NAME, _RECIPE):
                     self._store.put(self.folder / name, name)
                 self._is_seen = True
             self._store.put(self.folder / STATUS, STATUS)
-        for name in ASKED & self._store.sizes().keys():
+        for name in REQUESTS & self._store.sizes().keys():
             write_text(self.folder / name, self._store.read(name).decode(errors="replace"))
             self._store.delete(name)
 
@@ -181,7 +181,7 @@ class Mirror:
     def _clear(self, names: list[str]) -> None:
         for checkpoint in self._checkpoints():
             self._delete(checkpoint)
-        for name in (_SUMMARY, STATUS, *ASKED, *_SMALL, NAME):
+        for name in (_SUMMARY, STATUS, *REQUESTS, *_SMALL, NAME):
             if name in names:
                 self._store.delete(name)
 

@@ -17,7 +17,7 @@ from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED, STATE, list_checkpoints
-from .status import HEAD, STATUS, forget_what_was_asked
+from .status import HEAD, STATUS, forget_requests
 
 TRACE = "trace.json"
 TRACKING_ID = "tracking-id.txt"
@@ -101,7 +101,7 @@ class RunDir:
             else:
                 self._make_room(recipe)
             self.sweep()
-            forget_what_was_asked(self.path)
+            forget_requests(self.path)
             if not self.recipe.exists():
                 write_text(self.recipe, dump_recipe(recipe))
             if agents:
@@ -109,7 +109,7 @@ class RunDir:
 
     def finished(self, steps: int) -> dict[str, Any] | None:
         """The summary, if the run in this folder has done `steps` steps; that of a shorter run is removed."""
-        summary = self.told()
+        summary = self.read_summary()
         if summary is None:
             return None
         done = summary.get("steps")
@@ -120,7 +120,7 @@ class RunDir:
             self.model.unlink(missing_ok=True)
         return None
 
-    def told(self) -> dict[str, Any] | None:
+    def read_summary(self) -> dict[str, Any] | None:
         """The summary; None where there is none, or none that can be read."""
         try:
             summary = parse_json(read_text(self.summary))

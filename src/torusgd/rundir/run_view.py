@@ -1,7 +1,7 @@
-"""A run as other processes see it, by its folder or by its bucket: what it tells, what it left, what is asked of it.
+"""A run as other processes see it, by its folder or by its bucket: its status, its results, requests to it.
 
 Of a run in a bucket the files are copied here, to a folder of their own; where the run works on this very machine its
-own folder is looked at. What is asked of a run elsewhere lies in the bucket until its launcher looks, every few
+own folder is looked at. Requests to a run elsewhere lie in the bucket until its launcher looks, every few
 seconds. This module imports no torch, as `status` doesn't.
 """
 
@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..locks import is_locked
 from ..storage import Store, cache_folder, url_of
 from .lease import EXPIRES, Lease, object_name
-from .status import ASKED, HEAD, STATUS, RunStatus, ask, gone, read_status
+from .status import HEAD, REQUESTS, STATUS, RunStatus, gone, read_status, write_request
 
 _RECIPE, _WEIGHTS = "recipe.yaml", "model.safetensors"
 _SMALL = (_RECIPE, STATUS, "summary.json")
@@ -22,7 +22,7 @@ _ALL = (*_SMALL, "events.jsonl", "journal.txt", _WEIGHTS)
 
 
 class RunView:
-    """A run that is looked at and asked.
+    """A run to look at, and to send requests to.
 
     Args:
         path: Its folder or its URL.
@@ -57,7 +57,7 @@ class RunView:
         """The status of a run that is at work; UserError where it isn't.
 
         Args:
-            to: What is to be asked of it, for the error.
+            to: The request, for the error.
         """
         status = self.read()
         if status.state == "finished":
@@ -66,16 +66,16 @@ class RunView:
             raise UserError(f"{self.name}: {gone(status)}; there is nothing to {to}")
         return status
 
-    def ask(self, name: str, text: str) -> None:
-        """Asks the run for something, by one of the files `status.ASKED`; UserError where it can't be."""
-        assert name in ASKED
+    def request(self, name: str, text: str) -> None:
+        """Writes one of the files `status.REQUESTS` for the run; UserError if that can't be."""
+        assert name in REQUESTS
         if self._store is None:
-            ask(self._folder / name, text)
+            write_request(self._folder / name, text)
             return
         try:
             self._store.write(name, text.encode())
         except OSError as error:
-            raise UserError(f"{self.name}: can't be written, so nothing can be asked: {error}") from error
+            raise UserError(f"{self.name}: can't be written, so nothing can be requested: {error}") from error
 
 
 def local_run(path: Path) -> Path:

@@ -25,12 +25,12 @@ STATUS = "status.json"
 HEAD = "# The complete recipe of this run, defaults included."
 """first words of the recipe.yaml that a run writes"""
 SECONDS = 1.0
-"""from one status to the next, and from one look at what is asked to the next"""
+"""from one status to the next, and from one look at requests to the next"""
 FRESH = 30.0
 """seconds for which a status of another host counts as a sign of life"""
 STOP, WORKERS = ".stop", ".workers"
-"""files by which a run is asked for a checkpoint and its end, and to go on with so many ranks"""
-ASKED = frozenset({STOP, WORKERS})
+"""files that request a checkpoint and the run's end, or another number of ranks"""
+REQUESTS = frozenset({STOP, WORKERS})
 
 
 class StatusFile:
@@ -46,7 +46,7 @@ class StatusFile:
         self._told = {**about, "host": socket.gethostname(), "process": os.getpid()}
         self._written = 0.0
 
-    def tell(self, now: bool = False, **news: Any) -> None:
+    def update(self, now: bool = False, **news: Any) -> None:
         """Adds news, plain JSON by name; they are written once a second, or `now`.
 
         A disk that takes no status at the moment ends no run.
@@ -63,8 +63,8 @@ class StatusFile:
                     temporary.unlink(missing_ok=True)  # what a full disk took of it
 
 
-class Asked:
-    """What has been asked of a run since this was made.
+class RunRequests:
+    """Requests to a run since this was made.
 
     Args:
         folder: The run's.
@@ -82,16 +82,16 @@ class Asked:
         return self._is_stopping
 
     def workers(self) -> int | None:
-        """The number of ranks asked for, which is then forgotten; None: none was."""
+        """The requested number of ranks, which is then forgotten; None: there is none."""
         path = self._folder / WORKERS
         if not self._is_time() or not path.exists():
             return None
         try:
-            asked = parse_json(read_text(path))
+            number = parse_json(read_text(path))
             path.unlink()
         except (OSError, ValueError):
             return None
-        return asked if isinstance(asked, int) and asked > 0 else None
+        return number if isinstance(number, int) and number > 0 else None
 
     def _is_time(self) -> bool:
         if time.monotonic() - self._looked < SECONDS:
@@ -100,31 +100,31 @@ class Asked:
         return True
 
 
-def was_asked_to_stop(folder: Path) -> bool:
-    """Whether somebody has asked the run to stop since it began."""
+def stop_is_requested(folder: Path) -> bool:
+    """Whether somebody has requested a stop since the run began."""
     return (folder / STOP).exists()
 
 
-def forget_what_was_asked(folder: Path) -> None:
-    """Removes what was asked of an earlier run in this folder."""
-    for name in ASKED:
+def forget_requests(folder: Path) -> None:
+    """Removes the requests to an earlier run in this folder."""
+    for name in REQUESTS:
         (folder / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a run's folder tells of it at a time."""
+    """A run's status, as its folder has it at a time."""
 
     state: str
     """running, finished, stopped, or gone: not finished, and no process is at work on it"""
-    told: dict[str, Any]
+    reported: dict[str, Any]
     """by the run itself, see `Telemetry`; of a finished run its summary"""
     age: float
-    """seconds since it told that"""
+    """seconds since it reported that"""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {"state": self.state, "age": round(self.age, 1), **self.told}
+        return {"state": self.state, "age": round(self.age, 1), **self.reported}
 
 
 def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
@@ -132,7 +132,7 @@ def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
 
     Args:
         folder: The run's, or a copy of what is in its bucket.
-        is_alive: Whether somebody holds the run's lock; None: the folder's lock tells.
+        is_alive: Whether somebody holds the run's lock; None: by the folder's lock.
 
     Raises:
         UserError: The folder holds no run, or one whose status can't be read.
@@ -142,30 +142,30 @@ def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
     try:
         if not is_running and (folder / "summary.json").exists():
             return RunStatus("finished", _tree(folder / "summary.json"), _age(folder / "summary.json"))
-        told, age = (_tree(folder / STATUS), _age(folder / STATUS)) if (folder / STATUS).exists() else ({}, 0.0)
+        reported, age = (_tree(folder / STATUS), _age(folder / STATUS)) if (folder / STATUS).exists() else ({}, 0.0)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: its status can't be read: {error}") from None
     # Where locks do not bind other hosts, the status of a run elsewhere is its only sign of life.
-    is_elsewhere = told.get("host") not in (None, socket.gethostname()) and abs(age) < FRESH
-    ended = "stopped" if told.get("phase") == "stopped" else "gone"
-    return RunStatus("running" if is_running or (is_elsewhere and ended == "gone") else ended, told, age)
+    is_elsewhere = reported.get("host") not in (None, socket.gethostname()) and abs(age) < FRESH
+    ended = "stopped" if reported.get("phase") == "stopped" else "gone"
+    return RunStatus("running" if is_running or (is_elsewhere and ended == "gone") else ended, reported, age)
 
 
 def gone(status: RunStatus) -> str:
     """Why a run that is not finished does not run."""
-    at = f" after step {status.told['step']}" if "step" in status.told else ""
+    at = f" after step {status.reported['step']}" if "step" in status.reported else ""
     why = "was stopped" if status.state == "stopped" else "is not running, its process is gone"
     return f"the run {why}{at}; the same `torusgd train` goes on with it"
 
 
-def ask(path: Path, text: str) -> None:
-    """Writes what is asked of a run, a file of `ASKED` in its folder; UserError where it can't be written."""
+def write_request(path: Path, text: str) -> None:
+    """Writes a request to a run, a file of `REQUESTS` in its folder; UserError if it can't be written."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         temporary.write_text(text)
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"{path.parent}: can't be written, so nothing can be asked: {error.strerror}") from None
+        raise UserError(f"{path.parent}: can't be written, so nothing can be requested: {error.strerror}") from None
 
 
 def _check_run(folder: Path) -> None:

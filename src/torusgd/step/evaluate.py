@@ -71,7 +71,7 @@ def evaluate(
         world: All ranks.
         allreduce: Sums the counts.
         precision: As in training.
-        stop_requested: Asked before every chunk.
+        stop_requested: Called before every chunk.
         progress: Called before every chunk with its place among this rank's.
         observe: Called with the logits and the targets of each of this rank's chunks.
 

@@ -143,7 +143,7 @@ class PassThread:
             membership: Who computes which.
             limit: What closes it.
             take: Reads the images of a virtual worker; called in the thread.
-            is_stopped: Asked at least every SLICE seconds, with the virtual worker that is next; true closes the step.
+            is_stopped: Called at least every SLICE seconds with the next virtual worker; true closes the step.
         """
         closing = StepClosing(step.index, limit, sum(map(len, membership.shares)), self._arrivals)
         left = list(reversed(membership.mine))

@@ -36,7 +36,7 @@ def order_of_gradients(options: RuntimeOptions) -> Context:
 class WeightsFirst(TorchFunctionMode):
     """In this context `linear` and `conv2d` make two nodes, on a CPU, with autocast or without.
 
-    Calls stay as they are where there is no order to choose, as no input gradient or no weight gradient is asked for,
+    Calls stay as they are where there is no order to choose, as no input gradient or no weight gradient is needed,
     and where torch takes another kernel: an input of more or less dimensions, padding by a word.
 
     >>> from torch import nn
