@@ -28,6 +28,7 @@ from tests.cuda.trainers import (
     never,
     take,
 )
+from tests.messages import refused
 from tests.run.runs import TINY, events, run_here
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +39,7 @@ from torusgd.cuda.form import check_gpu
 from torusgd.cuda.graphs import GraphedNetwork
 from torusgd.data.pipeline import allocate_by_torch
 from torusgd.data.to_device import BytePipeline
-from torusgd.errors import RunError, UserError
+from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run import open_data as data_module
@@ -235,15 +236,15 @@ def test_updates_that_cannot_be_captured_go_on_without() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "triton", "why"),
-    [((7, 5), "triton", "compute capability 8.0, and this GPU has 7.5"), ((9, 0), None, "needs Triton")],
+    ("name", "capability", "triton"),
+    [("cuda_graphs on an old GPU", (7, 5), "triton"), ("cuda_graphs without Triton", (9, 0), None)],
 )
 def test_a_gpu_without_the_kernels_is_refused(
-    capability: tuple[int, int], triton: object, why: str, monkeypatch: pytest.MonkeyPatch
+    name: str, capability: tuple[int, int], triton: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("torusgd.cuda.form.find_spec", {"triton": triton}.get)
-    with pytest.raises(UserError, match=f"^cuda_graphs = true: .*{why}"):
+    with refused(name, "cuda_graphs"):
         check_gpu(torch.device("cuda", 0))
 
 

@@ -70,10 +70,10 @@ def test_more_ranks_than_gpus_are_refused(four_gpus: pytest.MonkeyPatch) -> None
 
 
 def test_ranks_on_one_gpu_are_named() -> None:
-    check_own_gpus(["a", "b", "", ""], ranks_per_gpu=1)
-    check_own_gpus(["a", "b", "a", "b"], ranks_per_gpu=2)
-    with pytest.raises(UserError, match=r"ranks 1, 3 have the same GPU \(b\): .*--set runtime.ranks_per_gpu=2"):
-        check_own_gpus(["a", "b", "c", "b"], ranks_per_gpu=1)
+    check_own_gpus(dict(enumerate(["a", "b", "", ""])), ranks_per_gpu=1)
+    check_own_gpus(dict(enumerate(["a", "b", "a", "b"])), ranks_per_gpu=2)
+    with pytest.raises(UserError, match=r"ranks 1, 5 have the same GPU \(b\): .*--set runtime.ranks_per_gpu=2"):
+        check_own_gpus({0: "a", 1: "b", 4: "c", 5: "b"}, ranks_per_gpu=1)
 
 
 def rank_0_comes(store: HashStore) -> None:
@@ -156,7 +156,7 @@ def test_two_ranks_on_the_gpu_that_is_here(ranks_per_gpu: int) -> None:
     for rank in range(2):
         claim_gpu(store, rank, device, ranks_per_gpu)
     if ranks_per_gpu == 2:
-        check_shared_gpus(store, 2, ranks_per_gpu)
+        check_shared_gpus(store, range(2), ranks_per_gpu)
     else:
         with pytest.raises(UserError, match="ranks 0, 1 have the same GPU"):
-            check_shared_gpus(store, 2, ranks_per_gpu)
+            check_shared_gpus(store, range(2), ranks_per_gpu)

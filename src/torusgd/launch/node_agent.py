@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunError, UserError, warn
+from ..ranks.gpus import free_local_rank
 from ..ranks.join import (
     MOST_RANKS,
     NODE,
@@ -134,11 +135,14 @@ class _Ranks:
     def __init__(self, job: Job, port: int, interface: str) -> None:
         self._job, self._port, self._interface = job, port, interface
         self._processes: dict[int, BaseProcess] = {}
+        self._local: dict[int, int] = {}
 
     def start(self, number: int, rank: int, size: int, attempt: int) -> None:
+        self._local[number] = local = free_local_rank({self._local[each] for each in self._processes})
         spec = RankSpec(
             rank, size, self._port, attempt, self._job.device, self._job.options.ranks_per_gpu, limits_of(self._job),
-            TrainRank(self._job, size), joins=True, interface=self._interface, stops_run=False,
+            TrainRank(self._job, size), joins=True, interface=self._interface, local=local,
+            stops_run=False,
         )  # fmt: skip
         with held_back():
             self._processes[number] = start_rank(spec)

@@ -218,14 +218,12 @@ class Generations:
             self._rank, self.joiners = rank, ()
             if rank not in newest.ranks:
                 raise Released
-            is_gpu = device.type == "cuda"
             try:
                 return meet(
                     PrefixStore(keys.MEETING.format(generation=self.number), self._store),
                     newest.ranks, rank, device, ranks_per_gpu,
                     wait=partial(self._wait_for_all, liveness),
-                    # Ranks with GPUs don't go on without the lost ones, so they form no group but the first.
-                    is_given_up=None if is_gpu else self._is_over,
+                    is_given_up=self._is_over,
                 )  # fmt: skip
             except ConnectionLost:
                 if not self._is_followed(liveness):
@@ -329,7 +327,7 @@ def meet(
         store.set(keys.ALL_HERE, "")
     wait(store)
     if is_gpu:
-        check_shared_gpus(store, len(ranks), ranks_per_gpu)
+        check_shared_gpus(store, ranks, ranks_per_gpu)
     return groups.build(
         PrefixStore(keys.WORLD, store),
         ranks,

@@ -1,13 +1,13 @@
 """Which GPU of its machine a rank takes, and whether every rank has one of its own.
 
-A launcher gives a rank its number on its machine in a variable of its own making, or shows each rank one GPU only
+A launcher tells a rank its number on its machine in a variable of its own making; or it shows each rank one GPU only
 (`srun --gpus-per-task=1`). Whatever it did, the ranks compare in the end: two processes that compute on one GPU without
 knowing take turns there, and NCCL refuses them or stands still.
 """
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -65,18 +65,27 @@ def own_gpu(ranks_per_gpu: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def check_own_gpus(gpus: Sequence[str], ranks_per_gpu: int) -> None:
+def free_local_rank(taken: Collection[int]) -> int:
+    """The lowest number that no rank on this machine has: one that joins takes the GPU of one that was lost.
+
+    >>> free_local_rank({0, 1, 3})
+    2
+    """
+    return min({*range(len(taken) + 1)} - {*taken})
+
+
+def check_own_gpus(gpus: Mapping[int, str], ranks_per_gpu: int) -> None:
     """Compares what all ranks have taken.
 
     Args:
-        gpus: The UUID of each rank's GPU, which no two GPUs have; empty for a rank on a CPU.
+        gpus: By rank, its GPU's UUID, which no two GPUs share; empty for a rank on a CPU.
         ranks_per_gpu: How many may share one.
 
     Raises:
         UserError: More ranks than that have the same GPU; the line is the same on every rank.
     """
     ranks_of = defaultdict(list)
-    for rank, gpu in enumerate(gpus):
+    for rank, gpu in gpus.items():
         if gpu:
             ranks_of[gpu].append(rank)
     for gpu, ranks in ranks_of.items():
@@ -106,8 +115,8 @@ def claim_gpu(store: Store, rank: int, device: torch.device, ranks_per_gpu: int)
         store.set(keys.SHARED_GPU, "")
 
 
-def check_shared_gpus(store: Store, size: int, ranks_per_gpu: int) -> None:
+def check_shared_gpus(store: Store, ranks: Sequence[int], ranks_per_gpu: int) -> None:
     """Reads what all ranks have taken, once all have met; UserError as `check_own_gpus`."""
     if store.check([keys.SHARED_GPU]):
-        gpus = store.multi_get([keys.GPU.format(rank=rank) for rank in range(size)])
-        check_own_gpus([gpu.decode() for gpu in gpus], ranks_per_gpu)
+        gpus = store.multi_get([keys.GPU.format(rank=rank) for rank in ranks])
+        check_own_gpus({rank: gpu.decode() for rank, gpu in zip(ranks, gpus, strict=True)}, ranks_per_gpu)

@@ -67,6 +67,8 @@ class RankSpec:
     """beside ranks that are at work already"""
     interface: str = LOOPBACK_INTERFACE
     """the network interface by which it exchanges messages"""
+    local: int = 0
+    """its number among the ranks that run on its machine, which decides its GPU"""
     stops_run: bool = True
     """a stop signal that reaches it stops the whole run; else it is left to the agent, which ends its ranks"""
 
@@ -91,8 +93,8 @@ def _be_rank(spec: RankSpec) -> None:
     """It ends with exit code 0 only when all is well: else it reports why."""
     if not spec.stops_run:
         hold_back()  # before any thread begins, which would not
-    rank = str(spec.rank)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.size), LOCAL_WORLD_SIZE=str(spec.size))
+    size = str(spec.size)
+    os.environ.update(RANK=str(spec.rank), LOCAL_RANK=str(spec.local), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME=spec.interface, NCCL_SOCKET_IFNAME=spec.interface)
     die_with_launcher()
@@ -114,6 +116,7 @@ def _be_rank(spec: RankSpec) -> None:
     # Failures of ranks that have not taken part yet end nobody but themselves, and stand apart.
     failures: Store = PrefixStore(keys.JOINING, store) if spec.joins else store
     try:
+        device = device_of(spec.device, spec.ranks_per_gpu)  # before a rank that joins draws its network there
         if spec.joins:
             follow = None
             if isinstance(spec.function, Prepares):
@@ -123,7 +126,7 @@ def _be_rank(spec: RankSpec) -> None:
             failures = store
         result = generations.run(
             spec.function, (stop, spec.attempt, heartbeat), spec.rank,
-            device_of(spec.device, spec.ranks_per_gpu), spec.ranks_per_gpu, heartbeat,
+            device, spec.ranks_per_gpu, heartbeat,
         )  # fmt: skip
         store.set(keys.RESULT.format(rank=spec.rank), json.dumps(result))
     except Released:

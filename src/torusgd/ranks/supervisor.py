@@ -29,6 +29,7 @@ from ..text import named
 from .failures import Failure, FailureChannel, FailureKind, cause_of
 from .forkserver import forkserver_has_ended, start_forkserver
 from .generations import Generations
+from .gpus import free_local_rank
 from .join import JoinedNode, Listener, RemoteRank
 from .liveness import BEAT_SECONDS, Limits, Watch
 from .rank import LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start_rank
@@ -69,6 +70,8 @@ class RankEntry:
     number: int
     process: BaseProcess | RemoteRank
     part: Part
+    local: int = 0
+    """number among the ranks that run on its machine"""
     runs: bool = True
 
     @property
@@ -222,13 +225,14 @@ class Supervisor:
     def _start(self, part: Part, function: RankFunction) -> int:
         """Starts the process of another rank on this machine, in the attempt that is open."""
         number = len(self._table)
+        local = free_local_rank({rank.local for rank in self._table.values() if rank.runs and not rank.is_remote})
         interface = self.listener.interface if self.listener is not None else LOOPBACK_INTERFACE
         spec = RankSpec(
             number, self.size, self.port, self._attempt, self._device, self._ranks_per_gpu, self._limits, function,
-            part is Part.JOINS, interface,
+            part is Part.JOINS, interface, local,
         )  # fmt: skip
         with held_back():  # else a signal could come between the two
-            self._table[number] = RankEntry(number, start_rank(spec), part)
+            self._table[number] = RankEntry(number, start_rank(spec), part, local)
         return number
 
     def _in(self, part: Part) -> list[int]:
