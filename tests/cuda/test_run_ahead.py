@@ -49,8 +49,13 @@ from torusgd.run.open_data import open_data
 from torusgd.step.requests import Requests
 from torusgd.step.watch import StepView, StepWatch
 
-MOMENTA = f"stages=[{{until: 3st, images_per_worker: 3}}, {{until: {STEPS}st, images_per_worker: 3, momentum: 0.5}}]"
-GROWING = ("precision=float16", "virtual_workers=2", "loss_scale={initial: 512, growth_interval: 3}")
+MOMENTA = "stages=[{until: 4st, images_per_worker: 3}, {until: 10st, images_per_worker: 3, momentum: 0.5}]"
+GROWING = (
+    "precision=float16",
+    "virtual_workers=2",
+    "loss_scale={initial: 512, growth_interval: 3}",
+    "stages=[{until: 10st, images_per_worker: 3}]",
+)
 
 
 def captured(*changes: str, capture: Callable[..., Any] = Recorded) -> Trainer:
@@ -74,7 +79,7 @@ def graphs_of(trainer: Trainer) -> int:
         ((SGD, AVERAGED), 1),
         ((SGD, "precision=bfloat16"), 1),
         ((SGD, MOMENTA), 2),
-        ((SGD, *GROWING), 2),
+        ((SGD, *GROWING), 3),
     ],
 )
 def test_steps_in_advance_are_those_one_by_one(changes: tuple[str, ...], graphs: int) -> None:

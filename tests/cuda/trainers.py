@@ -66,7 +66,7 @@ def take(trainer: Trainer, index: int) -> StepStats | None:
 
 def all_steps(trainer: Trainer) -> list[dict[str, Any]]:
     """What each step reported but its times."""
-    taken = [stats for index in range(STEPS) if (stats := take(trainer, index)) is not None]
+    taken = [stats for index in range(len(trainer.step.schedule)) if (stats := take(trainer, index)) is not None]
     return [{key: value for key, value in vars(stats).items() if key not in ("times", "entry")} for stats in taken]
 
 

@@ -1,6 +1,8 @@
-"""Sources for tests, given to recipes by import path."""
+"""Sources, and a network, for tests, given to recipes by import path."""
 
 import numpy as np
+import torch
+from torch import nn
 
 from torusgd.data.types import CorruptImage
 
@@ -31,3 +33,15 @@ class Torn(Half):
         if index % 7 == 3:
             raise CorruptImage(index, "torn on purpose")
         return super().read(index)
+
+
+class Counting(nn.Module):
+    """A network whose logits follow the number of images that it is given together."""
+
+    def __init__(self, classes: int, channels: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(channels * 64, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(x.flatten(1))
+        return logits * len(x)

@@ -19,7 +19,7 @@ from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir import status
 from torusgd.rundir.run_dir import RunDir
-from torusgd.rundir.status import STOP, WORKERS, RunRequests, ask, read_status
+from torusgd.rundir.status import STOP, WORKERS, RunRequests, read_status, write_request
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 
@@ -113,9 +113,9 @@ def test_what_was_asked_is_found_once_and_only_since_the_run_began(
     monkeypatch.setattr(status, "SECONDS", 0.0)
     asked = RunRequests(tmp_path)
     assert (asked.to_stop(), asked.workers()) == (False, None)
-    ask(tmp_path / WORKERS, "3")
+    write_request(tmp_path / WORKERS, "3")
     assert (asked.workers(), asked.workers()) == (3, None)
-    ask(tmp_path / STOP, "")
+    write_request(tmp_path / STOP, "")
     assert asked.to_stop()
     for wrong in ("-1", "[", "true and more", '"3"'):
         (tmp_path / ".workers").write_text(wrong)
@@ -130,9 +130,9 @@ def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     told = status.StatusFile(tmp_path, {})
-    told.tell(now=True, step=1)
+    told.update(now=True, step=1)
     monkeypatch.setattr(Path, "write_text", write_some)
-    told.tell(now=True, step=2)
+    told.update(now=True, step=2)
     assert [path.name for path in tmp_path.iterdir()] == [status.STATUS]
     assert json.loads((tmp_path / status.STATUS).read_text())["step"] == 1
 

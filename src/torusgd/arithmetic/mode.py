@@ -37,9 +37,10 @@ def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
     Raises:
         UserError: Inside, for an operator that has no rule, or for floating-point numbers other than float32.
 
+    >>> import torch
     >>> with portable():
-    ...     torch.manual_seed(1)
-    ...     layer = nn.Linear(2, 2)
+    ...     _ = torch.manual_seed(1)
+    ...     layer = torch.nn.Linear(2, 2)
     ...     layer(torch.ones(1, 2)).sum().backward()
     """
     torch.set_flush_denormal(False)

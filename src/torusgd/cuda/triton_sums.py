@@ -30,6 +30,7 @@ BFLOAT16 = tl.constexpr(1)
 LIMBS, TOP = tl.constexpr(exact_sum.NARROW.limbs), tl.constexpr(exact_sum.NARROW.top)
 BITS = tl.constexpr(exact_sum.LIMB_BITS)
 COUNT_BITS, HEADROOM = tl.constexpr(integer_sum.COUNT_BITS), tl.constexpr(integer_sum.HEADROOM)
+MOST_COUNTED = tl.constexpr((1 << integer_sum.COUNT_BITS) - 1)
 _KINDS = {torch.float32: 0, torch.bfloat16: BFLOAT16.value, torch.float16: 2}
 
 
@@ -84,7 +85,7 @@ def _add_bounds(found, scales, message, length, slots, unit, cap, SLOTS: tl.cons
     tl.store(bounds, old + units.to(old.dtype), mask=is_slot)
     tl.store(bad, tl.load(bad, mask=is_slot, other=0) + (bits >= 0x7F800000).to(old.dtype), mask=is_slot)
     count = tl.load(found + slots)
-    tl.store(lost, tl.load(lost) + (count & ((1 << COUNT_BITS) - 1)))
+    tl.store(lost, tl.load(lost) + (count & MOST_COUNTED))
     tl.store(lost + 1, tl.load(lost + 1) + (count >> COUNT_BITS))
     tl.store(found + slot, tl.zeros_like(bits), mask=is_slot)
     tl.store(found + slots, 0)
