@@ -5,9 +5,13 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import tempfile
+import time
 
 from ..errors import UserError
 from ..signals import held_back
+
+_END_SECONDS = 2.0
+"""for the kernel to report the end of a process whose pipes are closed"""
 
 
 def start_forkserver() -> None:
@@ -35,6 +39,8 @@ def start_forkserver() -> None:
 def forkserver_has_ended() -> bool:
     """Whether somebody has ended it, and so its ranks; the next start of a rank starts it anew."""
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    # Without reaping it, which is multiprocessing's business.
-    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return server is not None and os.waitid(os.P_PID, server, how) is not None
+    # Without reaping it, which is multiprocessing's business. Its pipes close a moment before its end is known.
+    until, how = time.monotonic() + _END_SECONDS, os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while not (has_ended := os.waitid(os.P_PID, server, how) is not None) and time.monotonic() < until:
+        time.sleep(0.01)
+    return has_ended
