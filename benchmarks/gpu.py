@@ -6,14 +6,16 @@
 In this order, so that a run that is cut short has what matters most:
 
     machine     versions and ceilings: a copy, a matrix product, launches one by one and as a graph: the ceilings
-    hashes      `digits` and the model at 20 steps, twice on 1 rank, then on 2 and 4: is it one hash?
-    speed       images/s of a step with one pass, in turn: the plain loop that people write (torchvision's network where
-                it is installed, autocast, channels-last, torch's SGD), the same compiled, and torusgd with float32
-                sums (which the host decides on step by step), with exact sums, and with exact sums and deterministic
-                algorithms, as in a run, plain and compiled; beside the aims
+    hashes      `digits` and the model at 20 steps, twice on 1 rank, then on 2 and 4, then with `runtime.cuda_graphs`:
+                is it one hash?
+    speed       images/s of a step with one pass, in turn: the plain loop that people write (torchvision's network if
+                it is installed, autocast, channels-last, torch's SGD), the same compiled; torusgd's plain step with
+                float32 sums, with exact sums, and with exact sums and deterministic algorithms, as in a run; the same
+                as CUDA graphs, plain and compiled; beside the aims
     precision   torusgd in float16 against bfloat16: a row for the table of `auto` in runtime.py
-    streams     steps of four passes, one pass at a time and two at once (`runtime.cuda_streams`); on a GPU only
-    step        what a step asks of the GPU, by torch's profiler: kernels, launches, synchronisations
+    streams     CUDA graphs of four passes a step, one pass at a time and two (`runtime.cuda_streams`); on a GPU only
+    step        what the host does in a step, plain and as CUDA graphs, by torch's profiler: kernels, launches,
+                synchronisations
 
 A part that fails is noted with its error, and the next one runs.
 """
@@ -34,7 +36,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from gpu_section import COMPILED, EXACT, FLOAT, PEER, RUN, RUN_COMPILED, put_section, section
+from gpu_section import COMPILED, EXACT, FLOAT, GRAPHS, GRAPHS_COMPILED, PEER, RUN, put_section, section
 from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import alone
 from torusgd.data.loader import Share
@@ -143,9 +145,13 @@ def hashes(args: argparse.Namespace) -> dict[str, Any]:
     network = make_recipe(args, args.images[0], workers=4)
     for name, recipe in (("digits", resolve_auto(load_recipe("digits").recipe, args.device)), (args.model, network)):
         found[name] = {}
-        for run, ranks in (("a run", 1), ("the same again", 1), ("the same", 2), ("the same", 4)):
+        runs = (("a run", 1, False), ("the same again", 1, False), ("the same", 2, False), ("the same", 4, False),
+                ("CUDA graphs", 1, True))  # fmt: skip
+        for run, ranks, graphs in runs:
             with tempfile.TemporaryDirectory() as folder:
-                options = RuntimeOptions(workers=ranks, ranks_per_gpu=ranks, checkpoint_every="1000st")
+                options = RuntimeOptions(
+                    workers=ranks, ranks_per_gpu=ranks, checkpoint_every="1000st", cuda_graphs=graphs
+                )
                 job = Job(recipe, options, args.device, Path(folder) / "run", max_steps=steps)
                 found[name][f"{run} on {ranks} rank{'s' * (ranks > 1)}"] = launch(job, fresh=True).summary[
                     "weights_sha256"
@@ -164,13 +170,11 @@ def images_of(args: argparse.Namespace, images: int) -> Batch:
 
 
 def our_step(
-    args: argparse.Namespace, images: int, *changes: str, workers: int = 1, streams: int = 1, graphs: bool = True
+    args: argparse.Namespace, images: int, *changes: str, workers: int = 1, **options: Any
 ) -> Callable[[int], object]:
-    """The trainer's own step, put together as `torusgd train` does, but for the loader; plain without `graphs`."""
+    """The trainer's own step, put together as `torusgd train` does, but for the loader; `options` of the runtime."""
     recipe = make_recipe(args, images, *changes, workers=workers)
-    # Sums in 16 bits have no graphs.
-    options = RuntimeOptions(cuda_graphs=graphs and recipe.reduction == "exact", cuda_streams=streams)
-    job = Job(recipe, options, args.device, Path())
+    job = Job(recipe, RuntimeOptions(**options), args.device, Path())
     world, liveness = alone(args.target), NoLiveness()
     data = replace(open_data(job, world.device, liveness), loader=Ready(images_of(args, images)))
     trainer = build(job, data, world, liveness)
@@ -242,11 +246,11 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
         steps = {PEER: (peer_step(args, images, compiled=False), False)}
         if args.compile:
             steps[COMPILED] = (peer_step(args, images, compiled=True), False)
-            steps[RUN_COMPILED] = (our_step(args, images, "reduction=exact", "compile=true"), True)
+            steps[GRAPHS_COMPILED] = (our_step(args, images, "compile=true", cuda_graphs=True), True)
         steps[FLOAT] = (our_step(args, images, "reduction=float32"), False)
-        # Each its own: a pass is captured with the algorithms of its time.
-        steps[EXACT] = (our_step(args, images, "reduction=exact"), False)
-        steps[RUN] = (our_step(args, images, "reduction=exact"), True)
+        steps[EXACT] = (our_step(args, images), False)
+        steps[RUN] = (our_step(args, images), True)
+        steps[GRAPHS] = (our_step(args, images, cuda_graphs=True), True)
         found["seconds"][str(images)] = in_turn(args, steps)
     return found
 
@@ -264,21 +268,26 @@ def streams(args: argparse.Namespace) -> dict[str, Any]:
     if args.device == "cpu":
         return {"left_out": "a CPU has no CUDA streams"}
     images = args.images[0]
-    steps = {str(count): (our_step(args, images, workers=4, streams=count), True) for count in (1, 2)}
+    steps = {
+        str(count): (our_step(args, images, workers=4, cuda_graphs=True, cuda_streams=count), True) for count in (1, 2)
+    }
     return {"images": images, "seconds": in_turn(args, steps)}
 
 
 def counts(args: argparse.Namespace) -> dict[str, Any]:
-    """What one step asks of the device; by the profiler, which counts the CPU's operators where there is no GPU."""
-    step = our_step(args, args.images[0])
-    for index in range(2):
-        step(index)
-    wait(args.target)
-    with torch.profiler.profile() as profile:
-        with torch.profiler.record_function(STEP):
-            step(2)
+    """What the host does in one step, by the profiler, which counts the CPU's operators if there is no GPU."""
+    found = {}
+    for name, graphs in (("plain", False), ("graphs", True)):
+        step = our_step(args, args.images[0], cuda_graphs=graphs)
+        for index in range(3):
+            step(index)
         wait(args.target)
-    return counted(profile.events())
+        with torch.profiler.profile() as profile:
+            with torch.profiler.record_function(STEP):
+                step(3)
+            wait(args.target)
+        found[name] = counted(profile.events())
+    return found
 
 
 def counted(events: Sequence[Any]) -> dict[str, Any]:

@@ -169,9 +169,9 @@ def test_the_gpu_benchmark_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert args.docs is None
     args.until = math.inf
     speed = script["speed"](args)["seconds"]["2"]
-    assert set(speed) == {script["PEER"], script["FLOAT"], script["EXACT"], script["RUN"]}
+    assert set(speed) == {script[name] for name in ("PEER", "FLOAT", "EXACT", "RUN", "GRAPHS")}
     assert all(len(times) == 1 for times in speed.values())
-    assert script["counts"](args)["operators"] > 100
+    assert all(script["counts"](args)[form]["operators"] > 100 for form in ("plain", "graphs"))
 
 
 def test_the_gpu_benchmark_counts_what_the_host_asks_for_in_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
