@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torusgd.models.small import digits_net, fashion_net
+from torusgd.models.resnet import digits_net, fashion_net
 
 from torusgd.arithmetic import portable
 from torusgd.models.resnet import resnet18, resnet50

@@ -60,7 +60,6 @@ BESIDE_LOSS = {
     "Telemetry": "events and status",
     "Trackers": "events and status",
     "StepStats.as_event": "events and status",
-    "Asked": "events and status",
     "warn": "events and status",
     "Schedule": "recipe and schedule",
     "Recipe": "recipe and schedule",
