@@ -102,6 +102,7 @@ def leave(liveness: Liveness) -> None:
 
 def end_the_fork_server(liveness: Liveness) -> None:
     os.kill(os.getppid(), signal.SIGKILL)
+    sleep_for_ever(liveness)  # a rank that ended before the supervisor looked would have done its work well
 
 
 def freeze(liveness: Liveness) -> None:
