@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torusgd.models.resnet import digits_net, fashion_net
 
 from torusgd.arithmetic import portable
-from torusgd.models.resnet import resnet18, resnet50
+from torusgd.models.resnet import digits_net, fashion_net, resnet18, resnet50
 
 Case = Callable[..., Tensor]
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
