@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
 
 from torusgd.comm.algorithms import NAMES
-from torusgd.comm.allreduce import create, native
+from torusgd.comm.allreduce import NativeAllReduce, create
 from torusgd.comm.base import AllReduce
 from torusgd.comm.connection import connect
 from torusgd.comm.groups import group_of
@@ -104,7 +104,7 @@ def test_alone_it_does_nothing(name):
     work.wait()
     assert tensor.equal(torch.arange(5))
     allreduce.close()
-    native().start(tensor).wait()
+    NativeAllReduce().start(tensor).wait()
 
 
 def a_part_of_the_ranks() -> bool:

@@ -1,6 +1,5 @@
 """How NCCL's communicators are made, split and ended: by a backend that is Gloo and notes what NCCL would be asked."""
 
-from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -86,7 +85,7 @@ def sum_on_the_gpu_by_gloo() -> float:
 def sum_by_nccl() -> float:
     store = dist.distributed_c10d._get_default_store()
     world = groups.build(PrefixStore("run", store), [0], 0, device=GPU, timeout=240)
-    group = groups.connected(PrefixStore("alone", store), [0], 0, GPU, timedelta(seconds=60), nccl=True)
+    group = groups.connected(PrefixStore("alone", store), [0], 0, GPU, 60.0, nccl=True)
     value = torch.ones(1000, device=GPU, dtype=torch.int32)
     groups.Group(group, (0,), 0, GPU, None, 60.0, nccl=True, owned=True).start_all_reduce(value).wait()
     world.close()

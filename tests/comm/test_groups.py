@@ -37,10 +37,10 @@ def exchange() -> None:
     work.wait()
     assert received.tolist() == [float((rank - 1) % size)] * size
     shard = torch.zeros(2)
-    world.reduce_scatter_single(shard, torch.arange(2.0 * size))
+    world.start_reduce_scatter_single(shard, torch.arange(2.0 * size)).wait()
     assert shard.tolist() == [2.0 * size * rank, (2.0 * rank + 1) * size]
     gathered.zero_()
-    world.all_gather_single(gathered, shard)
+    world.start_all_gather_single(gathered, shard).wait()
     assert gathered.tolist() == [size * i for i in range(2 * size)]
     world.barrier()
 

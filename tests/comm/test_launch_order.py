@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import torch
 from tests.comm.fake_cuda import fake_cuda
 
-from torusgd.comm.groups import Group
-from torusgd.comm.launch_order import launch_order
+from torusgd.comm.groups import Group, launch_order
 
 GPU = torch.device("cuda", 0)
 

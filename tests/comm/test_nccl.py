@@ -10,8 +10,7 @@ from tests.comm.gloo_world import run_ranks
 
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
-from torusgd.comm.groups import group_of
-from torusgd.comm.launch_order import launch_order
+from torusgd.comm.groups import group_of, launch_order
 from torusgd.comm.nccl import NcclEngine, grid_axes, run_in_batches, torus_by_collectives
 from torusgd.comm.tuning import tune
 from torusgd.comm.tuning.profile import Link, Profile
@@ -136,7 +135,7 @@ def test_auto_probes_over_nccl_what_differs_there(monkeypatch):
     """Of each grid one torus, and nothing in chunks; the backend's own beside them."""
     probed = []
     monkeypatch.setattr(tune, "_time_sum", lambda connection, size, plan: probed.append(plan) or 1e-3)
-    connection = SimpleNamespace(engine=object.__new__(NcclEngine), size=8, slowest=list)
+    connection = SimpleNamespace(engine=object.__new__(NcclEngine), group=SimpleNamespace(size=8), slowest=list)
     link = Link(latency=1e-5, latency_error=0.0, per_byte=1e-10, per_byte_error=0.0)
     profile = Profile(
         backend="nccl", hosts=(0, 0, 0, 0, 1, 1, 1, 1), message=0.0, inside=link, between=link, timings=()

@@ -6,9 +6,8 @@ import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
 
 from torusgd.comm.algorithms import NAMES
-from torusgd.comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
+from torusgd.comm.allreduce import AlgorithmAllReduce, NativeAllReduce, ShardCollectives, create
 from torusgd.comm.groups import group_of
-from torusgd.comm.reduce_scatter import ShardCollectives
 
 WORLD = 6
 LENGTHS = (0, 1, 5, 64, 1009)

@@ -10,7 +10,7 @@ from tests.comm.gloo_world import run_ranks
 from tests.run.runs import run_here
 
 from torusgd.cli.eval import confusion_table
-from torusgd.comm.allreduce import native
+from torusgd.comm.allreduce import NativeAllReduce
 from torusgd.comm.groups import group_of
 from torusgd.step.evaluate import Confusion, count_correct
 
@@ -37,7 +37,7 @@ def counted() -> list[list[int]]:
     confusion = Confusion(5, world.device)
     for seed in range(world.rank, 4, world.size):
         confusion.add(*some(seed))
-    confusion.sum_over_ranks(native(world))
+    confusion.sum_over_ranks(NativeAllReduce(world))
     return confusion.counts.tolist()
 
 

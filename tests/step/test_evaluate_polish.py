@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.run.runs import TINY
 from torch import nn
 
-from torusgd.comm.allreduce import native
+from torusgd.comm.allreduce import NativeAllReduce
 from torusgd.comm.groups import group_of
 from torusgd.data.pipeline import Pipeline
 from torusgd.data.registry import open_sources
@@ -41,7 +41,7 @@ def test_every_image_is_counted_once(chunk: int) -> None:
     model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
     device = torch.device("cpu")
     settings, precision = Evaluate(images_per_chunk=chunk), Precision(recipe, device)
-    result = evaluate(model, Pipeline(held_out, recipe.data, 0), settings, group_of(), native(), precision)
+    result = evaluate(model, Pipeline(held_out, recipe.data, 0), settings, group_of(), NativeAllReduce(), precision)
     assert result is not None
     assert (result.images, result.excluded) == (24, 0)
     batch = Pipeline(held_out, recipe.data, 0).validation_batch(torch.arange(24).numpy())
@@ -57,7 +57,7 @@ def test_a_stop_during_evaluation_gives_no_result() -> None:
     device = torch.device("cpu")
     pipeline = Pipeline(held_out, recipe.data, 0)
     settings, precision = Evaluate(images_per_chunk=5), Precision(recipe, device)
-    assert evaluate(model, pipeline, settings, group_of(), native(), precision, lambda: True) is None
+    assert evaluate(model, pipeline, settings, group_of(), NativeAllReduce(), precision, lambda: True) is None
 
 
 def test_with_a_flip_logits_are_the_mean_over_image_and_mirror_image() -> None:
@@ -65,7 +65,7 @@ def test_with_a_flip_logits_are_the_mean_over_image_and_mirror_image() -> None:
     _, held_out = open_sources(recipe.data, None, 0)
     model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
     pipeline, precision = Pipeline(held_out, recipe.data, 0), Precision(recipe, torch.device("cpu"))
-    result = evaluate(model, pipeline, Evaluate(flip=True), group_of(), native(), precision)
+    result = evaluate(model, pipeline, Evaluate(flip=True), group_of(), NativeAllReduce(), precision)
     batch = pipeline.validation_batch(torch.arange(24).numpy())
     logits = (model(batch.images) + model(batch.images.flip(-1))) / 2
     assert result is not None
@@ -141,7 +141,7 @@ def test_polish_is_public(tmp_path: Path) -> None:
 def test_extra_forward_passes_are_the_running_average_of_training() -> None:
     batches = [torch.randn(6, 2, 9, 9, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     model, expected = small_net(), small_net()
-    images = refresh(model, [batches[:2], batches[2:]], workers=2, momentum=0.3, allreduce=native())
+    images = refresh(model, [batches[:2], batches[2:]], workers=2, momentum=0.3, allreduce=NativeAllReduce())
     assert images == 24
     for layer, seen in zip(model, expected, strict=True):
         if not isinstance(layer, nn.BatchNorm2d):

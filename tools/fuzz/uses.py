@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torusgd import cli
-from torusgd.comm.tuning.profile import Profile, choose
+from torusgd.comm.tuning.profile import Profile, expect
 from torusgd.data.decode import decode, decode_region
 from torusgd.data.registry import open_sources
 from torusgd.data.tar_index import make_index, write_index
@@ -77,5 +77,5 @@ def read_shards(path: Path, torn: str) -> None:
 
 def chosen(profile: Profile) -> None:
     """What `auto` makes of a profile."""
-    for size in (1, 1 << 16, 1 << 26):
-        choose(profile, size, len(profile.hosts))
+    for size in (1, 1 << 16, 1 << 26) if profile.timings else ():
+        expect(profile, size)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..comm.allreduce import native
+from ..comm.allreduce import NativeAllReduce
 from ..data.pipeline import Pipeline
 from ..launch.torchrun import join
 from ..precision import Precision
@@ -44,7 +44,7 @@ class Assessment:
     def evaluate(self, observe: Callable[[Tensor, Tensor], object] = lambda logits, targets: None) -> Evaluation:
         """Classifies every held-out image; `observe` takes the logits and targets of each chunk."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.held_out_data, self.recipe.seed)
-        settings, allreduce = self.recipe.evaluate, native(self.world)
+        settings, allreduce = self.recipe.evaluate, NativeAllReduce(self.world)
         result = evaluate(self.model, pipeline, settings, self.world, allreduce, self.precision, observe=observe)
         assert result is not None, "no assessment is stopped"
         return result
@@ -56,10 +56,12 @@ class Assessment:
             return self.evaluate(), None
         confusion = Confusion(classes, self.world.device)
         result = self.evaluate(confusion.add)
-        confusion.sum_over_ranks(native(self.world))
+        confusion.sum_over_ranks(NativeAllReduce(self.world))
         return result, confusion
 
     def polish(self) -> int:
         """Sets the batch-norm statistics over training images; their number."""
         pipeline = Pipeline(self.trained.train, self.recipe.data, self.recipe.seed)
-        return polish_by_recipe(self.model, pipeline, self.recipe, self.world, native(self.world), self.precision)
+        return polish_by_recipe(
+            self.model, pipeline, self.recipe, self.world, NativeAllReduce(self.world), self.precision
+        )

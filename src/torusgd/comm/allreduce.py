@@ -1,10 +1,17 @@
-"""All-reduces by name, and the one that picks among the algorithms by measurement."""
+"""All-reduces by name, the one that picks among the algorithms by measurement, and the two halves of each.
+
+The halves are a reduce-scatter, after which each rank has the sum of one shard of a tensor, and an all-gather. Das et
+al. (arXiv 1602.06709) call them part-reduce and part-broadcast. The shards are those that the all-reduce's own
+algorithm leaves after its first phases; on a torus, after the reduce-scatters of both axes.
+"""
 
 import json
+import time
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -12,12 +19,18 @@ from torch.distributed import ProcessGroup
 
 from ..errors import UserError
 from .algorithms import GRIDS, Algorithm, parse_algorithm, usual_chunks
-from .base import Done, Work, check_tensor
+from .base import Done, Work
 from .connection import Connection, connect, hosts_of
 from .groups import Group, group_of
-from .tuning.profile import Profile, choose, explain, ranks_a_host
+from .rounds import Round, cut, mirror
+from .tuning.profile import Profile, expect, explain, ranks_a_host
 from .tuning.tune import measure
 
+Stops = tuple[int, ...] | None
+"""element offsets at which a shard may begin and end, in ascending order; None: any"""
+# Bytes of an element by which an algorithm is chosen, whatever the dtype: a sum in int32 and the weights in 16 bits
+# that are gathered later must have the same shards.
+_ELEMENT = 4
 _PROBE_SECONDS = 40.0
 _SIZES = [round(2 ** (eighth / 8)) for eighth in range(24, 8 * 40)]
 """sizes in bytes, 8 to 1 TiB, for which `auto` decides; a message uses that of the largest one that it reaches"""
@@ -34,10 +47,7 @@ class NativeAllReduce:
         self.group = group_of(group)
 
     def start(self, tensor: torch.Tensor) -> Work:
-        check_tensor(tensor)
-        if self.group.size == 1 or tensor.numel() == 0:
-            return Done()
-        return self.group.start_all_reduce(tensor)
+        return self.group.start_all_reduce(tensor) if tensor.numel() else Done()
 
     def close(self) -> None:
         """Nothing to end."""
@@ -60,35 +70,25 @@ class AlgorithmAllReduce:
         self.profile = profile
         """the measurements by which `auto` chooses"""
         self.connection = connection
+        self.group = connection.group
+        """the ranks, in a group of this all-reduce's own"""
 
         def effective(size: int) -> Algorithm | None:
             chosen = choose(size)
             return None if chosen is None else connection.engine.effective(chosen)
 
-        self._choose = lru_cache(1024)(effective)  # a step starts all-reduces of the same few sizes again and again
-
-    @property
-    def group(self) -> Group:
-        """The ranks, in a group of this all-reduce's own."""
-        return self.connection.group
+        # A step starts all-reduces of the same few sizes again and again.
+        self.algorithm_for = lru_cache(1024)(effective)
+        """the algorithm for a tensor of so many bytes; None for the backend's own all_reduce"""
 
     def start(self, tensor: torch.Tensor) -> Work:
-        check_tensor(tensor)
+        assert tensor.stride() == (1,), "our schedules cut 1-D contiguous tensors"
         if tensor.numel() == 0:
             return Done()
-        return self.connection.engine.run(tensor, self._choose(tensor.numel() * tensor.element_size()))
-
-    def algorithm_for(self, size: int) -> Algorithm | None:
-        """The algorithm for a tensor of `size` bytes; None for the backend's own all_reduce."""
-        return self._choose(size)
+        return self.connection.engine.run(tensor, self.algorithm_for(tensor.numel() * tensor.element_size()))
 
     def close(self) -> None:
         self.connection.close()
-
-
-def native(group: Group | ProcessGroup | None = None) -> NativeAllReduce:
-    """The backend's all_reduce; on one rank, or without torch.distributed, a no-op."""
-    return NativeAllReduce(group)
 
 
 def create(
@@ -147,7 +147,7 @@ def over(
 
     Closing any of them closes the connection.
     """
-    size = connection.size
+    size = connection.group.size
     if name == "auto":
         known, source = _profile(profile, connection)
         return AlgorithmAllReduce(name, connection, _decided(known, connection), explain(known, source), known)
@@ -166,12 +166,12 @@ def _natural_grid(hosts: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def _decided(profile: Profile, connection: Connection) -> Callable[[int], Algorithm | None]:
-    """`choose` for any number of bytes, with rank 0's decisions on every rank."""
+    """`expect`'s choice for any number of bytes, with rank 0's decisions on every rank."""
     # Two processors can differ in the last bit of a price, and two ranks would then wait for each other's messages. So
     # the first rank decides, and the others only compare sizes.
     decisions = ""
-    if connection.rank == 0:
-        plans = [choose(profile, size, connection.size).plan for size in _SIZES]
+    if connection.group.rank == 0:
+        plans = [expect(profile, size)[0] for size in _SIZES]
         decisions = json.dumps([plan and asdict(plan) for plan in plans])
     received = json.loads(connection.group.broadcast_text(decisions))
     plans = [tree and Algorithm(**{**tree, "grid": tuple(tree["grid"])}) for tree in received]
@@ -182,7 +182,7 @@ def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:
     """The profile that all ranks use, and where it comes from: a file that fits these ranks, or a probe."""
     text = ""
     # Only rank 0 need see the file. It sends its error as well, or the others would wait for a profile for ever.
-    if path is not None and connection.rank == 0:
+    if path is not None and connection.group.rank == 0:
         try:
             text = Profile.load(path).model_dump_json()
         except UserError as error:
@@ -197,3 +197,126 @@ def _profile(path: Path | None, connection: Connection) -> tuple[Profile, str]:
             return known, f"from {path}"
     source = "probed just now" if path is None else f"probed just now, for {path} is of other ranks or streams"
     return measure(connection, _PROBE_SECONDS, short=True), source
+
+
+class ShardCollectives:
+    """Sums tensors into shards, one a rank, and gathers shards; by the algorithm, grid and ranks of an all-reduce.
+
+    Every rank makes the same calls in the same order, those of the all-reduce included; several may be on their way.
+    The shards depend on the length and the stops alone. `doubling` has no reduce-scatter, halving stands for it;
+    `hierarchical` runs as the torus of its grid. Gloo's own reduce-scatter is a whole all-reduce: `native` pays for
+    that; if `auto` finds the backend's own best, a ring runs over Gloo.
+
+    Args:
+        allreduce: From `create`.
+        watch: Function of each message and the time it left (time.perf_counter) to the work to use in its place.
+
+    >>> shards = ShardCollectives(create("ring"))
+    >>> shards.span(0, length=10)
+    (0, 10)
+    """
+
+    def __init__(
+        self, allreduce: AlgorithmAllReduce | NativeAllReduce, watch: Callable[[Work, float], Work] | None = None
+    ) -> None:
+        self._watch = watch or (lambda work, left: work)
+        self._allreduce, self._group = allreduce, allreduce.group
+        self.rank, self.size = self._group.rank, self._group.size
+        self._rounds = lru_cache(1024)(self._make_rounds)
+
+    def span(self, rank: int, length: int, stops: Stops = None) -> tuple[int, int]:
+        """The shard [low, high) of a rank of the group, of a tensor of `length` elements; it may be empty."""
+        algorithm = self._algorithm(length)
+        if algorithm is not None:
+            return algorithm.scatter(rank, length, stops)[1]
+        edges = cut(0, length, self.size, stops)
+        return edges[rank], edges[rank + 1]
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
+        """Sums into shards: after `wait` this rank's shard of `tensor` holds the sum over ranks, the rest anything."""
+        return self._start(tensor, stops, self._native_scatter, lambda scatter: scatter)
+
+    def start_all_gather(self, tensor: torch.Tensor, stops: Stops = None) -> Work:
+        """Gathers shards: `tensor` holds this rank's, and after `wait` those of all."""
+        return self._start(tensor, stops, self._native_gather, mirror)
+
+    def _start(
+        self,
+        tensor: torch.Tensor,
+        stops: Stops,
+        native: Callable[[torch.Tensor, list[int]], Work],
+        direction: Callable[[list[Round]], list[Round]],
+    ) -> Work:
+        assert tensor.stride() == (1,), "our schedules cut 1-D contiguous tensors"
+        if self.size == 1 or tensor.numel() == 0:
+            return Done()
+        left, rounds = time.perf_counter(), self._rounds(tensor.numel(), stops)
+        if rounds is None or isinstance(self._allreduce, NativeAllReduce):
+            return self._watch(native(tensor, cut(0, tensor.numel(), self.size, stops)), left)
+        return self._watch(self._allreduce.connection.engine.run_rounds(tensor, [direction(rounds)]), left)
+
+    def _algorithm(self, length: int) -> Algorithm | None:
+        """The algorithm for a tensor of `length` elements; None for the backend's own collectives."""
+        if isinstance(self._allreduce, NativeAllReduce):
+            return None
+        algorithm = self._allreduce.algorithm_for(_ELEMENT * max(length, 1))
+        if algorithm is None:
+            return None if self._group.has_nccl else parse_algorithm("ring", self.size)
+        return replace(algorithm, chunks=1)
+
+    def _make_rounds(self, length: int, stops: Stops) -> list[Round] | None:
+        """This rank's reduce-scatter; None for the backend's own collectives."""
+        algorithm = self._algorithm(length)
+        return None if algorithm is None else algorithm.scatter(self.rank, length, stops)[0]
+
+    def _native_scatter(self, tensor: torch.Tensor, edges: list[int]) -> Work:
+        group = self._group
+        # Gloo's reduce-scatter is an all-reduce and a copy: the all-reduce alone is the same sum in place.
+        if tensor.device.type == "cpu" or not group.has_nccl:
+            return group.start_all_reduce(tensor)
+        low, high = edges[self.rank], edges[self.rank + 1]
+        padded, longest = _padded(tensor, edges, range(self.size))
+        own = tensor.new_empty(longest)
+        work = group.start_reduce_scatter_single(own, padded)
+        return _Unfinished(work, lambda: tensor[low:high].copy_(own[: high - low]))
+
+    def _native_gather(self, tensor: torch.Tensor, edges: list[int]) -> Work:
+        # One length for all shards: Gloo takes no others.
+        own, longest = _padded(tensor, edges, range(self.rank, self.rank + 1))
+        gathered = tensor.new_empty(longest * self.size)
+
+        def unpack() -> None:
+            for rank, (low, high) in enumerate(pairwise(edges)):
+                tensor[low:high].copy_(gathered[rank * longest : rank * longest + high - low])
+
+        return _Unfinished(self._group.start_all_gather_single(gathered, own), unpack)
+
+
+class _Unfinished:
+    """A collective of the backend on its way, and a function for the caller's stream once it has arrived."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self, limit: float | None = None) -> None:
+        self._work.wait(limit)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def ended(self) -> float | None:
+        return self._work.ended()
+
+
+def _padded(tensor: torch.Tensor, edges: list[int], ranks: range) -> tuple[torch.Tensor, int]:
+    """The shards of `ranks` one after another, each padded to the longest of all; and that length."""
+    longest = max(high - low for low, high in pairwise(edges))
+    padded = tensor.new_zeros(longest * len(ranks))
+    for number, rank in enumerate(ranks):
+        low, high = edges[rank], edges[rank + 1]
+        padded[number * longest : number * longest + high - low].copy_(tensor[low:high])
+    return padded, longest

@@ -31,16 +31,6 @@ class Connection:
     streams: int = 1
     """TCP connections between each two ranks"""
 
-    @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return self.group.size
-
     def zeros(self, size: int) -> torch.Tensor:
         """A float32 tensor of `size` bytes (at least one element) where the engine's tensors live."""
         return torch.zeros(max(1, size // 4), device=self.engine.device)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from .algorithms import Algorithm
-from .base import CommTimeout, Work
+from .base import CommTimeout, Engine, Work
 from .groups import Group
 from .rounds import Message, Round
 
@@ -40,8 +40,6 @@ _TAGS = 1 << 18
 
 Tagged = tuple[tuple[Message, int], ...]
 """messages, each with its tag within the sum"""
-
-
 _Received = list[tuple[list[Work], torch.Tensor | None, torch.Tensor]]
 """a turn's messages: the parts under way, the scratch memory if it is to be added, and its elements of the tensor"""
 
@@ -185,7 +183,7 @@ class _Sum:
         return self._ended
 
 
-class GlooEngine:
+class GlooEngine(Engine):
     """Sums CPU tensors over a Gloo group in which nothing else sends messages; collectives may go on beside it.
 
     Every rank makes the same calls in the same order. A message that takes longer than the group's timeout makes `wait`
@@ -212,9 +210,6 @@ class GlooEngine:
                 self._schedules.clear()
             self._schedules[key] = _weave(algorithm.rounds(self._group.rank, tensor.numel()))
         return self._start(tensor, self._schedules[key])
-
-    def effective(self, algorithm: Algorithm) -> Algorithm:
-        return algorithm
 
     def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
         return self._start(tensor, _weave(rounds))
@@ -279,7 +274,7 @@ class _Staged:
         return None if self._work is None else self._work.ended()
 
 
-class StagedEngine:
+class StagedEngine(Engine):
     """Sums CUDA tensors by a Gloo engine: each is copied to pinned memory of the host, summed there, and copied back.
 
     A thread waits for the copies, so that the caller need not; sums start in the order of calls.
@@ -295,9 +290,6 @@ class StagedEngine:
 
     def run(self, tensor: torch.Tensor, algorithm: Algorithm | None) -> Work:
         return self._stage(tensor, lambda host: self._engine.run(host, algorithm))
-
-    def effective(self, algorithm: Algorithm) -> Algorithm:
-        return algorithm
 
     def run_rounds(self, tensor: torch.Tensor, rounds: list[list[Round]]) -> Work:
         return self._stage(tensor, lambda host: self._engine.run_rounds(host, rounds))

@@ -4,17 +4,22 @@ A group is built from a store, a prefix that no earlier group has used, and the 
 own registry of groups. So it can be built, aborted and built anew with other members inside living processes: nothing
 about it depends on how many groups this process has made before. A group that exists already (DistributedDataParallel,
 Ray, a script that called `init_process_group`) is wrapped by `group_of`.
+
+What Gloo and NCCL have under way is a `Work` whose errors are ours. On a GPU there is one order for all that NCCL has
+under way, whatever communicator it belongs to (`LaunchOrder`).
 """
 
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch._C._distributed_c10d as _c10d
@@ -24,8 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from . import store_keys as keys
-from .base import SLACK, BackendCollective, BackendMessage, CommTimeout, ConnectionLost, Work, comm_error
-from .launch_order import launch_order
+from .base import CommError, CommTimeout, ConnectionLost, Done, Work
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """tensors, each to or from the member at a place of the group"""
@@ -38,19 +42,131 @@ _POLL_SECONDS = 0.02
 """from one question whether the wait for the others is given up to the next"""
 
 
-class NcclSplit(NamedTuple):
-    """A communicator that ncclCommSplit makes, which is quicker than a rendezvous and takes fewer connections."""
+_SLACK = 2e-3
+"""seconds by which a backend's clock may end a wait before ours: it takes whole milliseconds"""
+_SOURCE_LINE = re.compile(r"^\[[^]]*] ")
+"""file and line of the backend's source, before its message"""
 
-    parent: Any
-    """torch's ProcessGroupNCCL, whose members all take part"""
-    color: int
-    """the number of the new communicator that this rank joins"""
+
+def _comm_error(error: RuntimeError, where: str, begin: float, limit: float) -> CommError:
+    """An error of the backend as one of ours, by when it came and not by its text.
+
+    After `limit` seconds since `begin` nobody has answered; an error that comes sooner is a connection that was closed.
+    """
+    if isinstance(error, CommError):
+        return error
+    if time.perf_counter() - begin >= limit - _SLACK:
+        return CommTimeout(f"no answer within {limit:.3g} s")
+    reason = _SOURCE_LINE.sub("", (str(error).splitlines() or [""])[0]).split(". ")[0]
+    # SIGKILL 5: the kernel has closed the dead rank's connections, so whoever waits for its message comes here.
+    return ConnectionLost(f"the connection to {where} is lost: {reason}")
+
+
+class _Message:
+    """A message between two members on its way. A wait with a limit that runs out closes the whole group."""
+
+    def __init__(self, work: dist.Work, peer: str, timeout: float) -> None:
+        self._work, self._peer, self._timeout = work, peer, timeout
+        self._ended: float | None = None
+
+    def wait(self, limit: float | None = None) -> None:
+        begin = time.perf_counter()
+        try:
+            # Torch takes whole milliseconds, and 0 as the group's own timeout.
+            self._work.wait(timedelta(milliseconds=0 if limit is None else max(1, round(1e3 * limit))))
+        except RuntimeError as error:
+            raise _comm_error(error, self._peer, *self._patience(begin, limit)) from error
+        self._note_end()
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def ended(self) -> float | None:
+        return self._ended
+
+    def _patience(self, begin: float, limit: float | None) -> tuple[float, float]:
+        """Since when the backend has waited, and how many seconds it does."""
+        return begin, self._timeout if limit is None else limit
+
+    def _note_end(self, _: object = None) -> None:
+        if self._ended is None:
+            self._ended = time.perf_counter()
+
+
+class _Collective(_Message):
+    """A collective of Gloo on its way; those of NCCL are enqueued."""
+
+    def __init__(self, work: dist.Work, timeout: float) -> None:
+        super().__init__(work, "the group", timeout)
+        self._begin = time.perf_counter()
+        with suppress(RuntimeError):  # Gloo's reduce-scatter has no future: it ended when it was waited for
+            work.get_future().add_done_callback(self._note_end)
+
+    def _patience(self, begin: float, limit: float | None) -> tuple[float, float]:
+        # The backend counts its timeout from when it began the collective, and our limit from when we wait.
+        if limit is None or time.perf_counter() - self._begin >= self._timeout:
+            return self._begin, self._timeout
+        return begin, limit
+
+
+class LaunchOrder:
+    """The order of NCCL's work on one GPU.
+
+    A kernel of NCCL occupies a part of its GPU until every rank of its communicator has come. If two ranks launch the
+    kernels of two communicators in different orders, and neither GPU has room for both, they wait for each other for
+    ever (NCCL's user guide, "Using multiple NCCL communicators concurrently"). So whatever a process gives to NCCL is
+    launched on one stream of the GPU, each operation after the end of the one before. The ranks make their calls in
+    one order, and so do their GPUs. Operations that could overlap do not; in return no setting of NCCL decides whether
+    a run stands still.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def enqueue(self, tensors: Sequence[torch.Tensor], function: Callable[[], object]) -> Work:
+        """Runs `function` with the order's stream current; the host waits for nothing.
+
+        Args:
+            tensors: What it reads and writes. On the GPU it begins after all that the caller has enqueued.
+            function: It enqueues work on the current stream, or waits there for work on other streams. What it begins
+                by way of a `Group` is a part of the same work.
+        """
+        current = torch.cuda.current_stream(self._device)
+        if current != self._stream:
+            self._stream.wait_stream(current)
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            function()
+        return _Enqueued(self._stream.record_event())
+
+
+class _Enqueued:
+    """Work that a GPU has been given: `wait` makes the current stream wait for it, and never the host."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self, limit: float | None = None) -> None:
+        self._event.wait()
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def ended(self) -> float | None:
+        return None  # only the GPU knows
+
+
+@cache
+def launch_order(device: torch.device) -> LaunchOrder:
+    """The one order of this process on a GPU."""
+    return LaunchOrder(device)
 
 
 class Group:
     """The ranks of one communicator, this rank's place among them, and collectives on tensors of CPU or GPU.
 
-    Collectives are called by every member in the same order. With one member they return at once.
+    Collectives are called by every member in the same order. Whatever waits raises CommTimeout or ConnectionLost.
 
     Args:
         process_group: torch's group; None for a rank alone.
@@ -62,9 +178,7 @@ class Group:
         nccl: CUDA tensors travel by NCCL.
         owned: Nobody else holds torch's group: `close` ends it, and NCCL splits its communicator for subgroups.
         splits: Counts the subgroups; shared by all that wrap one group of torch's, since they share its store.
-        is_given_up: See `build`; for subgroups.
-
-    Whatever waits raises CommTimeout or ConnectionLost.
+        is_given_up: As in `build`, for subgroups.
     """
 
     def __init__(
@@ -83,35 +197,26 @@ class Group:
         if device.type == "cuda" and device.index is None:  # all that there is of a GPU is kept by its index
             device = torch.device("cuda", torch.cuda.current_device())
         self.process_group, self.ranks, self.rank, self.device = process_group, tuple(ranks), rank, device
-        self.timeout, self.has_nccl = timeout, nccl
+        self.size, self.timeout, self.has_nccl = len(self.ranks), timeout, nccl
         self.store, self._owned = store, owned
         self._splits = itertools.count() if splits is None else splits
         self._is_given_up = is_given_up
         self._parts: list[Group] = []
 
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.ranks)
-
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> None:
         """Sums (or takes the maximum of) a tensor over the members, in place."""
-        if self.size > 1:
-            self.start_all_reduce(tensor, maximum).wait()
+        self.start_all_reduce(tensor, maximum).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Work:
-        """Begins `all_reduce` in a group of several members; the sum is there once the work has been waited for."""
         options = dist.AllreduceOptions()
         options.reduceOp = _c10d.ReduceOp(_c10d.ReduceOp.MAX if maximum else _c10d.ReduceOp.SUM)
         return self._begin([tensor], lambda: self._torch.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Gives every member the tensor of the member at place `source`, in place."""
-        if self.size > 1:
-            self.start_broadcast(tensor, source).wait()
+        self.start_broadcast(tensor, source).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Begins `broadcast` in a group of several members."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         return self._begin([tensor], lambda: self._torch.broadcast([tensor], options))
@@ -134,33 +239,17 @@ class Group:
         """The tensors of all members (of one shape), in group order."""
         if self.size == 1:
             return [tensor.clone()]
-        gathered = [torch.empty_like(tensor) for _ in self.ranks]
-        begin = self._torch.allgather
-        options = _c10d.AllgatherOptions()
-        self._begin([tensor, *gathered], lambda: begin([gathered], [tensor], options)).wait()
+        gathered, begin = [torch.empty_like(tensor) for _ in self.ranks], self._torch.allgather
+        self._begin([tensor, *gathered], lambda: begin([gathered], [tensor], _c10d.AllgatherOptions())).wait()
         return gathered
 
-    def all_gather_single(self, gathered: torch.Tensor, shard: torch.Tensor) -> None:
-        """Puts the shards (1-D, of one length) of all members one after another into `gathered`."""
-        if self.size == 1:
-            gathered.copy_(shard)
-        else:
-            self.start_all_gather_single(gathered, shard).wait()
-
     def start_all_gather_single(self, gathered: torch.Tensor, shard: torch.Tensor) -> Work:
-        """Begins `all_gather_single` in a group of several members."""
+        """Begins to put the shards (1-D, of one length) of all members, two at least, one after another."""
         begin = self._torch._allgather_base
         return self._begin([gathered, shard], lambda: begin(gathered, shard, _c10d.AllgatherOptions()))
 
-    def reduce_scatter_single(self, shard: torch.Tensor, addends: torch.Tensor) -> None:
-        """Puts this member's shard of the sum of all `addends` (1-D, cut evenly) into `shard`."""
-        if self.size == 1:
-            shard.copy_(addends)
-        else:
-            self.start_reduce_scatter_single(shard, addends).wait()
-
     def start_reduce_scatter_single(self, shard: torch.Tensor, addends: torch.Tensor) -> Work:
-        """Begins `reduce_scatter_single` in a group of several members."""
+        """Begins to put this member's shard of the sum of all `addends` (1-D, cut evenly); for two members at least."""
         begin = self._torch._reduce_scatter_base
         return self._begin([shard, addends], lambda: begin(shard, addends, _c10d.ReduceScatterOptions()))
 
@@ -242,7 +331,7 @@ class Group:
             device=device,
             timeout=self.timeout if timeout is None else timeout,
             nccl=nccl,
-            split=None if parent is None else NcclSplit(parent, color),
+            split=None if parent is None else (parent, color),
             is_given_up=self._is_given_up,
         )
         self._parts.append(part)
@@ -305,23 +394,25 @@ class Group:
         return torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
 
     def _begin(self, tensors: Sequence[torch.Tensor], operation: Callable[[], dist.Work]) -> Work:
-        """Begins a collective that reads and writes tensors of one device."""
+        """Begins a collective that reads and writes tensors of one device; a member alone has nothing to exchange."""
+        if self.size == 1:
+            return Done()
         device, begin = tensors[0].device, time.perf_counter()
         try:
             if self.has_nccl and device.type == "cuda":
                 return launch_order(device).enqueue(tensors, lambda: operation().wait())
             work = operation()
         except RuntimeError as error:
-            raise comm_error(error, "the group", begin, self.timeout) from error
-        return BackendCollective(work, self.timeout)
+            raise _comm_error(error, "the group", begin, self.timeout) from error
+        return _Collective(work, self.timeout)
 
     def _begin_message(self, peer: int, operation: Callable[[], dist.Work]) -> Work:
         where, begin = f"rank {self.ranks[peer]}", time.perf_counter()
         try:
             work = operation()
         except RuntimeError as error:
-            raise comm_error(error, where, begin, self.timeout) from error
-        return BackendMessage(work, where, self.timeout)
+            raise _comm_error(error, where, begin, self.timeout) from error
+        return _Message(work, where, self.timeout)
 
 
 def _numbered(messages: Messages) -> Iterator[tuple[int, torch.Tensor, int]]:
@@ -340,7 +431,7 @@ def build(
     device: torch.device,
     timeout: float,
     nccl: bool | None = None,
-    split: NcclSplit | None = None,
+    split: tuple[Any, int] | None = None,
     is_given_up: Callable[[], bool] | None = None,
 ) -> Group:
     """The group of `ranks`, each of which calls it with a store (or a prefix of one) that no group has used before.
@@ -349,10 +440,11 @@ def build(
         store: Reached by all members; it must outlive them.
         ranks: The members' ranks in the run, in group order.
         rank: This process' rank in the run, one of them.
-        device: `cpu`: Gloo alone. `cuda`: NCCL for CUDA tensors, Gloo for CPU tensors.
+        device: Where the members' tensors live, beside CPU tensors, which travel by Gloo.
         timeout: Seconds to meet, and for each collective.
-        nccl: Whether CUDA tensors travel by NCCL; None: where the device is a GPU.
-        split: From which communicator NCCL's is made; None: anew.
+        nccl: Whether CUDA tensors travel by NCCL, or by Gloo by way of the host; None: by NCCL.
+        split: torch's ProcessGroupNCCL whose members all take part, and the number of its new communicator that this
+            rank joins: ncclCommSplit is quicker than a rendezvous, and takes fewer connections. None: made anew.
         is_given_up: Called while the members connect; true ends this rank's wait. None: it lasts `timeout` seconds.
 
     Raises:
@@ -364,41 +456,18 @@ def build(
         return alone(device, rank)
     place, begin = list(ranks).index(rank), time.perf_counter()
     try:
-        group = connected(store, ranks, place, device, timedelta(seconds=timeout), nccl, split, is_given_up)
+        if is_given_up is None:
+            group = connected(store, ranks, place, device, timeout, nccl, split)
+        else:
+            own: Store = store.clone()  # type: ignore[attr-defined]  # whoever waits in a store holds up all its users
+            connect = partial(connected, own, ranks, place, device, timeout, nccl, split)
+            group = _unless(is_given_up, connect)
     except RuntimeError as error:
-        if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= timeout - SLACK:
+        if isinstance(error, dist.DistStoreError) or time.perf_counter() - begin >= timeout - _SLACK:
             raise CommTimeout(f"the {len(ranks)} ranks of a group did not meet within {timeout:g} s") from error
-        raise comm_error(error, "the store or a rank", begin, timeout) from error
+        raise _comm_error(error, "the store or a rank", begin, timeout) from error
     meeting = PrefixStore(keys.SUBGROUPS, store)
     return Group(group, ranks, place, device, meeting, timeout, nccl, owned=True, is_given_up=is_given_up)
-
-
-def connected(
-    store: Store,
-    ranks: Sequence[int],
-    group_rank: int,
-    device: torch.device,
-    limit: timedelta,
-    nccl: bool,
-    split: NcclSplit | None = None,
-    is_given_up: Callable[[], bool] | None = None,
-) -> ProcessGroup:
-    """A process group outside torch's registry; every member calls it, and returns when all have.
-
-    Args:
-        store: A store or a prefix of one that no group has used before.
-        ranks: The members, in group order.
-        group_rank: Index of this process in `ranks`.
-        device: Where the members' tensors live, beside CPU tensors.
-        limit: Time for the members to meet, and for each collective.
-        nccl: True sends CUDA tensors by NCCL, False by Gloo, which copies them to the host and back.
-        split: Communicator from which NCCL's is made; None: a new one.
-        is_given_up: Polled while the members connect; ConnectionLost once it returns True.
-    """
-    if is_given_up is None:
-        return _connect(store, ranks, group_rank, device, limit, nccl, split)
-    own: Store = store.clone()  # type: ignore[attr-defined]  # whoever waits in a store holds up all its users
-    return _unless(is_given_up, partial(_connect, own, ranks, group_rank, device, limit, nccl, split))
 
 
 def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]) -> ProcessGroup:
@@ -419,16 +488,17 @@ def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]
     return answer.result()
 
 
-def _connect(
+def connected(
     store: Store,
     ranks: Sequence[int],
     group_rank: int,
     device: torch.device,
-    limit: timedelta,
+    timeout: float,
     nccl: bool,
-    split: NcclSplit | None,
+    split: tuple[Any, int] | None = None,
 ) -> ProcessGroup:
-    size, gpu = len(ranks), torch.device("cuda")
+    """A process group outside torch's registry; every member calls it, and returns when all have. See `build`."""
+    size, gpu, limit = len(ranks), torch.device("cuda"), timedelta(seconds=timeout)
     group = ProcessGroup(store, group_rank, size)
     gloo = ProcessGroupGloo(PrefixStore(keys.GLOO, store), group_rank, size, limit)
     # As torch's own `new_group` does: its debug modes compare these numbers among ranks.

@@ -2,11 +2,9 @@
 
 A message that is on its way while nobody waits is hidden behind computation. All seconds are of this rank's clock.
 
-When a device has reached a point of its work, in seconds of this process' clock.
-
-On a CPU that is when the program gets there. A GPU receives its work in advance: the program's own times say when
-work was launched, on a loaded GPU long before it is done, and would call the wrong rank slow. There an event is
-recorded, and its time is read later, so that nobody waits for it.
+A `DeviceClock` says when a device has reached a point of its work. On a CPU that is when the program gets there. A GPU
+receives its work in advance: the program's own times say when work was launched, on a loaded GPU long before it is
+done, and would call the wrong rank slow. There an event is recorded, and its time is read later.
 """
 
 import time

@@ -4,8 +4,8 @@ A torus is NCCL's own reduce-scatter, all-reduce and all-gather on its rows and 
 algorithms send their rounds as batches of point-to-point messages. Both are plain functions of groups, and run over
 Gloo on CPU tensors too, which is how they are tested without GPUs.
 
-So NCCL chooses the methods of a torus' axes. And since operations follow each other (`launch_order`), chunks would
-overlap nothing and only add latency: an algorithm runs in one.
+So NCCL chooses the methods of a torus' axes. And since operations follow each other (`groups.LaunchOrder`), chunks
+would overlap nothing and only add latency: an algorithm runs in one.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,7 @@ import torch
 
 from .algorithms import Algorithm
 from .base import Work
-from .groups import Group
-from .launch_order import launch_order
+from .groups import Group, launch_order
 from .rounds import Message, Round
 
 
@@ -61,6 +60,9 @@ def torus_by_collectives(tensor: torch.Tensor, row: Group, column: Group) -> Non
     """Reduce-scatter on the row, all-reduce on the column, all-gather on the row (Mikami et al., arXiv 1811.05233)."""
     if not tensor.numel():
         return
+    if row.size == 1:
+        column.all_reduce(tensor)
+        return
     # NCCL's reduce-scatter takes equal shards: the last one is padded with zeros.
     length = -(-tensor.numel() // row.size)
     padded = tensor
@@ -68,9 +70,9 @@ def torus_by_collectives(tensor: torch.Tensor, row: Group, column: Group) -> Non
         padded = tensor.new_zeros(length * row.size)
         padded[: tensor.numel()].copy_(tensor)
     shard = tensor.new_empty(length)
-    row.reduce_scatter_single(shard, padded)
+    row.start_reduce_scatter_single(shard, padded).wait()
     column.all_reduce(shard)
-    row.all_gather_single(padded, shard)
+    row.start_all_gather_single(padded, shard).wait()
     if padded is not tensor:
         tensor.copy_(padded[: tensor.numel()])
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from ..comm.allreduce import ShardCollectives
 from ..comm.base import AllReduce, Work
 from ..comm.monitor import DeviceClock, Mark
-from ..comm.reduce_scatter import ShardCollectives
 from ..errors import RunError
 from .float_sum import FloatGradientSum
 from .integer_hash import IntegerHash

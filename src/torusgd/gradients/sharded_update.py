@@ -12,9 +12,8 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..comm.allreduce import create
+from ..comm.allreduce import ShardCollectives, create
 from ..comm.groups import group_of
-from ..comm.reduce_scatter import ShardCollectives
 from ..errors import UserError
 from ..optim import BLOCK, AdamW, Lamb, Lars, Sgd
 from .layout import USUAL_MIB

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ..comm.algorithms import GRIDS, Algorithm, parse_algorithm, parse_grid, usual_chunks
-from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
+from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, ShardCollectives, create
 from ..comm.base import Work
 from ..comm.connection import connect
 from ..comm.groups import Group, group_of
-from ..comm.reduce_scatter import ShardCollectives
 from ..plan.step_script import Action, Compute, Send, Wait
 
 

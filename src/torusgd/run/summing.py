@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, create
+from ..comm.allreduce import AlgorithmAllReduce, NativeAllReduce, ShardCollectives, create
 from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
-from ..comm.reduce_scatter import ShardCollectives
 from ..gradients.reducer import Channel, MakeSum, Reducer
 from ..optim import BLOCK
 from ..recipe.runtime_options import RuntimeOptions

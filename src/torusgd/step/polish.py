@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..comm.allreduce import native
+from ..comm.allreduce import NativeAllReduce
 from ..comm.base import AllReduce
 from ..comm.exact_sum import FULL, decode, encode
 from ..comm.groups import Group
@@ -66,7 +66,7 @@ def polish(model: nn.Module, batches: Iterable[Tensor], allreduce: AllReduce | N
             model(batch)
             counts[-1] += len(batch)
     message = torch.cat([counts, *(s.reshape(-1) for s in sums)])
-    (allreduce or native()).start(message).wait()
+    (allreduce or NativeAllReduce()).start(message).wait()
     offset = len(counts)
     for index, layer in enumerate(layers):
         part = message[offset : offset + sums[index].numel()].view_as(sums[index])

@@ -9,7 +9,7 @@ import pytest
 from torusgd.comm.algorithms import Algorithm
 from torusgd.comm.connection import shuffled
 from torusgd.comm.tuning import tune
-from torusgd.comm.tuning.profile import Link, Profile, choose
+from torusgd.comm.tuning.profile import Link, Profile, expect
 
 LARGE = 1 << 22
 
@@ -30,7 +30,9 @@ def timed(
         return float(takes(algorithm))
 
     monkeypatch.setattr(tune, "_time_sum", run)
-    connection: Any = SimpleNamespace(engine=SimpleNamespace(effective=lambda plan: plan), size=ranks, slowest=list)
+    connection: Any = SimpleNamespace(
+        engine=SimpleNamespace(effective=lambda plan: plan), group=SimpleNamespace(size=ranks), slowest=list
+    )
     told = {"size": LARGE, "rivals": 5, "repetitions": 3, "seconds": 0.0, "known": set(), **changes}
     return tune._rivals(connection, profile(ranks), **told), ran
 
@@ -53,7 +55,7 @@ def test_the_quickest_is_tried_in_other_numbers_of_chunks(monkeypatch: pytest.Mo
     timings, _ = timed(monkeypatch, seconds)
     assert {each.chunks for each in timings if each.algorithm == "torus:direct"} == {1, 2, 4}
     measured = profile(8).model_copy(update={"timings": tuple(timings)})
-    chosen = choose(measured, LARGE, 8).plan
+    chosen = expect(measured, LARGE)[0]
     assert chosen is not None
     assert (chosen.name, chosen.chunks) == ("torus:direct", 4)
 

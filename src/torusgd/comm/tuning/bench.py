@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from ...errors import RunError, UserError
 from ...text import listed
 from ..algorithms import GRIDS, NAMES, parse_algorithm
-from ..allreduce import native, over
+from ..allreduce import NativeAllReduce, over
 from ..base import Work
 from ..connection import Connection, connect, shuffled
 from ..groups import Group, group_of
@@ -99,7 +99,7 @@ def _bench(
         for name in algorithms
         if name != "native"
     }
-    starts = [(name, named[name].start if name in named else native(caller).start) for name in algorithms]
+    starts = [(name, named[name].start if name in named else NativeAllReduce(caller).start) for name in algorithms]
     records = []
     for size in sizes:
         rows = []
@@ -109,8 +109,8 @@ def _bench(
                 name, start = starts[index]
                 tensor = torch.ones(size // 4, device=connection.engine.device)
                 row[index] = connection.stopwatch(partial(_sum, start, tensor))
-                if not bool((tensor == connection.size).all()):
-                    raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.rank}")
+                if not bool((tensor == connection.group.size).all()):
+                    raise RunError(f"allreduce {name}: a wrong sum of {size} bytes on rank {connection.group.rank}")
             rows.append(row)
         flat = connection.slowest([value for row in rows[1:] for value in row])
         for i, (name, _) in enumerate(starts):
@@ -119,7 +119,7 @@ def _bench(
                 Record(
                     algorithm=name,
                     bytes=size,
-                    ranks=connection.size,
+                    ranks=connection.group.size,
                     grid=chosen.grid if chosen is not None and chosen.algorithm in GRIDS else None,
                     runs="native" if chosen is None else str(chosen),
                     median_s=statistics.median(times),

@@ -1,7 +1,8 @@
 """A measured network, and what follows from it: which algorithm runs at which size, and how large buckets should be."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...errors import UserError
 from ...text import byte_size, plural
 from ...untrusted import read_text
-from ..algorithms import GRIDS, Algorithm, parse_algorithm, usual_chunks
-from .cost import AlphaBeta, Topology, rank_candidates, seconds
+from ..algorithms import Algorithm, parse_algorithm, usual_chunks
+from .cost import AlphaBeta, Topology, seconds
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _MARGIN = 0.97
@@ -109,7 +110,6 @@ class Profile(_Part):
         return Topology(each, inside, between, self.message, start)
 
     def dump(self) -> str:
-        """The JSON text that `load` reads."""
         return self.model_dump_json(indent=1) + "\n"
 
     @classmethod
@@ -137,41 +137,8 @@ class Profile(_Part):
         return profile
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The algorithm for one size; `plan` is None for the backend's own all_reduce."""
-
-    plan: Algorithm | None
-    why: str
-
-    @property
-    def algorithm(self) -> str:
-        """The name of the algorithm."""
-        return "native" if self.plan is None else self.plan.algorithm
-
-    @property
-    def grid(self) -> tuple[int, int] | None:
-        """Vertical times horizontal, if the algorithm has a grid."""
-        return None if self.plan is None or self.plan.algorithm not in GRIDS else self.plan.grid
-
-
-def choose(profile: Profile, size: int, ranks: int) -> Selection:
-    """The algorithm for `size` bytes on `ranks` ranks.
-
-    On the profile's own ranks: the fastest of those timed at the nearest size. On any other number: the candidate with
-    the least price, with as many ranks a host as the profile has, and never native, which has no price.
-    """
-    if ranks == 1:
-        return Selection(None, "one rank has nothing to sum")
-    if ranks == len(profile.hosts) and profile.timings:
-        best, seconds_best, seconds_native = expect(profile, size)
-        return Selection(best, f"measured: {seconds_best * 1e3:.1f} ms against {seconds_native * 1e3:.1f} ms native")
-    best_plan, predicted = rank_candidates(size, ranks, profile.topology)[0]
-    return Selection(best_plan, f"predicted {predicted * 1e3:.1f} ms; the profile is of {len(profile.hosts)} ranks")
-
-
 def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]:
-    """The algorithm for `size` bytes on the profile's own ranks, its expected seconds, and native's."""
+    """The algorithm for `size` bytes on the profile's own ranks (None: native), its expected seconds, and native's."""
     ranks, topology = len(profile.hosts), profile.topology
     sizes = {timing.size for timing in profile.timings}
     # Each timing at the nearest size, by ratio, is carried over to this one by the difference of the formula. Native
@@ -197,56 +164,39 @@ def expect(profile: Profile, size: int) -> tuple[Algorithm | None, float, float]
 
 
 def hidden(profile: Profile, size: float) -> float:
-    """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 if that is not measured.
-
-    Interpolated linearly between measured sizes; scaled with the all-reduce's own time beyond the largest.
-    """
-    if not profile.in_steps:
+    """Seconds by which an all-reduce of `size` bytes slows the computation beside it; 0 if that is not measured."""
+    steps = profile.in_steps
+    if not steps:
         return 0.0
-    last = profile.in_steps[-1]
-    if size > last.size and profile.timings:
-        return last.hidden * expect(profile, round(size))[1] / expect(profile, last.size)[1]
-    return float(np.interp(size, [p.size for p in profile.in_steps], [p.hidden for p in profile.in_steps]))
+    # Beyond the largest size it is scaled with the all-reduce's own time.
+    if size > steps[-1].size and profile.timings:
+        return steps[-1].hidden * expect(profile, round(size))[1] / expect(profile, steps[-1].size)[1]
+    return float(np.interp(size, [step.size for step in steps], [step.hidden for step in steps]))
 
 
 def waited(profile: Profile, size: float) -> float:
-    """Seconds of an all-reduce of `size` bytes after a computation; if that is not measured, of one alone.
-
-    Interpolated linearly between measured sizes; beyond the largest it grows by as much as the all-reduce's own time.
-    """
-    if not profile.in_steps:
+    """Seconds of an all-reduce of `size` bytes after a computation; if that is not measured, of one alone."""
+    steps = profile.in_steps
+    if not steps:
         return expect(profile, round(size))[1]
-    last = profile.in_steps[-1]
-    if size > last.size and profile.timings:
-        return last.waited + max(0.0, expect(profile, round(size))[1] - expect(profile, last.size)[1])
-    return float(np.interp(size, [p.size for p in profile.in_steps], [p.waited for p in profile.in_steps]))
+    # Beyond the largest size it grows by as much as the all-reduce's own time.
+    if size > steps[-1].size and profile.timings:
+        return steps[-1].waited + max(0.0, expect(profile, round(size))[1] - expect(profile, steps[-1].size)[1])
+    return float(np.interp(size, [step.size for step in steps], [step.waited for step in steps]))
 
 
 def ranks_a_host(hosts: Sequence[int]) -> int:
     """How many neighbouring ranks share a host, if all hosts have as many; else 1."""
-    each = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
-    regular = len(hosts) % each == 0 and all(
-        host == hosts[i - i % each] and (i < each or i % each or host != hosts[i - 1]) for i, host in enumerate(hosts)
-    )
-    return each if regular else 1
+    runs = [len(list(neighbours)) for _, neighbours in groupby(hosts)]
+    return runs[0] if len(set(runs)) == 1 else 1
 
 
 def explain(profile: Profile, source: str) -> str:
     """One line: the network, and the algorithm for each size."""
-    ranks = len(profile.hosts)
-    links = [
-        f"{link} {where} hosts" for link, where in ((profile.between, "between"), (profile.inside, "inside")) if link
-    ]
-    spans: list[tuple[str, int]] = []
-    for size in [1 << power for power in range(12, 27)]:
-        chosen = choose(profile, size, ranks).plan
-        name = "native" if chosen is None else str(chosen)
-        if spans and spans[-1][0] == name:
-            spans.pop()
-        spans.append((name, size))
-    parts = [f"{name} to {byte_size(count)}" for name, count in spans[:-1]] + [
-        f"{name} above" for name, _ in spans[-1:]
-    ]
-    hosts = len(set(profile.hosts))
-    across = f"{ranks} ranks on {plural(hosts, 'host')}"
-    return f"allreduce auto: {across}; {'; '.join(links)}; {', '.join(parts) or 'native'} ({source})"
+    ranks, hosts = len(profile.hosts), len(set(profile.hosts))
+    named = ((profile.between, "between"), (profile.inside, "inside"))
+    links = "; ".join(f"{link} {where} hosts" for link, where in named if link)
+    by_size = groupby([1 << power for power in range(12, 27)], lambda size: str(expect(profile, size)[0] or "native"))
+    *ends, last = [(name, max(sizes)) for name, sizes in by_size]
+    parts = ", ".join([*(f"{name} to {byte_size(size)}" for name, size in ends), f"{last[0]} above"])
+    return f"allreduce auto: {ranks} ranks on {plural(hosts, 'host')}; {links}; {parts} ({source})"

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -61,11 +62,8 @@ def tune(
     ranks = group_of(group, device)
     if ranks.size == 1:
         raise UserError("tune: one rank has no network to measure; start it on several ranks, such as with torchrun")
-    connection = connect(ranks, streams=streams)
-    try:
+    with closing(connect(ranks, streams=streams)) as connection:
         return measure(connection, seconds)
-    finally:
-        connection.close()
 
 
 def measure(connection: Connection, seconds: float, short: bool = False) -> Profile:
@@ -77,16 +75,13 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
     hosts = hosts_of(connection.group)
     repetitions, rivals = (3, 5) if short else (4, 7)
     inside, between, message = _links(connection, hosts, repetitions)
-    profile = Profile(
-        backend="nccl" if connection.group.has_nccl else "gloo",
-        hosts=hosts,
-        streams=connection.streams,
-        message=message,
-        inside=inside,
-        between=between,
-        timings=(),
+    backend, streams = "nccl" if connection.group.has_nccl else "gloo", connection.streams
+    profile = _of_rank_0(
+        connection,
+        Profile(
+            backend=backend, hosts=hosts, streams=streams, message=message, inside=inside, between=between, timings=()
+        ),
     )
-    profile = _of_rank_0(connection, profile)
     timings: list[Timing] = []
     known = set[Algorithm | None]()
     sizes, until = (_SHORT_SIZES, seconds) if short else (_SIZES, _SIZES_FRACTION * seconds)
@@ -99,15 +94,11 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
             continue
         timings += _rivals(connection, profile, size, rivals, repetitions, (until - before + begin) / 2, known)
         took[size] = time.perf_counter() - before
-    timings.sort(key=lambda timing: timing.size)
-    profile = profile.model_copy(update={"timings": tuple(timings)})
+    profile = profile.model_copy(update={"timings": tuple(sorted(timings, key=lambda timing: timing.size))})
     among, each = (_IN_STEPS[:1], 0.0) if short else (_IN_STEPS, _IN_STEPS_FRACTION * seconds)
-    points = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in among)
-    profile = profile.model_copy(update={"in_steps": points})
-    if not short:
-        turns = max(3, min(9, round(seconds)))
-        profile = profile.model_copy(update={"crowding": crowding(connection, turns)})
-    return _of_rank_0(connection, profile)
+    in_steps = tuple(in_step(connection, expect(profile, size)[0], size, each) for size in among)
+    crowds = () if short else crowding(connection, repetitions=max(3, min(9, round(seconds))))
+    return _of_rank_0(connection, profile.model_copy(update={"in_steps": in_steps, "crowding": crowds}))
 
 
 def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float]) -> float:
@@ -147,7 +138,7 @@ def _rivals(
     until, effective = time.perf_counter() + seconds, connection.engine.effective
     # The formulas ignore what ranks or packets share, so that many plans enter, and most leave early. They also ignore
     # what chunks gain (links that are never idle), so that large messages enter in at least their usual chunks.
-    ranked = (plan for plan, _ in rank_candidates(size, connection.size, profile.topology))
+    ranked = (plan for plan, _ in rank_candidates(size, connection.group.size, profile.topology))
     plans = _different(effective(replace(plan, chunks=max(plan.chunks, usual_chunks(size)))) for plan in ranked)
     left: list[Algorithm | None] = [None, *plans[:rivals]]
     times = defaultdict[Algorithm | None, list[float]](list)
@@ -200,7 +191,7 @@ def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) ->
 
 def _links(connection: Connection, hosts: tuple[int, ...], repetitions: int) -> tuple[Link | None, Link | None, float]:
     """The link within hosts, the link between them (one rank of each host at work), and the cost of a message."""
-    rank, size = connection.rank, connection.size
+    rank, size = connection.group.rank, connection.group.size
     host = [r for r in range(size) if hosts[r] == hosts[rank]]
     leaders = [r for r in range(size) if hosts.index(hosts[r]) == r]
     inside = _link(connection, host, repetitions) if len(leaders) < size else None
@@ -229,8 +220,8 @@ def _shift(connection: Connection, members: list[int], size: int, turns: int) ->
     """Every member sends `size` bytes to the next and waits for the one before, `turns` times; one alone is idle."""
     tensor = connection.zeros(2 * size * turns)
     rounds = [Round()] * turns
-    if connection.rank in members and len(members) > 1:
-        index, half = members.index(connection.rank), tensor.numel() // 2
+    if connection.group.rank in members and len(members) > 1:
+        index, half = members.index(connection.group.rank), tensor.numel() // 2
         after, before = members[(index + 1) % len(members)], members[index - 1]
         step = half // turns  # elements of their own in each round: no round overwrites what another still sends
         rounds = [
@@ -245,7 +236,7 @@ def _shift(connection: Connection, members: list[int], size: int, turns: int) ->
 
 def _fan(connection: Connection, peers: int, repetitions: int) -> float:
     """Median seconds of a chain of rounds with a small message to each of several ranks."""
-    rank, size = connection.rank, connection.size
+    rank, size = connection.group.rank, connection.group.size
     rounds = [
         Round(
             tuple(Message((rank + i) % size, 0, 1) for i in range(1, peers + 1)),
@@ -318,7 +309,7 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
 
     If n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
     """
-    counts = sorted({*(1 << power for power in range(connection.size.bit_length())), connection.size})
+    counts = sorted({*(1 << power for power in range(connection.group.size.bit_length())), connection.group.size})
     task = _Task(connection.engine.device, images=32)
     task.run(_TASKS)  # warms up
     # Ratios within a turn, and then their median: what slows the machine for a while slows all counts of a turn.
@@ -345,12 +336,12 @@ def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seco
     _between(connection, start, tensors, task, _MESSAGES)
     # The least of three: a pause of the machine in the only one would make all that follows as much longer.
     at_once = min(_beside(connection, start, tensors, task, 0) for _ in range(3))
-    one = _compute(connection, task, _MESSAGES, connection.size) / _MESSAGES
+    one = _compute(connection, task, _MESSAGES, connection.group.size) / _MESSAGES
     # Twice as long as the messages take at once, so that the second half of the computation still hides the last one.
     tasks = _MESSAGES * max(2, math.ceil(2 * at_once / one / _MESSAGES))
     rows: list[tuple[float, float, float]] = []
     while not rows or (len(rows) < 9 and sum(map(sum, rows)) < seconds):
-        alone = _compute(connection, task, tasks, connection.size)
+        alone = _compute(connection, task, tasks, connection.group.size)
         beside, between = (run(connection, start, tensors, task, tasks) for run in (_beside, _between))
         rows.append((alone, beside, between))
     alone, beside, between = (statistics.median(column) for column in zip(*rows, strict=True))
@@ -362,7 +353,7 @@ def _compute(connection: Connection, task: _Task, tasks: int, count: int) -> flo
     """Seconds of the slowest of the first `count` ranks, the same number everywhere."""
 
     def compute() -> None:
-        if connection.rank < count:
+        if connection.group.rank < count:
             task.run(tasks)
 
     return connection.slowest([connection.stopwatch(compute)])[0]
