@@ -21,7 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from torusgd.rehearse.lab import Host, Lab, interface_bytes
-from torusgd.tensor_parallel.volume import Linear, best_groups, hybrid_volume
+from torusgd.tensor_parallel.volume import best_groups, hybrid_volume
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,13 +31,12 @@ WIDTH, LAYERS = 1024, 2
 
 def volume(ranks: int, images: int, parallel: int) -> float:
     """Bytes that a rank sends a step, after Das et al."""
-    shape = Linear(WIDTH, WIDTH)
-    return LAYERS * sum(hybrid_volume(shape, ranks, images * ranks, ranks // parallel))
+    return LAYERS * sum(hybrid_volume(WIDTH, WIDTH * WIDTH, ranks, images * ranks, ranks // parallel))
 
 
 def best(ranks: int, images: int) -> int:
     """The planner's number of model-parallel ranks."""
-    return ranks // best_groups(Linear(WIDTH, WIDTH), ranks, images * ranks)
+    return ranks // best_groups(WIDTH, WIDTH * WIDTH, ranks, images * ranks)
 
 
 def be_a_rank(images: list[int], parallel: list[int], repetitions: int) -> None:
@@ -79,12 +78,11 @@ def make_step(images: int, parallel: int) -> Callable[[], None]:
     from torusgd.comm.groups import group_of
     from torusgd.gradients.reducer import Channel, Reducer
     from torusgd.gradients.update import Update
-    from torusgd.optim import BLOCK, build_optimizer
+    from torusgd.optim import build_optimizer
     from torusgd.precision import Precision
     from torusgd.recipe.load import load_recipe
     from torusgd.tensor_parallel.column_pass import ColumnPass
-    from torusgd.tensor_parallel.parallel_tail import ParallelTail
-    from torusgd.tensor_parallel.tail import column_tail
+    from torusgd.tensor_parallel.tail import ParallelTail, column_tail
 
     world = group_of()
     sgd = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"
@@ -100,7 +98,6 @@ def make_step(images: int, parallel: int) -> Callable[[], None]:
         channels={m: Channel(create("ring", group=tail.groups.data_parallel(m))) for m in sorted({1, parallel})},
         maximum_over_ranks=lambda maxima: world.all_reduce(maxima, maximum=True),
         rule="auto",
-        block=BLOCK,
     )
     optimizer = build_optimizer(recipe.optimizer, model, 1e-4, tail.held)
     update = Update(model, optimizer, reducer, sum_over_ranks=world.all_reduce, columns=tail)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from torusgd.gradients.bucket_rebuild import STEPS
+from torusgd.gradients.reducer import REBUILD_STEPS
 from torusgd.rehearse.lab import Host, Lab
 
 VARIANTS = {
@@ -35,7 +35,7 @@ def train(hosts: list[Host], flags: Sequence[str], steps: int, folder: Path) -> 
         output = lab.run(words, timeout=300, environment={"PYTHONPATH": str(ROOT / "src")})[0]
     print(*[line for line in output.splitlines() if line.startswith(("allreduce", "buckets"))], sep="\n")
     events = [json.loads(line) for line in (folder / "out" / "events.jsonl").read_text().splitlines()]
-    taken = [event for event in events if "event" not in event][STEPS[-1] + 1 :]
+    taken = [event for event in events if "event" not in event][REBUILD_STEPS[-1] + 1 :]
     shares = [event["hidden_share"] for event in taken]
     summary = json.loads((folder / "out" / "summary.json").read_text())
     return [event["step_seconds"] for event in taken], statistics.median(shares), summary["weights_sha256"]

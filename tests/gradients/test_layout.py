@@ -11,10 +11,8 @@ from torch import nn
 from torusgd.comm.allreduce import create
 from torusgd.comm.groups import group_of
 from torusgd.comm.tuning.profile import InStep, Link, Profile, Timing
-from torusgd.gradients.bucket_rebuild import STEPS, BucketRebuild
 from torusgd.gradients.layout import Bucket, best_buckets, finish, group, lay_out
-from torusgd.gradients.reducer import Channel, Reducer, hook_parameters, parameter_slots
-from torusgd.optim import BLOCK
+from torusgd.gradients.reducer import REBUILD_STEPS, BucketRebuild, Channel, Reducer, hook_parameters, parameter_slots
 
 
 def profile(latency: float, per_byte: float, ranks: int = 2) -> Profile:
@@ -88,7 +86,7 @@ def reducer_of(model: nn.Module) -> Reducer:
     channels = {1: Channel(create("native"))}
     return Reducer(
         parameter_slots(model), "exact", 2, channels, lambda maxima: group_of().all_reduce(maxima, maximum=True),
-        rule="auto", block=BLOCK,
+        rule="auto",
     )  # fmt: skip
 
 
@@ -115,15 +113,15 @@ def rebuild(steps: int) -> list:
 
 
 def test_buckets_are_rebuilt_once_on_all_ranks_alike_and_change_no_bit():
-    found = run_ranks(2, rebuild, STEPS[-1] + 3)
+    found = run_ranks(2, rebuild, REBUILD_STEPS[-1] + 3)
     assert found[0] == found[1]
     told, means, buckets = found[0]
-    assert [bool(line) for line in told] == [False] * STEPS[-1] + [True] + [False] * 2
-    assert "buckets auto: " in told[STEPS[-1]]
+    assert [bool(line) for line in told] == [False] * REBUILD_STEPS[-1] + [True] + [False] * 2
+    assert "buckets auto: " in told[REBUILD_STEPS[-1]]
     assert len(buckets) > 1  # they began as one
     assert all(mean == means[0] for mean in means)
 
 
 def test_without_a_profile_nothing_is_decided():
     bucket_rebuild = BucketRebuild(reducer_of(nn.Linear(4, 4)), None, group_of())
-    assert {bucket_rebuild.after_step() for _ in range(STEPS[-1] + 2)} == {""}
+    assert {bucket_rebuild.after_step() for _ in range(REBUILD_STEPS[-1] + 2)} == {""}

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torusgd.gradients.layout import Slot, lay_out_slots
-from torusgd.gradients.sharding import BlockNorms
-from torusgd.gradients.update import over_tensors
+from torusgd.gradients.update import BlockNorms, over_tensors
 from torusgd.optim import BLOCK, Lars, layer_norms
 
 ROWS, INPUTS = 8, 3000  # a row is no multiple of 4,096
@@ -33,7 +32,7 @@ class Sum:
 
 def reducer_of(slots: list[Slot], shards: tuple[int, int] | None = None) -> SimpleNamespace:
     """What `BlockNorms` reads of a reducer; with `shards` (place, ranks) each slot is cut at the norms' blocks."""
-    layout = lay_out_slots(slots, 4.0, BLOCK)
+    layout = lay_out_slots(slots, 4.0)
     owned, spans = [slot.tensor for slot in layout.held], None
     if shards is not None:
         place, ranks = shards

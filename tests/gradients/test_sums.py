@@ -217,7 +217,7 @@ def test_batch_norms_gradients_leave_last_and_alone() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 3))
     slots = parameter_slots(model, wide_norms=True)
     assert [slot.name for slot in slots] == ["3.bias", "3.weight", "0.bias", "0.weight", "1.bias", "1.weight"]
-    layout = lay_out_slots(slots, 4.0, 4096)
+    layout = lay_out_slots(slots, 4.0)
     assert [(b.first, b.stop) for b in layout.buckets] == [(0, 4), (4, 6)]
     assert not any(slot.is_wide for slot in parameter_slots(model))
 
@@ -227,7 +227,7 @@ def test_groups_are_counted_over_all_tensors_where_batch_norms_leave_alone() -> 
     with torch.device("meta"):
         slots = parameter_slots(MODELS["resnet50"](classes=1000, channels=3), wide_norms=True)
     for rule in ("cubic", (3, 21, 57)):
-        layout = lay_out_slots(slots, rule, 4096)
+        layout = lay_out_slots(slots, rule)
         assert [b.stop - b.first for b in layout.buckets] == [2, 7, 19, 27, 106]
         assert [slot.is_wide for slot in slots] == [False] * 55 + [True] * 106
         megabytes = [(4 if layout.held[b.first].is_wide else 2) * b.length / 1e6 for b in layout.buckets]
@@ -235,8 +235,8 @@ def test_groups_are_counted_over_all_tensors_where_batch_norms_leave_alone() -> 
         assert megabytes == pytest.approx([4.1, 17.83, 23.2, 5.88, 0.21], rel=0.25)
         assert [slot.tensor.numel() for slot in slots] == [n for b in layout.buckets for n in b.numels]
     # A size holds for the wide ones too.
-    wide = lay_out_slots(slots, 0.01, 4096).buckets[28:]
-    assert len(lay_out_slots(slots, 4.0, 4096).buckets[-1].numels) == 106 > max(len(b.numels) for b in wide)
+    wide = lay_out_slots(slots, 0.01).buckets[28:]
+    assert len(lay_out_slots(slots, 4.0).buckets[-1].numels) == 106 > max(len(b.numels) for b in wide)
 
 
 def test_float16_wire_tells_overflow_nonfinite_and_underflow() -> None:
@@ -356,7 +356,7 @@ def measured_maxima(workers: list[int]) -> torch.Tensor:
     parameter, seen = torch.nn.Parameter(torch.zeros(2)), list[torch.Tensor]()
     reducer = Reducer(
         [Slot("w", "w", parameter)], "exact", 2, {1: Channel(create("native"))},
-        lambda maxima: seen.append(maxima.clone()), rule=4.0, block=4096,
+        lambda maxima: seen.append(maxima.clone()), rule=4.0,
     )  # fmt: skip
 
     def backward() -> None:

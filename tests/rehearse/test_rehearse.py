@@ -87,7 +87,7 @@ def test_split_layers_send_what_the_balance_equations_say(workload):
         messages = sent(script)
         inputs, back = messages[f"inputs of {name}"], messages[f"gradients of the inputs of {name}"]
         shards = messages[f"gradients of {name}"]
-        activations, weights = hybrid_volume(layer, 16, 256, 4)
+        activations, weights = hybrid_volume(layer.ifm * layer.in_area, layer.weights, 16, 256, 4)
         assert (inputs.members, inputs.apart, shards.members, shards.apart) == (4, 1, 4, 4)
         # A reduce-scatter or an all-gather moves all but a rank's own part; a sum is both.
         assert (inputs.bytes + back.bytes) * 3 / 4 == pytest.approx(activations)

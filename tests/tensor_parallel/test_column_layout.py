@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torusgd.recipe.compatibility import allowed_parallel
-from torusgd.tensor_parallel.column_layout import Layout, sum_in_tree
+from torusgd.tensor_parallel.exchange import Layout, sum_in_tree
 
 
 @settings(deadline=None, max_examples=100)

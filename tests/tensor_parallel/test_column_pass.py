@@ -11,9 +11,8 @@ from torusgd.comm.groups import alone as rank_alone
 from torusgd.comm.groups import group_of
 from torusgd.precision import Precision
 from torusgd.recipe.load import load_recipe
-from torusgd.tensor_parallel.column_layout import Layout
 from torusgd.tensor_parallel.column_pass import ColumnPass
-from torusgd.tensor_parallel.exchange import ParallelGroups
+from torusgd.tensor_parallel.exchange import Layout, ParallelGroups
 from torusgd.tensor_parallel.tail import ColumnTail, column_tail
 
 BLOCKS, RANKS, SMOOTHING, SEED = 8, 4, 0.1, 5

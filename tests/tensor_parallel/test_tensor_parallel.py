@@ -22,7 +22,7 @@ from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
-from torusgd.tensor_parallel.column_layout import choose_parallel
+from torusgd.tensor_parallel.exchange import choose_parallel
 from torusgd.tensor_parallel.tail import column_tail
 from torusgd.weights import load_weights
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.tensor_parallel.volume import Linear, best_groups, hybrid_volume, optimal_groups
+from torusgd.tensor_parallel.volume import best_groups, hybrid_volume, optimal_groups
 
 
 @pytest.mark.parametrize(
@@ -12,9 +12,9 @@ from torusgd.tensor_parallel.volume import Linear, best_groups, hybrid_volume, o
     [(64, 256, 4096, 2.0, 2.83), (128, 512, 4096, 4.0, 5.66), (16, 1024, 2048, 2.83, 4.0)],
 )
 def test_optimal_groups_of_the_paper(nodes: int, batch: int, ofm: int, none: float, full: float) -> None:
-    layer = Linear(4096, ofm)
-    assert optimal_groups(layer, nodes, batch, overlap=0) == pytest.approx(none, abs=0.005)
-    assert optimal_groups(layer, nodes, batch, overlap=1) == pytest.approx(full, abs=0.005)
+    layer = (4096, 4096 * ofm)
+    assert optimal_groups(*layer, nodes, batch, overlap=0) == pytest.approx(none, abs=0.005)
+    assert optimal_groups(*layer, nodes, batch, overlap=1) == pytest.approx(full, abs=0.005)
 
 
 @settings(deadline=None, max_examples=60)
@@ -26,22 +26,25 @@ def test_optimal_groups_of_the_paper(nodes: int, batch: int, ofm: int, none: flo
     overlap=st.floats(0, 1),
 )
 def test_the_formula_is_the_minimum_of_the_volume(ifm: int, ofm: int, nodes: int, batch: int, overlap: float) -> None:
-    def volume(groups: float) -> float:
-        return sum(hybrid_volume(Linear(ifm, ofm), nodes, batch, groups, overlap, exact=False))
+    layer = (ifm, ifm * ofm)
 
-    best = optimal_groups(Linear(ifm, ofm), nodes, batch, overlap)
+    def volume(groups: float) -> float:
+        """As in the paper, a node's own part included."""
+        return 2 * 4 * ifm * batch / groups + 4 * ifm * ofm * groups / nodes * (2 - overlap)
+
+    best = optimal_groups(*layer, nodes, batch, overlap)
     scale = 1 + 1e-9
     assert 1 <= best <= nodes
     assert volume(best) <= volume(max(1.0, best * 0.9)) * scale
     assert volume(best) <= volume(min(nodes, best * 1.1)) * scale
-    found = best_groups(Linear(ifm, ofm), nodes, batch, overlap)
+    found = best_groups(*layer, nodes, batch, overlap)
     assert nodes % found == 0
-    exact = [sum(hybrid_volume(Linear(ifm, ofm), nodes, batch, g, overlap)) for g in (1, nodes, found)]
+    exact = [sum(hybrid_volume(*layer, nodes, batch, g, overlap)) for g in (1, nodes, found)]
     assert exact[2] <= min(exact[:2])
 
 
 def test_the_ends_of_hybrid_parallelism() -> None:
-    layer = Linear(4096, 4096)
+    layer = (4096, 4096 * 4096)
     # G = 1 sends activations alone, G = N weights alone.
-    assert hybrid_volume(layer, 8, 256, 1) == (2 * 4 * 4096 * 256 * 7 / 8, 0)
-    assert hybrid_volume(layer, 8, 256, 8) == (0, 4 * 4096 * 4096 * 2 * 7 / 8)
+    assert hybrid_volume(*layer, 8, 256, 1) == (2 * 4 * 4096 * 256 * 7 / 8, 0)
+    assert hybrid_volume(*layer, 8, 256, 8) == (0, 4 * 4096 * 4096 * 2 * 7 / 8)

@@ -73,6 +73,12 @@ class Liveness(Protocol):
 class NoLiveness(Liveness):
     """Knows of no late rank, ever: waits end by the timeout of their group."""
 
+    def progress(self, phase: str, step: int, unit: int) -> None:
+        """Does nothing."""
+
+    def outside(self, what: str, where: str) -> None:
+        """Does nothing."""
+
 
 class CommError(RuntimeError):
     """Ranks could not exchange a message: the reason lies with another rank or the network, not with the caller.

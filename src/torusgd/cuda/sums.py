@@ -68,7 +68,6 @@ class DeviceGradientSum(IntegerGradientSum):
         self.going = torch.ones(1, device=device)
 
     def clear(self) -> None:
-        """Begins a step: all sums are zero."""
         self._all.zero_()
 
     def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
@@ -89,7 +88,6 @@ class DeviceGradientSum(IntegerGradientSum):
         operators.add_bounds(found, scales, message, b.length, self._shift, self._cap)
 
     def message(self, bucket: int) -> Tensor:
-        """Integers [length + 2 * slots of the bucket + 2]: the sums, the bounds, the counts."""
         return self._messages[bucket]
 
     def decide(self, control: Tensor, ordinary: Tensor, running: Tensor, momenta: Tensor, report: Tensor) -> None:
@@ -120,14 +118,12 @@ class DeviceGradientSum(IntegerGradientSum):
         operators.mean(self._payloads, self._all_sizes, self._factors, 1.0 / loss_scale, list(out))
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
-        """Writes the mean (float32) of every slot, in a step on which the host has decided."""
         assert spans is None, "all of the sums are here"
         self._factors.copy_(1.0 / (self._scales.double() * addends))
         self.write_mean(out, loss_scale=1.0)
         self.load_state(self._pending)
 
     def set_maxima(self, maxima: Tensor) -> None:
-        """Takes the scales from the measured maximum of each slot over all virtual workers: float32 [slots]."""
         self.load_state(maxima.double() * self._addends)
 
     def load_state(self, state: Tensor) -> None:
@@ -137,7 +133,6 @@ class DeviceGradientSum(IntegerGradientSum):
         self._scales.copy_(power_of_two_scale(self._bounds, float(self._limit)))
 
     def finish(self, trailers: Tensor | None = None) -> SumStatus:
-        """Finds what has left the range or was not finite, for the host to decide on a step."""
         self._all_scales = self._scales.double()
         return super().finish(trailers)
 

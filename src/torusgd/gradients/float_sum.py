@@ -35,39 +35,32 @@ class FloatGradientSum:
         wire: torch.dtype,
         wide: Collection[int] = (),
     ) -> None:
-        self.buckets = buckets
-        self._addends = addends
-        self._wire = wire
-        self._is_scaled = wire != torch.float32
-        self.needs_measure = self._is_scaled
+        self.buckets, self._addends, self._wire = buckets, addends, wire
+        self.needs_measure = self._is_scaled = wire != torch.float32
         slots, count = buckets[-1].stop, len(buckets)
         self._bucket_of = torch.tensor([i for i, b in enumerate(buckets) for _ in b.numels], device=device)
         self._firsts = torch.tensor([b.first for b in buckets], device=device)
+        self._lossless = torch.zeros((), device=device)
         self._bounds = torch.zeros(count, dtype=torch.float64, device=device)
         self._pending = self._bounds
         self._scales = torch.ones(count, dtype=torch.float32, device=device)
         self._local = torch.zeros(count, dtype=torch.float32, device=device)
         """this rank's part of each bucket's bound"""
         self._totals = [torch.zeros(b.length, device=device) for b in buckets]
-        self._messages = (
-            [
-                torch.zeros(b.length + 3, dtype=torch.float32 if number in wide else wire, device=device)
-                for number, b in enumerate(buckets)
-            ]
-            if self._is_scaled
-            else self._totals
-        )
+        self._messages = self._totals
+        if self._is_scaled:
+            dtypes = [torch.float32 if number in wide else wire for number in range(count)]
+            lengths = [b.length + 3 for b in buckets]
+            self._messages = [torch.zeros(n, dtype=t, device=device) for n, t in zip(lengths, dtypes, strict=True)]
         self._views = [view for b, total in zip(buckets, self._totals, strict=True) for view in b.views(total)]
         self._filled = [False] * slots
         self._maxima: dict[int, Tensor] = {}
 
     def clear(self) -> None:
-        """Begins a step: all sums are zero."""
         self._filled = [False] * len(self._filled)
         self._local.zero_()
 
     def add(self, bucket: int, slot: int, gradient: Tensor) -> None:
-        """Adds one virtual worker's gradient (float32) to a slot."""
         flat = gradient.reshape(-1)
         if self._is_scaled:
             low, high = torch.aminmax(flat)
@@ -79,7 +72,6 @@ class FloatGradientSum:
             self._filled[slot] = True
 
     def end_worker(self, bucket: int) -> None:
-        """Adds this virtual worker's largest element to the bucket's bound."""
         b = self.buckets[bucket]
         maxima = [self._maxima.pop(slot) for slot in range(b.first, b.stop) if slot in self._maxima]
         if maxima:
@@ -104,7 +96,6 @@ class FloatGradientSum:
         return message
 
     def payload(self, bucket: int) -> Tensor:
-        """The sums as they travel."""
         return self.message(bucket)[: self.buckets[bucket].length]
 
     def trailers(self) -> Tensor:
@@ -126,13 +117,12 @@ class FloatGradientSum:
         )
 
     def finish(self, trailers: Tensor | None = None) -> SumStatus:
-        """Finds what has left the range or was not finite."""
         if trailers is not None:
             return self._finish_by_trailers(trailers)
         views = [view for b, message in zip(self.buckets, self._messages, strict=True) for view in b.views(message)]
         bad = ~_largest(views).isfinite()
         if not self._is_scaled:
-            return SumStatus(torch.stack([torch.zeros_like(bad), bad]))
+            return SumStatus(torch.stack([torch.zeros_like(bad), bad]), self._lossless)
         ends = torch.stack([m[b.length :].float() for b, m in zip(self.buckets, self._messages, strict=True)])
         self._pending = ends[:, 0].to(torch.float64) / self._scales
         # A sum that is not finite where no addend was bad has overflowed; the bucket's first slot stands for it.
@@ -149,11 +139,10 @@ class FloatGradientSum:
         self._pending = bounds.to(torch.float64)
         beyond, was_bad = reach > torch.finfo(self._wire).max / 2, bad > 0
         if not self._is_scaled:
-            return SumStatus(torch.stack([torch.zeros_like(was_bad), beyond | was_bad]))
+            return SumStatus(torch.stack([torch.zeros_like(was_bad), beyond | was_bad]), self._lossless)
         return SumStatus(torch.stack([beyond & ~was_bad, was_bad]), lost.mean())
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
-        """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
         factors = (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32)
         for index, b in enumerate(self.buckets):
             own = None if spans is None else spans[b.first : b.stop]
@@ -164,7 +153,6 @@ class FloatGradientSum:
             self._take_scales()
 
     def scratch(self, bucket: int) -> Tensor:
-        """The rank's own sums, in float32."""
         return self._totals[bucket]
 
     def set_maxima(self, maxima: Tensor) -> None:
@@ -178,7 +166,6 @@ class FloatGradientSum:
         return self._bounds[self._bucket_of]
 
     def load_state(self, state: Tensor) -> None:
-        """Takes back the bounds that `state` gave."""
         bounds = state.to(self._bounds)
         self._bounds = torch.stack([bounds[b.first : b.stop].max() for b in self.buckets])
         self._take_scales()

@@ -60,13 +60,12 @@ class SumStatus:
 
     flags: Tensor
     """bool [2, slots]: out of range, not finite"""
-    underflow: Tensor | None = None
+    underflow: Tensor
     """float []"""
 
     def read(self, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> SumReport:
         """Transfers the status to the host, at once: the one place of a step where it waits for the gradients' sum."""
-        underflow = torch.zeros(1, device=self.flags.device) if self.underflow is None else self.underflow.reshape(1)
-        *flags, lost = to_host(torch.cat([self.flags.view(-1).float(), underflow])).tolist()
+        *flags, lost = to_host(torch.cat([self.flags.view(-1).float(), self.underflow.view(1)])).tolist()
         slots = range(len(flags) // 2)
         overflow, nonfinite = ([i for i in slots if flags[offset + i]] for offset in (0, len(slots)))
         return SumReport(overflow, nonfinite, lost)
@@ -109,7 +108,7 @@ class GradientSum(Protocol):
         """float32 [length]: the sums' own memory, free from `mean` until the next step's first gradient."""
 
     def set_maxima(self, maxima: Tensor) -> None:
-        """Takes the scales from measured maxima: float32 [slots], of any virtual worker."""
+        """Takes the scales from the measured maximum of each of all slots over all virtual workers: float32 [slots]."""
 
     def state(self) -> Tensor:
         """float64 [slots]: all that the next step needs of this one."""
@@ -143,9 +142,8 @@ class IntegerGradientSum:
         sections: Sequence[int] | None = None,
         elements: int | None = None,
     ) -> None:
-        self.buckets = buckets
+        self.buckets, self._addends = buckets, addends
         self._elements = sum(b.length for b in buckets) if elements is None else elements
-        self._addends = addends
         self._dtype = gradient_integers(addends)
         self._limit = LIMITS[self._dtype]
         here = buckets[-1].stop if buckets else 0
@@ -161,8 +159,7 @@ class IntegerGradientSum:
         self._all_scales = torch.ones(everywhere, dtype=torch.float64, device=device)
         self._scales = torch.ones(here, dtype=torch.float32, device=device)
         self._scale_items: Sequence[Tensor] = self._scales.unbind()
-        self._low = torch.zeros(here, device=device)
-        self._high = torch.zeros(here, device=device)
+        self._low, self._high = torch.zeros(2, here, device=device).unbind()
         self._low_items, self._high_items = self._low.unbind(), self._high.unbind()
         self._messages = [
             torch.zeros(b.length + 2 * (b.stop - b.first) + 2, dtype=self._dtype, device=device) for b in buckets
@@ -178,7 +175,6 @@ class IntegerGradientSum:
         """elements of the present virtual worker's gradients in each bucket that were rounded to zero"""
 
     def clear(self) -> None:
-        """Begins a step: all sums are zero."""
         self._filled = [False] * len(self._filled)
         self._low.zero_()
         self._high.zero_()
@@ -187,7 +183,6 @@ class IntegerGradientSum:
             message[bucket.length :].zero_()
 
     def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
-        """Adds one virtual worker's gradient (float32) to a slot; `hash_into` takes its integers too."""
         # Gradient 4: scaled by a power of two, rounded and added as integers, whose sum has no order.
         flat = gradient.reshape(-1)
         torch.aminmax(flat, out=(self._low_items[slot], self._high_items[slot]))
@@ -217,7 +212,6 @@ class IntegerGradientSum:
         return into.copy_(torch.mul(run, self._scale_items[slot], out=self._rounded[: run.numel()]).round_())
 
     def end_worker(self, bucket: int) -> None:
-        """Adds the bounds and the counts of one virtual worker to the bucket's trailer."""
         b = self.buckets[bucket]
         maxima = torch.maximum(-self._low[b.first : b.stop], self._high[b.first : b.stop])
         finite = maxima.isfinite()
@@ -240,7 +234,6 @@ class IntegerGradientSum:
         return self._messages[bucket]
 
     def payload(self, bucket: int) -> Tensor:
-        """Integers [length]: the sums."""
         return self.message(bucket)[: self.buckets[bucket].length]
 
     def trailers(self) -> Tensor:
@@ -260,7 +253,6 @@ class IntegerGradientSum:
         return SumStatus(torch.stack([(bounds > self._limit) & ~bad, bad]), lost / (self._elements * self._addends))
 
     def mean(self, out: Sequence[Tensor], addends: int, spans: Sequence[Span] | None = None) -> None:
-        """Writes the mean (float32) of every slot, and takes the next scales from the bounds of this step."""
         factors = (1.0 / (self._scales.to(torch.float64) * addends)).to(torch.float32).unbind()
         for view, target, factor in zip(runs_of(self._views, spans), out, factors, strict=True):
             flat = target.view(-1)
@@ -276,7 +268,6 @@ class IntegerGradientSum:
         return self._messages[bucket][:length].view(torch.float32)[:length]
 
     def set_maxima(self, maxima: Tensor) -> None:
-        """Takes the scales from the measured maximum of each of all slots over all virtual workers: float32 [slots]."""
         self._bounds = maxima.to(torch.float64) * self._addends
         self._take_scales()
 
@@ -285,7 +276,6 @@ class IntegerGradientSum:
         return self._bounds.clone()
 
     def load_state(self, state: Tensor) -> None:
-        """Takes back the bounds that `state` gave."""
         self._bounds = state.to(self._bounds)
         self._take_scales()
 

@@ -5,9 +5,9 @@ order in which backward completes them, which is the order in which they are sen
 travels as one message. Buckets change no bit of an exact sum, whose scales are a slot's and not a bucket's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Literal, NamedTuple
@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from ..comm.tuning.profile import Profile, hidden, waited
+from ..optim.norms import BLOCK
 
 BucketRule = Literal["auto", "cubic"] | float | tuple[int, ...]
 """MiB of 4-byte elements, the number of tensors in each bucket, Fujitsu's groups, or `auto`"""
@@ -37,7 +38,7 @@ class Bucket:
     """offset of each tensor in the message"""
     numels: tuple[int, ...]
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Number of elements of the bucket."""
         return sum(self.numels)
@@ -46,13 +47,15 @@ class Bucket:
         """Each tensor's run of a message of this bucket."""
         return [message[offset : offset + n] for offset, n in zip(self.offsets, self.numels, strict=True)]
 
-    def cuts(self, block: int) -> tuple[int, ...]:
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
         """Offsets at which the message may be cut into shards: the edges of norm blocks, so that none is split.
 
-        >>> Bucket(first=0, stop=2, offsets=(0, 5000), numels=(5000, 100)).cuts(block=4096)
+        >>> Bucket(first=0, stop=2, offsets=(0, 5000), numels=(5000, 100)).cuts
         (0, 4096, 5000, 5100)
         """
-        return _cuts(self, block)
+        inner = {offset + i for offset, n in zip(self.offsets, self.numels, strict=True) for i in range(0, n, BLOCK)}
+        return (*sorted(inner), self.length)
 
     def spans(self, low: int, high: int) -> list[Span]:
         """The elements of each tensor within [low, high) of the message; (0, 0) if there are none."""
@@ -61,12 +64,6 @@ class Bucket:
             begin, end = max(low - offset, 0), min(high - offset, numel)
             spans.append((begin, end) if begin < end else (0, 0))
         return spans
-
-
-@lru_cache(maxsize=4096)  # a step needs them twice for each bucket, and a large tensor has thousands of blocks
-def _cuts(bucket: Bucket, block: int) -> tuple[int, ...]:
-    inner = {offset + i for offset, n in zip(bucket.offsets, bucket.numels, strict=True) for i in range(0, n, block)}
-    return (*sorted(inner), bucket.length)
 
 
 class Slot(NamedTuple):
@@ -100,8 +97,6 @@ class ParameterLayout:
     """all slots in sending order, the same on every rank but for `held` and `is_owner`"""
     buckets: tuple[Bucket, ...]
     """buckets of the held slots, which have indices of their own"""
-    block: int
-    """number of elements of a norm block; shards are cut at its multiples within a tensor"""
 
     @cached_property
     def held(self) -> tuple[Slot, ...]:
@@ -124,24 +119,18 @@ class ParameterLayout:
         columns = sum(slot.layer is not None for slot in self.slots)
         return tuple(count for count in (columns, len(self.slots) - columns) if count)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Every rank holds every slot."""
         return len(self.held) == len(self.slots)
 
-    def parallel(self, bucket: int) -> int:
-        """`Slot.parallel` of a bucket's slots, which all have the same."""
-        return self.held[self.buckets[bucket].first].parallel
-
-    def norm_blocks(self) -> dict[str, list[int]]:
-        """By parameter, the norm blocks of each of its slots, in the order of its rows."""
-        blocks: dict[str, list[int]] = {}
-        for slot in self.slots:
-            blocks.setdefault(slot.parameter, []).append(-(-slot.tensor.numel() // self.block))
-        return blocks
+    @cached_property
+    def parallel(self) -> tuple[int, ...]:
+        """By bucket, `Slot.parallel` of its slots, which all have the same."""
+        return tuple(self.held[bucket.first].parallel for bucket in self.buckets)
 
 
-def lay_out_slots(slots: Sequence[Slot], rule: BucketRule, block: int) -> ParameterLayout:
+def lay_out_slots(slots: Sequence[Slot], rule: BucketRule) -> ParameterLayout:
     """The layout of slots by a rule."""
     held = [slot for slot in slots if slot.held]
     buckets: list[Bucket] = []
@@ -154,7 +143,7 @@ def lay_out_slots(slots: Sequence[Slot], rule: BucketRule, block: int) -> Parame
         else:
             cut = plan_buckets(numels, largest(rule))
         buckets += _after(buckets, cut)
-    return ParameterLayout(tuple(slots), tuple(buckets), block)
+    return ParameterLayout(tuple(slots), tuple(buckets))
 
 
 def lay_out_wide_last(rule: BucketRule, numels: Sequence[int], is_wide: Sequence[bool]) -> list[Bucket]:
@@ -248,7 +237,7 @@ def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]
     # buckets before the last one is never worse, so that only the earliest end for each first tensor need be known.
     many, edges = len(numels), np.cumsum([0, *numels])
     leaves = np.maximum.accumulate(np.asarray(ready, dtype=float))
-    took = _Times(profile, int(edges[-1]))(edges[None, 1:] - edges[:-1, None])
+    took = _seconds_by_length(profile, int(edges[-1]))(edges[None, 1:] - edges[:-1, None])
     took[np.tril_indices(many, -1)] = inf  # [first tensor, last tensor]
     # The part of a message's cost that does not depend on its size: all layouts send the same bytes.
     message = hidden(profile, 1)
@@ -273,20 +262,15 @@ def best_buckets(profile: Profile, numels: Sequence[int], ready: Sequence[float]
 
 def finish(profile: Profile, buckets: Sequence[Bucket], ready: Sequence[float]) -> float:
     """The end of the last sum, in seconds after the end of backward, if the buckets leave one after another."""
-    seconds, end = _Times(profile, sum(b.length for b in buckets)), -inf
+    seconds, end = _seconds_by_length(profile, sum(b.length for b in buckets)), -inf
     for bucket in buckets:
         end = max(end, *ready[: bucket.stop]) + float(seconds(np.array(bucket.length)))
     return end
 
 
-class _Times:
+def _seconds_by_length(profile: Profile, largest: int) -> Callable[[np.ndarray], np.ndarray]:
     """Seconds of an all-reduce by its elements: linear between the profile's times at powers of two."""
-
-    def __init__(self, profile: Profile, largest: int) -> None:
-        self._lengths = [1 << power for power in range(8, max(largest, 256).bit_length() + 1)]
-        # A longer message never takes less: noise of a timing is no reason for a larger bucket.
-        expected = (waited(profile, _BYTES * length) for length in self._lengths)
-        self._seconds = list(accumulate(expected, max))
-
-    def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        return np.interp(lengths, self._lengths, self._seconds)
+    lengths = [1 << power for power in range(8, max(largest, 256).bit_length() + 1)]
+    # A longer message never takes less: noise of a timing is no reason for a larger bucket.
+    seconds = list(accumulate((waited(profile, _BYTES * length) for length in lengths), max))
+    return lambda elements: np.interp(elements, lengths, seconds)

@@ -1,6 +1,6 @@
 """Gradients leave in buckets while backward still runs: a static order, the wait at the end, and the redo of a step.
 
-One reducer serves every way to spread the work. It sums *slots* (`comm.buckets.Slot`): a parameter that all ranks
+One reducer serves every way to spread the work. It sums *slots* (`layout.Slot`): a parameter that all ranks
 hold is summed over all ranks; a column block that some ranks hold is summed over those. With shards each rank gets
 back the sums of one shard of each bucket only. The three combine: a column block's shards lie on the ranks that
 hold the block.
@@ -13,8 +13,12 @@ A step's life:
     3. A sum out of range is redone: the largest elements are measured over all ranks, and the passes run again.
        Nothing outside the reducer changes until a step is accepted.
     4. `apply_mean` writes the mean into the `grad` of this rank's tensors.
+
+As DistributedDataParallel does, a run may rebuild its buckets after the first steps (`BucketRebuild`): DDP in the order
+in which gradients arrived, here in sizes with which the last gradient is summed earliest, by measured times.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,12 +32,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.allreduce import ShardCollectives
 from ..comm.base import AllReduce, Work
+from ..comm.groups import Group
 from ..comm.monitor import DeviceClock, Mark
+from ..comm.tuning.profile import Profile
 from ..errors import RunError
 from .float_sum import FloatGradientSum
 from .integer_hash import IntegerHash
 from .integer_sum import GradientSum, IntegerGradientSum, SumReport, runs_of
-from .layout import BucketRule, ParameterLayout, Slot, Span, lay_out_slots
+from .layout import Bucket, BucketRule, ParameterLayout, Slot, Span, best_buckets, finish, group, lay_out_slots
 
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_ATTEMPTS = 3
@@ -72,8 +78,7 @@ class Reducer:
         addends: The most virtual workers of a step over all ranks.
         channels: By `Slot.parallel`, the ranks that hold the same slots; 1 is all ranks. All have shards or none.
         maximum_over_ranks: Takes the maximum of a float32 tensor over all ranks, in place.
-        rule: Of the buckets' sizes, see `comm.buckets.lay_out`.
-        block: Elements of a norm block (`optim.norms.BLOCK`), at which shards are cut.
+        rule: Of the buckets' sizes, see `layout.lay_out`.
         to_host: Gives a tensor's values on the host (`comm.monitor.Monitor.to_host`); called once for a step's status.
         make_sum: Makes the sum of a layout's gradients; None: the usual one of `reduction`.
     """
@@ -86,12 +91,13 @@ class Reducer:
         channels: Mapping[int, Channel],
         maximum_over_ranks: Callable[[Tensor], object],
         rule: BucketRule,
-        block: int,
         to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
         make_sum: MakeSum | None = None,
     ) -> None:
         self._to_host, self._make_sum = to_host, make_sum or self._usual_sum
         self._reduction, self._addends, self._channels = reduction, addends, channels
+        self.is_sharded = channels[1].shards is not None
+        """whether each rank gets back a shard of each bucket only"""
         self._maximum_over_ranks = maximum_over_ranks
         self._device = slots[0].tensor.device
         self.names = [slot.name for slot in slots]
@@ -103,25 +109,17 @@ class Reducer:
         self._maxima = torch.zeros(len(slots), device=self._device)
         self._works: list[Work] = []
         self._trailers: Tensor | None = None
-        self._is_measuring = self._is_last = self._is_begun = self._is_hashing_only = False
+        self.is_measuring = False
+        """whether passes look for each gradient's largest element only, before a first sum or a redo"""
+        self._is_last = self._is_begun = self._is_hashing_only = False
         self._hash: IntegerHash | None = None
         self._observe: Callable[[int, Tensor], object] | None = None
-        self.use_layout(lay_out_slots(slots, rule, block))
-
-    @property
-    def is_measuring(self) -> bool:
-        """The passes look for each gradient's largest element only, before a first sum or a redo."""
-        return self._is_measuring
+        self.use_layout(lay_out_slots(slots, rule))
 
     @property
     def is_observed(self) -> bool:
         """Whether somebody looks at each gradient of the virtual worker that has begun."""
         return self._observe is not None
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank gets back a shard of each bucket only."""
-        return self._channels[1].shards is not None
 
     def use_layout(self, layout: ParameterLayout) -> None:
         """Takes other buckets, between two steps and on all ranks; the scales stay. Not with shards."""
@@ -155,12 +153,12 @@ class Reducer:
         spans: list[Span] = []
         for index, bucket in enumerate(self.layout.buckets):
             shards = self.shards(index)
-            spans += bucket.spans(*shards.span(shards.rank, bucket.length, bucket.cuts(self.layout.block)))
+            spans += bucket.spans(*shards.span(shards.rank, bucket.length, bucket.cuts))
         return spans
 
     def shards(self, bucket: int) -> ShardCollectives:
         """What cuts a bucket into the shards of the ranks that hold it."""
-        shards = self._channels[self.layout.parallel(bucket)].shards
+        shards = self._channels[self.layout.parallel[bucket]].shards
         assert shards is not None, "buckets are summed whole"
         return shards
 
@@ -204,18 +202,18 @@ class Reducer:
         integers of this virtual worker too (exact sums only), `observe` is given each held slot's gradient.
         """
         self._hash, self._observe = hash_into, observe
-        self._is_last = last and not self._is_measuring
-        self._missing = [
-            (b.stop - b.first) * self.layout.parallel(index) for index, b in enumerate(self.layout.buckets)
-        ]
+        self._is_last = last and not self.is_measuring
+        # The ranks of a group compute a layer in column blocks for all their virtual workers, one after the other.
+        buckets = zip(self.layout.buckets, self.layout.parallel, strict=True)
+        self._missing = [(b.stop - b.first) * parallel for b, parallel in buckets]
 
     def mark_last(self) -> None:
         """The virtual worker that has begun is the last, as may be known only after its forward pass."""
-        self._is_last = not self._is_measuring
+        self._is_last = not self.is_measuring
 
     def add(self, slot: int, gradient: Tensor) -> None:
         """Takes the gradient (float32) of a held slot by one virtual worker."""
-        if self._is_measuring:
+        if self.is_measuring:
             most = self._maxima[self.layout.places[slot]]
             # A maximum over ranks treats nan otherwise than one within a rank; the step itself finds nan and inf.
             torch.maximum(most, gradient.abs().max().nan_to_num(0.0, 0.0, 0.0), out=most)
@@ -233,7 +231,6 @@ class Reducer:
             self.sum.add(bucket, slot, gradient, self._hash)
         self.ready[slot] = now
         self._missing[bucket] -= 1
-        # The ranks of a group compute a layer in column blocks for all their virtual workers, one after the other.
         b = self.layout.buckets[bucket]
         if self._missing[bucket] % (b.stop - b.first) == 0:
             self.sum.end_worker(bucket)
@@ -251,7 +248,7 @@ class Reducer:
 
     def end_worker(self) -> None:
         """Ends a virtual worker: parameters without a gradient count as zero."""
-        if self._is_measuring:
+        if self.is_measuring:
             return
         for index, missing in enumerate(self._missing):
             if missing:
@@ -284,7 +281,7 @@ class Reducer:
             tensor.grad = mean
 
     def _begin(self, measuring: bool) -> None:
-        self._is_measuring = measuring
+        self.is_measuring = measuring
         self._works, self._trailers = [], None
         if measuring:
             self._maxima.zero_()
@@ -330,8 +327,8 @@ class Reducer:
     def _send(self, index: int) -> Work:
         if self.is_sharded:
             bucket = self.layout.buckets[index]
-            return self.shards(index).start_reduce_scatter(self.sum.payload(index), bucket.cuts(self.layout.block))
-        allreduce = self._channels[self.layout.parallel(index)].allreduce
+            return self.shards(index).start_reduce_scatter(self.sum.payload(index), bucket.cuts)
+        allreduce = self._channels[self.layout.parallel[index]].allreduce
         return allreduce.start(self.sum.message(index) if self.layout.is_whole else self.sum.payload(index))
 
 
@@ -372,3 +369,71 @@ def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) ->
         for number, (slot, leaf) in enumerate(zip(held, leaves or [slot.tensor for slot in held], strict=True))
         if slot.layer is None
     ]
+
+
+REBUILD_STEPS = (1, 2, 3)
+"""steps of this process whose gradient times are used; step 0 warms up"""
+
+
+class BucketRebuild:
+    """Watches a reducer's first steps and then rebuilds its buckets; those of column blocks stay.
+
+    Only on CPUs, since on a GPU the host does not know when a gradient is there; not with shards, which follow the
+    buckets as momentum follows the shards; and not if batch norm's gradients have buckets of their own. Without a
+    profile of the network the buckets stay.
+    """
+
+    def __init__(self, reducer: Reducer, profile: Profile | None, world: Group) -> None:
+        held = reducer.layout.held
+        self._slots = [i for i, slot in enumerate(held) if slot.layer is None]
+        can_rebuild = bool(self._slots) and not reducer.is_sharded and held[0].tensor.device.type == "cpu"
+        can_rebuild &= not any(slot.is_wide for slot in held)
+        self._reducer, self._world, self._profile = reducer, world, profile if can_rebuild else None
+        self._steps = 0
+        self._ready = torch.full((len(self._slots),), torch.inf, dtype=torch.float64)
+
+    def after_step(self) -> str:
+        """To be called after each step, on every rank; one line if it rebuilt the buckets, else an empty text."""
+        step, profile, self._steps = self._steps, self._profile, self._steps + 1
+        if profile is None or step > REBUILD_STEPS[-1]:
+            return ""
+        if step in REBUILD_STEPS:
+            ready = torch.tensor([self._reducer.ready[slot] for slot in self._slots], dtype=torch.float64)
+            self._ready = torch.minimum(self._ready, ready - ready.max())
+        if step < REBUILD_STEPS[-1]:
+            return ""
+        # The quickest of a rank's steps, which no pause has touched, and of the ranks the slowest, whom all wait for.
+        self._world.all_reduce(self._ready, maximum=True)
+        return self._rebuild(profile, self._ready.tolist())
+
+    def _rebuild(self, profile: Profile, times: list[float]) -> str:
+        layout = self._reducer.layout
+        # Buckets of column blocks stay as they are; their slots come first.
+        columns = [b for b in layout.buckets if layout.held[b.first].layer is not None]
+        offset = len(layout.held) - len(self._slots)
+        before = [_moved(b, -offset) for b in layout.buckets[len(columns) :]]
+        numels = [layout.held[slot].tensor.numel() for slot in self._slots]
+        decided = ""
+        # Rank 0 decides for all: ranks that each computed it could differ in the last bit of a time, and then in the
+        # messages that they expect.
+        if self._world.rank == 0:
+            best = best_buckets(profile, numels, times)
+            late, early = (1e3 * finish(profile, cut, times) for cut in (before, best))
+            decided = json.dumps([[b.stop - b.first for b in best], late, early])
+        counts, late, early = json.loads(self._world.broadcast_text(decided))
+        buckets = group(counts, numels)
+        moved = (*columns, *(_moved(b, offset) for b in buckets))
+        self._reducer.use_layout(ParameterLayout(layout.slots, moved))
+        return (
+            f"buckets auto: {_sizes(buckets)}, by the profile and the times of the first gradients: expected to be "
+            f"summed {early:.0f} ms after backward, where {_sizes(before)} take {late:.0f} ms"
+        )
+
+
+def _moved(bucket: Bucket, slots: int) -> Bucket:
+    return Bucket(bucket.first + slots, bucket.stop + slots, bucket.offsets, bucket.numels)
+
+
+def _sizes(buckets: list[Bucket]) -> str:
+    mib = [b.length / 2**18 for b in buckets]
+    return f"{len(mib)} of {min(mib):.2g} to {max(mib):.2g} MiB" if len(mib) > 1 else f"1 of {mib[0]:.2g} MiB"

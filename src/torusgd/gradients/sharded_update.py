@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from ..comm.allreduce import ShardCollectives, create
 from ..comm.groups import group_of
 from ..errors import UserError
-from ..optim import BLOCK, AdamW, Lamb, Lars, Sgd
+from ..optim import AdamW, Lamb, Lars, Sgd
 from .layout import USUAL_MIB
 from .reducer import Channel, Reducer, parameter_slots
-from .sharding import BlockNorms, WeightGather
-from .update import over_tensors
+from .update import BlockNorms, WeightGather, over_tensors
 
 Wire = Literal["exact", "float16", "bfloat16"]
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -91,7 +90,6 @@ class ShardedUpdate:
             channels=channels,
             maximum_over_ranks=lambda maxima: self._world.all_reduce(maxima, maximum=True),
             rule=bucket_mib,
-            block=BLOCK,
         )
         self._parameters = [slot.tensor for slot in slots]
         self._shards: dict[Tensor, Tensor] = dict(zip(self._parameters, self._reducer.owned, strict=True))

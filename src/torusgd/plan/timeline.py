@@ -226,7 +226,8 @@ def step_work(cost: ModelCost, cluster: Cluster, software: Software, devices: in
 def _activations(layer: Layer, cluster: Cluster, software: Software, devices: int, images: int) -> float:
     """Seconds of the all-gather of a split layer's inputs in forward and the reduce-scatter of their gradients."""
     groups = software.communication.linear_groups or devices
-    bytes_, _ = hybrid_volume(layer, devices, images * devices, groups, size=activation_bytes(software))
+    inputs, size = layer.ifm * layer.in_area, activation_bytes(software)
+    bytes_, _ = hybrid_volume(inputs, layer.weights, devices, images * devices, groups, size=size)
     members = devices // groups
     whole = bytes_ / 2 * members / (members - 1)
     gather = group_phases(cluster, software.communication, devices, members, 1, whole, "gather")

@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
-from ..gradients.bucket_rebuild import BucketRebuild
-from ..gradients.reducer import hook_parameters
+from ..gradients.reducer import BucketRebuild, hook_parameters
 from ..gradients.update import Update
 from ..observe.trace import StepTrace, check_trace
 from ..precision import Precision

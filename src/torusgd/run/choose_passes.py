@@ -8,7 +8,7 @@ from ..step.model_state import StepState
 from ..step.pass_thread import PassThread
 from ..step.relaxed import local_steps, pass_thread
 from ..step.weights_first import order_of_gradients
-from ..tensor_parallel.parallel_tail import ParallelTail
+from ..tensor_parallel.tail import ParallelTail
 from .job import Job, is_live
 
 

@@ -19,7 +19,7 @@ from ..recipe.schema import Recipe
 from ..runtime import prepare_process
 from ..step.batchnorm import BatchNormStatistics
 from ..step.relaxed import outer_optimizer
-from ..tensor_parallel.parallel_tail import ParallelTail
+from ..tensor_parallel.tail import ParallelTail
 from ..weights import weights_sha256
 from .fingerprint import Fingerprint, conditions
 from .job import Job, init_sha256, replayed_sha256

@@ -13,12 +13,10 @@ from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
 from ..gradients.reducer import Channel, MakeSum, Reducer
-from ..optim import BLOCK
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..tensor_parallel.column_layout import choose_parallel
-from ..tensor_parallel.parallel_tail import ParallelTail
-from ..tensor_parallel.tail import column_tail
+from ..tensor_parallel.exchange import choose_parallel
+from ..tensor_parallel.tail import ParallelTail, column_tail
 from .draw_network import slots_of
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
@@ -74,7 +72,6 @@ def sums_of(
         channels=channels,
         maximum_over_ranks=maximum_over_ranks,
         rule=options.buckets,
-        block=BLOCK,
         to_host=monitor.to_host,
         make_sum=make_sum,
     )

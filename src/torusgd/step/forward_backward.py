@@ -18,7 +18,7 @@ from ..recipe.schedule import Step
 from ..recipe.schema import Recipe
 from ..rng import DROPOUT, seed_torch
 from ..tensor_parallel.column_pass import ColumnPass
-from ..tensor_parallel.parallel_tail import ParallelTail
+from ..tensor_parallel.tail import ParallelTail
 from .batchnorm import BatchNormStatistics
 from .membership import Membership
 from .weights_first import Context

@@ -20,8 +20,18 @@ from torch.nn import functional as F
 
 from ..precision import Precision
 from ..rng import DROPOUT, seed_torch
-from .column_layout import OWN, ActivationBlock, ActivationBlocks, Layout, sum_in_tree
-from .exchange import Exchange, ParallelGroups, Transfer, join_columns, sum_partials
+from .exchange import (
+    OWN,
+    ActivationBlock,
+    ActivationBlocks,
+    Exchange,
+    Layout,
+    ParallelGroups,
+    Transfer,
+    join_columns,
+    sum_in_tree,
+    sum_partials,
+)
 from .tail import ColumnLayer, ColumnTail
 
 NUMBERS = 4

@@ -1,17 +1,84 @@
-"""The messages between layers in column blocks, and the groups of ranks that they travel in.
+"""Which rank computes which column blocks for which virtual workers, and the messages between layers so divided.
 
-One all-to-all inside the larger of their groups leads from one layout to the next. (Das et al., arXiv 1602.06709, call
-it part-broadcast in forward, and part-reduce in backward.)
+In a layout of `parallel` M, groups of M consecutive ranks work together: each rank takes 1/M of the column blocks, for
+the virtual workers of all ranks of its group. M = 1 is data parallelism. Layers may have different M; the groups of the
+smaller M lie within those of the larger. (The model parallelism of Das et al., arXiv 1602.06709; that the sums have the
+same bits for every M is ours.)
+
+One all-to-all inside the larger of their groups leads from one layout to the next: part-broadcast in forward, and
+part-reduce in backward, as Das et al. call it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm.base import Work
 from ..comm.groups import Group
-from .column_layout import ActivationBlock, ActivationBlocks, Layout, sum_in_tree
+
+
+class ActivationBlock(NamedTuple):
+    """The columns of one block for the virtual worker of one rank."""
+
+    owner: int
+    """rank whose virtual worker it is"""
+    block: int
+    """index of the column block"""
+
+
+ActivationBlocks = dict[ActivationBlock, Tensor]
+"""activations by block: tensors (images, width of the block)"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The activations that each rank holds: `parallel` consecutive ranks divide `blocks` column blocks."""
+
+    parallel: int
+    blocks: int
+
+    def owners(self, rank: int) -> range:
+        """The group of `rank`, for whose virtual workers it computes."""
+        first = rank // self.parallel * self.parallel
+        return range(first, first + self.parallel)
+
+    def held(self, rank: int) -> range:
+        """The column blocks of `rank`."""
+        each = self.blocks // self.parallel
+        return range(rank % self.parallel * each, (rank % self.parallel + 1) * each)
+
+    def activations(self, rank: int) -> list[ActivationBlock]:
+        """The activation blocks that `rank` holds."""
+        return [ActivationBlock(owner, block) for owner in self.owners(rank) for block in self.held(rank)]
+
+
+OWN = Layout(parallel=1, blocks=1)
+"""layout before the tail: each rank holds all activations of its own virtual worker"""
+
+
+def sum_in_tree(addends: Iterable[Tensor]) -> Tensor:
+    """The sum by pairs of neighbours, pairs of pairs and so on; the addends are not changed.
+
+    A run of 2**k addends that begins at a multiple of 2**k is a branch: the sum of such runs' sums has the same bits.
+
+    >>> sum_in_tree(torch.tensor([1e8, 1.0, 1.0])).item()  # (1e8 + 1) + 1
+    100000000.0
+    """
+    branches: list[tuple[int, Tensor]] = []
+    for addend in addends:
+        # As a binary counter: two branches of one height become one of the next, so that few tensors are held at once.
+        branch, height = addend, 0
+        while branches and branches[-1][0] == height:
+            branch = branches.pop()[1] + branch
+            height += 1
+        branches.append((height, branch))
+    total = branches.pop()[1]
+    while branches:
+        total = branches.pop()[1] + total
+    return total
 
 
 class ParallelGroups:
@@ -120,13 +187,11 @@ class Exchange:
             return Transfer(None, data, expected, shapes)
         received = data.new_empty(sum(shape.numel() for shape in shapes))
         size = data.element_size()
-        splits = [
-            size * sum(t.numel() for (peer, _), t in zip(sent, outgoing, strict=True) if peer == p) for p in self._peers
-        ]
-        takes = [
-            size * sum(s.numel() for (peer, _), s in zip(expected, shapes, strict=True) if peer == p)
-            for p in self._peers
-        ]
+        splits, takes = (
+            [size * sum(each.numel() for (peer, _), each in zip(blocks, values, strict=True) if peer == p)
+             for p in self._peers]
+            for blocks, values in ((sent, outgoing), (expected, shapes))
+        )  # fmt: skip
         # As bytes: the backend need not know the dtype of what it carries.
         work = self._group.start_all_to_all(received.view(torch.uint8), data.view(torch.uint8), takes, splits)
         return Transfer(self._groups.watch(work), received, expected, shapes)

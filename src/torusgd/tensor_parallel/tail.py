@@ -6,17 +6,26 @@ is an nn.Sequential, or it has two methods:
 
     front(images) -> Tensor    all that comes before the first linear layer of the tail
     tail() -> list of modules  linear layers and elementwise modules; calling them in turn on `front` is the network
+
+Everything before the tail is data-parallel. Each layer of the tail has its own number M of model-parallel ranks; a
+rank computes, sums and updates only the rows of its own column blocks of the weights (`ParallelTail`), and the other
+rows are stale until `gather` brings them. The parameters stay whole tensors on each rank; momentum and sums are of the
+rank's own rows alone.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from ..comm.base import Work
+from ..comm.groups import Group
 from ..errors import UserError
+from ..gradients.layout import Slot
+from .exchange import Layout, ParallelGroups
 
 ELEMENTWISE = (
     nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
@@ -146,3 +155,94 @@ def _layer(name: str, linear: nn.Linear, after: Sequence[nn.Module], count: int)
         if hasattr(module, "inplace"):
             module.inplace = False  # type: ignore[assignment]
     return ColumnLayer(name, linear.in_features, linear.out_features, blocks, nn.Sequential(*copies).train())
+
+
+class ParallelTail:
+    """A network's tail (from `column_tail`), divided over groups of ranks. Every rank makes one at the same time.
+
+    From then on the tail's parameters take no gradients of their own (`requires_grad` is off): their column blocks do.
+    `parallel` are the model-parallel ranks of each layer, as from `choose_parallel`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tail: ColumnTail,
+        parallel: Sequence[int],
+        world: Group,
+        watch: Callable[[Work], Work] = lambda work: work,
+    ) -> None:
+        self.tail, self.parallel = tail, list(parallel)
+        self.layouts = [Layout(m, len(layer.blocks)) for m, layer in zip(parallel, tail.layers, strict=True)]
+        self.groups = ParallelGroups(parallel, world, watch)
+        # (layer, block, whether it is the bias) of each slot, in the order in which gradients are ready.
+        self._order = [
+            (number, index, is_bias)
+            for number, layer in reversed([*enumerate(tail.layers)])
+            for index, block in enumerate(layer.blocks)
+            for is_bias in (True, False)
+            if not is_bias or block.bias is not None
+        ]
+        self.slots = [self._slot(*key) for key in self._order]
+        """column blocks in the order in which their gradients are ready: the last layer first, block by block"""
+        # Autograd then computes no gradient for them, which `ColumnPass` does block by block.
+        parameters = dict(model.named_parameters())
+        for slot in self.slots:
+            parameters[slot.parameter].requires_grad_(False)
+
+    @property
+    def explanation(self) -> str:
+        """One line: how many ranks divide each layer."""
+        layers = (f"{layer.name} {m}" for layer, m in zip(self.tail.layers, self.parallel, strict=True))
+        return f"column blocks {self.layouts[0].blocks}; model-parallel ranks of each layer: {', '.join(layers)}"
+
+    @property
+    def held(self) -> dict[str, list[Tensor]]:
+        """The column blocks that this rank updates, by parameter."""
+        found: dict[str, list[Tensor]] = {}
+        for slot in self.slots:
+            if slot.held:
+                found.setdefault(slot.parameter, []).append(slot.tensor)
+        return found
+
+    def held_slots(self) -> dict[tuple[int, int, bool], int]:
+        """The index among this rank's slots by (layer, block, whether it is the bias)."""
+        held = [key for key, slot in zip(self._order, self.slots, strict=True) if slot.held]
+        return {key: number for number, key in enumerate(held)}
+
+    def gather(self, rows: Mapping[int, Tensor]) -> None:
+        """Fills the rows of every column block, by slot index, from the ranks that hold it; every rank calls it."""
+        # All broadcasts are started before the first is waited for, in one order on all ranks.
+        works = []
+        for number, (layer, block, _) in enumerate(self._order):
+            layout = self.layouts[layer]
+            group = self.groups.model_parallel(layout.parallel)
+            if group is not None:
+                holder = block * layout.parallel // layout.blocks
+                works.append(self.groups.watch(group.start_broadcast(rows[number], holder)))
+        for work in works:
+            work.wait()
+
+    def complete_norms(self, table: Tensor) -> None:
+        """Sums a table over the largest model-parallel group, whose ranks together hold every column block."""
+        self.groups.complete(table)
+
+    def close(self) -> None:
+        """Drops the groups; every rank calls it."""
+        self.groups.close()
+
+    def _slot(self, number: int, index: int, is_bias: bool) -> Slot:
+        layer, rank = self.tail.layers[number], self.groups.world.rank
+        parameter = f"{layer.name}.{'bias' if is_bias else 'weight'}"
+        tensor = layer.blocks[index].bias if is_bias else layer.blocks[index].weight
+        assert tensor is not None
+        return Slot(
+            name=f"{parameter} (column block {index})",
+            parameter=parameter,
+            tensor=tensor,
+            parallel=self.parallel[number],
+            layer=number,
+            held=index in self.layouts[number].held(rank),
+            # Several ranks of the largest group may hold the same block of a layer with a smaller M: the first reports.
+            is_owner=rank % max(self.parallel) < self.parallel[number],
+        )
