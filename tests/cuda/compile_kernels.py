@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from torusgd.cuda import triton_images, triton_sums, triton_weights
+from torusgd.cuda import triton_sums, triton_weights
 from torusgd.cuda.sums import Verdict
 from torusgd.optim.lars import VARIANTS
 
@@ -56,7 +56,7 @@ def launch_all() -> None:
         triton_sums.add_statistics(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2), one, is_first)
     triton_weights.copy_weights([tensor, tensor], [tensor.bfloat16(), tensor.half()])
     for images in (torch.zeros(4, 3, 2, 2), torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)):
-        triton_images.look_up(images.byte(), torch.zeros(3, 256), images)
+        triton_weights.look_up(images.byte(), torch.zeros(3, 256), images)
     values = torch.zeros(1, 5, dtype=torch.float64)
     for rule, momentum in (("sgd", 0.9), ("nesterov", 0.9), *((variant, 0.9) for variant in VARIANTS), ("sgd", 0.0)):
         triton_weights.update(torch.zeros(48), torch.zeros(48), [tensor], one, values, [0], momentum, rule, 1.0)

@@ -12,8 +12,8 @@ from torch.optim.sgd import sgd
 pytest.importorskip("triton", reason="needs the extra triton")
 
 from torusgd.comm.exact_sum import NARROW
-from torusgd.cuda import sums, triton_images, triton_sums, triton_weights, weights16
-from torusgd.cuda.flat_update import FlatUpdate
+from torusgd.cuda import flat_weights, sums, triton_sums, triton_weights
+from torusgd.cuda.flat_weights import FlatUpdate
 from torusgd.cuda.sums import Verdict
 from torusgd.data import to_device
 from torusgd.gradients.integer_sum import LIMITS
@@ -262,7 +262,7 @@ def test_copies_have_the_bits_of_torch_in_every_layout(dtype: torch.dtype) -> No
     # Halfway between two values, above the largest of float16, below its least, and what is not finite.
     weights[1][0] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 70000.0, 1e-9, -float("inf"), 3.4e38])
     made = []
-    for copy_weights in (triton_weights.copy_weights, weights16.copy_weights):
+    for copy_weights in (triton_weights.copy_weights, flat_weights.copy_weights):
         copies = [torch.zeros_like(weight, dtype=dtype) for weight in weights]
         copies[0] = copies[0].contiguous(memory_format=torch.channels_last)
         copy_weights(weights, copies)
@@ -279,7 +279,7 @@ def test_every_value_of_an_image_stands_where_torchs_look_up_puts_it(
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=seeded(1))
     table = torch.randn(shape[1], 256, generator=seeded(2))
     made = []
-    for look_up in (triton_images.look_up, to_device.look_up):
+    for look_up in (triton_weights.look_up, to_device.look_up):
         out = torch.empty(shape, memory_format=memory_format).fill_(torch.nan)
         look_up(pixels, table, out)
         made.append(out)

@@ -6,8 +6,7 @@ It has never run on a GPU. A run without the option imports nothing from here.
     run_ahead      steps that the host launches before it knows how the last ones ended
     graphs         passes and updates captured as CUDA graphs; the CUDA streams on which they run
     sums           exact sums that take a bucket at a time, and leave every decision to the device
-    flat_update    SGD and LARS on flat memory, as one operator
-    weights16      16-bit copies of the weights, in place of autocast's casts
+    flat_weights   SGD and LARS on flat memory, as one operator; 16-bit copies in place of autocast's casts
     kernels        operators of torch.ops.torusgd, and the tables that their Triton kernels read
     triton_*       the Triton kernels of sums, weights and images
 """

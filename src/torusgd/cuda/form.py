@@ -21,11 +21,10 @@ from ..step.control_vector import ControlMessage
 from ..step.forward_backward import ForwardBackward, WholeNetwork
 from ..step.model_state import StepState
 from ..step.step import TrainStep
-from .flat_update import FlatUpdate
+from .flat_weights import FlatUpdate, Weights16
 from .graphs import GraphedNetwork, PassParts, pass_streams, ready_events
 from .run_ahead import GraphedUpdate, RunAhead
 from .sums import DeviceControl, device_sum
-from .weights16 import Weights16
 
 _TRITON_FROM = (8, 0)
 """compute capability"""

@@ -485,4 +485,4 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-register("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()", look_up, "triton_images")
+register("look_up(Tensor pixels, Tensor table, Tensor(a!) out) -> ()", look_up, "triton_weights")

@@ -30,7 +30,7 @@ from ..step.requests import Requests
 from ..step.stats import StepStats
 from ..step.step import TrainStep
 from ..step.watch import StepView
-from .flat_update import FlatUpdate
+from .flat_weights import FlatUpdate
 from .graphs import Capture, Graph
 from .sums import ACCEPTED, LOSS, REPORT, UNDERFLOW, DeviceControl, DeviceGradientSum
 

@@ -1,9 +1,11 @@
-"""The update of all weights as Triton kernels, one for SGD and three for LARS, and their 16-bit copies as one.
+"""The update of all weights as Triton kernels, and what a pass reads: 16-bit copies of weights, and images.
 
     _block_norms   one program a block of 4,096 elements
     _rates         one program a layer: the tree over its blocks' norms, and the rate that a variant of LARS makes of it
     _momentum      one program a block: weights and momentum, or nothing if the step is refused
     _copy_weights  one program a block
+    _look_up       one program a block of an image's values, as `to_device.look_up`. Torch's own operators take six
+                   launches there, and read and write 29 bytes for each value, where 5 would do
 
 Norms have the bits of `optim.norms` on a GPU: squares in float64, by lanes, then in a tree.
 
@@ -160,6 +162,22 @@ def _copy_weights(tensors, blocks):
     tl.store(target.to(tl.pointer_type(tl.float16)) + at, value.to(tl.float16), mask=is_here & (is_brain == 0))
 
 
+@triton.jit
+def _look_up(pixels, table, out, values, channels, points, IS_LAST: tl.constexpr):
+    """One block of the values, in the order in which they lie in memory afterwards."""
+    at = tl.program_id(0).to(tl.int64) * COPY_BLOCK + tl.arange(0, COPY_BLOCK)
+    is_here = at < values
+    if IS_LAST:  # image, point, channel
+        channel = at % channels
+        image, point = at // (channels * points), at // channels % points
+        byte = tl.load(pixels + (image * channels + channel) * points + point, mask=is_here, other=0)
+    else:
+        channel = at // points % channels
+        byte = tl.load(pixels + at, mask=is_here, other=0)
+    found = tl.load(table + channel * 256 + byte.to(tl.int32), mask=is_here, other=0.0)
+    tl.store(out + at, found, mask=is_here)
+
+
 def update(
     weights: Tensor,
     momenta: Tensor,
@@ -171,7 +189,7 @@ def update(
     rule: str,
     peak: float,
 ) -> None:
-    """The kernels of `flat_update.update`; with LARS the layers' rates replace those of the groups in `values`."""
+    """The kernels of `flat_weights.update`; with LARS the layers' rates replace those of the groups in `values`."""
     device = weights.device
     addresses = [
         (weights.data_ptr() + _BYTES * offset, momenta.data_ptr() + _BYTES * offset, gradient.data_ptr())
@@ -209,6 +227,14 @@ def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
     rows = tuple((weight.data_ptr(), *layout_of(copy)) for weight, copy in zip(weights, copies, strict=True))
     blocks = blocks_of(tuple(weight.numel() for weight in weights), COPY_BLOCK.value, device)
     _copy_weights[(len(blocks),)](cached_table(rows, device), blocks)
+
+
+def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
+    """One kernel."""
+    _, channels, height, width = pixels.shape
+    values, is_last = pixels.numel(), not out.is_contiguous()
+    grid = (triton.cdiv(values, COPY_BLOCK.value),)
+    _look_up[grid](pixels.contiguous(), table, out, values, channels, height * width, IS_LAST=is_last)
 
 
 def _runs_of_blocks(numels: tuple[int, ...], device: torch.device) -> Tensor:

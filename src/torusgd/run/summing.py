@@ -15,8 +15,8 @@ from ..comm.monitor import Monitor
 from ..gradients.reducer import Channel, MakeSum, Reducer
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..tensor_parallel.exchange import choose_parallel
 from ..tensor_parallel.tail import ParallelTail, column_tail
+from ..tensor_parallel.volume import choose_parallel
 from .draw_network import slots_of
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce

@@ -186,12 +186,15 @@ class Exchange:
         if self._group is None or self._group.size == 1:
             return Transfer(None, data, expected, shapes)
         received = data.new_empty(sum(shape.numel() for shape in shapes))
-        size = data.element_size()
-        splits, takes = (
-            [size * sum(each.numel() for (peer, _), each in zip(blocks, values, strict=True) if peer == p)
-             for p in self._peers]
-            for blocks, values in ((sent, outgoing), (expected, shapes))
-        )  # fmt: skip
+
+        def bytes_by_peer(blocks: Sequence[tuple[int, ActivationBlock]], numels: Sequence[int]) -> list[int]:
+            counts = dict.fromkeys(self._peers, 0)
+            for (peer, _), numel in zip(blocks, numels, strict=True):
+                counts[peer] += data.element_size() * numel
+            return [*counts.values()]
+
+        takes = bytes_by_peer(expected, [shape.numel() for shape in shapes])
+        splits = bytes_by_peer(sent, [values.numel() for values in outgoing])
         # As bytes: the backend need not know the dtype of what it carries.
         work = self._group.start_all_to_all(received.view(torch.uint8), data.view(torch.uint8), takes, splits)
         return Transfer(self._groups.watch(work), received, expected, shapes)
