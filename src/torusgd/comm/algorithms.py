@@ -60,7 +60,6 @@ class Algorithm:
         return reduce_scatter(self.axes(rank), 0, length, stops)
 
     def axes(self, rank: int) -> tuple[Axis, Axis]:
-        """The row and the column of `rank`."""
         rows, columns = self.grid
         y, x = divmod(rank, columns)
         row = tuple(range(y * columns, (y + 1) * columns))

@@ -160,7 +160,7 @@ def over(
 
 
 def _natural_grid(hosts: tuple[int, ...]) -> tuple[int, int] | None:
-    """Hosts times ranks a host, if both are more than one."""
+    # Hosts times ranks a host, if both are more than one.
     each = ranks_a_host(hosts)
     return (len(hosts) // each, each) if 1 < each < len(hosts) else None
 
@@ -313,7 +313,7 @@ class _Unfinished:
 
 
 def _padded(tensor: torch.Tensor, edges: list[int], ranks: range) -> tuple[torch.Tensor, int]:
-    """The shards of `ranks` one after another, each padded to the longest of all; and that length."""
+    # The shards of `ranks` one after another, each padded to the longest of all; and that length.
     longest = max(high - low for low, high in pairwise(edges))
     padded = tensor.new_zeros(longest * len(ranks))
     for number, rank in enumerate(ranks):

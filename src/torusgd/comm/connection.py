@@ -117,7 +117,7 @@ def ranks_a_core(group: Group, count: int) -> float:
 
 
 def _machine() -> str:
-    """The kernel that this process runs on: of containers and network namespaces on one machine the same."""
+    # The kernel that this process runs on: of containers and network namespaces on one machine the same.
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -125,5 +125,4 @@ def _machine() -> str:
 
 
 def _number(text: str) -> int:
-    """A text as a number that a tensor can hold."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

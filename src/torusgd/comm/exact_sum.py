@@ -30,7 +30,6 @@ class Window:
 
     @property
     def weights(self) -> list[float]:
-        """Weight of each limb, highest first."""
         return [2.0 ** (self.top - LIMB_BITS * i) for i in range(self.limbs)]
 
     @property

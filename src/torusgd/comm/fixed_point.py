@@ -105,7 +105,7 @@ def exact_all_reduce(
 
 
 def _to_floats(total: Tensor, shift: Tensor, is_flagged: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values [numel] of summed integers, block by block times 2**-shift."""
+    # The values [numel] of summed integers, block by block times 2**-shift.
     result, (first, second) = torch.empty(total.shape, dtype=dtype, device=total.device), _powers(-shift)
     all_finite = not bool(is_flagged.any())
     for blocks, elements, width in _runs(len(total), total.device):
@@ -161,7 +161,6 @@ def _agree(addends: Sequence[Tensor], ranks: Group) -> _Common:
 
 
 def _problem(addends: Sequence[Tensor], ranks: Group) -> str:
-    """What is wrong with this rank's own addends; empty: nothing."""
     if ranks.size > _MOST_RANKS:
         return f"{ranks.size} ranks; it takes at most {_MOST_RANKS}"
     if not addends:
@@ -187,7 +186,7 @@ def _runs(numel: int, device: torch.device) -> Iterator[tuple[slice, slice, int]
 
 
 def _stacks(addends: Sequence[Tensor], numel: int) -> Iterator[Tensor]:
-    """The addends as [k, numel], several at a time if they are small."""
+    # The addends as [k, numel], several at a time if they are small.
     several = max(1, _AT_ONCE // numel)
     for first in range(0, len(addends), several):
         some = addends[first : first + several]
@@ -215,7 +214,7 @@ def _exponents(addends: Sequence[Tensor], numel: int, device: torch.device) -> T
 
 
 def _powers(shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Two float64 [blocks, 1] whose product is 2**shift, which by itself may be beyond float64's range."""
+    # Two float64 [blocks, 1] whose product is 2**shift, which by itself may be beyond float64's range.
     half = shift.long()[:, None] // 2
     # Made of the bits of the exponents, since exp2 is not exact on every device.
     first, second = (((each + 1023) << 52).view(torch.float64) for each in (half, shift.long()[:, None] - half))
@@ -248,7 +247,7 @@ def _count_nonfinite(addends: Sequence[Tensor], total: Tensor) -> None:
 
 
 def _field(integers: Tensor) -> Tensor:
-    """The sums below the numbers of ranks, with their sign."""
+    # The sums below the numbers of ranks, with their sign.
     return (integers << (64 - _FIELD)) >> (64 - _FIELD)
 
 

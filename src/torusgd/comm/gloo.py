@@ -60,7 +60,7 @@ class _Turn(NamedTuple):
 
 
 def _tagged(messages: tuple[Message, ...], base: int) -> Tagged:
-    """A round has up to two messages between the same ranks (a run of blocks that wraps around): base and base + 1."""
+    # A round has up to two messages between the same ranks (a run of blocks that wraps around): base and base + 1.
     seen: dict[int, int] = {}
     tagged = []
     for message in messages:
@@ -100,8 +100,6 @@ def _weave(rounds: list[list[Round]]) -> list[_Turn]:
 
 
 class _Sum:
-    """The work of one tensor, with its first receives posted: `run` in a lane, `wait` on the caller's thread."""
-
     def __init__(self, streams: Sequence[Group], tensor: torch.Tensor, turns: list[_Turn], tag: int) -> None:
         self._streams, self._tensor, self._turns, self._tag = streams, tensor, turns, tag
         self._finished = threading.Event()
@@ -131,7 +129,7 @@ class _Sum:
         self._posted.append(received)
 
     def _parts(self, elements: torch.Tensor) -> Iterator[tuple[Group, torch.Tensor]]:
-        """The part of a message in each stream; both sides cut by its length alone."""
+        # The part of a message in each stream; both sides cut by its length alone.
         count = max(1, min(len(self._streams), elements.nbytes // STREAM_BYTES))
         return zip(self._streams, elements.tensor_split(count), strict=False)
 

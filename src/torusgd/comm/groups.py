@@ -159,7 +159,6 @@ class _Enqueued:
 
 @cache
 def launch_order(device: torch.device) -> LaunchOrder:
-    """The one order of this process on a GPU."""
     return LaunchOrder(device)
 
 
@@ -222,7 +221,6 @@ class Group:
         return self._begin([tensor], lambda: self._torch.broadcast([tensor], options))
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
-        """The text of the member at place `source`, on every member."""
         if self.size == 1:
             return text
         device = self.small_device
@@ -344,7 +342,6 @@ class Group:
         return self.partition([places], timeout, device)
 
     def duplicate(self, timeout: float | None = None, device: torch.device | None = None) -> "Group":
-        """A group of the same members with connections of its own."""
         return self.subgroup(range(self.size), timeout, device)
 
     def abort(self) -> None:
@@ -384,7 +381,7 @@ class Group:
 
     @property
     def _nccl(self) -> Any:
-        """NCCL's part of torch's group; torch's stubs lack some of its methods."""
+        # NCCL's part of torch's group; torch's stubs lack some of its methods.
         return self._torch._get_backend(torch.device("cuda"))
 
     @property
@@ -471,7 +468,7 @@ def build(
 
 
 def _unless(is_given_up: Callable[[], bool], connect: Callable[[], ProcessGroup]) -> ProcessGroup:
-    """The result of `connect()`, or ConnectionLost once `is_given_up()`."""
+    # The result of `connect()`, or ConnectionLost once `is_given_up()`.
     # Nothing interrupts torch's rendezvous, so it runs in a thread that may be left behind, with its store.
     answer: Future[ProcessGroup] = Future()
 
@@ -551,7 +548,6 @@ def group_of(group: Group | ProcessGroup | None = None, device: torch.device | s
 
 
 def alone(device: torch.device | str = "cpu", rank: int = 0) -> Group:
-    """The group of one rank."""
     return Group(None, (rank,), 0, torch.device(device), None, _LONGEST)
 
 

@@ -63,7 +63,6 @@ class Monitor:
         return wait
 
     def over(self, allreduce: AllReduce) -> AllReduce:
-        """The same all-reduce, all of whose messages are watched."""
         return _WatchedAllReduce(self, allreduce)
 
     def arrived(self, left: float, ended: float | None) -> None:
@@ -108,8 +107,6 @@ class _Watched:
 
 
 class _Copied:
-    """A copy from a GPU to the host under way, as a `Work` that the host waits for."""
-
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 

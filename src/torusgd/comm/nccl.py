@@ -78,8 +78,6 @@ def torus_by_collectives(tensor: torch.Tensor, row: Group, column: Group) -> Non
 
 
 class NcclEngine:
-    """Sums CUDA tensors over an NCCL group."""
-
     def __init__(self, group: Group) -> None:
         self.device = group.device
         self._group = group

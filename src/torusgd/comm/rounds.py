@@ -59,7 +59,7 @@ def _nearest(edge: int, low: int, high: int, stops: Sequence[int]) -> int:
 
 
 def _messages(axis: Axis, position: int, edges: Sequence[int], first: int, count: int) -> tuple[Message, ...]:
-    """To or from the member at `position`: blocks first, first + 1, ... (modulo), as one run of elements or two."""
+    # To or from the member at `position`: blocks first, first + 1, ... (modulo), as one run of elements or two.
     size = len(axis.members)
     peer, first = axis.members[position % size], first % size
     runs = [(first, min(first + count, size)), (0, first + count - size)]
@@ -101,7 +101,7 @@ def _halving(axis: Axis, edges: Sequence[int]) -> list[Round]:
 
 
 def _direct(axis: Axis, edges: Sequence[int]) -> list[Round]:
-    """One round: to each member its block. For few ranks far apart."""
+    # One round: to each member its block. For few ranks far apart.
     size, me = len(axis.members), axis.position
     sends = [m for hop in range(1, size) for m in _messages(axis, me + hop, edges, me + hop, 1)]
     adds = [m for hop in range(1, size) for m in _messages(axis, me - hop, edges, me, 1)]
@@ -221,14 +221,14 @@ def _up_tree(axis: Axis, me: int, low: int, high: int, position_of: Callable[[in
 
 
 def _parent(number: int, size: int) -> int:
-    """The node above: the lowest set bit moves up, or is cleared if that would be beyond the last number."""
+    # The node above: the lowest set bit moves up, or is cleared if that would be beyond the last number.
     bit = number & -number
     above = (number ^ bit) | (bit << 1)
     return above if above < size else number ^ bit
 
 
 def _children(number: int, height: int, size: int) -> list[int]:
-    """The nodes of that height (zeros at the end of the number) whose parent is `number`."""
+    # The nodes of that height (zeros at the end of the number) whose parent is `number`.
     near = {number + step for step in (-(1 << height), 1 << height)}
     return [child for child in sorted(near) if 0 < child < size and _parent(child, size) == number]
 

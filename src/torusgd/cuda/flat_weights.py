@@ -191,7 +191,6 @@ class Weights16:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Makes the copies those of the weights as they are, after each update; may be captured."""
         operators.copy_weights(list(self._leaves), list(self._copies.values()))
         self._is_new = False
 

@@ -86,7 +86,6 @@ class GpuForm:
 
     @property
     def _overlaps(self) -> bool:
-        """Whether all-reduces leave during a step's last pass."""
         return self._world.size > 1
 
     def _copy(self) -> None:
@@ -95,7 +94,6 @@ class GpuForm:
 
 
 def check_gpu(device: torch.device) -> None:
-    """UserError if a GPU can't run the kernels."""
     capability = torch.cuda.get_device_capability(device)
     if capability < _TRITON_FROM:
         has = ".".join(map(str, capability))

@@ -118,7 +118,6 @@ class CudaGraph:
         self._tables.fill()
 
     def replay(self) -> None:
-        """Launches all of it by one call."""
         self._graph.replay()
 
 
@@ -129,7 +128,6 @@ class _Memories:
         self._last: Callable[[], GraphMemory | None] = lambda: None
 
     def take(self) -> GraphMemory:
-        """For a graph that is about to be captured."""
         memory = self._last() or GraphMemory()
         self._last = weakref.ref(memory)
         return memory
@@ -172,7 +170,7 @@ class MainStream:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Whatever draws from torch's generator of this GPU, or seeds it, meanwhile has the stream's own."""
+        # Whatever draws from torch's generator of this GPU, or seeds it, meanwhile has the stream's own.
         usual = self._default.graphsafe_get_state()
         self._default.graphsafe_set_state(self._random)
         try:
@@ -211,7 +209,6 @@ class SideStream(MainStream):
 
 
 def pass_streams(device: torch.device, count: int) -> list[MainStream]:
-    """So many streams on a GPU; one is the main stream. A CPU has none."""
     if device.type != "cuda":
         return []
     return [MainStream(device)] if count == 1 else [SideStream(device) for _ in range(count)]
@@ -343,7 +340,6 @@ class GraphedNetwork:
             return network.forward(step, worker, batch, membership)
 
     def backward(self) -> None:
-        """Back from the loss of the last `forward`, unless that has gone all the way."""
         if not self.is_added:
             self._parts.network.backward()
 
@@ -418,7 +414,6 @@ class _Pass:
         they are captured"""
 
     def take(self, batch: Batch) -> None:
-        """Puts a batch and the loss scale where the graph reads them."""
         device, precision = self._parts.device, self._parts.network.precision
         if self._message is not None and batch.message is not None:
             self._message.copy_(arriving(batch.message, device))
@@ -452,7 +447,7 @@ class _Pass:
         self._parts.control.add_captured(self.statistics, self.loss)
 
     def run_and_add(self, ready: Callable[[int], None]) -> None:
-        """The work of a last pass' one graph; `ready` is called with each bucket after the work that ends its sums."""
+        # The work of a last pass' one graph; `ready` is called with each bucket after the work that ends its sums.
         layout, total = self._parts.reducer.layout, self._parts.reducer.sum
         missing = [bucket.stop - bucket.first for bucket in layout.buckets]
 
@@ -480,7 +475,7 @@ class _Pass:
 
 
 def _tensors(batch: Batch) -> dict[str, Tensor]:
-    """What a loss reads of a batch, by field."""
+    # What a loss reads of a batch, by field.
     found = {"targets": batch.targets, "partners": batch.partners, "shares": batch.shares}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 

@@ -79,7 +79,6 @@ class Tables:
         return table
 
     def fill(self) -> None:
-        """Writes the values, after the capture and before the graph runs for the first time."""
         for table, values in self._unfilled:
             table.copy_(values)
         self._unfilled.clear()

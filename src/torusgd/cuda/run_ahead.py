@@ -116,7 +116,7 @@ class _Launched:
 
 
 def nothing_to_recompute(worker: int) -> IntegerHash:
-    """No watcher of an ordinary step recomputes a virtual worker."""
+    # No watcher of an ordinary step recomputes a virtual worker.
     raise AssertionError(worker)
 
 
@@ -155,7 +155,7 @@ class RunAhead:
         return stats
 
     def _is_ordinary(self, index: int) -> bool:
-        """Whether a step may be launched before the ones before it have ended: no watcher wants to see it."""
+        # Whether a step may be launched before the ones before it have ended: no watcher wants to see it.
         run = self._step
         if index >= len(run.schedule) or run.reducer.sum.needs_measure:
             return False
@@ -164,7 +164,7 @@ class RunAhead:
         return not (is_averaged or any(watcher.due(index) for watcher in run.watchers))
 
     def _launch(self, index: int, membership: Membership) -> None:
-        """Gives the device all of a step, as `TrainStep.run` does it, but for the decision."""
+        # Gives the device all of a step, as `TrainStep.run` does it, but for the decision.
         run, precision = self._step, self._step.state.precision
         step = run.schedule[index]
         before = (precision.loss_scale, precision.accepted_in_a_row)

@@ -71,7 +71,6 @@ class DeviceGradientSum(IntegerGradientSum):
         self._all.zero_()
 
     def add(self, bucket: int, slot: int, gradient: Tensor, hash_into: IntegerHash | None = None) -> None:
-        """Takes one virtual worker's gradient (any floating dtype and memory format), which waits for its bucket."""
         assert hash_into is None, "a run that audits adds gradients one by one"
         self._waiting[bucket][slot] = gradient
 
@@ -158,7 +157,6 @@ class DeviceControl(ControlMessage):
         self._memory = self._message = torch.zeros(len(self._memory) + room, dtype=torch.int64, device=device)
 
     def add(self, batch_norm: Tensor, loss: Tensor) -> None:
-        """Adds a virtual worker: its batch statistics (float32, flat) and its loss (float32, 0-d)."""
         operators.add_statistics(self._values, batch_norm, loss, is_first=not self.counts.contributions)
         self.counts.contributions += 1
 
@@ -173,7 +171,6 @@ class DeviceControl(ControlMessage):
         self.counts.contributions += 1
 
     def send(self, allreduce: AllReduce, sections: Mapping[str, Tensor]) -> Work:
-        """Begins the sum over ranks."""
         memory, work = self._memory, super().send(allreduce, sections)
         assert self._memory is memory, "graphs read it there"
         return work
@@ -303,7 +300,7 @@ def verdict(v: Verdict) -> None:
 
 
 def joined(trailers: Sequence[Tensor]) -> Tensor:
-    """The trailers of all buckets as that of one: all bounds, all counts, and the elements lost in all."""
+    # The trailers of all buckets as that of one: all bounds, all counts, and the elements lost in all.
     parts = [trailer.split([len(trailer) // 2 - 1, len(trailer) // 2 - 1, 2]) for trailer in trailers]
     bounds, bad, lost = zip(*parts, strict=True)
     return torch.cat([*bounds, *bad, total_lost(lost)])

@@ -36,7 +36,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: BFLOAT16.value, torch.float16: 2}
 
 @triton.jit
 def offset_in_memory(index, channels, points):
-    """From the offset in logical order (filter, channel, point) to that in memory (filter, point, channel)."""
+    # From the offset in logical order (filter, channel, point) to that in memory (filter, point, channel).
     filter_ = index // (channels * points)
     channel = index // points % channels
     return filter_ * channels * points + index % points * channels + channel
@@ -44,7 +44,7 @@ def offset_in_memory(index, channels, points):
 
 @triton.jit
 def _add_gradients(how, blocks, scales, message, found, slots):
-    """One block of one slot: rounds and adds its elements, and finds the largest and those that vanish."""
+    # One block of one slot: rounds and adds its elements, and finds the largest and those that vanish.
     block = blocks + 4 * tl.program_id(0)
     slot, begin, count, target = tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
     address, kind = tl.load(how + 4 * slot), tl.load(how + 4 * slot + 1)
@@ -73,7 +73,7 @@ def _add_gradients(how, blocks, scales, message, found, slots):
 
 @triton.jit
 def _add_bounds(found, scales, message, length, slots, unit, cap, SLOTS: tl.constexpr):
-    """All slots of a bucket in one program."""
+    # All slots of a bucket in one program.
     slot = tl.arange(0, SLOTS)
     is_slot = slot < slots
     bits = tl.load(found + slot, mask=is_slot, other=0)
@@ -93,13 +93,13 @@ def _add_bounds(found, scales, message, length, slots, unit, cap, SLOTS: tl.cons
 
 @triton.jit
 def _power_of_two(exponent):
-    """2**exponent as float64, for exponents of normal numbers."""
+    # 2**exponent as float64, for exponents of normal numbers.
     return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["is_first"])
 def _add_statistics(sums, statistics, loss, count, is_first):
-    """Cuts values into limbs as `exact_sum.encode`; each scaling is by a power of two, each difference exact."""
+    # Cuts values into limbs as `exact_sum.encode`; each scaling is by a power of two, each difference exact.
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_value = at < count
     value = tl.load(statistics + at, mask=is_value, other=0.0)
@@ -120,7 +120,7 @@ def _add_statistics(sums, statistics, loss, count, is_first):
 
 @triton.jit
 def _decoded(sums, at, is_here, width):
-    """The values of summed limbs, as `exact_sum.decode`; carries go from the lowest limb up."""
+    # The values of summed limbs, as `exact_sum.decode`; carries go from the lowest limb up.
     total = tl.zeros_like(at).to(tl.float64)
     for limb in tl.static_range(LIMBS):
         # The carry out of all lower limbs, and this limb less its own carry; the highest limb keeps all it has.
@@ -149,7 +149,7 @@ def _examine(
     COUNTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Refuses the step for a slot or a count (program 0), or for a statistic of one block (the others)."""
+    # Refuses the step for a slot or a count (program 0), or for a statistic of one block (the others).
     block = tl.program_id(0)
     if block == 0:
         slot = tl.arange(0, SLOTS)
@@ -190,7 +190,7 @@ def _follow(
     SLOTS: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):
-    """What follows for the slots and the host (program 0), and for the running statistics of one block (the others)."""
+    # What follows for the slots and the host (program 0), and for the running statistics of one block (the others).
     block = tl.program_id(0)
     is_going = tl.load(going) > 0.0
     if block == 0:
@@ -232,7 +232,6 @@ def _follow(
 
 @triton.jit
 def _mean(sums, runs, blocks, factors, scale):
-    """The mean of one block of a slot."""
     block = blocks + 4 * tl.program_id(0)
     slot, begin, count = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     here = tl.arange(0, BLOCK)
@@ -242,7 +241,6 @@ def _mean(sums, runs, blocks, factors, scale):
 
 
 def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, message: Tensor, found: Tensor) -> None:
-    """One kernel."""
     laid_out = [_dense(gradient) for gradient in gradients]  # they live until the kernel is launched
     how = table_of([layout_of(gradient) for gradient in laid_out], message.device)
     blocks = blocks_of(tuple(gradient.numel() for gradient in gradients), BLOCK.value, message.device)
@@ -250,7 +248,6 @@ def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, me
 
 
 def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shift: float, cap: float) -> None:
-    """One kernel."""
     slots = len(scales)
     widest = triton.next_power_of_2(slots)
     _add_bounds[(1,)](
@@ -259,7 +256,6 @@ def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shif
 
 
 def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: bool) -> None:
-    """One kernel."""
     count = len(statistics)
     # `is_first` is no constant: what the first pass of a step compiles, a graph may launch for the others.
     _add_statistics[(triton.cdiv(count + 1, BLOCK.value),)](
@@ -268,7 +264,6 @@ def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: boo
 
 
 def verdict(v: Verdict) -> None:
-    """Two kernels."""
     indices, slots, counts, width = _indices(v.trailers), len(v.scales), len(v.ordinary), len(v.running) + 1
     grid, widest = (1 + triton.cdiv(width, BLOCK.value),), triton.next_power_of_2(slots)
     _examine[grid](
@@ -283,7 +278,6 @@ def verdict(v: Verdict) -> None:
 
 
 def mean(sums: Sequence[Tensor], sizes: Tensor, factors: Tensor, scale: float, out: Sequence[Tensor]) -> None:
-    """One kernel."""
     numels, device = tuple(target.numel() for target in out), factors.device
     first, begins, targets = sums[0].data_ptr(), list[int](), iter(numels)
     for run in sums:  # each begins with a slot

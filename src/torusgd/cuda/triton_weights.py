@@ -36,7 +36,7 @@ _BYTES = 4
 
 @triton.jit
 def _block_norms(tensors, blocks, values, norms, DECAYED: tl.constexpr):
-    """The norm of one block of a tensor; or with DECAYED of a tensor and the decay of another, where there is one."""
+    # The norm of one block of a tensor; or with DECAYED of a tensor and the decay of another, where there is one.
     block = blocks + 4 * tl.program_id(0)
     number, begin, count = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     first = tl.load(tensors + 3 * number).to(tl.pointer_type(tl.float32))
@@ -60,7 +60,7 @@ def _block_norms(tensors, blocks, values, norms, DECAYED: tl.constexpr):
 
 @triton.jit
 def _tree(values):
-    """The sum by pairs of neighbours, then of those, until one is left."""
+    # The sum by pairs of neighbours, then of those, until one is left.
     for stage in tl.static_range(STAGES):
         values = tl.sum(tl.reshape(values, [WIDTH >> (stage + 1), 2]), axis=1)
     return tl.sum(values, axis=0)
@@ -68,7 +68,7 @@ def _tree(values):
 
 @triton.jit
 def _norm(norms, first, count):
-    """The norm of a tensor from those of its blocks; trees of whole runs are branches of the one tree."""
+    # The norm of a tensor from those of its blocks; trees of whole runs are branches of the one tree.
     index = tl.arange(0, WIDTH)
     runs = tl.zeros([WIDTH], tl.float64)
     for run in range(0, tl.cdiv(count, WIDTH)):
@@ -80,7 +80,7 @@ def _norm(norms, first, count):
 
 @triton.jit
 def _rates(values, runs, norms, all_blocks, THRESHOLD: tl.constexpr, ZERO_IS_PLAIN: tl.constexpr, CLIP: tl.constexpr):
-    """The rate of one layer over that of its group, as `lars.layer_rates` has it."""
+    # The rate of one layer over that of its group, as `lars.layer_rates` has it.
     layer = tl.program_id(0)
     row = values + 5 * layer
     rate, trust, decay, eps = tl.load(row), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
@@ -114,7 +114,7 @@ def _momentum(
     NESTEROV: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
 ):
-    """Weights and momentum of one block of a tensor, unless the step is refused."""
+    # Weights and momentum of one block of a tensor, unless the step is refused.
     block = blocks + 4 * tl.program_id(0)
     layer, begin, count = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     here = tl.arange(0, BLOCK)
@@ -145,7 +145,7 @@ def _momentum(
 
 @triton.jit
 def _copy_weights(tensors, blocks):
-    """One block of one weight: rounds its elements to nearest, ties to even, and puts each where the copy has it."""
+    # One block of one weight: rounds its elements to nearest, ties to even, and puts each where the copy has it.
     block = blocks + 4 * tl.program_id(0)
     number, begin, count = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     row = tensors + 5 * number
@@ -164,7 +164,7 @@ def _copy_weights(tensors, blocks):
 
 @triton.jit
 def _look_up(pixels, table, out, values, channels, points, IS_LAST: tl.constexpr):
-    """One block of the values, in the order in which they lie in memory afterwards."""
+    # One block of the values, in the order in which they lie in memory afterwards.
     at = tl.program_id(0).to(tl.int64) * COPY_BLOCK + tl.arange(0, COPY_BLOCK)
     is_here = at < values
     if IS_LAST:  # image, point, channel
@@ -222,7 +222,6 @@ def update(
 
 
 def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    """One kernel."""
     device = weights[0].device
     rows = tuple((weight.data_ptr(), *layout_of(copy)) for weight, copy in zip(weights, copies, strict=True))
     blocks = blocks_of(tuple(weight.numel() for weight in weights), COPY_BLOCK.value, device)
@@ -230,7 +229,6 @@ def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
 
 
 def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
-    """One kernel."""
     _, channels, height, width = pixels.shape
     values, is_last = pixels.numel(), not out.is_contiguous()
     grid = (triton.cdiv(values, COPY_BLOCK.value),)
@@ -238,6 +236,6 @@ def look_up(pixels: Tensor, table: Tensor, out: Tensor) -> None:
 
 
 def _runs_of_blocks(numels: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [tensors, 2]: the first of each tensor's blocks among all, and how many it has."""
+    # int64 [tensors, 2]: the first of each tensor's blocks among all, and how many it has.
     counts = [-(-numel // BLOCK.value) for numel in numels]
     return cached_table(tuple(zip(accumulate(counts, initial=0), counts, strict=False)), device)

@@ -177,14 +177,14 @@ class ShardedUpdate:
         self._allreduce.close()
 
     def _begin(self) -> None:
-        """Opens the next step's sums, to which hooks add while backward runs."""
+        # Opens the next step's sums, to which hooks add while backward runs.
         self._reducer.begin()
         self._reducer.begin_worker(last=True)
         self._is_open = True
         self._sent = [False] * len(self._parameters)
 
     def _add_gradients(self) -> None:
-        """Adds the gradients that no hook has added: of passes under `no_sync` alone, or all of them for a redo."""
+        # Adds the gradients that no hook has added: of passes under `no_sync` alone, or all of them for a redo.
         self._gather.wait()
         if not self._is_open:
             self._reducer.begin_worker(last=True)
@@ -223,7 +223,7 @@ def _is_whole(value: Any, parameter: Tensor) -> bool:
 
 
 def _check(model: nn.Module, optimizer: Optimizer, wire: str | None) -> None:
-    """UserError for what would fail later, or silently."""
+    # UserError for what would fail later, or silently.
     if isinstance(model, DistributedDataParallel):
         raise UserError("ShardedUpdate: takes the model itself, not DistributedDataParallel around it")
     if wire not in (None, "exact", "float16", "bfloat16"):

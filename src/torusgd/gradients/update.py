@@ -113,7 +113,6 @@ class Update:
         return math.sqrt(sum(by_name[name] ** 2 for name in sorted(by_name)))
 
     def set_rates(self, step: Step) -> None:
-        """Gives the optimizer the values that the schedule has for a step."""
         if self._follows_schedule:
             decay = step.weight_decay_factor
             set_hyperparameters(self.optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=decay)
@@ -160,7 +159,7 @@ class Update:
         return found | ({f"{STEP}/": torch.zeros(())} if isinstance(self.optimizer, AdamW) else {})
 
     def _whole(self, own: list[Tensor], keep: bool) -> dict[str, Tensor]:
-        """Of each parameter the whole tensor that `own` are this rank's elements of, one for each it owns."""
+        # Of each parameter the whole tensor that `own` are this rank's elements of, one for each it owns.
         layout, is_needed = self._reducer.layout, keep or self._columns is not None
         held = own if self._gather is None else self._gather.gather_state(own, is_needed)
         if self._columns is None:
@@ -192,7 +191,6 @@ class Update:
                     state[key] = part.to(tensor.device, copy=True)
 
     def close(self) -> None:
-        """Takes the hooks off the model; every rank calls it."""
         if self._gather is not None:
             self._gather.close()
 
@@ -220,7 +218,7 @@ def _element_state(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def _rows(slot: Tensor, parameter: Tensor, whole: Tensor) -> Tensor:
-    """The rows of `whole`, a tensor shaped like the parameter, that a slot of the parameter (a view) has."""
+    # The rows of `whole`, a tensor shaped like the parameter, that a slot of the parameter (a view) has.
     if slot.shape == parameter.shape:
         return whole
     row = parameter.numel() // len(parameter)
@@ -277,7 +275,6 @@ class WeightGather:
         return whole
 
     def close(self) -> None:
-        """Takes the hooks off the model."""
         self.wait()
         for hook in self._hooks:
             hook.remove()
@@ -305,7 +302,7 @@ class WeightGather:
         torch._foreach_copy_([slot.detach().view(-1) for slot in slots], list(runs))
 
     def _runs(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each slot of a bucket: its tensor, and its run of the memory in which it travels."""
+        # Each slot of a bucket: its tensor, and its run of the memory in which it travels.
         bucket = self._layout.buckets[index]
         slots = self._layout.held[bucket.first : bucket.stop]
         return zip((s.tensor for s in slots), bucket.views(self._reducer.sum.scratch(index)), strict=True)

@@ -67,7 +67,7 @@ def block_numbers(logits: Tensor, low: int, targets: Tensor) -> Tensor:
 
 
 def _target_columns(logits: Tensor, low: int, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The column of each image's target, clamped into the block, and whether it is in the block."""
+    # The column of each image's target, clamped into the block, and whether it is in the block.
     width = logits.shape[1]
     return (targets - low).clamp(0, width - 1), (targets >= low) & (targets < low + width)
 
@@ -195,7 +195,7 @@ class ColumnPass:
         return output
 
     def _losses(self) -> Tensor:
-        """Joins the blocks' numbers; the loss of this rank's own virtual worker."""
+        # Joins the blocks' numbers; the loss of this rank's own virtual worker.
         layer, saved = self._layers[-1], self._saved[-1]
         numbers = {
             key: block_numbers(logits.detach().float(), layer.blocks[key.block].low, self._labels[key.owner])
@@ -238,7 +238,7 @@ class ColumnPass:
         return {key: of(key, logits.detach().float()) for key, logits in self._saved[-1].outputs.items()}
 
     def _before(self, layer: ColumnLayer, saved: _Saved, key: ActivationBlock, gradient: Tensor) -> Tensor:
-        """Back through the elementwise modules, to the product."""
+        # Back through the elementwise modules, to the product.
         output, product = saved.outputs.pop(key), saved.products.pop(key)
         gradient = gradient.to(output.dtype)
         if len(layer.after):

@@ -46,12 +46,10 @@ class Layout:
         return range(first, first + self.parallel)
 
     def held(self, rank: int) -> range:
-        """The column blocks of `rank`."""
         each = self.blocks // self.parallel
         return range(rank % self.parallel * each, (rank % self.parallel + 1) * each)
 
     def activations(self, rank: int) -> list[ActivationBlock]:
-        """The activation blocks that `rank` holds."""
         return [ActivationBlock(owner, block) for owner in self.owners(rank) for block in self.held(rank)]
 
 
@@ -114,7 +112,6 @@ class ParallelGroups:
             self.watch(group.start_all_reduce(tensor)).wait()
 
     def close(self) -> None:
-        """Drops the groups; every rank calls it, with nothing on its way."""
         for group in (*self._model.values(), *self._data.values()):
             group.close()
 
@@ -201,7 +198,7 @@ class Exchange:
 
 
 def _needed(source: Layout, target: Layout, rank: int, peer: int) -> list[ActivationBlock]:
-    """The blocks that `rank` holds in `source` and `peer` needs in `target`."""
+    # The blocks that `rank` holds in `source` and `peer` needs in `target`.
     owners = target.owners(peer)
     return [block for block in source.activations(rank) if block.owner in owners]
 

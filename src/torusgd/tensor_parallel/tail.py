@@ -131,7 +131,7 @@ def _split(model: nn.Module, blocks: int) -> tuple[Callable[[Tensor], Tensor], l
 
 
 def _trailing(modules: Sequence[nn.Module]) -> int:
-    """Index of the first linear layer of the run of linear and elementwise modules at the end."""
+    # Index of the first linear layer of the run of linear and elementwise modules at the end.
     # `type(...) is`, no isinstance: a subclass may compute something else than its base.
     start = len(modules)
     for index in range(len(modules) - 1, -1, -1):
@@ -228,7 +228,6 @@ class ParallelTail:
         self.groups.complete(table)
 
     def close(self) -> None:
-        """Drops the groups; every rank calls it."""
         self.groups.close()
 
     def _slot(self, number: int, index: int, is_bias: bool) -> Slot:

@@ -45,7 +45,6 @@ class Record:
         return 2 * (self.ranks - 1) / self.ranks * self.bytes / self.median_s
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return {**asdict(self), "grid": None if self.grid is None else list(self.grid)}
 
 

@@ -270,7 +270,7 @@ def card_beta(topology: Topology, flows: float, distance: int) -> float:
 
 
 def _ends(topology: Topology, axis: Axis) -> int:
-    """Most ends of rows that lie inside a host: 0 if the axis does not leave it, 2 if rows don't fill hosts."""
+    # Most ends of rows that lie inside a host: 0 if the axis does not leave it, 2 if rows don't fill hosts.
     span = axis.size * axis.stride
     if topology.per_host % span == 0:
         return 0
@@ -278,7 +278,7 @@ def _ends(topology: Topology, axis: Axis) -> int:
 
 
 def _crossing(topology: Topology, axis: Axis, hops: int) -> int:
-    """Ranks by which a message to the rank `hops` further on the ring of the axis goes beyond hosts; 0: it does not."""
+    # Ranks by which a message to the rank `hops` further on the ring of the axis goes beyond hosts; 0: it does not.
     # The shorter way around the ring. A host with two ends of rows has twice as many ranks that send to another host.
     return _ends(topology, axis) * min(hops, axis.size - hops) * axis.stride
 
@@ -318,7 +318,7 @@ def _fan(topology: Topology, axis: Axis, messages: int, lines: float) -> Cost:
 
 
 def _to_leader(topology: Topology, row: Axis) -> Cost:
-    """The cost until the first rank of a row has all other ranks' parts of its sum, or has handed them back."""
+    # The cost until the first rank of a row has all other ranks' parts of its sum, or has handed them back.
     if row.size == 1:
         return Cost()
     return _fan(topology, row, messages=row.size - 1, lines=topology.per_host // row.size)

@@ -53,7 +53,6 @@ class Timing(_Part):
     median: Seconds
 
     def as_algorithm(self, ranks: int) -> Algorithm | None:
-        """The algorithm to run; None for the backend's own all_reduce."""
         return None if self.algorithm == "native" else parse_algorithm(self.algorithm, ranks, self.grid, self.chunks)
 
 
@@ -124,7 +123,6 @@ class Profile(_Part):
 
     @classmethod
     def parse(cls, text: str) -> "Profile":
-        """Reads JSON text."""
         try:
             profile = cls.model_validate_json(text)
             rivals = {timing.size for timing in profile.timings if timing.as_algorithm(len(profile.hosts)) is not None}

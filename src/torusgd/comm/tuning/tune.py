@@ -102,7 +102,7 @@ def measure(connection: Connection, seconds: float, short: bool = False) -> Prof
 
 
 def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float]) -> float:
-    """About the seconds that so many runs at a size take on this rank, from the times of other sizes."""
+    # About the seconds that so many runs at a size take on this rank, from the times of other sizes.
     if not took:
         return 0.0
     smaller = [known for known in took if known < size]
@@ -117,7 +117,7 @@ def _foreseen(profile: Profile, size: int, runs: int, took: Mapping[int, float])
 
 
 def _of_rank_0(connection: Connection, profile: Profile) -> Profile:
-    """Rank 0's profile, on every rank."""
+    # Rank 0's profile, on every rank.
     return Profile.model_validate_json(connection.group.broadcast_text(profile.model_dump_json()))
 
 
@@ -179,12 +179,11 @@ def _rivals(
 
 
 def _different(plans: Iterable[Algorithm]) -> list[Algorithm]:
-    """The plans, each once: an engine may run several alike (`Engine.effective`)."""
+    # The plans, each once: an engine may run several alike (`Engine.effective`).
     return list(dict.fromkeys(plans))
 
 
 def _time_sum(connection: Connection, size: int, algorithm: Algorithm | None) -> float:
-    """Seconds on this rank of an all-reduce of `size` bytes; None: the backend's own."""
     tensor = connection.zeros(size)
     return connection.stopwatch(lambda: connection.engine.run(tensor, algorithm).wait())
 
@@ -271,7 +270,7 @@ def fit(sizes: Sequence[int], times: Sequence[float]) -> Link:
 
 
 def _solve(columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients and their standard errors."""
+    # Coefficients and their standard errors.
     terms = np.linalg.lstsq(columns, values, rcond=None)[0]
     freedom = max(1, len(columns) - columns.shape[1])
     variance = float(((columns @ terms - values) ** 2).sum()) / freedom
