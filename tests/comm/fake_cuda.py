@@ -1,7 +1,6 @@
-"""Stands in for CUDA's streams and events in a process without a GPU, and notes what is launched on which stream.
+"""Stands in for CUDA's streams and events in a process without a GPU; work is done when its call returns.
 
-Work on CPU tensors is done when its call returns, so a stream's order is the order of the calls: what is left to look
-at is which stream waits for which.
+What is left to look at is which stream was the current one.
 """
 
 from collections.abc import Iterator
@@ -13,22 +12,20 @@ import torch
 
 
 class FakeStream:
-    def __init__(self, name: str, trace: list[str]) -> None:
-        self.name, self._trace = name, trace
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def wait_stream(self, other: "FakeStream") -> None:
-        self._trace.append(f"{self.name} waits for {other.name}")
+        pass
 
     def record_event(self) -> SimpleNamespace:
         return SimpleNamespace(wait=lambda: None, query=lambda: True)
 
 
 @contextmanager
-def fake_cuda() -> Iterator[list[str]]:
-    """Inside it `torch.cuda` hands out such streams; gives the notes."""
-    trace: list[str] = []
-    current = [FakeStream("caller", trace)]
-    made = iter(range(100))
+def fake_cuda() -> Iterator[list[FakeStream]]:
+    """Inside it `torch.cuda` hands out such streams; gives the current one, last, and those before it."""
+    current, made = [FakeStream("caller")], iter(range(100))
 
     @contextmanager
     def use(stream: FakeStream) -> Iterator[None]:
@@ -37,11 +34,10 @@ def fake_cuda() -> Iterator[list[str]]:
         current.pop()
 
     fakes = {
-        "Stream": lambda device: FakeStream(f"order {next(made)}", trace),
+        "Stream": lambda device: FakeStream(f"order {next(made)}"),
         "current_stream": lambda device: current[-1],
         "stream": use,
         "synchronize": lambda device: None,
     }
-    record = patch.object(torch.Tensor, "record_stream", lambda tensor, stream: trace.append(f"{stream.name} holds"))
-    with patch.multiple(torch.cuda, **fakes), record:
-        yield trace
+    with patch.multiple(torch.cuda, **fakes), patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None):
+        yield current

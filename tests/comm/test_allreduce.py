@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
+from tests.messages import refused
 
 from torusgd.comm.algorithms import NAMES
 from torusgd.comm.allreduce import NativeAllReduce, create
@@ -85,7 +86,7 @@ def test_auto_uses_a_profile_from_a_file(tmp_path):
 
 
 def test_several_streams_are_for_our_algorithms():
-    with pytest.raises(UserError, match="streams = 2: the backend's own all-reduce has one"):
+    with refused("streams of the backend's own all-reduce", "streams = 2"):
         create("native", streams=2)
 
 

@@ -1,7 +1,5 @@
 """Groups: collectives, groups of some members, abort of what is under way, and new groups in the same processes."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,7 +123,6 @@ def rebuild() -> None:
         first.abort()  # as if it had gone away while the others wait
     else:
         pending = first.start_all_reduce(torch.ones(1))
-        time.sleep(0.2)
         first.abort()
         for wait in (pending.wait, message.wait, lambda: first.all_reduce(torch.ones(1))):
             with pytest.raises(ConnectionLost):

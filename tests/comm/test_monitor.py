@@ -1,4 +1,4 @@
-"""Messages that are watched: what of their way was hidden, and that nobody waits for ever."""
+"""Messages that are watched: what of their way was hidden, that nobody waits for ever, and when a device came there."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.comm.gloo_world import run_ranks
 from torusgd.comm.allreduce import create
 from torusgd.comm.base import CommTimeout, LateRank, NoLiveness
 from torusgd.comm.groups import group_of
-from torusgd.comm.monitor import Monitor, hidden_share
+from torusgd.comm.monitor import DeviceClock, Monitor, hidden_share
 
 
 def test_messages_that_travel_together_count_once():
@@ -30,27 +30,23 @@ def test_what_is_hidden_is_a_share():
     assert hidden_share(1.0, 1.001) == 0.0
 
 
-def sum_early_and_wait_late(names: list[str]) -> list[tuple[float, float, float]]:
-    """Seconds on the way, waited, and from start to end of a sum that came 0.2 s before somebody waited for it."""
-    found = []
+def sum_early_and_wait_late(names: list[str]) -> None:
+    """The sum is there before anybody waits for it."""
     for allreduce in [create(name) for name in names]:
         monitor, begin = Monitor(), time.perf_counter()
         work = monitor.over(allreduce).start(torch.ones(1000))
-        while not work.done():
+        while not work.done() or work.ended() is None:
             time.sleep(0.001)
-        time.sleep(0.2)
+        there = time.perf_counter()
         work.wait()
+        assert 0 < monitor.on_way <= there - begin
         work.wait()
-        found.append((monitor.on_way, monitor.waited, time.perf_counter() - begin))
+        assert 0 < monitor.waited <= time.perf_counter() - there
         allreduce.close()
-    return found
 
 
 def test_the_way_ends_when_the_sum_is_there_with_every_engine():
-    for found in run_ranks(2, sum_early_and_wait_late, ["native", "ring"]):
-        for on_way, waited, total in found:
-            assert 0 < on_way <= total - 0.2
-            assert 0 < waited <= total - 0.2
+    run_ranks(2, sum_early_and_wait_late, ["native", "ring"])
 
 
 class Calls:
@@ -109,8 +105,9 @@ class Never:
 
 
 def test_a_limit_of_the_caller_ends_a_wait_without_late_ranks():
-    with pytest.raises(CommTimeout, match="no answer"):
+    with pytest.raises(CommTimeout) as caught:
         Monitor().watch(Never()).wait(limit=0.01)
+    assert caught.value.late == ()
 
 
 class Event:
@@ -158,7 +155,7 @@ def test_a_host_that_waits_for_a_gpu_learns_which_rank_is_lost(
     monitor, lost = Monitor(), LateRank("no heartbeat for 30 s", rank=3, host="b2")
     answers = iter([[], [], [lost]])
     monitor.liveness = SimpleNamespace(late=lambda: next(answers))
-    with pytest.raises(CommTimeout, match="rank 3 on b2: no heartbeat for 30 s") as error:
+    with pytest.raises(CommTimeout) as error:
         monitor.to_host(gpu(inf))
     assert error.value.late == (lost,)
 
@@ -178,7 +175,29 @@ def test_a_lost_rank_is_named_while_the_gpu_is_still_busy() -> None:
     torch.cuda._sleep(1)
     monitor.liveness = SimpleNamespace(late=lambda: [lost])
     torch.cuda._sleep(20_000_000_000)
-    with pytest.raises(CommTimeout, match="rank 3 on b2"):
+    with pytest.raises(CommTimeout) as error:
         monitor.to_host(there)
+    assert error.value.late == (lost,)
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
+
+
+def test_a_cpus_mark_is_now() -> None:
+    clock = DeviceClock(torch.device("cpu"))
+    before = time.perf_counter()
+    mark = clock.mark()
+    after = time.perf_counter()
+    assert before <= mark() <= after
+    assert mark() == mark()
+
+
+@pytest.mark.gpu
+def test_a_gpus_mark_is_when_it_came_there_and_not_when_it_was_launched() -> None:
+    clock, big = DeviceClock(torch.device("cuda", 0)), torch.ones(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    clock.set()
+    for _ in range(20):
+        big @ big
+    mark, launched = clock.mark(), time.perf_counter()
+    torch.cuda.synchronize()
+    assert launched < mark() < time.perf_counter() + 1e-3

@@ -10,7 +10,7 @@ from tests.comm.gloo_world import run_ranks
 
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.comm.allreduce import create
-from torusgd.comm.groups import group_of, launch_order
+from torusgd.comm.groups import Group, group_of, launch_order
 from torusgd.comm.nccl import NcclEngine, grid_axes, run_in_batches, torus_by_collectives
 from torusgd.comm.tuning import tune
 from torusgd.comm.tuning.profile import Link, Profile
@@ -92,6 +92,35 @@ def test_batches_sum_whatever_the_algorithm(ranks):
 
 def test_closing_an_engine_leaves_its_group_and_the_world():
     assert run_ranks(7, engines_of_every_size_and_grid) == [[]] * 7
+
+
+def test_all_that_nccl_is_given_is_launched_on_one_stream_whichever_communicator_it_belongs_to():
+    """Or two GPUs without room for two kernels could each run the one that the other waits for."""
+    gpu, seen = torch.device("cuda", 0), []
+    tensor = SimpleNamespace(device=gpu, record_stream=lambda stream: None)
+
+    def group(name: str) -> Group:
+        def begin(*arguments: object) -> SimpleNamespace:
+            return SimpleNamespace(wait=lambda: seen.append((name, current[-1].name)))
+
+        fake = SimpleNamespace(allreduce=begin, broadcast=begin, _reduce_scatter_base=begin)
+        return Group(fake, (0, 1), 0, gpu, None, 60.0, nccl=True)
+
+    launch_order.cache_clear()
+    with fake_cuda() as current:
+        rows, columns = group("rows"), group("columns")
+        work = rows.start_all_reduce(tensor)
+        columns.start_broadcast(tensor)
+
+        def both() -> None:
+            rows.start_reduce_scatter_single(tensor, tensor).wait()
+            columns.start_all_reduce(tensor).wait()
+
+        launch_order(gpu).enqueue([tensor], both)  # as an engine's
+    launch_order.cache_clear()
+    assert seen == [(name, "order 0") for name in ("rows", "columns", "rows", "columns")]
+    assert work.done()
+    assert work.ended() is None
 
 
 def test_all_methods_of_a_torus_are_one_over_nccl():

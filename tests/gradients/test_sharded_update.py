@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
+from tests.messages import refused
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -172,19 +172,19 @@ def test_it_trains_as_ddp_does_and_shards_the_state():
         assert seen == [True] * 7
 
 
-def test_mistakes_are_told_before_anything_runs():
+def test_mistakes_are_refused_before_anything_runs():
     layer = nn.Linear(4, 2)
     used = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     layer(torch.ones(1, 4)).sum().backward()
     used.step()
     other, half, both = nn.Linear(4, 2), nn.Linear(4, 2).half(), nn.Sequential(layer, nn.Linear(2, 2))
-    for network, optimizer, wire, told in (
+    for network, optimizer, wire, about in (
         (layer, torch.optim.SGD(layer.parameters(), lr=0.1), "int8", "wire int8"),
         (layer, torch.optim.LBFGS(layer.parameters()), None, "LBFGS"),
-        (layer, used, None, "state already"),
+        (layer, used, None, "optimizer: has a state"),
         (both, torch.optim.SGD(layer.parameters(), lr=0.1), None, "1.weight: requires a gradient"),
-        (layer, torch.optim.SGD([*layer.parameters(), *other.parameters()], lr=0.1), None, "doesn't train"),
-        (half, torch.optim.SGD(half.parameters(), lr=0.1), None, "float32"),
+        (layer, torch.optim.SGD([*layer.parameters(), *other.parameters()], lr=0.1), None, "optimizer: holds"),
+        (half, torch.optim.SGD(half.parameters(), lr=0.1), None, "weight: must be float32"),
     ):
-        with pytest.raises(UserError, match=told):
+        with refused(f"a sharded update, {about}", about):
             ShardedUpdate(network, optimizer, wire=wire)  # type: ignore[arg-type]

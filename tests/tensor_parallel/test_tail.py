@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.messages import refused
 from torch import nn
 from torch.nn.functional import linear
 
-from torusgd.errors import UserError
 from torusgd.models import MODELS
 from torusgd.tensor_parallel.tail import column_tail
 
@@ -57,13 +57,13 @@ def test_blocks_share_the_memory_of_the_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("network", "blocks", "message"),
+    ("name", "network", "blocks"),
     [
-        (MODELS["resnet18"](classes=8, channels=1), 2, "ResNet has no tail"),
-        (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), 2, "has no tail"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), 4, "layer 3 has only 3 outputs"),
+        ("a residual network in column blocks", MODELS["resnet18"](classes=8, channels=1), 2),
+        ("a tail that does not end in linear layers", nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), 2),
+        ("more blocks than outputs", nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), 4),
     ],
 )
-def test_a_network_without_a_tail_is_told(network: nn.Module, blocks: int, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_a_network_without_a_tail_is_refused(name: str, network: nn.Module, blocks: int) -> None:
+    with refused(name, f"column_blocks = {blocks}"):
         column_tail(network, blocks)

@@ -88,11 +88,9 @@ def connect(
 
 
 def shuffled(rivals: Sequence[T], turn: int) -> list[T]:
-    """The order in which rivals are timed in a turn, the same on all ranks.
-
-    After a pause TCP sends slowly at first, so that who comes after one that used other connections, such as Gloo's
-    own, is up to a seventh slower: in each turn that has to be another one.
-    """
+    """The order in which rivals are timed in a turn, the same on all ranks."""
+    # After a pause TCP sends slowly at first, so that who comes after one that used other connections, such as Gloo's
+    # own, is up to a seventh slower: in each turn that has to be another one.
     return random.Random(turn).sample(rivals, len(rivals))
 
 

@@ -234,11 +234,9 @@ def _add_up(addends: Sequence[Tensor], numel: int, powers: tuple[Tensor, Tensor]
 
 
 def _count_nonfinite(addends: Sequence[Tensor], total: Tensor) -> None:
-    """Adds, above the sums of this rank, 1 to the number of ranks with +inf or nan, and of those with -inf or nan.
-
-    An int64 of a block with inf or nan holds, from its lowest bits on, the sum (34 bits), the first number (15) and the
-    second. The numbers of other blocks are 0, and so their sums may have all 64 bits.
-    """
+    """Adds, above the sums of this rank, 1 to the number of ranks with +inf or nan, and of those with -inf or nan."""
+    # An int64 of a block with inf or nan holds, from its lowest bits on, the sum (34 bits), the first number (15) and
+    # the second. The numbers of other blocks are 0, and so their sums may have all 64 bits.
     for is_infinite, bit in ((torch.isposinf, _FIELD), (torch.isneginf, _FIELD + _COUNT)):
         found = torch.zeros(len(total), dtype=torch.bool, device=total.device)
         for stack in _stacks(addends, len(total)):

@@ -70,15 +70,12 @@ def _tagged(messages: tuple[Message, ...], base: int) -> Tagged:
 
 
 def _weave(rounds: list[list[Round]]) -> list[_Turn]:
-    """The turns of all chunks in one order: round r of chunk c belongs to wave r + c, and waves follow each other.
-
-    So the chunks are a round apart: while one waits for a message, the next adds up what it has received. The order is
-    the same on every rank, which keeps ranks from waiting for each other in a circle: the first turn that any rank has
-    not done yet needs only sends of earlier turns, and those have begun.
-
-    A message has the same tag on both sides, since both find it in the same round of the same chunk: twice that turn's
-    number, plus 1 for the second message between two ranks.
-    """
+    """The turns of all chunks in one order: round r of chunk c belongs to wave r + c, and waves follow each other."""
+    # So the chunks are a round apart: while one waits for a message, the next adds up what it has received. The order
+    # is the same on every rank, which keeps ranks from waiting for each other in a circle: the first turn that any rank
+    # has not done yet needs only sends of earlier turns, and those have begun.
+    # A message has the same tag on both sides, since both find it in the same round of the same chunk: twice that
+    # turn's number, plus 1 for the second message between two ranks.
     length, chunks = len(rounds[0]), len(rounds)
     assert 2 * (length + 2) * chunks <= _TAGS
     turns = []

@@ -49,10 +49,9 @@ _SOURCE_LINE = re.compile(r"^\[[^]]*] ")
 
 
 def _comm_error(error: RuntimeError, where: str, begin: float, limit: float) -> CommError:
-    """An error of the backend as one of ours, by when it came and not by its text.
-
-    After `limit` seconds since `begin` nobody has answered; an error that comes sooner is a connection that was closed.
-    """
+    """An error of the backend as one of ours, by when it came and not by its text."""
+    # After `limit` seconds since `begin` nobody has answered; an error that comes sooner is a connection that was
+    # closed.
     if isinstance(error, CommError):
         return error
     if time.perf_counter() - begin >= limit - _SLACK:
@@ -267,12 +266,10 @@ class Group:
         return self._begin_message(peer, lambda: self._torch.recv([tensor], peer, tag))
 
     def start_exchange(self, sends: Messages, receives: Messages, tag: int = 0) -> list[Work]:
-        """Begins a batch of messages that none of its members can hold up by their order; wait for all of them.
-
-        Two members list what they exchange in one order: NCCL matches their messages by that order, Gloo by `tag` plus
-        the number of the message among those of the two. NCCL runs the batch as one kernel; each other member with
-        which this one exchanges nothing need not take part.
-        """
+        """Begins a batch of messages that none of its members can hold up by their order; wait for all of them."""
+        # Two members list what they exchange in one order: NCCL matches their messages by that order, Gloo by `tag`
+        # plus the number of the message among those of the two. NCCL runs the batch as one kernel; each other member
+        # with which this one exchanges nothing need not take part.
         if not sends and not receives:
             return []
         tensors = [tensor for tensor, _ in (*sends, *receives)]

@@ -20,10 +20,8 @@ from .rounds import Message, Round
 
 
 def run_in_batches(tensor: torch.Tensor, rounds: Sequence[Sequence[Round]], group: Group) -> None:
-    """Runs the rounds of each chunk; round r of chunk c belongs to wave r + c.
-
-    The messages of a wave are one batch, which all its chunks share, and its additions follow.
-    """
+    """Runs the rounds of each chunk; round r of chunk c belongs to wave r + c."""
+    # The messages of a wave are one batch, which all its chunks share, and its additions follow.
     length, chunks = len(rounds[0]), len(rounds)
     for wave in range(length + chunks - 1):
         turns = [its_rounds[wave - chunk] for chunk, its_rounds in enumerate(rounds) if 0 <= wave - chunk < length]

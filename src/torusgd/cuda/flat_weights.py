@@ -162,13 +162,7 @@ _CAST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
 class Weights16:
-    """A model that computes with copies of the parameters that autocast would cast.
-
-    Args:
-        model: Its own parameters stay as they are.
-        dtype: Of the copies.
-        memory_format: Of filters with four dims.
-    """
+    """A model that computes with copies of the parameters that autocast would cast, in a dtype and memory format."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
         self._model = model
@@ -204,12 +198,7 @@ class Weights16:
 
 
 def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    """Rounds weights to 16 bits.
-
-    Args:
-        weights: float32, contiguous, in memory that never moves.
-        copies: float16 or bfloat16, of the same shapes, contiguous or channels-last; likewise.
-    """
+    """Rounds float32 weights to 16 bits, in contiguous or channels-last copies; no memory moves."""
     torch._foreach_copy_(list(copies), list(weights))
 
 

@@ -31,16 +31,7 @@ _TRITON_FROM = (8, 0)
 
 
 class GpuForm:
-    """The parts of one rank's step.
-
-    Args:
-        recipe: Of the run.
-        options: Of the run, with `cuda_graphs`.
-        world: All ranks.
-
-    Raises:
-        UserError: The GPU can't run the kernels.
-    """
+    """The parts of one rank's step; UserError if the GPU can't run the kernels."""
 
     def __init__(self, recipe: Recipe, options: RuntimeOptions, world: Group) -> None:
         if world.device.type == "cuda":

@@ -70,27 +70,20 @@ Capture = Callable[[Callable[[], None]], Graph]
 """makes a graph of work that waits for nothing on the host, and does not do it; RuntimeError if it can't be captured"""
 
 
+# Torch retains a pool of memory for as long as something lies in it, such as cuBLAS's workspace, but takes no new
+# graph into one whose last graph has ended: it would refuse that capture. So each graph holds its pool.
 class GraphMemory:
-    """What graphs share, no two of which run at a time; each of them holds it.
-
-    Torch retains a pool of memory for as long as something lies in it, such as cuBLAS's workspace, but takes no new
-    graph into one whose last graph has ended: it would refuse that capture.
-    """
+    """What graphs share, no two of which run at a time."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
 
 class CudaGraph:
-    """Work captured on the current GPU; it is not done meanwhile.
+    """Work captured on the current GPU, which waits for nothing on the host; it is not done meanwhile.
 
-    Args:
-        work: Waits for nothing on the host.
-        memory: Of the graphs of one stream.
-        stream: On which it is captured; None: one that torch has for captures.
-
-    Raises:
-        RuntimeError: The work can't be captured; it says why.
+    RuntimeError says why work can't be captured. `memory` is that of the graphs of one stream, `stream` that on which
+    it is captured; None: one that torch has for captures.
     """
 
     def __init__(self, work: Callable[[], None], memory: GraphMemory, stream: torch.cuda.Stream | None = None) -> None:
@@ -138,11 +131,7 @@ _of_main_streams = _Memories()
 
 
 class MainStream:
-    """Passes one at a time, on the main stream.
-
-    Args:
-        device: A GPU.
-    """
+    """Passes one at a time, on the main stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -180,11 +169,7 @@ class MainStream:
 
 
 class SideStream(MainStream):
-    """Passes on a stream of their own, beside those of other streams.
-
-    Args:
-        device: A GPU.
-    """
+    """Passes on a stream of their own, beside those of other streams."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -215,12 +200,7 @@ def pass_streams(device: torch.device, count: int) -> list[MainStream]:
 
 
 class ReadyEvents:
-    """Events of one graph, which is replayed once a step at most, and a stream that waits for them.
-
-    Args:
-        device: A GPU.
-        buckets: Their number.
-    """
+    """Events of one graph, one a bucket, which is replayed once a step at most, and a stream that waits for them."""
 
     def __init__(self, device: torch.device, buckets: int) -> None:
         self._device = device
@@ -248,10 +228,8 @@ def ready_events(device: torch.device, buckets: int) -> ReadyEvents | None:
 
 
 def _are_waited_for(device: torch.device) -> bool:
-    """Whether a stream sees what a graph did before its event, in each of several replays.
-
-    Nobody would notice an all-reduce that now and then leaves too early, so the GPU has to show it once a run.
-    """
+    """Whether a stream sees what a graph did before its event, in each of several replays."""
+    # Nobody would notice an all-reduce that now and then leaves too early, so the GPU has to show it once a run.
     count, seen = torch.zeros((), device=device), torch.zeros(_ROUNDS, device=device)
     events = ReadyEvents(device, buckets=1)
 
@@ -281,9 +259,7 @@ class PassParts:
     control: DeviceControl
     """takes the statistics and the loss of each pass"""
     batch_norm: BatchNormStatistics
-    """of the network"""
     device: torch.device
-    """of the network"""
     leaves: Sequence[Tensor]
     """of each slot the tensor by which the network computes, in order"""
 
@@ -344,10 +320,7 @@ class GraphedNetwork:
             self._parts.network.backward()
 
     def _captured(self, shape: object, ready: ReadyEvents | None) -> "_Pass | None":
-        """The pass that this turn's stream replays for a shape; its second pass captures it. None: a plain one.
-
-        With `ready`, for the last pass of a step.
-        """
+        """The pass that this turn's stream replays for a shape; its second pass captures it. None: a plain one."""
         found, capture = self._passes.get((shape, self._turn)), self._streams[self._turn].capture
         if found is None or found.graphs[ready is not None]:
             return found
@@ -387,12 +360,7 @@ class GraphedNetwork:
 
 
 class _Pass:
-    """A captured pass: its work, and the memory that this reads and writes.
-
-    Args:
-        parts: See above.
-        batch: Of the shape of those that it will take.
-    """
+    """A captured pass for batches of one shape: its work, and the memory that this reads and writes."""
 
     def __init__(self, parts: PassParts, batch: Batch) -> None:
         self._parts, device = parts, parts.device

@@ -54,11 +54,7 @@ def _kernel(module: str, name: str) -> Callable[..., Any]:
 
 
 class Tables:
-    """The tables of work that is captured in a CUDA graph; the graph's owner holds them as long as the graph.
-
-    Args:
-        device: Of the tables.
-    """
+    """The tables of work that is captured in a CUDA graph; the graph's owner holds them as long as the graph."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(_MOST_ENTRIES, dtype=torch.int64, device=device)
@@ -66,11 +62,7 @@ class Tables:
         self._unfilled: list[tuple[Tensor, Tensor]] = []
 
     def take(self, values: Tensor) -> Tensor:
-        """A table that has these values (int64 or float64) once it is filled.
-
-        Raises:
-            RuntimeError: There is no room for it, so that the work can't be captured.
-        """
+        """A table that has these values (int64 or float64) once it is filled; RuntimeError if there is no room."""
         begin, self._taken = self._taken, self._taken + values.numel() + values.numel() % 2  # at multiples of 16 bytes
         if self._taken > _MOST_ENTRIES:
             raise RuntimeError(f"a captured pass has tables of at most {_MOST_ENTRIES} entries")

@@ -44,12 +44,7 @@ class GraphedUpdate:
     All of it works in memory that never moves. What changes from step to step the host copies beside the replay: the
     optimizer's values before it, the report after it. What enters a graph as a number is part of its key: a step with
     another loss scale, or a stage's other momentum, is first launched plainly, which compiles what is new, and from the
-    second one on has a graph of its own.
-
-    Args:
-        run: Takes the same steps one by one; its sum is a `DeviceGradientSum`, its control vector a `DeviceControl`.
-        flat: Updates its weights.
-        capture: Makes a graph on the main stream; None: nothing is captured.
+    second one on has a graph of its own. `capture` makes a graph on the main stream; None: nothing is captured.
     """
 
     def __init__(self, run: TrainStep, flat: FlatUpdate, capture: Capture | None) -> None:
@@ -64,10 +59,8 @@ class GraphedUpdate:
         """by the numbers in it; None: a step with these was launched, and the next one is captured"""
 
     def end(self, step: Step) -> Tensor:
-        """Launches all of a step that follows its messages.
-
-        Returns:
-            The verdict's report, to be copied to the host before the next call.
+        """Launches all of a step that follows its messages; gives the verdict's report, to be read before the next
+        call.
         """
         self._run.reducer.show_means()
         self._run.update.set_rates(step)
@@ -123,12 +116,7 @@ def nothing_to_recompute(worker: int) -> IntegerHash:
 class RunAhead:
     """Takes a run's ordinary steps up to AHEAD before the device; all others by `TrainStep.run`.
 
-    Which steps are ordinary is the same on every rank.
-
-    Args:
-        step: Of the run: synchronous, without audit and clipping; see `GraphedUpdate`.
-        update: Of that step.
-        monitor: Waits for the reports.
+    Which steps are ordinary is the same on every rank. The run is synchronous, without audit and clipping.
     """
 
     def __init__(self, step: TrainStep, update: GraphedUpdate, monitor: Monitor) -> None:

@@ -41,15 +41,9 @@ REPORT = 3
 
 
 class DeviceGradientSum(IntegerGradientSum):
-    """Takes the gradients of a bucket by two operators; for all slots on every rank.
+    """Takes the gradients of a bucket by two operators; all slots are on every rank.
 
-    Args:
-        buckets: Of all slots.
-        addends: V, the most addends of a step over all ranks.
-        device: Where gradients live.
-
-    Attributes:
-        going: float32 [1]: 1 while the device takes steps, 0 once it has refused one (`verdict`).
+    `going` is float32 [1]: 1 while the device takes steps, 0 once it has refused one (`verdict`).
     """
 
     def __init__(self, buckets: Sequence[Bucket], addends: int, device: torch.device) -> None:
@@ -90,10 +84,7 @@ class DeviceGradientSum(IntegerGradientSum):
         return self._messages[bucket]
 
     def decide(self, control: Tensor, ordinary: Tensor, running: Tensor, momenta: Tensor, report: Tensor) -> None:
-        """The verdict on a step whose messages have arrived, and all that follows from it but the weights.
-
-        The arguments are those of `Verdict`. `write_mean` then writes the mean.
-        """
+        """The verdict (`Verdict`) on a step whose messages have arrived, and all that follows but the weights."""
         given = Verdict(
             trailers=[m[b.length :] for b, m in zip(self.buckets, self._messages, strict=True)],
             control=control,
@@ -143,14 +134,7 @@ def device_sum(addends: int, device: torch.device, layout: ParameterLayout) -> D
 
 
 class DeviceControl(ControlMessage):
-    """A control vector that never moves, since CUDA graphs read and write it.
-
-    Args:
-        width: Values of the batch-norm statistics of a virtual worker.
-        device: Where the values live.
-        to_host: Gives a tensor's values on the host.
-        room: The most words of all sections.
-    """
+    """A control vector that never moves, since CUDA graphs read and write it, with `room` words for all sections."""
 
     def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor], room: int) -> None:
         super().__init__(width, device, to_host)
@@ -206,13 +190,8 @@ def add_gradients(gradients: Sequence[Tensor], sizes: Tensor, scales: Tensor, me
 def add_bounds(found: Tensor, scales: Tensor, message: Tensor, length: int, shift: float, cap: float) -> None:
     """Adds the bounds and the counts of one virtual worker to a bucket's trailer, and clears `found`.
 
-    Args:
-        found: As `add_gradients` left it.
-        scales: As there.
-        message: Its elements from `length` on are the trailer of `IntegerGradientSum`.
-        length: Of the sums.
-        shift: The unit of bounds.
-        cap: The largest of them.
+    `found` is as `add_gradients` left it; the elements of `message` from `length` on are the trailer of
+    `IntegerGradientSum`; bounds are in units of `shift`, and at most `cap`.
     """
     slots = len(scales)
     maxima = found[:-1].view(torch.float32)

@@ -136,19 +136,9 @@ def _decoded(sums, at, is_here, width):
 
 @triton.jit
 def _examine(
-    base,
-    indices,
-    slots,
-    control,
-    ordinary,
-    counts,
-    width,
-    shift,
-    limit,
-    going,
-    COUNTS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    base, indices, slots, control, ordinary, counts, width, shift, limit, going, COUNTS: tl.constexpr, SLOTS:
+    tl.constexpr,
+):  # fmt: skip
     # Refuses the step for a slot or a count (program 0), or for a statistic of one block (the others).
     block = tl.program_id(0)
     if block == 0:
@@ -170,26 +160,9 @@ def _examine(
 
 @triton.jit
 def _follow(
-    base,
-    indices,
-    slots,
-    buckets,
-    control,
-    width,
-    addends,
-    shift,
-    limit,
-    all_elements,
-    going,
-    bounds,
-    scales,
-    factors,
-    running,
-    momenta,
-    report,
-    SLOTS: tl.constexpr,
-    BUCKETS: tl.constexpr,
-):
+    base, indices, slots, buckets, control, width, addends, shift, limit, all_elements, going, bounds, scales,
+    factors, running, momenta, report, SLOTS: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
     # What follows for the slots and the host (program 0), and for the running statistics of one block (the others).
     block = tl.program_id(0)
     is_going = tl.load(going) > 0.0
@@ -312,10 +285,7 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def layout_of(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Address, kind, channels, points of a channel; one channel if logical order is that of the memory.
-
-    The tensor is contiguous, or channels-last with four dims.
-    """
+    """Address, kind, channels, points of a channel of a contiguous or channels-last tensor; else one channel."""
     kind = _KINDS[tensor.dtype]
     if tensor.is_contiguous():
         return tensor.data_ptr(), kind, 1, tensor.numel()

@@ -99,11 +99,9 @@ class FloatGradientSum:
         return self.message(bucket)[: self.buckets[bucket].length]
 
     def trailers(self) -> Tensor:
-        """float32 [2 * slots + 2 * buckets]: largest magnitudes, non-finite counts; bounds and underflow.
-
-        The magnitudes are of this rank's own sums, since no rank will see the whole sum; a 16-bit message's total is
-        scaled already when it has been handed out.
-        """
+        """float32 [2 * slots + 2 * buckets]: largest magnitudes, non-finite counts; bounds and underflow."""
+        # The magnitudes are of this rank's own sums, since no rank will see the whole sum; a 16-bit message's total is
+        # scaled already when it has been handed out.
         magnitudes = _largest(self._views)
         finite, bounds = magnitudes.isfinite(), self._local
         lost = [m[b.length + 2].float() for b, m in zip(self.buckets, self._messages, strict=True) if self._is_scaled]

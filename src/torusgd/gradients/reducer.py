@@ -349,9 +349,7 @@ def parameter_slots(model: nn.Module, *, wide_norms: bool = False) -> list[Slot]
 def hook_parameters(reducer: Reducer, leaves: Sequence[Tensor] | None = None) -> list[RemovableHandle]:
     """Hands each parameter's gradient to the reducer as soon as autograd has it, and drops it.
 
-    Args:
-        reducer: Takes the gradients.
-        leaves: Of each held slot the tensor by which the network computes; None: the slots' own.
+    `leaves` are of each held slot the tensor by which the network computes; None: the slots' own.
     """
 
     def hook(slot: int) -> Callable[[Tensor], None]:

@@ -88,11 +88,7 @@ class Update:
 
     @torch.no_grad()
     def clip(self, most: float) -> float:
-        """Scales the mean gradient down to a norm of at most `most`; every rank calls it.
-
-        Returns:
-            The norm before.
-        """
+        """Scales the mean gradient down to a norm of at most `most`; gives the norm before. Every rank calls it."""
         norm = self.gradient_norm()
         if norm > most:
             for grad in self._reducer.means:
@@ -101,11 +97,9 @@ class Update:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """The norm of the mean gradient over all parameters; every rank calls it, since shards send block norms.
-
-        It is the root of the sum, by the parameters' names, of the squares of `optim.norms`' layer norms, so that it
-        has the same bits however the gradient is spread.
-        """
+        """The norm of the mean gradient over all parameters; every rank calls it, since shards send block norms."""
+        # It is the root of the sum, by the parameters' names, of the squares of `optim.norms`' layer norms, so that it
+        # has the same bits however the gradient is spread.
         owned, grads = self._reducer.owned, self._reducer.means
         norms = self._norms([*owned, *grads])[len(owned) :].tolist()
         # Blocks of one parameter all have the whole parameter's norm.

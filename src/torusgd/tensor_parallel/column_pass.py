@@ -50,12 +50,10 @@ class Joined:
 
 
 def block_numbers(logits: Tensor, low: int, targets: Tensor) -> Tensor:
-    """The four numbers of one block: float64 (images, 4).
-
-    They are the largest logit, the sum of exp(logit - largest), the sum of logits, and the target's logit, or 0 if the
-    target is in another block. `logits` are float32 (images, columns) of the classes `low` and up, `targets` int64
-    (images).
-    """
+    """The four numbers of one block: float64 (images, 4)."""
+    # They are the largest logit, the sum of exp(logit - largest), the sum of logits, and the target's logit, or 0 if
+    # the target is in another block. `logits` are float32 (images, columns) of the classes `low` and up, `targets`
+    # int64 (images).
     largest = logits.amax(dim=1, keepdim=True)
     # Under the block's own largest logit, so that no exponential overflows; `join` scales it to the largest of all.
     exponentials = torch.exp(logits - largest).sum(dim=1, dtype=torch.float64)
@@ -73,10 +71,8 @@ def _target_columns(logits: Tensor, low: int, targets: Tensor) -> tuple[Tensor, 
 
 
 def join(numbers: Tensor, classes: int, smoothing: float) -> Joined:
-    """The loss from the numbers of all blocks, float64 (blocks, images, 4) in block order.
-
-    `classes` is the number in all blocks; `smoothing` is the fraction of the target that all classes divide evenly.
-    """
+    """The loss from the numbers of all blocks, float64 (blocks, images, 4) in block order."""
+    # `classes` is the number in all blocks; `smoothing` is the fraction of the target that all classes divide evenly.
     # The same values in the same order on every rank: so all ranks of a group compute the same loss to the last bit.
     largest = numbers[..., 0].amax(dim=0)
     exponentials = (numbers[..., 1] * torch.exp(numbers[..., 0] - largest)).sum(dim=0)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tests.comm.gloo_world import run_ranks
+from tests.messages import refused
 
 from torusgd.comm.algorithms import NAMES
 from torusgd.comm.tuning.bench import Record, bench_allreduce
@@ -44,7 +45,7 @@ def mistakes() -> list[str]:
 def test_mistakes_are_told():
     for told in run_ranks(2, mistakes):
         assert [line.split(":")[0] for line in told] == ["sizes 3", "allreduce tree", "grid 3x3"]
-    with pytest.raises(UserError, match="one rank"):
+    with refused("a benchmark of one rank", "bench allreduce"):
         bench_allreduce()
 
 

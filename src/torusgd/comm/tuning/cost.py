@@ -206,11 +206,9 @@ def reduce_scatter(topology: Topology, axis: Axis, method: str) -> Cost:
 
 
 def _to_root(topology: Topology, ranks: int, method: str) -> Cost:
-    """The whole tensor on its way from all ranks to the first; the way back costs the same.
-
-    binomial: ceil(log2 P) rounds, to the rank 1, 2, 4, ... positions before. chain: P - 1 rounds to the neighbour, each
-    of which has a link to itself: a rank sends each chunk twice, up and down, and the links work side by side.
-    """
+    """The whole tensor on its way from all ranks to the first; the way back costs the same."""
+    # binomial: ceil(log2 P) rounds, to the rank 1, 2, 4, ... positions before. chain: P - 1 rounds to the neighbour,
+    # each of which has a link to itself: a rank sends each chunk twice, up and down, and the links work side by side.
     host, far = topology.per_host, topology.between
     near = Cost(topology.inside.alpha, topology.message, topology.inside.beta, topology.inside.beta)
     if method == "chain":
@@ -260,11 +258,9 @@ def _double_tree(topology: Topology, ranks: int) -> Cost:
 
 
 def card_beta(topology: Topology, flows: float, distance: int) -> float:
-    """Seconds a byte of each of `flows` equal flows that leave a host together, to a host `distance` hosts away.
-
-    They divide the host's cards and a rack's tapered uplinks among them: the fraction min(1, distance / rack_hosts) of
-    a rack's flows leaves it, for which `taper` of its bandwidth is left.
-    """
+    """Seconds a byte of each of `flows` equal flows that leave a host together, to a host `distance` hosts away."""
+    # They divide the host's cards and a rack's tapered uplinks among them: the fraction min(1, distance / rack_hosts)
+    # of a rack's flows leaves it, for which `taper` of its bandwidth is left.
     leaving = min(1.0, distance / topology.rack_hosts) if topology.rack_hosts else 0.0
     return flows * topology.between.beta * max(1.0, leaving / topology.taper)
 

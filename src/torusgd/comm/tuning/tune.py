@@ -130,11 +130,9 @@ def _rivals(
     seconds: float,
     known: set[Algorithm | None],
 ) -> list[Timing]:
-    """Times native and the most promising plans in turn: all of them once, and then those that are not far behind.
-
-    A plan that stays to the end has `repetitions` timings, of large messages, whose times vary most, as many more as
-    `seconds` allow. Plans that run for the first time are added to `known`.
-    """
+    """Times native and the most promising plans in turn: all of them once, and then those that are not far behind."""
+    # A plan that stays to the end has `repetitions` timings, of large messages, whose times vary most, as many more as
+    # `seconds` allow. Plans that run for the first time are added to `known`.
     until, effective = time.perf_counter() + seconds, connection.engine.effective
     # The formulas ignore what ranks or packets share, so that many plans enter, and most leave early. They also ignore
     # what chunks gain (links that are never idle), so that large messages enter in at least their usual chunks.
@@ -304,10 +302,8 @@ class _Task:
 
 
 def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
-    """How many times longer the slowest of the first n ranks takes than one alone, for n = 2, 4, 8 ... and all.
-
-    If n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
-    """
+    """How many times longer the slowest of the first n ranks takes than one alone, for n = 2, 4, 8 ... and all."""
+    # If n ranks have fewer cores it is at least their number over that of the cores, whatever was measured.
     counts = sorted({*(1 << power for power in range(connection.group.size.bit_length())), connection.group.size})
     task = _Task(connection.engine.device, images=32)
     task.run(_TASKS)  # warms up
@@ -321,14 +317,12 @@ def crowding(connection: Connection, repetitions: int) -> tuple[Crowd, ...]:
 
 
 def in_step(connection: Connection, algorithm: Algorithm | None, size: int, seconds: float) -> InStep:
-    """What an all-reduce of `size` bytes adds to a computation that hides it, and to one that it follows.
-
-    Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still
-    computes. The time that they add is divided among them. It is little if cores are free, or a GPU sends; if ranks
-    share cores it may be more than the all-reduce takes alone, for each message interrupts each rank. Then the same
-    with ranks that wait for each message, at which they arrive one later than the other. `seconds` is the time for
-    computations without, with and between all-reduces in turn, 1 to 9 of each.
-    """
+    """What an all-reduce of `size` bytes adds to a computation that hides it, and to one that it follows."""
+    # Every rank computes and starts an all-reduce now and then, as backward does with buckets; they end while it still
+    # computes. The time that they add is divided among them. It is little if cores are free, or a GPU sends; if ranks
+    # share cores it may be more than the all-reduce takes alone, for each message interrupts each rank. Then the same
+    # with ranks that wait for each message, at which they arrive one later than the other. `seconds` is the time for
+    # computations without, with and between all-reduces in turn, 1 to 9 of each.
     task = _Task(connection.engine.device, images=4)
     tensors = [torch.zeros(max(1, size // 4), device=connection.engine.device) for _ in range(_MESSAGES)]
     start: Start = partial(connection.engine.run, algorithm=algorithm)
