@@ -144,15 +144,17 @@ def decided(kernels: ModuleType, dtype: torch.dtype, fault: str) -> list[Tensor]
     return [given.going, given.bounds, given.scales, given.factors, given.running, given.report]
 
 
-@pytest.mark.parametrize("fault", ["", "earlier", "out of range", "not finite", "statistics", "counts"])
-def test_the_verdict_and_what_follows_are_the_same(fault: str) -> None:
-    ours, theirs = (decided(kernels, torch.int32, fault) for kernels in (triton_sums, sums))
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [
+        *((fault, torch.int32) for fault in ("", "earlier", "out of range", "not finite", "statistics", "counts")),
+        ("", torch.int64),
+    ],
+)
+def test_the_verdict_and_what_follows_are_the_same(fault: str, dtype: torch.dtype) -> None:
+    ours, theirs = (decided(kernels, dtype, fault) for kernels in (triton_sums, sums))
     assert all(map(torch.equal, ours, theirs))
     assert bool(ours[0]) == (not fault)
-
-
-def test_the_verdict_on_wide_sums_is_the_same() -> None:
-    assert all(map(torch.equal, *(decided(kernels, torch.int64, "") for kernels in (triton_sums, sums))))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

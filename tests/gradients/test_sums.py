@@ -286,12 +286,6 @@ def test_elements_that_become_zero_are_counted_exactly_on_any_ranks(ranks: int) 
     assert total.finish().read().underflow == lost / ((numel + 7) * workers)
 
 
-def test_buckets_cover_all_tensors_in_order() -> None:
-    buckets = plan_buckets([3, 10, 2, 2, 9, 1], limit=10)
-    assert [(b.first, b.stop) for b in buckets] == [(0, 1), (1, 2), (2, 4), (4, 6)]
-    assert buckets[2].offsets == (0, 2)
-
-
 def fill(total, worker: list[torch.Tensor]) -> None:
     total.clear()
     for index, bucket in enumerate(total.buckets):

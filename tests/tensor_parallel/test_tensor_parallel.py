@@ -1,29 +1,28 @@
 """Hybrid parallelism keeps the thesis: one hash for every number of ranks and of model-parallel ranks among them."""
 
 import json
-import multiprocessing as mp
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comm.gloo_world import run_ranks
 from tests.messages import refused
 from tests.run.runs import run_here
 from torch import nn
+from torch.distributed import PrefixStore
 
 from torusgd.comm import groups
 from torusgd.comm.groups import Group, group_of
-from torusgd.ranks.rank import serve_store
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
-from torusgd.tensor_parallel.exchange import choose_parallel
 from torusgd.tensor_parallel.tail import column_tail
+from torusgd.tensor_parallel.volume import choose_parallel
 from torusgd.weights import load_weights
 
 STEPS = 4
@@ -116,63 +115,46 @@ def train(out: Path, case: str, world: Group, steps: int | None = None, **option
     return Run(job, world, StopFlag(), restarts=0).run().summary
 
 
-def rank_main(rank: int, ports: dict[int, int], out: Path, all_runs: bool) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    told = {}
+def on_ranks(out: Path, all_runs: bool) -> dict[str, dict[str, Any]]:
+    rank, store, found = dist.get_rank(), dist.distributed_c10d._get_default_store(), {}
     for size, parallel, until in RELAY:
         if rank >= size:
             break
-        store = dist.TCPStore("127.0.0.1", ports[size], is_master=False, wait_for_workers=False)
-        world = groups.build(store, range(size), rank, device=torch.device("cpu"), timeout=240)
+        world = groups.build(
+            PrefixStore(f"{size} ranks", store), range(size), rank, device=torch.device("cpu"), timeout=240
+        )
         for number, (case, shared, options) in enumerate((RUNS if all_runs else FEW)[size]):
             summary = train(out / f"{size}-{number}", case, world, model_parallel=shared, **options)
-            told[f"{case}: {size} ranks, {shared} model-parallel, {options}"] = {k: summary[k] for k in COMPARED}
+            found[f"{case}: {size} ranks, {shared} model-parallel, {options}"] = {k: summary[k] for k in COMPARED}
         update = "sharded" if size in (8, 2) else "replicated"
         train(out / "relay", "lars", world, steps=until, model_parallel=parallel, update=update)
         world.barrier()
         world.close()
-    if rank == 0:
-        (out / "told.json").write_text(json.dumps(told))
+    return found
 
 
 @pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
-def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("hybrid")
-    stores = {size: serve_store() for size in RUNS}
-    ports = {size: store.port for size, store in stores.items()}
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torusgd.run.run"])
-    processes = [
-        context.Process(target=rank_main, args=(rank, ports, out, request.param == "all")) for rank in range(max(RUNS))
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=400)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert codes == [0] * len(processes)
-    found = json.loads((out / "told.json").read_text())
+    found = run_ranks(max(RUNS), on_ranks, out, request.param == "all", timeout=400)[0]
     relay = json.loads((out / "relay" / "summary.json").read_text())
     return found | {"lars: in a relay": {key: relay[key] for key in COMPARED}}
 
 
-def cases_of(told: dict[str, dict[str, Any]]) -> list[str]:
-    return [case for case in CASES if f"{case}: 1 ranks, 1 model-parallel, {{}}" in told]
+def cases_of(results: dict[str, dict[str, Any]]) -> list[str]:
+    return [case for case in CASES if f"{case}: 1 ranks, 1 model-parallel, {{}}" in results]
 
 
-def test_same_bits_for_any_number_of_model_parallel_ranks(told: dict[str, dict[str, Any]]) -> None:
-    for case in cases_of(told):
-        alone = told[f"{case}: 1 ranks, 1 model-parallel, {{}}"]
-        others = {name: result for name, result in told.items() if name.startswith(f"{case}: ")}
+def test_same_bits_for_any_number_of_model_parallel_ranks(results: dict[str, dict[str, Any]]) -> None:
+    for case in cases_of(results):
+        alone = results[f"{case}: 1 ranks, 1 model-parallel, {{}}"]
+        others = {name: result for name, result in results.items() if name.startswith(f"{case}: ")}
         assert len(others) > 1
         assert {name for name, result in others.items() if result != alone} == set()
 
 
-def test_cases_are_what_they_claim(told: dict[str, dict[str, Any]]) -> None:
-    alone = {case: told[f"{case}: 1 ranks, 1 model-parallel, {{}}"] for case in cases_of(told)}
+def test_cases_are_what_they_claim(results: dict[str, dict[str, Any]]) -> None:
+    alone = {case: results[f"{case}: 1 ranks, 1 model-parallel, {{}}"] for case in cases_of(results)}
     assert len({result["weights_sha256"] for result in alone.values()}) == len(alone) >= 5
     assert alone["all tail"]["redone_steps"] > 0
     assert alone["float16"]["skipped_steps"] > 0

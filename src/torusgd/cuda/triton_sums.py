@@ -136,8 +136,8 @@ def _decoded(sums, at, is_here, width):
 
 @triton.jit
 def _examine(
-    base, indices, slots, control, ordinary, counts, width, shift, limit, going, COUNTS: tl.constexpr, SLOTS:
-    tl.constexpr,
+    base, indices, slots, control, ordinary, counts, width, shift, limit, going,
+    COUNTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     # Refuses the step for a slot or a count (program 0), or for a statistic of one block (the others).
     block = tl.program_id(0)
@@ -161,7 +161,8 @@ def _examine(
 @triton.jit
 def _follow(
     base, indices, slots, buckets, control, width, addends, shift, limit, all_elements, going, bounds, scales,
-    factors, running, momenta, report, SLOTS: tl.constexpr, BUCKETS: tl.constexpr,
+    factors, running, momenta, report,
+    SLOTS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     # What follows for the slots and the host (program 0), and for the running statistics of one block (the others).
     block = tl.program_id(0)

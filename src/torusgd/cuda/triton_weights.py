@@ -104,8 +104,8 @@ def _rates(values, runs, norms, all_blocks, THRESHOLD: tl.constexpr, ZERO_IS_PLA
 
 @triton.jit
 def _momentum(
-    tensors, blocks, values, going, momentum, IS_LARS: tl.constexpr, RATE_INSIDE: tl.constexpr, NESTEROV:
-    tl.constexpr, HAS_MOMENTUM: tl.constexpr,
+    tensors, blocks, values, going, momentum,
+    IS_LARS: tl.constexpr, RATE_INSIDE: tl.constexpr, NESTEROV: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
 ):  # fmt: skip
     # Weights and momentum of one block of a tensor, unless the step is refused.
     block = blocks + 4 * tl.program_id(0)
