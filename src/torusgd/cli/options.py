@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from typer import Argument, Option
 
-from ..comm.algorithms import OTHER_PROGRAMS, SCHEDULED
-from ..comm.rounds import METHODS
+from ..comm.algorithms import METHODS, OTHER_PROGRAMS, SCHEDULED
 from ..text import listed
 
 if TYPE_CHECKING:  # at run time only once a command runs: `torusgd --help` takes no seconds

@@ -1,11 +1,281 @@
-"""The named algorithms: each gives every rank its rounds for a tensor of a given length."""
+"""The all-reduce algorithms as plain data: what each rank sends, receives and adds, round by round.
 
-from collections.abc import Sequence
+In a round a rank sends runs of elements of its tensor as they were before the round, and receives runs that it adds to
+its own or puts in their place. Every algorithm is made of reduce-scatters over axes of ranks and of their mirror
+images: a reduce-scatter read backwards, with senders and receivers swapped, is an all-gather. The same rounds are run
+by the engines (`gloo`, `nccl`), counted by the tests of `cost`, and drawn in the documentation. An `Algorithm` has a
+name, and gives every rank its rounds for a tensor of a given length.
+
+Sums have the same bits on every rank: an element is summed on one rank and copied, or summed by pairs (a + b = b + a).
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from ..errors import UserError
-from .rounds import METHODS, Axis, Round, all_reduce, cut, hierarchical, reduce_scatter
+
+
+class Message(NamedTuple):
+    """Elements [low, high) of the tensor, to or from rank `peer`."""
+
+    peer: int
+    low: int
+    high: int
+
+
+class Round(NamedTuple):
+    """One round of one rank: send, then receive and add, or receive in place."""
+
+    sends: tuple[Message, ...] = ()
+    adds: tuple[Message, ...] = ()
+    copies: tuple[Message, ...] = ()
+
+
+class Axis(NamedTuple):
+    """Ranks that work together, this rank's position among them, and the method they use."""
+
+    members: tuple[int, ...]
+    position: int
+    method: str
+
+
+def cut(low: int, high: int, count: int, stops: Sequence[int] | None = None) -> list[int]:
+    """The `count` + 1 edges of [low, high) in `count` runs as equal as whole elements allow.
+
+    With `stops`, in ascending order, inner edges lie only there or at the ends: each at the nearest, of two the lower.
+
+    >>> cut(0, 100, 3), cut(0, 100, 3, stops=[30, 70])
+    ([0, 33, 66, 100], [0, 30, 70, 100])
+    """
+    edges = [low + (high - low) * number // count for number in range(count + 1)]
+    return edges if stops is None else [_nearest(edge, low, high, stops) for edge in edges]
+
+
+def _nearest(edge: int, low: int, high: int, stops: Sequence[int]) -> int:
+    above = bisect_left(stops, edge)
+    upper = min(stops[above], high) if above < len(stops) else high
+    lower = max(stops[above - 1], low) if above else low
+    if edge in (low, high):
+        return edge
+    return lower if edge - lower <= upper - edge else upper
+
+
+def _messages(axis: Axis, position: int, edges: Sequence[int], first: int, count: int) -> tuple[Message, ...]:
+    # To or from the member at `position`: blocks first, first + 1, ... (modulo), as one run of elements or two.
+    size = len(axis.members)
+    peer, first = axis.members[position % size], first % size
+    runs = [(first, min(first + count, size)), (0, first + count - size)]
+    spans = [(edges[begin], edges[end]) for begin, end in runs if end > begin]
+    return tuple(Message(peer, low, high) for low, high in spans if high > low)
+
+
+def _ring(axis: Axis, edges: Sequence[int]) -> list[Round]:
+    """P - 1 rounds around the ring, a block each (Patarasuk and Yuan 2009)."""
+    # A block travels once around: block b starts at rank b + 1, each rank on its way adds its own values, and it ends,
+    # summed, at rank b. So in round `hop` a rank sends the block `hop` positions before its own, and receives the one
+    # before that.
+    size, me = len(axis.members), axis.position
+    # The block of the first hop is the one before our own, so that the own block, summed, is the last to arrive.
+    return [
+        Round(_messages(axis, me + 1, edges, me - hop, 1), adds=_messages(axis, me - 1, edges, me - 1 - hop, 1))
+        for hop in range(1, size)
+    ]
+
+
+def _halving(axis: Axis, edges: Sequence[int]) -> list[Round]:
+    """ceil(log2 P) rounds for any P (Traeff, arXiv 2410.14234)."""
+    # A rank is still in charge of `left` blocks, counted from its own onwards around the ring; at first of all P. In
+    # each round it keeps the first `keep` of them, half rounded up, and hands the others to the rank `keep` positions
+    # on, whose own block is the first of those. At the same time the rank `keep` positions before hands it just as
+    # many, to be added to the first blocks that it keeps. In the end one block is left, its own.
+    size, me, rounds = len(axis.members), axis.position, []
+    left = size
+    while left > 1:
+        keep = (left + 1) // 2
+        sends = _messages(axis, me + keep, edges, me + keep, left - keep)
+        rounds.append(Round(sends, adds=_messages(axis, me - keep, edges, me, left - keep)))
+        left = keep
+    return rounds
+
+
+def _direct(axis: Axis, edges: Sequence[int]) -> list[Round]:
+    # One round: to each member its block. For few ranks far apart.
+    size, me = len(axis.members), axis.position
+    sends = [m for hop in range(1, size) for m in _messages(axis, me + hop, edges, me + hop, 1)]
+    adds = [m for hop in range(1, size) for m in _messages(axis, me - hop, edges, me, 1)]
+    return [Round(tuple(sends), adds=tuple(adds))] if size > 1 else []
+
+
+_REDUCE_SCATTER: dict[str, Callable[[Axis, Sequence[int]], list[Round]]] = {
+    "ring": _ring,
+    "halving": _halving,
+    "direct": _direct,
+}
+METHODS = (*_REDUCE_SCATTER, "doubling")
+"""names of the methods that an axis of a grid may use"""
+
+
+def mirror(rounds: Sequence[Round]) -> list[Round]:
+    """The all-gather that undoes a reduce-scatter."""
+    return [Round(r.adds + r.copies, copies=r.sends) for r in reversed(rounds)]
+
+
+def _doubling(axis: Axis, low: int, high: int) -> list[Round]:
+    """log2 P exchanges of the whole: in round b with the rank whose position differs in bit b."""
+    # Ranks beyond the largest power of two have no such partner: they hand their values over first, and get the sum.
+    size, me = len(axis.members), axis.position
+    power = 1 << (size.bit_length() - 1)
+    bits = range(power.bit_length() - 1)
+    if me >= power:
+        # Idle rounds between: every rank has the same number of rounds, so that chunks can be woven.
+        partner = _whole(axis, me - power, low, high)
+        return [Round(partner), *[Round() for _ in bits], Round(copies=partner)]
+    exchanged = [_whole(axis, me ^ (1 << bit), low, high) for bit in bits]
+    # a + b = b + a: both partners end with the same bits, without one that adds and one that copies.
+    rounds = [Round(message, adds=message) for message in exchanged]
+    if power == size:
+        return rounds
+    folded = _whole(axis, me + power, low, high) if me + power < size else ()
+    return [Round(adds=folded), *rounds, Round(folded)]
+
+
+def _whole(axis: Axis, position: int, low: int, high: int) -> tuple[Message, ...]:
+    return (Message(axis.members[position], low, high),) if high > low else ()
+
+
+def _binomial(axis: Axis, low: int, high: int) -> list[Round]:
+    """Up a binomial tree to the first member, ceil(log2 P) rounds, and down again."""
+    # In round b the members whose position ends in a one and b zeros (binary) send all that they have to the one 2 ** b
+    # positions before, and are done until the sum comes back.
+    size, me, up = len(axis.members), axis.position, []
+    for distance in (1 << bit for bit in range((size - 1).bit_length())):
+        if me % (2 * distance) == distance:
+            up.append(Round(_whole(axis, me - distance, low, high)))
+        elif me % (2 * distance) == 0 and me + distance < size:
+            up.append(Round(adds=_whole(axis, me + distance, low, high)))
+        else:
+            up.append(Round())
+    return up + mirror(up)
+
+
+def _chain(axis: Axis, low: int, high: int) -> list[Round]:
+    """From the last member to the first, each adding its own values, P - 1 rounds, and back again."""
+    # A link is in use in one round each way: in chunks, which follow each other, all links work at the same time.
+    size, me, up = len(axis.members), axis.position, []
+    for sender in range(size - 1, 0, -1):
+        if me == sender:
+            up.append(Round(_whole(axis, me - 1, low, high)))
+        else:
+            up.append(Round(adds=_whole(axis, me + 1, low, high)) if me == sender - 1 else Round())
+    return up + mirror(up)
+
+
+def _double_tree(axis: Axis, low: int, high: int) -> list[Round]:
+    """Up two binary trees, each with half of the elements, ceil(log2 P) rounds, and down again."""
+    # Half of the ranks of a binary tree are leaves, and receive nothing on the way up. In the second tree, which is the
+    # first one mirrored, or for an odd P shifted by one, the leaves of the first are inner nodes: all ranks send and
+    # receive about as much (Sanders, Speck and Traeff, Parallel Computing 35, 2009; NCCL since 2.4).
+    size, me, middle = len(axis.members), axis.position, (low + high) // 2
+    is_odd = size % 2
+
+    def second(position: int) -> int:
+        """The number in the first tree of a rank in the second tree."""
+        return (position - 1) % size if is_odd else size - 1 - position
+
+    def rank_of(number: int) -> int:
+        return (number + 1) % size if is_odd else size - 1 - number
+
+    ups = zip(
+        _up_tree(axis, me, low, middle, lambda number: number),
+        _up_tree(axis, second(me), middle, high, rank_of),
+        strict=True,
+    )
+    up = [Round(a.sends + b.sends, a.adds + b.adds) for a, b in ups]
+    return up + mirror(up)
+
+
+def _up_tree(axis: Axis, me: int, low: int, high: int, position_of: Callable[[int], int]) -> list[Round]:
+    """Up the binary tree in order: rank 0 is the root, the others' heights are the zeros that end their numbers."""
+    # In round h the nodes of height h send what they have summed to their parent. `position_of` maps a number to a
+    # position on the axis.
+    size = len(axis.members)
+    rounds = []
+    for height in range((size - 1).bit_length()):
+        senders = range(1 << height, size, 2 << height)
+        children = [number for number in _children(me, height, size) if number in senders]
+        sends = _whole(axis, position_of(_parent(me, size)), low, high) if me in senders else ()
+        rounds.append(Round(sends, tuple(m for child in children for m in _whole(axis, position_of(child), low, high))))
+    return rounds
+
+
+def _parent(number: int, size: int) -> int:
+    # The node above: the lowest set bit moves up, or is cleared if that would be beyond the last number.
+    bit = number & -number
+    above = (number ^ bit) | (bit << 1)
+    return above if above < size else number ^ bit
+
+
+def _children(number: int, height: int, size: int) -> list[int]:
+    # The nodes of that height (zeros at the end of the number) whose parent is `number`.
+    near = {number + step for step in (-(1 << height), 1 << height)}
+    return [child for child in sorted(near) if 0 < child < size and _parent(child, size) == number]
+
+
+_UNCUT: dict[str, Callable[[Axis, int, int], list[Round]]] = {
+    "doubling": _doubling,
+    "binomial": _binomial,
+    "chain": _chain,
+    "double-tree": _double_tree,
+}
+"""methods that move the whole tensor and leave no shards: a reduce-scatter takes halving in their place"""
+
+
+def reduce_scatter(
+    axes: Sequence[Axis], low: int, high: int, stops: Sequence[int] | None = None
+) -> tuple[list[Round], tuple[int, int]]:
+    """The rounds after which this rank holds the sum of one span of [low, high), and that span.
+
+    Along each axis in turn the span is cut again, at `stops` only (see `cut`). These are the first phases of
+    `all_reduce`, but for methods that leave no shards: halving stands for them. Their `mirror` is the all-gather.
+    """
+    rounds: list[Round] = []
+    for axis in axes:
+        edges = cut(low, high, len(axis.members), stops)
+        rounds += _REDUCE_SCATTER["halving" if axis.method in _UNCUT else axis.method](axis, edges)
+        low, high = edges[axis.position], edges[axis.position + 1]
+    return rounds, (low, high)
+
+
+def all_reduce(axes: Sequence[Axis], low: int, high: int) -> list[Round]:
+    """Sums [low, high) over the grid of `axes`: reduce-scatter along the first, sum over the rest, all-gather."""
+    if not axes:
+        return []
+    first, rest = axes[0], axes[1:]
+    # An axis that leaves no shards hands the next one the whole tensor, which costs it as many times more bytes.
+    if first.method in _UNCUT:
+        return _UNCUT[first.method](first, low, high) + all_reduce(rest, low, high)
+    edges = cut(low, high, len(first.members))
+    rounds = _REDUCE_SCATTER[first.method](first, edges)
+    return rounds + all_reduce(rest, edges[first.position], edges[first.position + 1]) + mirror(rounds)
+
+
+def hierarchical(inside: Axis, between: Axis, low: int, high: int) -> list[Round]:
+    """Reduces onto the first member of `inside`, sums over the leaders' axis `between`, and hands the sum back."""
+    edges = cut(low, high, len(inside.members))
+    rounds = _REDUCE_SCATTER[inside.method](inside, edges)
+    leaders = all_reduce([between], low, high)
+    # Ranks that do not lead have as many empty rounds as the leaders have full ones: waves count rounds (gloo._weave).
+    if inside.position == 0:
+        rounds.append(
+            Round(copies=tuple(m for p in range(1, len(edges) - 1) for m in _messages(inside, p, edges, p, 1)))
+        )
+        return rounds + leaders + mirror(rounds)
+    rounds.append(Round(_messages(inside, 0, edges, inside.position, 1)))
+    return rounds + [Round() for _ in leaders] + mirror(rounds)
+
 
 TREES = {"binomial-tree": "binomial", "double-tree": "double-tree", "chain": "chain"}
 """flat algorithms by way of one rank or two, for comparison: halving-doubling has at most the latency of a tree and

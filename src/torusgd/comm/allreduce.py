@@ -18,11 +18,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..errors import UserError
-from .algorithms import GRIDS, Algorithm, parse_algorithm, usual_chunks
+from .algorithms import GRIDS, Algorithm, Round, cut, mirror, parse_algorithm, usual_chunks
 from .base import Done, Work
 from .connection import Connection, connect, hosts_of
 from .groups import Group, group_of
-from .rounds import Round, cut, mirror
 from .tuning.profile import Profile, expect, explain, ranks_a_host
 from .tuning.tune import measure
 

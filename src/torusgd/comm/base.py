@@ -12,8 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from .algorithms import Algorithm
-from .rounds import Round
+from .algorithms import Algorithm, Round
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-from .algorithms import Algorithm
+from .algorithms import Algorithm, Message, Round
 from .base import CommTimeout, Engine, Work
 from .groups import Group
-from .rounds import Message, Round
 
 LANES = 2
 """number of threads that carry messages; an all-reduce stays in one, and a short one need not wait for a long one"""

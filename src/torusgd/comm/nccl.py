@@ -13,10 +13,9 @@ from dataclasses import replace
 
 import torch
 
-from .algorithms import Algorithm
+from .algorithms import Algorithm, Message, Round
 from .base import Work
 from .groups import Group, launch_order
-from .rounds import Message, Round
 
 
 def run_in_batches(tensor: torch.Tensor, rounds: Sequence[Sequence[Round]], group: Group) -> None:

@@ -101,7 +101,7 @@ def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, siz
 
 
 def _leaving_shards(algorithm: Algorithm) -> Algorithm:
-    """The algorithm of a reduce-scatter and all-gather: doubling and a leader leave no shards (`comm.rounds`)."""
+    """The algorithm of a reduce-scatter and all-gather: doubling and a leader leave no shards (`comm.algorithms`)."""
     vertical, horizontal = (m if m != "doubling" else "halving" for m in (algorithm.vertical, algorithm.horizontal))
     name = "torus" if algorithm.algorithm == "hierarchical" else algorithm.algorithm
     return replace(algorithm, algorithm=name, vertical=vertical, horizontal=horizontal)

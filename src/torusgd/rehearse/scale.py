@@ -14,8 +14,8 @@ from statistics import median
 
 import torch.distributed as dist
 
+from ..comm.algorithms import Message, Round
 from ..comm.connection import Connection, connect
-from ..comm.rounds import Message, Round
 from ..plan.cluster import Cluster, Communication
 from .lab import MTU, Host, Lab
 

@@ -23,11 +23,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ...errors import UserError
-from ..algorithms import Algorithm, usual_chunks
+from ..algorithms import Algorithm, Message, Round, usual_chunks
 from ..base import Work
 from ..connection import Connection, connect, hosts_of, ranks_a_core, shuffled
 from ..groups import Group, group_of
-from ..rounds import Message, Round
 from .cost import rank_candidates
 from .profile import Crowd, InStep, Link, Profile, Timing, expect
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.messages import refused
 
-from torusgd.comm.algorithms import FLAT, Algorithm, parse_algorithm, parse_grid, squarest
-from torusgd.comm.rounds import METHODS, Round, cut, mirror
+from torusgd.comm.algorithms import FLAT, METHODS, Algorithm, Round, cut, mirror, parse_algorithm, parse_grid, squarest
 from torusgd.errors import UserError
 
 PLANS = st.integers(1, 13).flatmap(
