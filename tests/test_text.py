@@ -1,5 +1,8 @@
 """Figures as people read them."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,14 +11,30 @@ from tests.messages import refused
 from torusgd import text
 
 
-def test_durations() -> None:
-    shown = [text.duration(seconds) for seconds in (1.5, 599.9, 900, 7200, 1e5)]
-    assert shown == ["1.5 s", "599.9 s", "15.0 min", "2.0 h", "27.8 h"]
+@pytest.mark.parametrize(
+    ("show", "values", "shown"),
+    [
+        (text.duration, (1.5, 599.9, 900, 7200, 1e5), ["1.5 s", "599.9 s", "15.0 min", "2.0 h", "27.8 h"]),
+        (text.milliseconds, (0.0123,), ["12.3 ms"]),
+        (text.byte_size, (4096, 1 << 20, 100, 5 << 29), ["4 KiB", "1 MiB", "100 B", "2.5 GiB"]),
+        (text.count, (81920,), ["81,920"]),
+        (text.plain, (0.123456,), ["0.1235"]),
+        (text.number, (0.123456, 81920), ["0.1235", "81,920"]),
+        (text.short, (0.0, 0.25, 12000.0, 2_500_000.0, 3e9, 1e-6), ["0", "0.25", "12k", "2.5M", "3G", "1e-06"]),
+        (text.percent, (0.7591,), ["75.91%"]),
+        (text.change, (-0.031, None), ["-3.1 %", ""]),
+        (lambda number: text.plural(number, "rank"), (1, 2000), ["1 rank", "2,000 ranks"]),
+        (lambda ranks: text.named("rank", ranks), ([3], [3, 5]), ["rank 3", "ranks 3, 5"]),
+    ],
+)
+def test_figures_and_names_as_people_read_them(
+    show: Callable[[Any], str], values: Sequence[Any], shown: list[str]
+) -> None:
+    assert [show(value) for value in values] == shown
 
 
-def test_sizes_are_read_and_shown() -> None:
+def test_sizes_are_read() -> None:
     assert [text.parse_size("--sizes", size) for size in ("4KiB", "1 MiB", "512", "2MB")] == [4096, 1 << 20, 512, 2e6]
-    assert [text.byte_size(count) for count in (4096, 1 << 20, 100, 5 << 29)] == ["4 KiB", "1 MiB", "100 B", "2.5 GiB"]
     with refused("a size in furlongs", "--sizes"):
         text.parse_size("--sizes", "4 furlongs")
 

@@ -17,16 +17,11 @@ _MOST_LISTED = 30
 
 
 class UserError(ValueError):
-    """The user's input is wrong; the command line prints the message alone and exits with code 2.
-
-    It is one line whatever the input was: line ends and control characters are written as escapes. The error numbers in
-    the text of an `OSError` are left out.
-
-    >>> print(UserError("seed: can't be '1\\n2'"))
-    seed: can't be '1\\n2'
-    """
+    """The user's input is wrong; the command line prints the message alone and exits with code 2."""
 
     def __init__(self, line: str) -> None:
+        # One line whatever the input was: its line ends and control characters become escapes. Error numbers of an
+        # `OSError` mean nothing to a user.
         line = re.sub(r"\[Errno \d+\] ", "", line)
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
 
@@ -36,11 +31,14 @@ class RunError(RuntimeError):
 
 
 class DiskError(RunError):
-    """A disk, or the network that leads to it, failed where another attempt may help: worth a restart of the ranks."""
+    """A disk, or the network that leads to it, failed in a way that may pass: worth a restart of the ranks."""
 
 
-_AGAIN = (75, 129, 143)
-"""exit codes after SIGUSR1 or a time limit, SIGHUP and SIGTERM; Ctrl-C (130) is meant as an end"""
+class CorruptionError(RunError):
+    """A machine computes wrongly, so that the state of its ranks can't be trusted: none of it is saved."""
+
+
+_AGAIN = (75, 129, 143)  # after SIGUSR1 or a time limit, SIGHUP and SIGTERM; Ctrl-C (130) is meant as an end
 _TRANSIENT = {
     getattr(errno, name, 0)
     for name in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN",
@@ -49,30 +47,14 @@ _TRANSIENT = {
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether the same call may well succeed later: errors of a device or of the network, not a missing file.
-
-    >>> is_transient(OSError(errno.EIO, "Input/output error")), is_transient(OSError(errno.ENOENT, "No such file"))
-    (True, False)
-    """
+    """Whether the same call may well succeed later: errors of a device or of the network, not a missing file."""
     return error.errno in _TRANSIENT
 
 
 def retry(call: Callable[[], T], pauses: Iterable[float], is_worth: Callable[[Exception], bool]) -> T:
-    """The result of a call, which is repeated after each of the pauses as long as it fails.
+    """The result of a call, which is repeated after each of the pauses (seconds) as long as it fails.
 
-    Args:
-        call: What may fail for a moment, such as a read from a network disk.
-        pauses: Seconds before each further call; one that raises after the last of them raises here.
-        is_worth: Whether an error may pass; any other is raised at once.
-
-    >>> answers = iter([OSError(errno.EIO, "Input/output error"), "read"])
-    >>> def read() -> str:
-    ...     answer = next(answers)
-    ...     if isinstance(answer, OSError):
-    ...         raise answer
-    ...     return answer
-    >>> retry(read, [0.0], lambda error: isinstance(error, OSError))
-    'read'
+    An error that is not worth another call is raised at once, and so is any after the last pause.
     """
     for pause in pauses:
         try:
@@ -114,10 +96,6 @@ def write_exit(code: int, reason: str) -> None:
         line = json.dumps({"code": code, "reason": reason, "again": code in _AGAIN})
         with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
             stream.write(line + "\n")
-
-
-class CorruptionError(RunError):
-    """A machine computes wrongly, so that the state of its ranks can't be trusted: none of it is saved."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -10,22 +10,17 @@ from typing import TypeGuard
 from .errors import UserError
 
 NONE = "-"
-MOST_FIGURE = 1e15
-"""no figure of a run is larger; sums of so many stay finite"""
+_MOST_FIGURE = 1e15  # no figure of a run is larger; sums of so many stay finite
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of a stranger's JSON is a number, no truth value, of at most MOST_FIGURE."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_FIGURE
+    """Whether a value of a stranger's JSON is a number, no truth value, of at most 1e15."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST_FIGURE
 
 
 def duration(seconds: object) -> str:
-    """Seconds, minutes or hours.
-
-    >>> duration(92.1), duration(3000), duration(90000), duration(None)
-    ('92.1 s', '50.0 min', '25.0 h', '-')
-    """
+    """Seconds, minutes or hours: 92.1 s, 50.0 min, 25.0 h."""
     if not is_number(seconds):
         return NONE
     if seconds < 600:
@@ -34,20 +29,12 @@ def duration(seconds: object) -> str:
 
 
 def milliseconds(seconds: object) -> str:
-    """Seconds as milliseconds.
-
-    >>> milliseconds(0.0123)
-    '12.3 ms'
-    """
+    """Seconds as milliseconds: 12.3 ms."""
     return f"{1e3 * seconds:.1f} ms" if is_number(seconds) else NONE
 
 
 def byte_size(count: float) -> str:
-    """A number of bytes, in the largest unit of which it has one.
-
-    >>> byte_size(4096), byte_size(100), byte_size(1.5 * 2**30)
-    ('4 KiB', '100 B', '1.5 GiB')
-    """
+    """A number of bytes, in the largest unit of which it has one: 100 B, 1.5 GiB."""
     for name in ("GiB", "MiB", "KiB"):
         if count >= _UNITS[name.upper()]:
             return f"{count / _UNITS[name.upper()]:.4g} {name}"
@@ -55,11 +42,7 @@ def byte_size(count: float) -> str:
 
 
 def parse_size(flag: str, text: str) -> int:
-    """`4KiB`, `1MB` or `4096` in bytes; UserError, which names the flag, for anything else.
-
-    >>> parse_size("--sizes", "4KiB"), parse_size("--sizes", "2MB")
-    (4096, 2000000)
-    """
+    """`4KiB`, `1MB` or `4096` in bytes; UserError, which names the flag, for anything else."""
     match = re.fullmatch(r"\s*([0-9]+)\s*([a-z]*)\s*", text, re.IGNORECASE)
     if match is None or match[2].upper() not in _UNITS:
         raise UserError(f"{flag} {text!r}: write sizes as 4KiB,1MiB or in bytes")
@@ -67,38 +50,22 @@ def parse_size(flag: str, text: str) -> int:
 
 
 def count(value: object) -> str:
-    """A number without decimals.
-
-    >>> count(81920)
-    '81,920'
-    """
+    """A number without decimals: 81,920."""
     return f"{value:,.0f}" if is_number(value) else NONE
 
 
 def plain(value: object) -> str:
-    """A number with four digits.
-
-    >>> plain(0.123456)
-    '0.1235'
-    """
+    """A number with four digits: 0.1235."""
     return f"{value:.4g}" if is_number(value) else NONE
 
 
 def number(value: float) -> str:
-    """A number with four significant digits, and with thousands marked.
-
-    >>> number(0.123456), number(81920)
-    ('0.1235', '81,920')
-    """
+    """A number with four significant digits, or with thousands marked: 0.1235, 81,920."""
     return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def short(value: float) -> str:
-    """A number of an axis, without an exponent where that is readable.
-
-    >>> short(0.0), short(0.25), short(12000.0), short(2_500_000.0), short(1e-6)
-    ('0', '0.25', '12k', '2.5M', '1e-06')
-    """
+    """A number of an axis, without an exponent if that is readable: 0.25, 12k, 2.5M, 1e-06."""
     for least, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= least:
             return f"{value / unit:.4g}{letter}"
@@ -106,46 +73,26 @@ def short(value: float) -> str:
 
 
 def percent(fraction: object) -> str:
-    """A fraction as a percentage.
-
-    >>> percent(0.7591)
-    '75.91%'
-    """
+    """A fraction as a percentage: 75.91%."""
     return f"{fraction:.2%}" if is_number(fraction) else NONE
 
 
 def change(error: float | None) -> str:
-    """A relative error as a signed percentage, or nothing.
-
-    >>> change(-0.031), change(None)
-    ('-3.1 %', '')
-    """
+    """A relative error as a signed percentage, -3.1 %; nothing for None."""
     return "" if error is None else f"{100 * error:+.1f} %"
 
 
 def plural(number: int, noun: str) -> str:
-    """A number of things.
-
-    >>> plural(1, "rank"), plural(2000, "rank")
-    ('1 rank', '2,000 ranks')
-    """
+    """A number of things: 1 rank, 2,000 ranks."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def listed(names: Iterable[object]) -> str:
-    """Names or numbers, one after the other.
-
-    >>> listed([3, 5])
-    '3, 5'
-    """
+    """Names or numbers, one after the other: 3, 5."""
     return ", ".join(map(str, names))
 
 
 def named(noun: str, names: Iterable[object]) -> str:
-    """Things by their names or numbers.
-
-    >>> named("rank", [3]), named("rank", [3, 5])
-    ('rank 3', 'ranks 3, 5')
-    """
+    """Things by their names or numbers: rank 3; ranks 3, 5."""
     found = list(names)
     return f"{noun}{'s' * (len(found) != 1)} {listed(found)}"

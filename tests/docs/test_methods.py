@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torusgd.recipe.optimizer_schema import Optimizer, Rate, Stage, Warmup
+from torusgd.recipe.schema import Optimizer, Rate, Stage, Warmup
 
 CARDS = sorted((Path(__file__).parents[2] / "docs" / "methods").glob("*.md"))
 BLOCKS = [

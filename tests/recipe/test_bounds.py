@@ -7,9 +7,9 @@ import pytest
 import torch
 from tests.messages import refused
 
-from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe, parse_yaml
 from torusgd.recipe.schedule import Schedule
+from torusgd.recipe.section import Duration
 from torusgd.untrusted import MOST_YAML, check_archive, check_swelling, parse_json, read_text
 from torusgd.weights import load_weights
 

@@ -9,10 +9,9 @@ import pytest
 import yaml
 from tests.messages import refused
 
-from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe, recipe_names, recipe_source, validate
-from torusgd.recipe.optimizer_schema import Optimizer
-from torusgd.recipe.schema import Model, Recipe
+from torusgd.recipe.schema import Model, Optimizer, Recipe
+from torusgd.recipe.section import Duration
 
 
 @pytest.mark.parametrize(

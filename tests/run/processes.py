@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from tests.run.runs import command
 from torusgd.comm.groups import group_of
-from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.section import Duration
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir

@@ -10,8 +10,7 @@ from pydantic import BaseModel
 
 from tests.run.runs import TINY, events, run_here
 from torusgd.recipe.load import load_recipe
-from torusgd.recipe.schema import Recipe
-from torusgd.recipe.synchrony_schema import SIMULATED
+from torusgd.recipe.schema import SIMULATED, Recipe
 from torusgd.simulate import Setting, simulate
 
 SGD = "optimizer={name: sgd, momentum: 0.9, weight_decay: 1.0e-4}"

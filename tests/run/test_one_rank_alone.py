@@ -12,9 +12,9 @@ from tests.run.slow import Slow
 from torusgd.comm.groups import group_of
 from torusgd.data import pipeline
 from torusgd.errors import RunError
-from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.section import Duration
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir.checkpoint import list_checkpoints

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from tests.run.processes import STEPS, assert_told_once, results, run_alone
 from tests.run.runs import flip_a_byte
 from torusgd.errors import RunError, UserError
-from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import read_run_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.section import Duration
 from torusgd.run.job import Job
 from torusgd.run.result import finished
 from torusgd.rundir.checkpoint import FILES, MANIFEST, list_checkpoints, newest_checkpoint

@@ -16,7 +16,7 @@ from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group, group_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.recipe.shares import best_counts
+from torusgd.recipe.schedule import best_counts
 from torusgd.rng import keyed_uniform
 from torusgd.run.build import build
 from torusgd.run.job import Job

@@ -17,9 +17,9 @@ from torusgd.comm.base import ConnectionLost, Done, NoLiveness
 from torusgd.comm.groups import Group, alone, group_of
 from torusgd.errors import CorruptionError
 from torusgd.gradients.layout import Slot
-from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.section import Duration
 from torusgd.run.build import Trainer, build
 from torusgd.run.job import Job
 from torusgd.run.newest_state import Kept, nothing_yet

@@ -9,11 +9,11 @@ from tests.run.runs import TINY, events, run_here
 from torch import nn
 
 from torusgd.comm.groups import group_of
-from torusgd.recipe.duration import Duration
 from torusgd.recipe.load import load_recipe
-from torusgd.recipe.optimizer_schema import WeightAverage
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
+from torusgd.recipe.schema import WeightAverage
+from torusgd.recipe.section import Duration
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..recipe import optimizer_schema as recipe
+from ..recipe import schema as recipe
 from .adam import AdamW, Lamb
 from .lars import Lars, Norms
 from .norms import layer_norms

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..recipe.shares import best_counts, even_counts
+from ..recipe.schedule import best_counts, even_counts
 from .cluster import Cluster, Software
 from .model_cost import ModelCost
 from .network import phases

@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from ..recipe.duration import Duration
 from ..recipe.load import load_recipe
-from ..recipe.optimizer_schema import Stage
 from ..recipe.schedule import Schedule
-from ..recipe.schema import Recipe
+from ..recipe.schema import Recipe, Stage
+from ..recipe.section import Duration
 from ..text import byte_size
 from .cluster import Cluster, Software
 from .forecast import Workload

@@ -34,7 +34,7 @@ class Setup:
     delays: str = ""
     """model of the delays that ranks sleep, of --delays"""
     is_replay: bool = False
-    """true if a journal decides what is left out"""
+    """true if a journal decides which work is left out"""
     listens: bool = False
     """true if other machines may join"""
     launcher: str = ""
@@ -44,7 +44,7 @@ class Setup:
 
     @property
     def allowed(self) -> str:
-        """The numbers of model-parallel ranks to choose from."""
+        """Numbers of model-parallel ranks to choose from."""
         return listed(allowed_parallel(self.ranks or 1, self.recipe.column_blocks))
 
     def value(self, key: str) -> str:
@@ -87,21 +87,17 @@ class Rule:
     """way out; `{0.NAME}` in it, and in `why`, stands for what the setup has under that name"""
 
     def is_broken(self, setup: Setup) -> bool:
-        """Whether a setup has both parts."""
+        """True if a setup has both parts."""
         return self.part.is_in(setup) and self.other.is_in(setup)
 
     def line(self, setup: Setup) -> str:
-        """The error."""
+        """The error, in one line."""
         value = f" = {value}" if (value := setup.value(self.part.key)) else ""
-        return f"{self.part.key}{value}: {self.reason(setup)}; {self.remedy.format(setup)}"
-
-    def reason(self, setup: Setup) -> str:
-        """Why the parts do not go together."""
-        return self.why.format(setup)
+        return f"{self.part.key}{value}: {self.why.format(setup)}; {self.remedy.format(setup)}"
 
 
 def check(setup: Setup, parts: Collection[Part] = ()) -> None:
-    """UserError of one line if a run can't be had, by the rules of some parts; none: of all."""
+    """UserError for the first rule of these parts that a setup breaks; without parts: for the first of all rules."""
     for rule in RUN_RULES:
         if (not parts or rule.part in parts) and rule.is_broken(setup):
             raise UserError(rule.line(setup))
@@ -121,19 +117,18 @@ def check_recipe(recipe: "Recipe") -> None:
 
 
 def obstacle(part: Part, setup: Setup) -> str:
-    """Why a part can't be added to a setup, which may have it already; empty if it can."""
-    return next((rule.reason(setup) for rule in RUN_RULES if rule.part is part and rule.other.is_in(setup)), "")
+    """The reason why a part can't be added to a setup, which may have it already; empty if it can."""
+    return next((rule.why.format(setup) for rule in RUN_RULES if rule.part is part and rule.other.is_in(setup)), "")
 
 
 def allowed_parallel(ranks: int, blocks: int) -> list[int]:
     """The numbers of model-parallel ranks that give the same bits: divisors of both, a power of two of blocks each.
 
-    (Or all blocks on one rank.) `sum_in_tree` adds pairs of neighbours, so that blocks on a rank must be a branch.
-
     >>> allowed_parallel(8, 8), allowed_parallel(6, 12), allowed_parallel(4, 1)
     ([1, 2, 4, 8], [1, 3, 6], [1])
     """
-    # One rank of a group holds blocks / m neighbours; only a power of two of them is a branch of the tree of sums.
+    # One rank of a group holds blocks / m neighbours. `sum_in_tree` adds pairs of neighbours, so that only a power of
+    # two of them is a branch of the tree of sums; all of them, on one rank, are the whole tree.
     fitting = [m for m in range(1, blocks + 1) if ranks % m == 0 and blocks % m == 0]
     return [m for m in fitting if m == 1 or (blocks // m).bit_count() == 1]
 
@@ -295,7 +290,7 @@ RUN_RULES = (
 
 
 def fixed_ranks(setup: Setup) -> str:
-    """Why the ranks of a run can't change; empty if they can."""
+    """The reason why the ranks of a run can't change; empty if they can."""
     return next((why for other, why in _FIXED_RANKS if other.is_in(setup)), "")
 
 

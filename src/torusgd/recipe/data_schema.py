@@ -3,10 +3,9 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from .duration import Duration
-from .section import Count, Fraction, ImageSizes, NotNegative, Options, Positive, Section, Sides, read_sides, sides
+from .section import Count, Duration, Fraction, ImageSizes, NotNegative, Options, Positive, Section, Sides, sides
 
 
 class Augment(Section):
@@ -107,8 +106,6 @@ class Data(Section):
     max_replaced: Fraction = 0.001
     """largest fraction of undecodable training images before the run stops"""
 
-    _check_size = field_validator("image_size", mode="wrap")(read_sides)
-
     @model_validator(mode="after")
     def _check(self) -> "Data":
         for key in ("mean", "std"):
@@ -142,8 +139,6 @@ class Evaluate(Section):
     """shorter side before its centre crop; null: data.resize"""
     flip: bool = False
     """true: logits are the mean over an image and its mirror image, which takes twice the time"""
-
-    _check_size = field_validator("image_size", mode="wrap")(read_sides)
 
 
 class Polish(Section):

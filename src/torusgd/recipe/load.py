@@ -16,9 +16,16 @@ from ..text import listed
 from ..untrusted import MOST_YAML, read_text
 from .runtime_options import RuntimeOptions
 from .schema import Recipe
+from .section import section_in
 
 M = TypeVar("M", bound=BaseModel)
 _log = logging.getLogger(__name__)
+
+
+_DEEPEST = 20  # nesting of lists and tables in a YAML text; a recipe has 5
+_MOST_NODES = 100_000  # in a YAML text with each alias written out
+_LONGEST_SHOWN = 100  # characters of a wrong value
+_BRANCHES = frozenset({"float", "int", "str", "bool", "constrained", "literal"})
 
 
 class Loaded(NamedTuple):
@@ -26,12 +33,6 @@ class Loaded(NamedTuple):
 
     recipe: Recipe
     runtime: RuntimeOptions
-
-
-_DEEPEST = 20
-"""deepest nesting of lists and tables in a YAML text; a recipe has 5"""
-_MOST_NODES = 100_000
-"""most values of a YAML text with each alias written out"""
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,7 +52,7 @@ class _Loader(yaml.SafeLoader):
         node = self.get_single_node()
         if node is None:
             return None
-        _count(node, {})
+        _count(node, {})  # before values are made of it: aliases make many of a short text
         return self.construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -73,10 +74,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count(node: yaml.Node, counts: dict[int, int | None]) -> int:
-    """Values below a node, those of an alias once for each use; None in `counts` while a node is being counted.
-
-    Ten lists that each hold the one before ten times are 10^10 values in 300 bytes.
-    """
+    """Values below a node, those of an alias once for each use; None in `counts` while a node is being counted."""
+    # Ten lists that each hold the one before ten times are 10^10 values in 300 bytes.
     if id(node) not in counts:
         counts[id(node)] = None
         # A node that is met again while it is still None holds itself.
@@ -107,7 +106,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_source(name: str) -> str:
-    """The YAML text of a built-in recipe, comments included; UserError when there is none of that name."""
+    """The YAML text of a built-in recipe with its comments; UserError if there is none of that name."""
     if name not in recipe_names():
         raise UserError(f"recipe {name!r}: no built-in recipe of that name{suggest(name, recipe_names())}")
     return (files(__package__) / f"{name}.yaml").read_text()
@@ -147,7 +146,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def read_run_recipe(path: Path) -> Recipe:
-    """The complete recipe that a run wrote down; UserError when it is damaged."""
+    """The complete recipe that a run wrote; UserError if it is damaged."""
     try:
         text = read_text(path, MOST_YAML)
     except (OSError, ValueError) as error:
@@ -179,17 +178,10 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Changes the plain values of a recipe in place, item by item.
+    """Changes the plain values of a recipe in place by items `key.path=value`, in their order.
 
-    Args:
-        tree: A recipe's keys and values.
-        overrides: Items `key.path=value`; list items by index (`stages.0.images_per_worker=8`), the value in YAML.
-
-    Another `model.name` leaves out the `model.options` that stood there, since they are the replaced network's: one
-    logged line names them. Items after it set options of the new one.
-
-    Raises:
-        UserError: An item leads nowhere, or its value is no YAML.
+    List items have an index (`stages.0.images_per_worker=8`), values are YAML. UserError for an item that leads
+    nowhere.
 
     >>> tree = {"model": {"name": "digits-net", "options": {"dropout": 0.1}}}
     >>> apply_overrides(tree, ["model.name=resnet18", "model.options.zero_gamma=true"])
@@ -197,8 +189,12 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     {'model': {'name': 'resnet18', 'options': {'zero_gamma': True}}}
     """
     for item in overrides:
-        replaced = _at(tree, "model", "name")
-        _override(tree, item)
+        replaced, where = _at(tree, "model", "name"), f"--set {item}"
+        path, separator, value = item.partition("=")
+        if not separator or not path:
+            raise UserError(f"{where}: write it as key.path=value, such as rate.lr=0.1")
+        _put(tree, path, parse_yaml(value, where), where)
+        # Options are those of the replaced network; items after this one set those of the new one.
         if item.startswith("model.name=") and _at(tree, "model", "name") != replaced:
             options = tree["model"].pop("options", None)
             if options:
@@ -230,13 +226,6 @@ def _at(tree: Any, *keys: str) -> Any:
     return tree
 
 
-def _override(tree: dict[str, Any], item: str) -> None:
-    path, separator, value = item.partition("=")
-    if not separator or not path:
-        raise UserError(f"--set {item}: write it as key.path=value, such as rate.lr=0.1")
-    _put(tree, path, parse_yaml(value, f"--set {item}"), f"--set {item}")
-
-
 def _put(tree: dict[str, Any], path: str, value: Any, where: str) -> None:
     *parents, last = path.split(".")
     node: Any = tree
@@ -261,38 +250,17 @@ def _index(node: Any, key: str, where: str) -> Any:
 def _first_line(error: ValidationError, model: type[BaseModel]) -> str:
     first = error.errors(include_url=False)[0]
     location = [str(part) for part in first["loc"]]
-    # Unions add the names of the branches that were tried; they are no keys of the user's file.
+    # pydantic's location has names that are no keys of the user's file. Unions add the branches that were tried.
     key = ".".join(part for part in location if re.fullmatch(r"[a-z_0-9]+", part) and part not in _BRANCHES)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        known = _fields_at(model, location[:-1])
-        return f"{key}: unknown key{suggest(location[-1], known)}"
+        for part in location[:-1]:
+            if part in model.model_fields:  # and no place in a list, whose items' model the walk has already reached
+                model = section_in(model.model_fields[part].annotation) or model
+        return f"{key}: unknown key{suggest(location[-1], model.model_fields)}"
     if first["type"] == "missing":
         return f"{key}: is missing; it must be given"
-    given = "" if isinstance(first["input"], dict) else f" = {_short(json.dumps(first['input']))}"
+    text = json.dumps(first["input"])
+    text = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    given = "" if isinstance(first["input"], dict) else f" = {text}"
     return f"{key}{given}: {message[0].lower()}{message[1:]}" if key else message
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-
-
-_LONGEST_SHOWN = 100
-_BRANCHES = frozenset({"float", "int", "str", "bool", "constrained", "literal"})
-
-
-def _fields_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:
-    """The keys allowed at a place, found by walking the annotations."""
-    current: Any = model
-    for part in location:
-        if part.isdigit():  # a place in a list, whose items' model the walk has already reached
-            continue
-        annotation = current.model_fields[part].annotation if hasattr(current, "model_fields") else current
-        found = [a for a in _flatten(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
-        current = found[0] if found else current
-    return list(current.model_fields)
-
-
-def _flatten(annotation: Any) -> list[Any]:
-    inner = getattr(annotation, "__args__", ())
-    return [annotation, *(leaf for a in inner for leaf in _flatten(a))]

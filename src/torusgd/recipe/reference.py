@@ -9,13 +9,18 @@ from pydantic.fields import FieldInfo
 
 from ..text import listed
 from .compatibility import table as rules
-from .duration import Duration
 from .runtime_options import STEPS, RuntimeOptions, flags_of
 from .schema import Recipe
+from .section import Duration, section_in
+
+_LIMITS = {
+    Ge: "at least {.ge}", Gt: "above {.gt}", Le: "at most {.le}", Lt: "below {.lt}",
+    MinLen: "at least {.min_length} of them",
+}  # fmt: skip
 
 
 def reference() -> str:
-    """A table of the recipe, one of the `runtime:` block with its flags, and what does not go with what."""
+    """Three tables: the recipe's keys, those of the `runtime:` block with their flags, what does not go with what."""
     runtime = [(f"`{key}`", _flags(key), *cells) for key, *cells in _rows(RuntimeOptions)]
     return "\n".join([
         *_table("Recipe", ("key", "values", "default", "meaning"), [(f"`{key}`", *row) for key, *row in _rows(Recipe)]),
@@ -39,26 +44,15 @@ def _flags(option: str) -> str:
 
 def _rows(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str, str, str]]:
     for name, field in model.model_fields.items():
-        inner = _section(field.annotation)
+        inner = section_in(field.annotation)
         text = (field.description or "").replace("\n", " ").replace("|", "\\|")
         if inner is None:
-            yield path + name, _kind(field), _default(field), text
+            yield path + name, ", ".join([_words(field.annotation), *_limits(field.metadata)]), _default(field), text
             continue
         many = get_origin(field.annotation) is tuple
         text = text or (inner.__doc__ or "").strip().splitlines()[0]
         yield path + name, "a list of" if many else "keys", _default(field), text
         yield from _rows(inner, f"{path}{name}.{'N.' if many else ''}")
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type):
-        return annotation if issubclass(annotation, BaseModel) else None
-    return next((found for part in get_args(annotation) if (found := _section(part)) is not None), None)
-
-
-def _kind(field: FieldInfo) -> str:
-    words = _words(field.annotation)
-    return ", ".join([words, *_limits(field.metadata)])
 
 
 def _words(annotation: Any) -> str:
@@ -78,21 +72,9 @@ def _words(annotation: Any) -> str:
 
 
 def _limits(metadata: Any) -> list[str]:
-    found = []
-    for item in metadata:
-        constraints = getattr(item, "metadata", None) or [item]
-        for each in constraints:
-            for kind, word, key in (
-                (Ge, "at least", "ge"),
-                (Gt, "above", "gt"),
-                (Le, "at most", "le"),
-                (Lt, "below", "lt"),
-            ):
-                if isinstance(each, kind):
-                    found.append(f"{word} {getattr(each, key)}")
-            if isinstance(each, MinLen):
-                found.append(f"at least {each.min_length} of them")
-    return found
+    # A `Field(...)` has several limits in it.
+    limits = [limit for item in metadata for limit in getattr(item, "metadata", None) or [item]]
+    return [_LIMITS[type(limit)].format(limit) for limit in limits if type(limit) in _LIMITS]
 
 
 def _default(field: FieldInfo) -> str:

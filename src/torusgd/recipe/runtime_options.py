@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .duration import Duration
-from .section import Count, Ranks, Section
+from .section import Count, Duration, Ranks, Section
 
 RUNTIME, NETWORK, OUTPUT = "Runtime", "Network", "Output"
 """panels of --help"""
@@ -30,7 +29,7 @@ class Flag:
     metavar: str = ""
     """empty: the option's words, or its type"""
     names: tuple[str, ...] = ()
-    """empty: the option's name with hyphens"""
+    """words of the flag, more than one for another name; empty: the option's own"""
 
 
 class RuntimeOptions(Section):
@@ -129,7 +128,7 @@ class RuntimeOptions(Section):
 
     @property
     def grid_size(self) -> tuple[int, int] | None:
-        """(vertical, horizontal)."""
+        """`grid` as (vertical, horizontal)."""
         if self.grid is None:
             return None
         vertical, horizontal = self.grid.split("x")
@@ -149,12 +148,11 @@ class RuntimeOptions(Section):
         >>> RuntimeOptions(allreduce="torus", grid="4x8", model_parallel=2).unfit(2)
         ['grid']
         """
-        found = []
-        if self.grid_size is not None and math.prod(self.grid_size) != ranks:
-            found.append("grid")
-        if self.model_parallel != "auto" and ranks % self.model_parallel:
-            found.append("model_parallel")
-        return found
+        checks = {
+            "grid": self.grid_size is not None and math.prod(self.grid_size) != ranks,
+            "model_parallel": self.model_parallel != "auto" and ranks % self.model_parallel > 0,
+        }
+        return [name for name, is_unfit in checks.items() if is_unfit]
 
 
 def flags_of(option: str) -> tuple[Flag | None, tuple[str, ...]]:

@@ -1,22 +1,21 @@
-"""Recipe -> steps: batch, rate and momentum of every step as pure functions of progress.
+"""Recipe -> steps: batch, rate and momentum of every step, and how many virtual workers of it each rank takes.
 
-The same object drives a run and a plan. Positions are counted in samples consumed: a duration is turned into the
-sample count at which it ends, and a stage ends at the first step boundary at or after its end.
+All are pure functions, the same for a run and a plan. Positions are counted in samples consumed: a duration is turned
+into the sample count at which it ends, and a stage ends at the first step boundary at or after its end.
 """
 
+import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..errors import UserError
-from .duration import Duration
-from .optimizer_schema import Decay, Stage
-from .schema import Recipe
-from .section import ImageSizes
+from .schema import Decay, Recipe, Stage
+from .section import Duration, ImageSizes
 
-_MOST_MARKS = 1_000_000
-"""evaluations or checkpoints of a run"""
+_MOST_MARKS = 1_000_000  # evaluations or checkpoints of a run
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Step:
 
     index: int
     stage: int
-    """index of the stage"""
+    """index, from 0"""
     epoch: float
     """passes over the training images before this step"""
     start: int
@@ -88,8 +87,7 @@ class Schedule:
         self._first_steps = [span.first_step for span in self.spans]
         self.stop = self.spans[-1].stop
         """samples consumed by the whole run"""
-        warmup = recipe.rate.warmup
-        decay = recipe.rate.decay
+        warmup, decay = recipe.rate.warmup, recipe.rate.decay
         self._warmup_end = self.position(warmup.length) if warmup else 0.0
         self._decay_start = self.position(decay.start) if decay.start else self._warmup_end
         self._decay_end = self.position(decay.end) if decay.end else float(self.stop)
@@ -172,10 +170,14 @@ class Schedule:
             before = spans[-1] if spans else None
             first_step, start = (before.stop_step, before.stop) if before else (0, 0)
             batch = recipe.virtual_workers * stage.images_per_worker
-            # "linear" and "sqrt" scale the rate by the batch relative to the first stage's.
-            reference = spans[0] if spans else None
-            lr = _stage_rate(stage, batch, recipe.rate.lr, reference)
-            momentum = self._momentum(number, batch, lr, reference.batch if reference else batch)
+            first_batch = spans[0].batch if spans else batch
+            lr = recipe.rate.lr
+            if isinstance(stage.lr, float | int):
+                lr = float(stage.lr)
+            elif stage.lr is not None:  # scaled by the batch relative to the first stage's
+                ratio = batch / first_batch
+                lr *= ratio if stage.lr == "linear" else math.sqrt(ratio)
+            momentum = self._momentum(number, batch, lr, first_batch)
             if stage.until.unit == "st":
                 stop_step = int(stage.until.value)
             else:
@@ -192,7 +194,7 @@ class Schedule:
         return spans
 
     def _momentum(self, number: int, batch: int, lr: float, first_batch: int) -> float:
-        """A stage's own, or the one with which the noise scale (`NoiseScale`) stays as it is."""
+        """The momentum of a stage: its own, or that with which the noise scale (`NoiseScale`) stays as it is."""
         given, base = self.recipe.stages[number].momentum, self.recipe.optimizer.momentum
         if given is None:
             return base
@@ -211,7 +213,7 @@ class Schedule:
         return momentum
 
     def _per_noise(self, batch: int) -> float:
-        """By what the noise of a batch falls: N times the inverse of N / B - 1, or B if that is near enough."""
+        """N / (N / B - 1), to which the noise of a batch B is inverse; B itself if that is near enough."""
         if not self.recipe.noise_scale.exact:
             return batch
         if batch >= self.train_images:
@@ -244,10 +246,38 @@ def _decayed(decay: Decay, progress: float) -> float:
     return decay.floor + (1 - decay.floor) * falling
 
 
-def _stage_rate(stage: Stage, batch: int, base: float, reference: Span | None) -> float:
-    if isinstance(stage.lr, float | int):
-        return float(stage.lr)
-    if stage.lr is None or reference is None:
-        return base
-    ratio = batch / reference.batch
-    return base * (ratio if stage.lr == "linear" else math.sqrt(ratio))
+def even_counts(virtual_workers: int, ranks: int) -> tuple[int, ...]:
+    """Sizes that differ by one at most.
+
+    >>> even_counts(8, 3)
+    (2, 3, 3)
+    """
+    # Cuts at the rounded-down multiples of V / N; neighbours differ by one at most.
+    edges = [place * virtual_workers // ranks for place in range(ranks + 1)]
+    return tuple(high - low for low, high in pairwise(edges))
+
+
+def best_counts(virtual_workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
+    """Sizes with which the last rank is done as early as can be; each rank takes one at least.
+
+    `seconds` are those of one virtual worker on each rank; `virtual_workers` are at least as many as ranks.
+
+    >>> best_counts(12, [1.0, 1.0, 2.0])
+    (5, 5, 2)
+    """
+    # A step is as long as its slowest rank: each next virtual worker goes to the rank that would be done first (ours;
+    # list scheduling goes back to Graham, 1969).
+    # A heap of (time at which the rank ends with one more, rank): the least one takes the next virtual worker.
+    counts = [1] * len(seconds)
+    ends = [(2 * each, place) for place, each in enumerate(seconds)]
+    heapq.heapify(ends)
+    for _ in range(virtual_workers - len(seconds)):
+        _, place = ends[0]
+        counts[place] += 1
+        heapq.heapreplace(ends, ((counts[place] + 1) * seconds[place], place))
+    return tuple(counts)
+
+
+def slowest_rank(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    """Seconds until the last rank is done, of ranks that take so many virtual workers of so many seconds each."""
+    return max(count * each for count, each in zip(counts, seconds, strict=True))

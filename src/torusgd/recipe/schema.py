@@ -1,6 +1,7 @@
 """The recipe: everything that decides the trained weights, typed, validated, complete and hashable.
 
 Processes and machines are the matter of the runtime options (`runtime_options.py`).
+Here: what a step waits for, how weights are updated, and the whole; `data_schema.py` has the images.
 """
 
 import hashlib
@@ -11,9 +12,302 @@ from pydantic import Field, model_validator
 
 from .compatibility import check_recipe
 from .data_schema import Data, Evaluate, Polish
-from .optimizer_schema import LossScale, NoiseScale, Optimizer, Rate, Stage, WeightAverage
-from .section import Count, Fraction, ImageSizes, Options, Positive, Section, sides
-from .synchrony_schema import Synchrony
+from .section import (
+    Count,
+    Duration,
+    Fraction,
+    ImageSizes,
+    NotNegative,
+    Options,
+    Positive,
+    Section,
+    Sides,
+    sides,
+)
+
+
+class Outer(Section):
+    """SGD on the mean change of the virtual workers' copies, for form: local."""
+
+    lr: Positive = 0.7
+    """fraction of the mean change that the weights take; 1.0: all of it (local SGD)"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """momentum of the changes, from one step to the next; 0.0: none (local SGD)"""
+    nesterov: bool = True
+    """Nesterov's momentum, as in DiLoCo"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Outer":
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov: needs a momentum above 0; give nesterov: false")
+        return self
+
+
+SIMULATED = ("sampled", "stale", "asynchronous", "gossip", "elastic")
+"""forms in which workers hold weights of different ages: in virtual time only"""
+_KEYS = {
+    "backup": ("backups", "warmup", "delays"),
+    "cutoff": ("count", "threshold", "warmup", "delays"),
+    "local": ("local_steps", "outer"),
+    "sampled": ("sample", "staleness", "delays"),
+    "stale": ("staleness", "delays"),
+    "asynchronous": ("delays",),
+    "gossip": ("probability", "delays"),
+    "elastic": ("pull_every", "delays"),
+}
+"""keys that have a meaning, by form"""
+_NEEDED = {
+    "backup": ("backups", "the virtual workers that a step leaves out"),
+    "local": ("local_steps", "the updates of each copy a step"),
+    "sampled": ("sample", "the workers that each of them looks at"),
+    "stale": ("staleness", "the steps by which a worker may be ahead"),
+    "gossip": ("probability", "that of a mean with another worker after a step"),
+    "elastic": ("pull_every", "the steps from one pull towards the centre to the next"),
+}
+"""key that a form needs, and its meaning"""
+
+
+class Synchrony(Section):
+    """What a step waits for. With backup and cutoff the mean is over the gradients that came in time, exactly."""
+
+    form: Literal[
+        "synchronous", "backup", "cutoff", "local", "sampled", "stale", "asynchronous", "gossip", "elastic"
+    ] = "synchronous"
+    """backup: the first virtual workers to finish (Chen et al.); cutoff: those in time (Teng and Wood; DropCompute);
+    local: each takes some steps of its own (local SGD, DiLoCo). The run's journal records what time decides. Only
+    simulated (`torusgd simulate`) are sampled, stale and asynchronous: barriers that look at some workers (PSP), at all
+    (SSP) or at none; gossip: means of pairs; elastic: a pull towards a centre (EASGD)"""
+    backups: Count | None = None
+    """backup: a step takes the first virtual_workers - backups of them"""
+    count: Count | Literal["predicted"] | None = None
+    """cutoff: a step takes so many, the first to finish; predicted: by the times of earlier steps, as many as make the
+    most gradients a second"""
+    threshold: Positive | Literal["measured"] | None = None
+    """cutoff: seconds of each rank's own clock after which it leaves out the rest; measured: by the times of the
+    warm-up, what makes the most gradients a second"""
+    warmup: Annotated[int, Field(ge=2)] = 20
+    """backup and cutoff: steps at the start of the run that wait for all, and so do as many after ranks start again;
+    predicted and measured take their times from them"""
+    delays: str | None = None
+    """model of delays, such as lognormal, added to the 1 s of virtual time that each virtual worker takes, on a
+    machine of its own. backup and cutoff: it decides in place of clocks; simulated forms: null is exponential"""
+    local_steps: Count | None = None
+    """local: updates of each virtual worker's own copy a step, each on an equal part of its images_per_worker"""
+    outer: Outer = Outer()
+    sample: Annotated[int, Field(ge=0)] | None = None
+    """sampled: workers, drawn afresh each time, that a worker looks at before it goes on"""
+    staleness: Annotated[int, Field(ge=0)] | None = None
+    """sampled and stale: steps by which it may be ahead of those that it looks at; null: 0"""
+    probability: Fraction | None = None
+    """gossip: of a mean with another worker's weights after a step"""
+    pull_every: Count | None = None
+    """elastic: steps of a worker from one pull towards the centre to the next"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Synchrony":
+        defaults = {name: field.default for name, field in type(self).model_fields.items() if name != "form"}
+        for key, default in defaults.items():
+            if getattr(self, key) != default and key not in _KEYS.get(self.form, ()):
+                known = " or ".join(form for form, keys in _KEYS.items() if key in keys)
+                raise ValueError(f"{key}: has a meaning with form: {known} only")
+        if self.form in _NEEDED and getattr(self, key := _NEEDED[self.form][0]) is None:
+            raise ValueError(f"{key}: is missing; give {_NEEDED[self.form][1]}")
+        if self.form == "cutoff" and (self.count is None) == (self.threshold is None):
+            raise ValueError("count, threshold: form: cutoff needs one of them")
+        return self
+
+    @property
+    def is_simulated(self) -> bool:
+        """True of forms for `torusgd simulate` alone."""
+        return self.form in SIMULATED
+
+    def count_of(self, virtual_workers: int) -> int | Literal["predicted"] | None:
+        """Number of virtual workers that a step waits for; None: all."""
+        return self.count if self.backups is None else virtual_workers - self.backups
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if a step may leave out virtual workers."""
+        return self.form in ("backup", "cutoff")
+
+    @property
+    def keeps_journal(self) -> bool:
+        """True if a run writes down whose gradients, or changes, entered each update."""
+        return self.leaves_out or self.form == "local"
+
+    def check_counts(self, virtual_workers: int, images_per_worker: tuple[int, ...]) -> None:
+        """ValueError if there are too few virtual workers, or a stage's images of each can't be divided."""
+        least = self.backups + 1 if self.backups is not None else self.count if isinstance(self.count, int) else 1
+        if least > virtual_workers:
+            key = "backups" if self.form == "backup" else "count"
+            raise ValueError(
+                f"synchrony.{key} = {getattr(self, key)}: there are {virtual_workers} virtual workers; use fewer"
+            )
+        for number, images in enumerate(images_per_worker):
+            if images % (self.local_steps or 1):
+                raise ValueError(
+                    f"stages.{number}.images_per_worker = {images}: must be a multiple of synchrony.local_steps, "
+                    f"{self.local_steps}"
+                )
+
+
+class Warmup(Section):
+    """The rate climbs from `start` to the stage's rate."""
+
+    length: Duration
+    """time from the start of the run"""
+    shape: Literal["linear", "quadratic"] = "linear"
+    """progress p or p ** 2, from `start` to the rate"""
+    start: NotNegative = 0.0
+    """rate of step 0"""
+
+
+class Decay(Section):
+    """The factor on the rate after the warm-up, as a function of progress p from 0 at `start` to 1 at `end`."""
+
+    shape: Literal["constant", "polynomial", "cosine", "step"] = "polynomial"
+    """form of the factor's fall"""
+    power: Positive = 2.0
+    """polynomial: (1 - p) ** power"""
+    floor: Fraction = 0.0
+    """polynomial and cosine end at this fraction of the rate"""
+    start: Duration | None = None
+    """begin of the decay; null: the end of the warm-up"""
+    end: Duration | None = None
+    """end of the decay; null: the end of the run"""
+    milestones: tuple[Duration, ...] = ()
+    """step: the rate is multiplied by `factor` at each"""
+    factor: Positive = 0.1
+    """factor of a milestone, with shape: step"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Decay":
+        if (self.shape == "step") != bool(self.milestones):
+            raise ValueError("milestones: needed with shape: step, and only there")
+        return self
+
+
+class Rate(Section):
+    """The learning rate over the run."""
+
+    lr: Positive
+    """rate of the first stage, and of every stage that gives none"""
+    warmup: Warmup | None = None
+    decay: Decay = Decay()
+
+
+class Stage(Section):
+    """A span with one batch size, one image size and one rate rule (batch-size control, progressive resizing)."""
+
+    until: Duration
+    """end, counted from the start of the run; the stage ends at the first step boundary at or after it"""
+    images_per_worker: Count
+    """images of each virtual worker a step"""
+    lr: Positive | Literal["linear", "sqrt"] | None = None
+    """rate, or rate.lr scaled by this stage's batch against the first's; null: rate.lr"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Literal["noise-scale"] | None = None
+    """noise-scale holds the noise scale of `noise_scale` constant; null: optimizer.momentum"""
+    augment: bool = True
+    """false: training images with the validation preprocessing (Final Polishing, first form)"""
+    image_size: Sides | None = None
+    """pixels a side in this stage, small ones first (progressive resizing); null: data.image_size"""
+    resize: Count | None = None
+    """shorter side before a cut to that size; null: data.resize"""
+
+
+class NoiseScale(Section):
+    """The noise scale that `momentum: noise-scale` holds constant.
+
+    g = lr * (N / B - 1) / (1 - momentum), with N images an epoch and B a step. Source: Smith and Le, arXiv 1710.06451.
+    """
+
+    exact: bool = False
+    """g as it stands; false: without the - 1, as for a batch that is small against the epoch"""
+    batch: Count | None = None
+    """batch of the run whose g is held; null: the first stage's"""
+    lr: Positive | None = None
+    """rate of that run; null: rate.lr"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """momentum of that run; null: optimizer.momentum"""
+
+
+_MEANT_FOR = {
+    "beta2": ("adamw", "lamb"),
+    "eps": ("lars", "adamw", "lamb"),
+    "nesterov": ("sgd",),
+    "no_trust": ("lars", "lamb"),
+    "trust": ("lars",),
+    "variant": ("lars",),
+}
+"""keys of the optimizer that some update rules don't read"""
+
+
+class Optimizer(Section):
+    """SGD, LARS, AdamW or LAMB with its exclusions."""
+
+    name: Literal["sgd", "lars", "adamw", "lamb"] = "sgd"
+    """update rule"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """momentum of the first stage, and of every stage that gives none; beta1 of adamw and lamb"""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """adamw and lamb only: decay of the mean of squares"""
+    nesterov: bool = False
+    """Nesterov's momentum, sgd only"""
+    weight_decay: NotNegative = 0.0
+    """factor on the weight, which is added to the gradient; adamw takes it off the weight itself, times the rate, and
+    lamb adds it to the direction"""
+    no_decay: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
+    """parameters without weight decay"""
+    bias_rate: Positive = 1.0
+    """factor on the rate of biases, batch norm's not among them; 2.0 in Caffe's networks (lr_mult)"""
+    ramp_weight_decay: bool = False
+    """weight decay follows the rate's warm-up and decay"""
+    variant: Literal["paper", "caffe", "larc", "larc-clip", "tensorflow", "mxnet", "fujitsu", "nnabla"] = "paper"
+    """lars only: whose formula"""
+    trust: Positive = 0.001
+    """lars only: trust coefficient"""
+    eps: NotNegative = 0.0
+    """lars: added to the denominator of the trust ratio, variant nnabla: where that is below it; adamw and lamb: added
+    to that of the direction, where 0 stands for the usual 1e-8 and 1e-6"""
+    no_trust: tuple[Literal["norm", "bias"], ...] = ("norm", "bias")
+    """lars and lamb only: parameters updated with the plain rate"""
+    head_lr: Positive = 1.0
+    """factor on the rate of the head, which depends on the number of classes"""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """factor on the rate from each layer to the one before it; the head has none"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Optimizer":
+        for key, names in _MEANT_FOR.items():
+            if self.name not in names and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: has a meaning for name: {' or '.join(names)} only")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov: needs a momentum above 0")
+        return self
+
+    @property
+    def needs_head(self) -> bool:
+        """True if rates depend on which parameters the head has."""
+        return self.head_lr != 1 or self.layer_decay != 1
+
+
+class WeightAverage(Section):
+    """A moving average of the weights and of batch norm's statistics, which is evaluated and saved as the result."""
+
+    half_life: Duration
+    """training after which the weights of a step count half"""
+    every: Count = 1
+    """steps from one update of the average to the next"""
+
+
+class LossScale(Section):
+    """Dynamic loss scaling, with precision: float16."""
+
+    initial: Positive = 65536.0
+    """factor on the loss at step 0"""
+    growth_interval: Count = 2000
+    """accepted steps after which the scale is doubled"""
+
 
 MOST_VIRTUAL_WORKERS = 2**20
 SCHEMA = 1
@@ -111,7 +405,7 @@ class Recipe(Section):
         return self
 
     def training_sizes(self, stage: Stage) -> ImageSizes:
-        """Of the images of a stage."""
+        """Sizes of the training images of a stage."""
         default = self.data.sizes
         size = default.sides if stage.image_size is None else sides(stage.image_size)
         return ImageSizes(size, default.resize if stage.resize is None else stage.resize)
@@ -124,11 +418,11 @@ class Recipe(Section):
 
     @property
     def has_wide_norms(self) -> bool:
-        """Batch norm's gradients are summed as float32, the others in 16 bits."""
+        """True if batch norm's gradients are summed as float32, the others in 16 bits."""
         return self.float32_norms and self.reduction in ("float16", "bfloat16")
 
     def resolve(self, *, precision: str, memory_format: str) -> "Recipe":
-        """The recipe with each `auto` replaced by what this device is best at."""
+        """The recipe with each `auto` replaced."""
         changes = {"precision": precision, "memory_format": memory_format}
         auto = {key: value for key, value in changes.items() if getattr(self, key) == "auto"}
         return Recipe.model_validate_json(json.dumps({**self.as_dict(), **auto}))
@@ -138,11 +432,8 @@ class Recipe(Section):
         return self.model_dump(mode="json")
 
     def sha256(self) -> str:
-        """Hash of the number SCHEMA and of every key that is not at its default, in canonical JSON.
-
-        So a key that a later version adds does not move the hash of a recipe that leaves it at its default, whose
-        checkpoints can still be resumed.
-        """
+        """Hash of the number SCHEMA and of every key that is not at its default, in canonical JSON."""
+        # Without defaults, a key that a later version adds moves no hash, and checkpoints can still be resumed.
         # Sorted keys without spaces: one text for equal recipes, however their files were written.
         changed = self.model_dump(mode="json", exclude_defaults=True)
         text = json.dumps({"schema": SCHEMA, **changed}, sort_keys=True, separators=(",", ":"))

@@ -1,9 +1,22 @@
 """What every section of a recipe has in common: strictness, and the types of its values."""
 
+import re
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Annotated, Any, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, WrapValidator
+from pydantic_core import core_schema
+
+
+def _read_sides(value: Any, check: Callable[[Any], Any]) -> Any:
+    try:
+        # A strict tuple refuses the list that JSON and YAML have.
+        return check(tuple(value) if isinstance(value, list) else value)
+    except ValidationError:
+        raise ValueError("pixels a side, such as 224, or [height, width], such as [11, 39]") from None
+
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -12,7 +25,7 @@ Count = Annotated[int, Field(ge=1)]
 Ranks = Annotated[int, Field(ge=1, le=2**20)]
 Options = dict[str, bool | int | float | str]
 """keyword arguments of a source or a network"""
-Sides = Count | tuple[Count, Count]
+Sides = Annotated[Count | tuple[Count, Count], WrapValidator(_read_sides)]
 """pixels a side of a square, or (height, width)"""
 
 
@@ -34,7 +47,7 @@ def sides(size: Sides) -> tuple[int, int]:
 
 
 class ImageSizes(NamedTuple):
-    """How large images are made: scaled until the shorter side is `resize`, then cut to `sides`."""
+    """The sizes of images, which are scaled until the shorter side is `resize`, then cut to `sides`."""
 
     sides: tuple[int, int]
     """height and width that the network takes"""
@@ -42,9 +55,56 @@ class ImageSizes(NamedTuple):
     """shorter side; None: not scaled; a random box is scaled to `sides` at once"""
 
 
-def read_sides(value: Any, check: Callable[[Any], Any]) -> Any:
-    """`Sides` as a recipe file gives them; ValueError says what is allowed."""
-    try:
-        return check(tuple(value) if isinstance(value, list) else value)
-    except ValidationError:
-        raise ValueError("pixels a side, such as 224, or [height, width], such as [11, 39]") from None
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key's annotation has in it, as in `tuple[Stage, ...]` or `Polish | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := section_in(part)) is not None), None)
+
+
+_LONGEST = 1e15  # in any unit: samples up to there are whole numbers of float64
+_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(ep|st|sa)")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A span of training; `value` is in epochs (fractions allowed), whole steps, or whole samples.
+
+    >>> Duration.parse("1e6sa")
+    Duration(value=1000000.0, unit='sa')
+    >>> str(Duration.parse("2.5ep"))
+    '2.5ep'
+    >>> str(Duration.parse("0.0000001ep"))
+    '0.0000001ep'
+    """
+
+    value: float
+    unit: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", float(self.value))
+
+    @classmethod
+    def parse(cls, text: object) -> "Duration":
+        """Reads `5ep`, `300st` or `1e6sa`; ValueError says what is allowed."""
+        match = _PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError("write a duration as 5ep (epochs), 300st (steps) or 1e6sa (samples)")
+        value, unit = float(match[1]), match[2]
+        if value > _LONGEST:
+            raise ValueError(f"a duration is at most {_LONGEST:g}")
+        if unit != "ep" and not value.is_integer():
+            raise ValueError("steps and samples are whole numbers, such as 300st or 1e6sa")
+        return cls(value, unit)
+
+    def __str__(self) -> str:
+        # Decimal writes 0.0000001 so, and not as 1e-07, which `parse` doesn't take.
+        number = int(self.value) if self.value.is_integer() else f"{Decimal(repr(self.value)):f}"
+        return f"{number}{self.unit}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, cls) else cls.parse(value),
+            serialization=core_schema.plain_serializer_function_ser_schema(str),
+        )

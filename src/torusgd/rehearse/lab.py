@@ -6,19 +6,18 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import RunError
-from .netns import INTERFACE, why_not
+from .wire import INTERFACE, why_not
 
 __all__ = ["MTU", "USUAL_WINDOWS", "Host", "Lab", "LabRanks", "interface_bytes", "why_not"]
 
-_PREFIX = 16
+_PREFIX = 16  # bits of an address that all hosts have in common
 _PORT = 29_500
+_START = 60.0  # seconds in which a helper starts
 _SETTINGS = {
     # No packet is lost here, so that the plainest control fills the link, as it does on every kernel, and no packet
     # need be sent twice to probe for a loss (see also `netns.open_tun`).
@@ -46,21 +45,55 @@ class Host(NamedTuple):
     rate: float = 10e9
 
 
-class Monitor(NamedTuple):
+class InterfaceBytes(NamedTuple):
     """Bytes through an interface so far, headers included."""
 
     received: int
     sent: int
 
 
-def interface_bytes() -> dict[str, Monitor]:
-    """What the kernel counted at each interface of this process' host: `lo` within the host, `tun0` to the others."""
+def interface_bytes() -> dict[str, InterfaceBytes]:
+    """The kernel's counts at each interface of this process' host: `lo` within the host, `tun0` to the others."""
     found = {}
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
         name, numbers = line.split(":")
         fields = numbers.split()
-        found[name.strip()] = Monitor(int(fields[0]), int(fields[8]))
+        found[name.strip()] = InterfaceBytes(int(fields[0]), int(fields[8]))
     return found
+
+
+class _Helper:
+    """A process of this package that takes lines on its input, answers in JSON, and ends when its input does."""
+
+    def __init__(self, module: str, *message: object) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.{module}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the lab's owner alone, which then ends this
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self.write(json.dumps([os.getpid(), *message]))
+
+    def write(self, line: str) -> None:
+        self._input.write(line + "\n")
+        self._input.flush()
+
+    def answer(self, seconds: float) -> Any:
+        if not select.select([self._output], (), (), max(0.0, seconds))[0]:
+            raise RunError("the network lab: no end within the time allowed")
+        if line := self._output.readline():
+            return json.loads(line)
+        raise RunError("the network lab: its helper ended; see its message above")
+
+    def end(self) -> None:
+        self._input.close()
+        self._process.wait()
+        self._output.close()
 
 
 class LabRanks:
@@ -69,12 +102,12 @@ class LabRanks:
     def __init__(self, command: Sequence[str], ranks: list[tuple[str, dict[str, str]]], folder: Path) -> None:
         self._outputs = [folder / f"rank{rank}.txt" for rank in range(len(ranks))]
         described = [(*rank, str(output)) for rank, output in zip(ranks, self._outputs, strict=True)]
-        self._spawner = _start_module("torusgd.rehearse.spawn", [os.getpid(), list(command), described])
-        self.processes: list[int] = _answer(self._spawner, time.monotonic() + 60)
+        self._spawner = _Helper("spawn", list(command), described)
+        self.processes: list[int] = self._spawner.answer(_START)
 
     def wait(self, timeout: float) -> list[int]:
         """Exit codes in rank order (negative: the signal); RunError after `timeout` seconds."""
-        codes: list[int] = _answer(self._spawner, time.monotonic() + timeout)
+        codes: list[int] = self._spawner.answer(timeout)
         self.end()
         return codes
 
@@ -84,7 +117,7 @@ class LabRanks:
 
     def end(self) -> None:
         """Kills the ranks that still run."""
-        _end(self._spawner)
+        self._spawner.end()
 
 
 class Lab:
@@ -112,25 +145,19 @@ class Lab:
             raise RunError(reason)
         self._folder = tempfile.TemporaryDirectory(prefix="torusgd-lab-")
         links = [(host.latency, host.rate / 8) for host in self.hosts]
-        self._wire = _start_module(
-            "torusgd.rehearse.wire", [os.getpid(), links, self.addresses, _PREFIX, self._mtu, self._settings]
-        )
-        self._spaces: list[str] = _answer(self._wire, time.monotonic() + 60)
+        self._wire = _Helper("wire", links, self.addresses, _PREFIX, self._mtu, self._settings)
+        self._spaces: list[str] = self._wire.answer(_START)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for ranks in self._runs:
             ranks.end()
-        _end(self._wire)
+        self._wire.end()
         self._folder.cleanup()
 
     def cut(self, host: int) -> None:
         """Drops every packet from and to a host from now on, as if its cable was pulled."""
-        assert self._wire.stdin is not None
-        self._wire.stdin.write(f"{host}\n")
-        self._wire.stdin.flush()
+        self._wire.write(str(host))
 
     def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> LabRanks:
         """Starts a Python program (`[script, argument, ...]` or `["-m", module, argument, ...]`) on every rank."""
@@ -167,39 +194,3 @@ class Lab:
             text = ranks.outputs()[bad[0]][-4000:]
             raise RunError(f"{len(bad)} of {len(codes)} ranks failed; rank {bad[0]} ended with {codes[bad[0]]}: {text}")
         return ranks.outputs()
-
-
-def _start_module(module: str, message: object) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(message) + "\n")
-    process.stdin.flush()
-    return process
-
-
-def _answer(process: subprocess.Popen[str], deadline: float) -> list:  # type: ignore[type-arg]
-    """The next line of JSON that the process writes."""
-    output: IO[str] | None = process.stdout
-    assert output is not None
-    if not select.select([output], (), (), max(0.0, deadline - time.monotonic()))[0]:
-        raise RunError("the network lab: no end within the time allowed")
-    line = output.readline()
-    if not line:
-        raise RunError("the network lab: its helper ended; see its message above")
-    return json.loads(line)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a helper by closing its input."""
-    if process.stdin is not None and not process.stdin.closed:
-        process.stdin.close()
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()

@@ -4,9 +4,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,8 @@ from ..comm.base import Work
 from ..comm.connection import connect
 from ..comm.groups import Group, group_of
 from ..plan.step_script import Action, Compute, Send, Wait
+
+AllReduce = AlgorithmAllReduce | NativeAllReduce
 
 
 def dump(actions: list[Action], steps: int, stretch: float, shrink: float, allreduce: str, dtype: str) -> str:
@@ -41,8 +42,8 @@ class Player:
         self,
         actions: list[Action],
         shrink: float,
-        allreduce: AlgorithmAllReduce | NativeAllReduce,
-        grouped: Callable[[int, int], AlgorithmAllReduce | NativeAllReduce],
+        allreduce: AllReduce,
+        grouped: Callable[[int, int], AllReduce],
         dtype: torch.dtype,
     ) -> None:
         self._actions = actions
@@ -60,7 +61,7 @@ class Player:
                     "scatter": shards(over).start_reduce_scatter,
                     "gather": shards(over).start_all_gather,
                 }
-                self._begin[send.name] = _later(starts[send.kind], tensor)
+                self._begin[send.name] = partial(starts[send.kind], tensor)
 
     def play(self, stretch: float) -> float:
         """One step; the time at which it ended (time.monotonic). The next one waits for messages that it leaves."""
@@ -84,10 +85,7 @@ class Player:
             work.wait()
 
 
-def _open(
-    name: str, shrink: float, group: Group, grid: tuple[int, int] | None = None
-) -> AlgorithmAllReduce | NativeAllReduce:
-    """The all-reduce of that name."""
+def _open(name: str, shrink: float, group: Group, grid: tuple[int, int] | None = None) -> AllReduce:
     if name in ("auto", "native"):
         return create(name, group=group)
 
@@ -99,19 +97,10 @@ def _open(
     return AlgorithmAllReduce(name, connect(group), choose, why)
 
 
-def _later(start: Callable[[torch.Tensor], Work], tensor: torch.Tensor) -> Callable[[], Work]:
-    return lambda: start(tensor)
-
-
-def _actions(kinds: list[list[Any]]) -> list[Action]:
-    classes: dict[str, Callable[..., Action]] = {"Compute": Compute, "Send": Send, "Wait": Wait}
-    return [classes[kind](*fields) for kind, *fields in kinds]
-
-
 def _neighbours(ranks: Group, members: int, apart: int) -> Group:
     """This rank's group, of `members` ranks that are `apart` ranks from one to the next; every rank calls it."""
     mine = None
-    # Every rank takes part in making every group, in one order.
+    # torch wants every rank to take part in making every group, in one order.
     for first in range(ranks.size):
         if first // apart % members == 0:
             neighbours = range(first, first + apart * members, apart)
@@ -131,14 +120,16 @@ def main(part: Path) -> None:
     shrink = spec["shrink"]
     allreduce = _open(name, shrink, ranks, parse_grid(grid) if grid else None)
     flat = "ring" if name == "auto" or name.partition(":")[0] in GRIDS else name
-    opened: list[AlgorithmAllReduce | NativeAllReduce] = [allreduce]
+    opened = [allreduce]
 
     @cache
-    def grouped(members: int, apart: int) -> AlgorithmAllReduce | NativeAllReduce:
+    def grouped(members: int, apart: int) -> AllReduce:
         opened.append(_open(flat, shrink, _neighbours(ranks, members, apart)))
         return opened[-1]
 
-    player = Player(_actions(spec["actions"]), shrink, allreduce, grouped, getattr(torch, spec["dtype"]))
+    classes: dict[str, Callable[..., Action]] = {"Compute": Compute, "Send": Send, "Wait": Wait}
+    actions = [classes[kind](*fields) for kind, *fields in spec["actions"]]
+    player = Player(actions, shrink, allreduce, grouped, getattr(torch, spec["dtype"]))
     ranks.barrier()
     ends = [player.play(spec["stretch"]) for _ in range(spec["steps"])]
     player.end()

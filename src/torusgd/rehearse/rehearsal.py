@@ -65,7 +65,7 @@ class Rehearsal:
 
     @property
     def error_of_step(self) -> float:
-        """The same difference as a fraction of the rehearsed step."""
+        """Difference of planned and rehearsed exposed communication, as a fraction of the rehearsed step."""
         return (self.predicted - self.rehearsed) / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,11 +107,10 @@ def rehearse(
     steps: int = 3,
     limit: float = 8.0,
 ) -> Rehearsal:
-    """Plays the last stage's step of a workload in the network lab.
+    """Plays the last stage's step of a workload in the network lab, with one step more than `steps` to warm up.
 
-    `software` is `plan.program.program_for` of `as_torusgd`; `reduction` is the recipe's. One step more than `steps`
-    warms up; each may take about `limit` seconds in the lab. RunError if there is no lab here (no root, no Linux), or a
-    rank failed.
+    `software` is `plan.program.program_for` of `as_torusgd`; `reduction` is the recipe's; `limit` are seconds of a step
+    in the lab, about. RunError if there is no lab here (no root, no Linux), or a rank failed.
     """
     stage = workload.stages[-1]
     cluster, passes = longest_share(cluster, software, devices, stage.workers)
@@ -132,12 +131,11 @@ def rehearse(
     ceiling = measure_ceiling(hosts, each)
     alone = step_time(cost, cluster, software, 1, stage.images * stage.workers).seconds
     scale = choose_scale(cluster, how, ceiling, planned.seconds, size, devices, limit)
-    where = ""
     if how.algorithm.partition(":")[0] in GRIDS:
         rows, columns = grid_of(how, cluster, devices)
-        where = f" {rows}x{columns}"
+        allreduce += f" {rows}x{columns}"
     dtype = f"int{how.wire_bits}" if reduction == "exact" else reduction
-    part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce + where, dtype)
+    part = dump(script, steps + 1, scale.stretch, scale.shrink, allreduce, dtype)
     ends, explanation = _played(part, [Host(each, scale.latency, 8 * scale.rate)] * hosts, (steps + 1) * limit)
     # Back in seconds of the machine; the first step, which warms up, has no end before it.
     waits = [max(0.0, (after - before) / scale.stretch - compute_seconds(script)) for before, after in pairwise(ends)]

@@ -21,11 +21,11 @@ from .lab import MTU, Host, Lab
 
 SHARE = 0.15
 """largest fraction of the lab's measured rate in a scaled link, so that the CPU that carries packets does not count"""
-_MEMORY = 4e9
-"""most bytes of all ranks' messages together"""
+_MEMORY = 4e9  # most bytes of all ranks' messages together
 _SMALLEST_PACKET = 4_096
-_PACKETS = 4_000
-"""packets a second of all hosts together; each takes the lab's wire some 40 us of a core"""
+_PACKETS = 4_000  # a second of all hosts together; each takes the lab's wire some 40 us of a core
+_LARGE = 1 << 18  # values of a message that shows the rate
+_REPEAT = 5
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,6 @@ def packet_bytes(hosts: int, rate: float) -> int:
     (16000, 60000, 4096)
     """
     return int(min(MTU, max(_SMALLEST_PACKET, hosts * rate / _PACKETS)))
-
-
-_LARGE = 1 << 18
-_REPEAT = 5
 
 
 @cache

@@ -13,19 +13,18 @@ import signal
 import sys
 import traceback
 
-from . import netns as namespace
+from .wire import die_with_parent, enter
 
 _INPUT = 0
 
 
 def _be_rank(command: list[str], space: str, environment: dict[str, str], output: str) -> None:
     """Runs the command in this process, as the interpreter itself would."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    namespace.enter(space)
+    for stream in (1, 2):
+        os.dup2(target, stream)
+    enter(space)
     os.environ.update(environment)
     if command[0] == "-m":
         sys.argv = command[1:]
@@ -37,13 +36,14 @@ def _be_rank(command: list[str], space: str, environment: dict[str, str], output
 
 
 def _start(command: list[str], space: str, environment: dict[str, str], output: str) -> int:
+    """Forks a rank; its process id."""
     spawner = os.getpid()
     process = os.fork()
     if process:
         return process
     code = 1
     try:
-        namespace.die_with_parent(spawner)
+        die_with_parent(spawner)
         _be_rank(command, space, environment, output)
         code = 0
     except SystemExit as stop:
@@ -61,7 +61,7 @@ def _start(command: list[str], space: str, environment: dict[str, str], output: 
 
 def main() -> None:
     parent, command, ranks = json.loads(sys.stdin.readline())
-    namespace.die_with_parent(parent)
+    die_with_parent(parent)
     import torch.distributed  # noqa: F401 - imported here once rather than in every rank
 
     processes = [_start(command, *rank) for rank in ranks]

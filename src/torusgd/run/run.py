@@ -16,7 +16,7 @@ from ..comm.base import CommError, Liveness, NoLiveness
 from ..comm.groups import Group
 from ..errors import UserError
 from ..observe.events import Telemetry, evaluation_event
-from ..recipe.duration import Duration
+from ..recipe.section import Duration
 from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir

@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from ..optim.sgd import Sgd
-from ..recipe.synchrony_schema import Outer
+from ..recipe.schema import Outer
 from ..rng import PEER, keyed_integer, keyed_uniform
 from ..synchrony.barriers import Barrier, passages
 from ..synchrony.delays import DelayModel

@@ -9,8 +9,7 @@ from pathlib import Path
 from ..data import Pipeline, open_sources
 from ..errors import UserError
 from ..recipe.schedule import Schedule
-from ..recipe.schema import Recipe
-from ..recipe.synchrony_schema import Outer, Synchrony
+from ..recipe.schema import Outer, Recipe, Synchrony
 from ..synchrony.barriers import Barrier, barrier
 from ..synchrony.delays import delay_model
 from ..synchrony.limits import Limits, each_alone

@@ -5,7 +5,7 @@ measures how long a virtual worker takes it, without what it waits for messages.
 travel in the step's control vector, and every rank computes the same new shares from the same numbers.
 
 Noise must not move work to and fro. So each rank sends two times, of the earlier and of the later half of the steps
-since the last message, and work moves only if the new sizes (`recipe.shares` finds the best ones) would have made the
+since the last message, and work moves only if the new sizes (`recipe.schedule` finds the best ones) would have made the
 steps of both halves shorter, and clearly so.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
+from ..recipe.schedule import best_counts, even_counts, slowest_rank
 from ..recipe.schema import Recipe
-from ..recipe.shares import best_counts, even_counts, slowest_rank
 from .control_vector import ControlVector
 from .membership import Membership, with_counts
 from .stragglers import UNIT, steps_between_notes

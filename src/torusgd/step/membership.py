@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from ..recipe.shares import even_counts
+from ..recipe.schedule import even_counts
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from ..gradients.reducer import Reducer
 from ..gradients.update import Update
 from ..optim import build_optimizer
 from ..precision import Precision
-from ..recipe.optimizer_schema import Optimizer as OptimizerSettings
+from ..recipe.schema import Optimizer as OptimizerSettings
 from ..recipe.schema import Recipe
 from ..synchrony.delays import delay_model
 from .batchnorm import BatchNormStatistics

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..recipe.optimizer_schema import WeightAverage
 from ..recipe.schedule import Step
+from ..recipe.schema import WeightAverage
 
 
 class MovingAverage:
