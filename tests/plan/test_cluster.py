@@ -6,8 +6,15 @@ import pytest
 import yaml
 
 from torusgd.errors import UserError
-from torusgd.plan.calibration import calibrated, load_parameters
-from torusgd.plan.cluster import cluster_names, load_cluster, load_software, software_names, tree_of
+from torusgd.plan.cluster import (
+    calibrated,
+    cluster_names,
+    load_cluster,
+    load_parameters,
+    load_software,
+    software_names,
+    tree_of,
+)
 
 CLUSTERS = [
     *("abci", "aws-c4.8xlarge", "cori", "dgx-a100", "dgx1", "dgx2h", "endeavor", "hgx-a100-80gb", "hgx-h100"),

@@ -17,8 +17,7 @@ from torusgd.plan import (
     workload_of,
 )
 from torusgd.plan.cluster import Cluster
-from torusgd.plan.forecast import Workload, with_communication
-from torusgd.plan.run_time import staged
+from torusgd.plan.forecast import Workload, staged, with_communication
 from torusgd.plan.search import device_counts, fixed_batch, fixed_share, knee_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions

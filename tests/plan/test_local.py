@@ -9,10 +9,10 @@ from torusgd.comm.tuning.profile import Crowd, Link, Profile, Timing
 from torusgd.errors import UserError
 from torusgd.gradients.layout import best_buckets
 from torusgd.plan import forecast, load_software, program_for, workload_of
-from torusgd.plan.cluster import Communication, Software
+from torusgd.plan.cluster import Communication, Software, local_cluster
 from torusgd.plan.forecast import with_communication
-from torusgd.plan.local import local_cluster, measured_software
 from torusgd.plan.network import phases
+from torusgd.plan.program import measured_software
 from torusgd.plan.step_script import Send, compose
 from torusgd.plan.timeline import step_work
 from torusgd.recipe.load import load_recipe

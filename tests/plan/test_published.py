@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from torusgd.errors import UserError
-from torusgd.plan.calibration import load_calibrated, load_parameters
+from torusgd.plan.cluster import load_calibrated, load_parameters
 from torusgd.plan.published import Row, base_of, counted_groups, left_out, predict, predict_row, read_rows, system_of
 
 ROWS = read_rows()

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from torusgd.errors import UserError
-from torusgd.plan.forecast import Forecast, Workload
+from torusgd.plan.forecast import Forecast, PlannedStage, RunTime, Workload
 from torusgd.plan.model_cost import ModelCost
 from torusgd.plan.relaxed import measured_delays, relaxed_forecasts
-from torusgd.plan.run_time import PlannedStage, RunTime
 from torusgd.plan.timeline import StepTime
 
 STEP = StepTime(**{field.name: 0.0 for field in fields(StepTime)} | {"forward": 0.4, "backward": 0.6})

@@ -9,7 +9,7 @@ import pytest
 from tools.calibrate_planner.fit import ROW_SPREAD, fit_factors, predict_left_out
 from tools.calibrate_planner.report import Played, best_of, further_rows, markdown, read_played, section, step_rows
 
-from torusgd.plan.calibration import load_calibrated, load_parameters
+from torusgd.plan.cluster import load_calibrated, load_parameters
 from torusgd.plan.published import counted_groups, predict, predict_row, read_rows, system_of
 
 ROWS = read_rows()

@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from torusgd.plan.calibration import Calibrated, Factors, load_parameters
+from torusgd.plan.cluster import Calibrated, Factors, load_parameters
 from torusgd.plan.model_cost import Array
 from torusgd.plan.published import Row, counted_groups, predict, system_of
 

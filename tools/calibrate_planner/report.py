@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from torusgd.plan.calibration import load_calibrated, load_parameters
-from torusgd.plan.cluster import load_cluster, load_software
+from torusgd.plan.cluster import load_calibrated, load_cluster, load_parameters, load_software
 from torusgd.plan.published import (
     Prediction,
     Row,

@@ -118,7 +118,7 @@ def _check(
     if (synchrony is not None and delays is None) or (delays is not None and synchrony is None and not best):
         raise UserError("plan: --synchrony and --delays go together, such as --synchrony cutoff --delays lognormal")
     if plot is not None:
-        from ..plan.plot import check_plot
+        from .plan_tables import check_plot
 
         check_plot(plot)
         check_writable("--plot", plot)
@@ -159,9 +159,8 @@ class Planned:
             UserError: The input is wrong, or says no cluster or number of devices.
         """
         from ..comm.tuning.profile import Profile
-        from ..plan.cluster import load_cluster, load_software
+        from ..plan.cluster import load_cluster, load_software, local_cluster
         from ..plan.forecast import workload_of
-        from ..plan.local import local_cluster
         from ..recipe.load import load_recipe
 
         recipe, block = load_recipe(name, overrides)
@@ -204,8 +203,7 @@ class Planned:
 
     def program(self, runtime: "RuntimeOptions") -> "Software":
         """The program that trains by these options."""
-        from ..plan.local import measured_software
-        from ..plan.program import program_for, resolve_model_parallel
+        from ..plan.program import measured_software, program_for, resolve_model_parallel
 
         runtime = runtime.without(self.as_published - {"workers"})
         resolved = resolve_model_parallel(self.recipe, self.workload, runtime, self.cluster, self.software)
@@ -224,10 +222,9 @@ class Planned:
 def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, plot: Path | None) -> dict[str, Any]:
     """Prints a plan, its curve and its search if wanted; all of it as plain values."""
     from ..plan.forecast import forecast
-    from ..plan.plot import plot_sweep
     from ..plan.search import device_counts, fixed_batch, search_settings
     from ..plan.search import sweep as sweep_over
-    from .plan_tables import price_of, show_best, show_forecast, show_sweep
+    from .plan_tables import plot_sweep, price_of, show_best, show_forecast, show_sweep
 
     terminal, cluster, devices = console(), planned.cluster, planned.devices
     program = planned.program(planned.runtime)
@@ -295,10 +292,9 @@ def _show_accuracy(
     planned: Planned, target: float, sweep: bool, price: float | None, plot: Path | None
 ) -> dict[str, Any]:
     """Prints time, batch and cost to an accuracy, with the curve over devices if wanted; all as plain values."""
-    from ..plan.plot import plot_accuracy
     from ..plan.search import device_counts
     from ..plan.time_to_accuracy import check_known, most_devices, plan_to_accuracy, quickest, sweep_to_accuracy
-    from .plan_tables import show_accuracy, show_accuracy_sweep
+    from .plan_tables import plot_accuracy, show_accuracy, show_accuracy_sweep
 
     check_known(planned.recipe, target)
     terminal, cluster, devices = console(), planned.cluster, planned.devices

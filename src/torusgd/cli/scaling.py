@@ -109,10 +109,9 @@ def compare(
         data: The recipe's data.
     """
     from ..observe.compare_plan import PlanComparison
-    from ..plan.cluster import load_software
+    from ..plan.cluster import load_software, local_cluster
     from ..plan.forecast import forecast, workload_of
-    from ..plan.local import local_cluster, measured_software
-    from ..plan.program import program_for, resolve_model_parallel
+    from ..plan.program import measured_software, program_for, resolve_model_parallel
 
     workload, software = workload_of(recipe, path=data), load_software("torusgd")
     cluster = local_cluster(profile)

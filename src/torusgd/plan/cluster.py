@@ -2,8 +2,14 @@
 
 A cluster file describes the hardware, a software profile how well a training program uses it. Both are plain YAML;
 those that ship with torusgd name their sources, and are found by name. Errors name the file and the key.
+
+The files have the values of data sheets, logs and papers. The published results add one factor a parameter, in
+calibrated.json: never one a row. In a checkout tools/calibrate_planner fits them and writes the file.
 """
 
+import copy
+import json
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,13 +19,91 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from ..comm.algorithms import OTHER_PROGRAMS, parse_algorithm
-from ..comm.tuning.profile import Profile
+from ..comm.tuning.profile import Link as MeasuredLink
+from ..comm.tuning.profile import Profile, ranks_a_host
 from ..errors import UserError, suggest
 from ..recipe.load import parse_yaml, validate
 from ..recipe.runtime_options import BucketSizes
 from ..recipe.section import Count, Fraction, NotNegative, Positive, Ranks, Section
 from ..untrusted import MOST_YAML, read_text
-from .calibration import calibrated
+
+Factors = dict[str, float]
+"""factors by the names of their parameters"""
+
+
+class Parameter(Section):
+    """One fitted factor."""
+
+    name: str
+    meaning: str
+    targets: tuple[str, ...]
+    """values that it multiplies, such as software/nnl-fp16:math; a star in a file's name stands for several"""
+    spread: Positive
+    """prior standard deviation of its logarithm, without any row"""
+
+    def keys(self, folder: str, name: str) -> list[str]:
+        """The keys of a file that it multiplies."""
+        pairs = [target.partition(":") for target in self.targets]
+        return [key for pattern, _, key in pairs if fnmatchcase(f"{folder}/{name}", pattern)]
+
+    def aims_at(self, cluster: str, software: str) -> bool:
+        """True if it changes the predictions for that cluster and profile."""
+        return bool(self.keys("clusters", cluster) or self.keys("software", software))
+
+
+class Parameters(Section):
+    """parameters.yaml."""
+
+    parameters: tuple[Parameter, ...]
+
+
+class Calibrated(Section):
+    """calibrated.json, which tools/calibrate_planner writes."""
+
+    factors: Factors
+    errors: dict[str, NotNegative]
+    """by software profile: spread of the logarithm of its predictions"""
+    left_out: dict[str, Positive]
+    """predictions by published row, each by the fit of all others"""
+    system_left_out: dict[str, Positive]
+    """predictions by published row, each by the fit of the rows of other systems: a cluster with a program"""
+    other_networks: dict[str, Positive]
+    """by published row of a program with three networks or more: its prediction without any row of its network"""
+
+
+@cache
+def load_parameters() -> Parameters:
+    """The parameters that are fitted."""
+    text = files(__package__).joinpath("parameters.yaml").read_text()
+    return validate(Parameters, parse_yaml(text, "parameters.yaml"), "parameters.yaml")
+
+
+@cache
+def load_calibrated() -> Calibrated:
+    """The result of the fit."""
+    tree = json.loads(files(__package__).joinpath("calibrated.json").read_text())
+    return validate(Calibrated, tree, "calibrated.json")
+
+
+def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | None = None) -> dict[str, Any]:
+    """A cluster or profile that ships, with the target values of every parameter multiplied by its factor.
+
+    Without `factors` they are the fitted ones, and a profile has its error, too.
+    """
+    multiplied_by = load_calibrated().factors if factors is None else factors
+    result = copy.deepcopy(tree)  # the files are cached
+    for parameter in load_parameters().parameters:
+        for key in parameter.keys(folder, name):
+            *parents, last = key.split(".")
+            node = result
+            for part in parents:
+                node = node.get(part, {})
+            if last in node:  # a default, which is not in the file, is not multiplied
+                node[last] = float(node[last]) * multiplied_by[parameter.name]
+    if factors is None and folder == "software" and name in load_calibrated().errors:
+        result["error"] = load_calibrated().errors[name]
+    return result
+
 
 D = TypeVar("D", bound=Section)
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -284,3 +368,33 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UserError(f"{where}: needs keys and values, such as 'name: mine'")
     return tree
+
+
+_NOMINAL = 1e12
+"""FLOP/s of a device without a figure; a measured step cancels it"""
+
+
+def local_cluster(profile: Profile, name: str = "local") -> Cluster:
+    """Nodes and links of a measured profile; the device is a nominal one, for `program.measured_software`."""
+    links = [_link(link) for link in (profile.inside, profile.between)]
+    known = next((link for link in links if link is not None), Link(alpha=0.0, bandwidth=_NOMINAL))
+    inside, between = (link or known for link in links)
+    return Cluster(
+        name=name,
+        source=f"measured by torusgd tune on {len(profile.hosts)} ranks, {profile.backend}",
+        device=Device(
+            name="one worker here",
+            peak={"float32": _NOMINAL, "bfloat16": _NOMINAL, "float16": _NOMINAL},
+            memory_bandwidth=_NOMINAL / 25,
+        ),
+        devices_per_node=ranks_a_host(profile.hosts),
+        crowding={crowd.ranks: crowd.slowdown for crowd in profile.crowding},
+        inside=inside,
+        between=between,
+        profile=profile,
+    )
+
+
+def _link(link: MeasuredLink | None) -> Link | None:
+    # A latency or slope of zero is below the resolution of tune.
+    return None if link is None else Link(alpha=link.latency, bandwidth=1 / max(link.per_byte, 1e-12))

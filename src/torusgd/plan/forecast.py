@@ -1,6 +1,11 @@
-"""A recipe on a cluster: the Recipe and Schedule of a run, with the cost model in place of a network."""
+"""A recipe on a cluster: the Recipe and Schedule of a run, with the cost model in place of a network.
+
+A run is the steps of every stage, evaluations and the start, with a band.
+"""
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import cycle, islice
@@ -13,13 +18,52 @@ from torch import nn
 from ..data.registry import open_sources
 from ..errors import UserError
 from ..models.registry import construct
-from ..recipe.schedule import Schedule
+from ..recipe.schedule import Schedule, best_counts, even_counts
 from ..recipe.schema import Model, Recipe
 from .cluster import Cluster, Communication, Software
 from .model_cost import ModelCost, read_model
-from .roofline import memory_bytes
-from .run_time import HIGH, LOW, PlannedStage, RunTime, longest_share, run_time, widened
+from .network import phases
+from .roofline import memory_bytes, pass_seconds
 from .timeline import StepTime, step_time
+
+IMAGENET_TRAIN, IMAGENET_EVAL = 1_281_167, 50_000
+LOW, HIGH = 0.05, 0.95
+"""quantiles of a band"""
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """The steps of one batch size."""
+
+    steps: int
+    images: int
+    """images of one virtual worker"""
+    workers: int
+    """number of virtual workers"""
+    spare: int = 0
+    """number of images that a batch lacks if the workers don't divide it evenly"""
+    cost: ModelCost | None = None
+    """cost of the network at this stage's image size; None: the workload's"""
+
+    @property
+    def batch(self) -> int:
+        """Images of a step."""
+        return self.images * self.workers - self.spare
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Seconds of a run; `steps` holds one step of each stage."""
+
+    start: float
+    training: float
+    evaluation: float
+    steps: tuple[StepTime, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole run."""
+        return self.start + self.training + self.evaluation
 
 
 @dataclass(frozen=True)
@@ -43,6 +87,77 @@ class Workload:
     def images(self) -> int:
         """Training images of the whole run."""
         return sum(stage.steps * stage.batch for stage in self.stages)
+
+
+def longest_share(cluster: Cluster, software: Software, devices: int, workers: int) -> tuple[Cluster, int]:
+    """The cluster as if all its devices were like the one that is done last, and the virtual workers of that one.
+
+    `workers` are the virtual workers of a step, at least one a device.
+
+    >>> from torusgd.plan.cluster import load_cluster, load_software
+    >>> mixed = load_cluster("abci").model_copy(update={"speeds": (1.0, 1.0, 0.5)})
+    >>> slow, passes = longest_share(mixed, load_software("torusgd"), devices=3, workers=12)
+    >>> passes, slow.slowdown(3)
+    (5, 1.0)
+    """
+    # A plan is of one device that stands for all: if they differ in speed, the one for which the others wait.
+    if not cluster.speeds:
+        return cluster, math.ceil(workers / devices)
+    seconds = [1 / cluster.speeds[device % len(cluster.speeds)] for device in range(devices)]
+    counts = best_counts(workers, seconds) if software.shares == "speed" else even_counts(workers, devices)
+    last = max(range(devices), key=lambda device: counts[device] * seconds[device])
+    slowdown = seconds[last] * cluster.slowdown(devices)
+    return cluster.model_copy(update={"crowding": {devices: slowdown}, "speeds": ()}), counts[last]
+
+
+def run_time(workload: Workload, cluster: Cluster, software: Software, devices: int, quantile: float = 0.5) -> RunTime:
+    """Seconds of a run on `devices` devices; `quantile` is that of `step_time`."""
+
+    # Plan 7: steps, evaluations and the start, of the device for which all others wait.
+    def step(stage: PlannedStage) -> StepTime:
+        like_last, passes = longest_share(cluster, software, devices, stage.workers)
+        return step_time(workload.cost_of(stage), like_last, software, devices, stage.images, passes, quantile)
+
+    steps = tuple(map(step, workload.stages))
+    training = sum(stage.steps * step.seconds for stage, step in zip(workload.stages, steps, strict=True))
+    cost, images = workload.eval_cost or workload.cost, math.ceil(workload.eval_images / devices)
+    forward = pass_seconds(cost, cluster.device, software, images).forward if images else 0.0
+    forward /= min(cluster.speeds[:devices], default=1.0)  # all devices get as many held-out images
+    small = sum(phase.seconds for phase in phases(cluster, software.communication, devices, 4096.0))
+    # Batch-norm statistics are small messages: 4 KiB, so mostly latency.
+    each = forward + software.evaluation.seconds + software.evaluation.norm_sums * workload.cost.norms * small
+    return RunTime(software.start_on(devices), training, workload.evaluations * each, steps)
+
+
+def staged(
+    epochs: float,
+    images: Sequence[int],
+    devices: int,
+    train_images: int = IMAGENET_TRAIN,
+    whole_epochs: bool = False,
+) -> tuple[PlannedStage, ...]:
+    """The stages of a published `a>b` batch on `devices` workers whose switch points are not published.
+
+    With `whole_epochs` each epoch has as many steps as show every image once, the last of them padded.
+
+    >>> [staged(90, [42], 2048, whole_epochs=whole)[0].steps for whole in (False, True)]
+    [1341, 1350]
+    """
+    # Of k batches each but the last gets 1 / (k + 1) of the epochs, the last twice as much: Sony's 34K > 68K switched
+    # after 30 of 90.
+    early = [1 / (len(images) + 1)] * (len(images) - 1)
+    stages = []
+    for part, each in zip([*early, 1 - sum(early)], images, strict=True):
+        steps = train_images / (each * devices)
+        steps = math.ceil(steps) if whole_epochs else steps
+        stages.append(PlannedStage(math.ceil(epochs * part * steps), each, devices))
+    return tuple(stages)
+
+
+def widened(values: Sequence[float], error: float) -> tuple[float, float]:
+    """A band around predicted values: stragglers as they are, times the profile's own error at the same quantiles."""
+    spread = math.exp(1.645 * error)  # 1.645 deviations of a normal distribution: its quantiles LOW and HIGH
+    return min(values) / spread, max(values) * spread
 
 
 @dataclass(frozen=True)
@@ -74,23 +189,16 @@ class Forecast:
         ]
         run = {"start": self.run.start, "training": self.run.training, "evaluation": self.run.evaluation}
         return {
-            "devices": self.devices,
-            "seconds": self.run.seconds,
-            "low": self.low,
-            "high": self.high,
-            "images_per_second": self.images_per_second,
-            "efficiency": self.efficiency,
-            "memory_bytes": self.memory,
-            "limit": self.limit,
-            "run": run,
-            "stages": stages,
-        }
+            "devices": self.devices, "seconds": self.run.seconds, "low": self.low, "high": self.high,
+            "images_per_second": self.images_per_second, "efficiency": self.efficiency, "memory_bytes": self.memory,
+            "limit": self.limit, "run": run, "stages": stages,
+        }  # fmt: skip
 
 
 def workload_of(recipe: Recipe, path: Path | None = None) -> Workload:
     """Reads a recipe's network and lays out its steps.
 
-    The data at `path` are read only if the recipe has no number of training images or classes. UserError if those are
+    The data at `path` are read if the recipe has no number of training images or of classes. UserError if these are
     neither given nor found, the network can't be read, or part of it is frozen.
     """
     if recipe.model.freeze:
@@ -159,12 +267,7 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
             f"devices = {devices}: the recipe has {workers} virtual workers to share; use at most {workers}, "
             f"or --set virtual_workers={devices}"
         )
-    cost, stages, evaluations = workload.cost, workload.stages, workload.evaluations
-    images, eval_cost = workload.eval_images, workload.eval_cost
-    runs = [
-        run_time(cost, cluster, software, devices, stages, evaluations, images, quantile, eval_cost)
-        for quantile in (0.5, LOW, HIGH)
-    ]
+    runs = [run_time(workload, cluster, software, devices, quantile) for quantile in (0.5, LOW, HIGH)]
     low, high = widened([run.seconds for run in runs], software.error)
     run = runs[0]
     passes = [longest_share(cluster, software, devices, stage.workers)[1] for stage in workload.stages]
@@ -195,20 +298,16 @@ def forecast(workload: Workload, cluster: Cluster, software: Software, devices: 
 
 def _limit(workload: Workload, cluster: Cluster, software: Software, run: RunTime, devices: int) -> str:
     """The largest part of a run that is not arithmetic or memory traffic, with its remedy."""
-    weights = [stage.steps for stage in workload.stages]
-    # What launches cost is the difference to a program whose kernels start at once: they overlap with nothing else.
 
-    def total(name: str) -> float:
-        values = [getattr(step, name) for step in run.steps]
-        return sum(weight * value for weight, value in zip(weights, values, strict=True))
+    def total(name: str, steps: Sequence[StepTime] = run.steps) -> float:
+        return sum(stage.steps * getattr(step, name) for stage, step in zip(workload.stages, steps, strict=True))
 
-    compute = total("compute")
-    quick = software.model_copy(update={"launch": 0.0})
-    quick_run = run_time(workload.cost, cluster, quick, devices, workload.stages, workload.evaluations)
-    without = sum(weight * step.compute for weight, step in zip(weights, quick_run.steps, strict=True))
+    # The time of launches is the difference to a program whose kernels start at once: they overlap with nothing else.
+    quick = run_time(workload, cluster, software.model_copy(update={"launch": 0.0}), devices)
+    launches = total("compute") - total("compute", quick.steps)
     remedies = {
         "communication": (total("communication"), "try --best for another grid, algorithm or bucket size"),
-        "kernel launches": (compute - without, "more images a virtual worker, fused kernels or CUDA graphs"),
+        "kernel launches": (launches, "more images a virtual worker, fused kernels or CUDA graphs"),
         "slow devices": (total("jitter"), "fewer devices, or find the slow ones"),
         "the optimiser": (total("update"), "a sharded update"),
         "input": (total("input"), "faster decoding, or more cores for it"),

@@ -1,8 +1,6 @@
 """The cost of a network, read from a pass forward and backward on the meta device, watched by hooks.
 
-Nothing is computed there, so that a model of any size is read in a fraction of a second. Two runs, with 2 and with 4
-images, separate the work of each kernel that grows with the images from that which doesn't (the weights). The networks
-of the published results are read by name; of BERT-large the layout of its gradients is enough.
+Nothing is computed there, so that a model of any size is read in a fraction of a second.
 """
 
 import math
@@ -70,7 +68,7 @@ class Gradient:
     needed: int = 0
     """number of forward kernels that have run when the layer that uses the parameter begins"""
     is_norm: bool = False
-    """whether it is batch norm's"""
+    """true for batch norm's"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class ModelCost:
     forward: Kernels
     backward: Kernels
     gradients: tuple[Gradient, ...]
-    """gradients in the order in which backward completes them"""
+    """in the order in which backward completes them"""
     layers: tuple[Layer, ...]
     norms: int
     """number of batch-norm layers"""
@@ -136,7 +134,7 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     """Reads a network's cost.
 
     `build` is called under the meta device, so that the network takes no memory and draws no weights; `shape` is that
-    of one input, such as (3, 224, 224). UserError if the network can't run there, since forward looks at values.
+    of one input, such as (3, 224, 224). UserError if the network can't run there: its forward looks at values.
 
     >>> cost = read_model(lambda: nn.Linear(1000, 10), (1000,))
     >>> cost.parameters, cost.macs, [gradient.name for gradient in cost.gradients]
@@ -145,11 +143,11 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     try:
         with torch.device("meta"):
             model = build().train()
+        # Two runs separate the work of each kernel that grows with the images from that which doesn't (the weights).
         # Two images at least: batch norm refuses one value a channel.
         few, many = _trace(model, 2, shape), _trace(model, 4, shape)
     except (RuntimeError, NotImplementedError) as error:
-        reason = first_line(error)
-        raise UserError(f"model: the planner can't trace it on the meta device: {reason}") from error
+        raise UserError(f"model: the planner can't trace it on the meta device: {first_line(error)}") from error
     if [row.name for row in few.rows] != [row.name for row in many.rows]:
         raise UserError("model: it runs other kernels for 4 images than for 2; the planner needs one order of work")
     # Per image: half the difference of 4 and 2 images. The rest of 2 images is there whatever the batch.
@@ -161,14 +159,15 @@ def read_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> ModelC
     elementwise = np.array([float(row.name in _ELEMENTWISE) for row in few.rows])
     linear = np.array([float(row.name in _PRODUCTS) for row in few.rows])
     columns = (flops, values, fixed, launches, elementwise, linear)
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return ModelCost(
         Kernels(*(column[: few.middle] for column in columns)),
         Kernels(*(column[few.middle :] for column in columns)),
         tuple(few.gradients),
         tuple(few.layers),
-        sum(isinstance(module, _BatchNorm) for module in model.modules()),
+        len(norms),
         few.written / 2,
-        sum(2 * module.num_features for module in model.modules() if isinstance(module, _BatchNorm)),
+        sum(2 * norm.num_features for norm in norms),
     )
 
 
@@ -186,22 +185,20 @@ class _Trace(TorchDispatchMode):
         self.rows: list[_Row] = []
         self.gradients: list[Gradient] = []
         self.layers: list[Layer] = []
-        self.needed: dict[int, int] = {}
-        """number of forward kernels before the first layer that uses a parameter, by the parameter's id"""
-        self.middle = 0
-        """number of rows of the forward pass"""
-        self.written = 0
-        """number of values that the forward pass wrote"""
+        self.needed: dict[int, int] = {}  # forward kernels before the first layer that uses a parameter, by its id
+        self.middle = 0  # number of rows of the forward pass
+        self.written = 0  # number of values that the forward pass wrote
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         shapes = _BATCH_NORM.get(func.overloadpacket)
         out = shapes(args) if shapes else func(*args, **(kwargs or {}))
         # Each operator counts as one kernel that reads all of its tensors and writes all of its results.
         name = func._schema.name.removeprefix("aten::")
-        read, wrote = _count((args, kwargs)), _count(out)
-        if name not in _NO_KERNEL and _is_float(out):  # integers are batch norm's counters
-            self.rows.append(_Row(name, _flops(func, name, args, kwargs or {}, out), read + wrote))
-            self.written += wrote
+        read, wrote = _tensors((args, kwargs)), _tensors(out)
+        if name not in _NO_KERNEL and any(map(Tensor.is_floating_point, wrote)):  # integers are batch norm's counters
+            values = sum(map(Tensor.numel, read + wrote))
+            self.rows.append(_Row(name, _flops(func, name, args, kwargs or {}, out), values))
+            self.written += sum(map(Tensor.numel, wrote))
         return out
 
 
@@ -228,12 +225,8 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     return int(count(*args, **kwargs, out_val=out)) if count else 0
 
 
-def _is_float(tree: Any) -> bool:
-    return any(leaf.is_floating_point() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def _count(tree: Any) -> int:
-    return sum(leaf.numel() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _trace(model: nn.Module, images: int, shape: tuple[int, ...]) -> _Trace:
@@ -291,18 +284,14 @@ def known_cost(name: str) -> ModelCost:
     >>> known_cost("resnet50").parameters
     25557032
     """
-    if name == "bert-large":
-        return _layout_only(_bert_large())
+    if name == "bert-large":  # the layout of its gradients is enough for the published results
+        nothing = Kernels(*(np.zeros(0) for _ in range(6)))
+        gradients = tuple(Gradient(key, values, False, 0) for key, values in reversed(_bert_large()))
+        return ModelCost(nothing, nothing, gradients, (), 0, 0.0)
     if name not in MODELS:
         raise UserError(f"model {name}: unknown; there are {', '.join(sorted([*MODELS, 'bert-large']))}")
     *shape, classes = _INPUTS.get(name, (3, 224, 224, 1000))
     return read_model(lambda: MODELS[name](classes=classes, channels=shape[0]), tuple(shape))
-
-
-def _layout_only(sizes: list[tuple[str, int]]) -> ModelCost:
-    nothing = Kernels(*(np.zeros(0) for _ in range(6)))
-    gradients = tuple(Gradient(name, values, False, 0) for name, values in reversed(sizes))
-    return ModelCost(nothing, nothing, gradients, (), 0, 0.0)
 
 
 def _bert_large() -> list[tuple[str, int]]:

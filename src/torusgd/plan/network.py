@@ -1,8 +1,7 @@
 """The cost of a step's messages on a described cluster, phase by phase.
 
-The price of an all-reduce is that of `comm.tuning.cost`, by which a run chooses too. Here a cluster file becomes a
-topology, a profile's algorithm becomes one of the run's, and the algorithms of other programs have formulas: NCCL's
-trees, and switches that add.
+The price of an all-reduce is that of `comm.tuning.cost`, by which a run chooses too. The algorithms of other programs
+have formulas here: NCCL's trees, and switches that add.
 """
 
 import math
@@ -88,10 +87,7 @@ def phases(
 
 
 def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, size: float) -> Algorithm:
-    """The algorithm of a run by the program's name of it, for `size` bytes on so many devices.
-
-    `auto` takes the candidate with the least price; `native` counts as a ring.
-    """
+    """The algorithm of a run by the program's name of it, for `size` bytes; `native` counts as a ring."""
     name = communication.algorithm
     if name == "auto":
         topology = topology_of(cluster, ranks, communication)
@@ -101,7 +97,7 @@ def algorithm_of(communication: Communication, cluster: Cluster, ranks: int, siz
 
 
 def _leaving_shards(algorithm: Algorithm) -> Algorithm:
-    """The algorithm of a reduce-scatter and all-gather: doubling and a leader leave no shards (`comm.algorithms`)."""
+    # Doubling and a leader leave no shards (`comm.algorithms`).
     vertical, horizontal = (m if m != "doubling" else "halving" for m in (algorithm.vertical, algorithm.horizontal))
     name = "torus" if algorithm.algorithm == "hierarchical" else algorithm.algorithm
     return replace(algorithm, algorithm=name, vertical=vertical, horizontal=horizontal)
@@ -130,7 +126,7 @@ def halves(whole: Sequence[Phase]) -> tuple[tuple[Phase, ...], tuple[Phase, ...]
 
 
 def _scheduled(algorithm: Algorithm, size: float, topology: Topology) -> tuple[Phase, ...]:
-    """Phases by the price of a schedule in one chunk: buckets gain among each other what chunks gain in a message."""
+    # In one chunk: buckets gain among each other what chunks gain in a message.
     costs = price(algorithm, topology)
     starts = (topology.start, *(0.0 for _ in costs[1:]))
     return tuple(Phase(axis, start + cost.seconds(size)) for (axis, cost), start in zip(costs, starts, strict=True))
@@ -145,10 +141,8 @@ def _measured(profile: Profile, is_chosen: bool, size: float) -> Phase:
 
 
 def _tree(topology: Topology, ranks: int) -> Cost:
-    """NCCL's double binary tree: a chain inside each host, two trees of half the bytes each between hosts.
-
-    2 ((g - 1) a_in + log2(hosts) a_out + n b): up the tree and down again, by the slower of the two links.
-    """
+    """NCCL's double binary tree: a chain inside each host, two trees of half the bytes each between hosts."""
+    # 2 ((g - 1) a_in + log2(hosts) a_out + n b): up the tree and down again, by the slower of the two links.
     # Chunks follow each other: bytes count once up and once down, not for each level; latencies add up along the tree.
     hosts = math.ceil(ranks / topology.per_host)
     slower = topology.inside.beta

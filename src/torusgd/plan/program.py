@@ -1,17 +1,18 @@
 """The program that a plan prices: a software profile, changed by a recipe and the runtime options.
 
-A software profile (`software/*.yaml`) describes a program as it was published. Three sources describe what is planned,
-of which the later goes before the earlier:
+Three sources describe what is planned, of which the later goes before the earlier:
 
-1. the profile;
+1. the profile (`software/*.yaml`), which describes a program as it was published;
 2. the recipe, of its precision and of the bits of a gradient on the wire, batch norm's among them;
 3. the runtime options that the user gave, in a `runtime:` block or as flags. One that was not given stays as published.
 
-The profile `torusgd` holds the defaults of the runtime options, so that a plan of it is of what `torusgd train` does
-with the same recipe file and the same flags. A rehearsal always plays torusgd's messages: `as_torusgd`.
+The profile `torusgd` holds the defaults of the options: a plan of it is of what `torusgd train` does with the same
+recipe file and flags. A rehearsal always plays torusgd's messages: `as_torusgd`.
 """
 
 import math
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,24 +23,19 @@ from ..errors import UserError, suggest
 from ..recipe.compatibility import BY_SPEED, Setup, obstacle
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
+from ..untrusted import parse_json, read_text
 from .cluster import Buckets, Cluster, Software, load_software
-from .forecast import Workload, with_communication
-from .run_time import longest_share
+from .forecast import Workload, longest_share, with_communication
+from .roofline import matched
 from .timeline import step_time
 
 
 def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, software: Software) -> Software:
     """The program that trains a recipe on `runtime.workers` devices, for `forecast`, `step_time` and rehearsals.
 
-    Args:
-        recipe: Its precision (unless `auto`) and its reduction go before the profile's.
-        runtime: The options in its `model_fields_set` go before the profile's; see the module. `workers` is the number
-            of devices; `model_parallel` is a number, as from `resolve_model_parallel`.
-        cluster: For the grid of a torus that is given without one: nodes by devices a node, as in a run.
-        software: The profile.
-
-    Raises:
-        UserError: An all-reduce is unknown, or a grid or the model-parallel ranks don't fit the number of devices.
+    Of `runtime` the options in its `model_fields_set` count; `model_parallel` is a number, as from
+    `resolve_model_parallel`. UserError if an all-reduce is unknown, or a grid or the model-parallel ranks don't fit the
+    number of devices.
 
     >>> from torusgd.plan import load_cluster, load_software
     >>> from torusgd.recipe.load import load_recipe
@@ -51,7 +47,10 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     # Plan 3: what the recipe and the options say goes before the profile.
     assert runtime.workers is not None, "a plan is of so many devices"
     given = runtime.model_fields_set  # an option that the user did not give stays as the profile has it
-    changes: dict[str, Any] = {"wire_bits": 8 * _wire_dtype(recipe).itemsize, "wide_norms": recipe.has_wide_norms}
+    wire = (
+        gradient_integers(recipe.virtual_workers) if recipe.reduction == "exact" else getattr(torch, recipe.reduction)
+    )
+    changes: dict[str, Any] = {"wire_bits": 8 * wire.itemsize, "wide_norms": recipe.has_wide_norms}
     changes |= _all_reduce(runtime, runtime.workers, cluster, software)
     if "streams" in given:
         changes["streams"] = runtime.streams
@@ -81,15 +80,12 @@ def as_torusgd(software: Software) -> Software:
 def resolve_model_parallel(
     recipe: Recipe, workload: Workload, runtime: RuntimeOptions, cluster: Cluster, software: Software
 ) -> RuntimeOptions:
-    """The options with `model_parallel: auto` replaced by the number of ranks with the shortest planned step.
-
-    Of equal ones it is the smallest. The candidates divide the number of devices, and the recipe's `column_blocks` if
-    it has some; the step is one of the last stage.
-    """
+    """The options with `model_parallel: auto` replaced by the number of ranks with the shortest planned step."""
     if runtime.model_parallel != "auto":
         return runtime
     assert runtime.workers is not None, "a plan is of so many devices"
     devices, stage = runtime.workers, workload.stages[-1]
+    # Candidates divide the devices, and the recipe's column blocks if it has some; of equal ones the first is taken.
     common = devices if recipe.column_blocks == 1 else math.gcd(devices, recipe.column_blocks)
     tried = [runtime.model_copy(update={"model_parallel": m}) for m in range(1, common + 1) if common % m == 0]
 
@@ -99,14 +95,6 @@ def resolve_model_parallel(
         return step_time(workload.cost_of(stage), like_last, program, devices, stage.images, passes).seconds
 
     return min(tried, key=seconds)
-
-
-def _wire_dtype(recipe: Recipe) -> torch.dtype:
-    """The dtype of a gradient on its way."""
-    if recipe.reduction == "exact":
-        return gradient_integers(recipe.virtual_workers)
-    dtype: torch.dtype = getattr(torch, recipe.reduction)
-    return dtype
 
 
 def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, software: Software) -> dict[str, Any]:
@@ -142,3 +130,35 @@ def _groups(runtime: RuntimeOptions, devices: int) -> int | None:
     if devices % ranks:
         raise UserError(f"--model-parallel {ranks}: needs a divisor of {devices} devices, or auto")
     return None if ranks == 1 else devices // ranks
+
+
+def measured_software(workload: Workload, cluster: Cluster, software: Software, run: Path) -> Software:
+    """The profile scaled to the steps of a finished run (a folder) of the same recipe with one worker.
+
+    UserError if there is no such run, or it had several workers or another batch.
+    """
+    try:
+        summary: dict[str, Any] = parse_json(read_text(run / "summary.json"))
+        with (run / "events.jsonl").open() as lines:
+            events = [parse_json(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise UserError(f"measured run {run}: needs the summary.json and events.jsonl of a finished run") from error
+    if not all(isinstance(table, dict) for table in (summary, *events)):
+        raise UserError(f"measured run {run}: its summary.json or events.jsonl is damaged")
+    if summary.get("world_size") != 1:
+        raise UserError(
+            f"measured run {run}: ran on {summary.get('world_size')} workers; plan from a run of --workers 1"
+        )
+    first = workload.stages[0]
+    batch = first.images * first.workers
+    steps = [event for event in events if event.get("batch") == batch and "update_seconds" in event]
+    if len(steps) < 2:
+        raise UserError(f"measured run {run}: has no 2 steps of batch {batch}; it was another recipe or too short")
+    # The first step includes the warm-up.
+    passes, update = (median(event[key] for event in steps[1:]) for key in ("step_seconds", "update_seconds"))
+    passes -= update
+    if cluster.profile is not None:
+        communication = software.communication.model_copy(update={"message": cluster.profile.message})
+        software = software.model_copy(update={"communication": communication})
+    software = software.model_copy(update={"measured_on": (cluster.device.name,)})
+    return matched(software, workload.cost_of(first), cluster.device, first.images, passes, update, first.workers)

@@ -15,12 +15,23 @@ import numpy as np
 from ..errors import UserError
 from ..recipe.load import validate
 from ..recipe.section import Count, Positive, Ranks, Section
+from ..text import plural
 from ..untrusted import read_text
-from .calibration import Factors, calibrated, load_calibrated, load_parameters
-from .cluster import Cluster, Communication, Software, load_cluster, load_software, tree_of
+from .cluster import (
+    Cluster,
+    Communication,
+    Factors,
+    Software,
+    calibrated,
+    load_calibrated,
+    load_cluster,
+    load_parameters,
+    load_software,
+    tree_of,
+)
+from .forecast import HIGH, IMAGENET_EVAL, IMAGENET_TRAIN, LOW, Workload, run_time, staged, widened
 from .model_cost import ModelCost, known_cost
 from .network import phases
-from .run_time import HIGH, LOW, run_time, staged, widened
 from .step_script import cut_buckets
 from .timeline import step_time
 
@@ -73,15 +84,8 @@ class Prediction:
 
     def as_dict(self) -> dict[str, str | float]:
         """For JSON."""
-        return {
-            "id": self.row.id,
-            "metric": self.row.metric,
-            "published": self.row.value,
-            "predicted": self.predicted,
-            "low": self.low,
-            "high": self.high,
-            "error": self.error,
-        }
+        published = {"id": self.row.id, "metric": self.row.metric, "published": self.row.value}
+        return {**published, "predicted": self.predicted, "low": self.low, "high": self.high, "error": self.error}
 
 
 def read_rows(path: str | Path | None = None) -> list[Row]:
@@ -173,8 +177,8 @@ def predict(row: Row, system: System, quantile: float = 0.5) -> float:
         assert row.epochs is not None
         stages = staged(row.epochs, row.images, row.devices, whole_epochs=software.whole_epochs)
         evaluations = math.ceil(row.epochs / software.evaluation.every)
-        run = run_time(system.cost, system.cluster, software, row.devices, stages, evaluations, quantile=quantile)
-        return run.seconds / scale
+        workload = Workload(system.cost, stages, IMAGENET_TRAIN, IMAGENET_EVAL, evaluations)
+        return run_time(workload, system.cluster, software, row.devices, quantile).seconds / scale
     seconds = step_time(system.cost, system.cluster, software, row.devices, images, quantile=quantile).seconds
     # An efficiency compares equal images a device, a speed-up equal batches.
     base = min(software.base_devices, row.devices)
@@ -220,7 +224,7 @@ def left_out(row: Row) -> float | None:
 
 
 def system_left_out(row: Row) -> float | None:
-    """The row predicted by the fit of the rows of other systems, if it is one of those that the calibration knows."""
+    """The prediction of a row by the fit of the rows of other systems, if the calibration has it."""
     return load_calibrated().system_left_out.get(row.id)
 
 
@@ -230,9 +234,8 @@ def base_of(row: Row) -> str:
         return "flat ring"
     if row.metric not in ("speedup", "scaling_efficiency"):
         return ""
-    devices = load_software(row.software).base_devices
-    share = "the same batch" if row.metric == "speedup" else "as many images each"
-    return f"{devices} device{'s' * (devices > 1)}, {share}"
+    batch = "the same batch" if row.metric == "speedup" else "as many images each"
+    return f"{plural(load_software(row.software).base_devices, 'device')}, {batch}"
 
 
 def counted_groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -244,7 +247,7 @@ def counted_groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The errors of the calibration on the rows that it has, in a few plain sentences."""
+    """The errors of the calibration on the rows that it has, in a few sentences."""
     parameters = load_parameters().parameters
     known = [row for row in rows if left_out(row) is not None]
     counted = [row for members in counted_groups(known).values() for row in members]

@@ -30,11 +30,8 @@ from .forecast import Forecast, Workload
 from .timeline import StepTime
 
 _SEED = 0
-_DRAWS = 400_000
-"""number of draws of a delay (one rank, one step) of a mean"""
+_DRAWS = 400_000  # of a delay (one rank, one step) for a mean
 _LEAST_STEPS = 30
-LOCAL_STEPS = (4, 16, 64)
-"""numbers of local steps that a search tries"""
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,9 @@ class RelaxedForecast:
 
 
 def measured_delays(steps: Sequence[Mapping[str, Any]]) -> Measured:
-    """The delays of rank 0 in a run's steps: the time of its own work beyond the fastest tenth at the same batch.
+    """The delays of rank 0 in a run's steps (its events): the time of its own work beyond the fastest tenth's.
 
-    `steps` are the events of the run's steps, which rank 0 writes. UserError for fewer than `_LEAST_STEPS` of them.
+    UserError for fewer than 30 steps.
     """
     by_batch: dict[float, list[float]] = {}
     # The first tenth of the steps is warm-up. Waiting for data or messages is no delay of the rank's own.
@@ -95,13 +92,14 @@ def relaxed_forecasts(
 
 
 def candidate_forms(devices: int) -> list[str]:
-    """The candidates of a search: cutoff, a backup of 4 % (Chen et al.'s best of 100), and local steps.
+    """The forms that a search tries.
 
     >>> candidate_forms(100)
     ['cutoff', 'backup:4', 'local:4', 'local:16', 'local:64']
     """
+    # Backups of 4 % were the best of 100 workers in Chen et al. (arXiv 1604.00981).
     backup = [f"backup:{max(1, devices // 25)}"] if devices > 1 else []
-    return ["cutoff", *backup, *(f"local:{steps}" for steps in LOCAL_STEPS)]
+    return ["cutoff", *backup, *(f"local:{steps}" for steps in (4, 16, 64))]
 
 
 def _step(form: str, step: StepTime, ranks: int, parts: int, delays: str | Measured) -> tuple[float, float]:

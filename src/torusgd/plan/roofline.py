@@ -3,8 +3,6 @@
     seconds = launch + images * flops / (peak * math) + bytes / (memory_bandwidth * memory)
 
 Three numbers of the software profile describe all of a network's kernels on all devices: `math`, `memory` and `launch`.
-Launches make few images a device slow. Terms add up rather than hide each other: batch norm and activations wait for
-the convolution before them.
 """
 
 from dataclasses import dataclass
@@ -41,6 +39,7 @@ def kernel_seconds(
     moved = (images * kernels.values + kernels.fixed * own) * _BYTES[software.precision]
     memory_seconds = moved / (device.memory_bandwidth * software.memory)
     launch = software.launch * device.slowness * kernels.launches
+    # The terms add up rather than hide each other: batch norm and activations wait for the convolution before them.
     return (launch + memory_seconds) * left + math_seconds
 
 
@@ -60,7 +59,7 @@ def pass_seconds(cost: ModelCost, device: Device, software: Software, images: fl
 
 def update_seconds(cost: ModelCost, cluster: Cluster, software: Software, devices: int) -> float:
     """Seconds of the optimiser's memory traffic, once a step on each device, however few virtual workers it has."""
-    # For the weights that this device holds (of split layers a part), or its shard of all.
+    # The device updates the weights that it holds (of split layers a part), or its shard of all.
     groups = software.communication.linear_groups or devices
     shared = sum(layer.weights for layer in cost.layers if layer.linear) if groups < devices else 0
     weights = cost.parameters - shared * (1 - groups / devices)
@@ -86,10 +85,6 @@ def matched(
     now = pass_seconds(cost, device, software, images)
     factor = passes * (now.forward + now.backward) / seconds
     memory = software.memory * factor
-    scaled = {
-        "math": software.math * factor,
-        "memory": memory,
-        "launch": software.launch / factor,
-        "update_bytes": update * device.memory_bandwidth * memory / cost.parameters,
-    }
-    return software.model_copy(update=scaled)
+    update_bytes = update * device.memory_bandwidth * memory / cost.parameters
+    scaled = {"math": software.math * factor, "launch": software.launch / factor}
+    return software.model_copy(update={**scaled, "memory": memory, "update_bytes": update_bytes})

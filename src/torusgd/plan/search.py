@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -171,30 +172,26 @@ def _options(
     """The values of each setting, with their names."""
     grids = [(devices // columns, columns) for columns in range(2, devices) if devices % columns == 0]
     listed = candidates(devices, min(devices, cluster.devices_per_node), tuple(grids))
-    algorithms = [(str(each), _with(algorithm=each.name, grids=(each.grid,))) for each in listed]
+
+    def using(**changes: Any) -> Change:
+        return partial(with_communication, **changes)
+
+    algorithms = [(str(each), using(algorithm=each.name, grids=(each.grid,))) for each in listed]
     if cluster.in_network_reduction:
-        algorithms.append(("in-network", _with(algorithm="in-network")))
-    buckets = [("one", _with(buckets=Buckets().model_dump()))]
+        algorithms.append(("in-network", using(algorithm="in-network")))
+    buckets = [("one", using(buckets=Buckets().model_dump()))]
     for mib in (1, 2, 4, 8, 16, 32):
         values = mib * 2**20 * 8 // software.communication.wire_bits
-        buckets.append((f"{mib} MiB", _with(buckets=Buckets(rule="values", values=values).model_dump())))
+        buckets.append((f"{mib} MiB", using(buckets=Buckets(rule="values", values=values).model_dump())))
     options: dict[str, list[tuple[str, Change]]] = {
         "all-reduce": algorithms,
         "buckets": buckets,
-        "update": [("sharded", _sharded)],
+        "update": [("sharded", lambda software: software.model_copy(update={"sharded_update": True}))],
     }
     if sum(layer.weights for layer in workload.cost.layers if layer.linear) > workload.cost.parameters / 2:
         divisors = [groups for groups in range(1, devices) if devices % groups == 0]
-        options["linear layers"] = [(f"split, {groups} groups", _with(linear_groups=groups)) for groups in divisors]
+        options["linear layers"] = [(f"split, {groups} groups", using(linear_groups=groups)) for groups in divisors]
     return options
-
-
-def _with(**changes: Any) -> Change:
-    return lambda software: with_communication(software, **changes)
-
-
-def _sharded(software: Software) -> Software:
-    return software.model_copy(update={"sharded_update": True})
 
 
 def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int) -> list[Workload]:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from ..comm.tuning.profile import Profile
-from ..gradients.layout import BucketRule, best_buckets, lay_out, lay_out_wide_last, plan_buckets
+from ..gradients.layout import Bucket, best_buckets, lay_out, lay_out_wide_last, plan_buckets
 from .cluster import Buckets, Cluster, Software
 from .model_cost import Array, Gradient, Layer, ModelCost
 from .network import Kind
@@ -20,12 +20,9 @@ from .roofline import Pass, update_seconds
 
 Content = Literal["gradients", "weights", "statistics", "activations"]
 CONTENTS: tuple[Content, ...] = get_args(Content)
-_MASTER_BYTES = 4
-"""bytes of a weight that a sharded update gathers"""
-_WIDE_BYTES = 4
-"""bytes of a gradient that travels as float32 beside others in 16 bits"""
-_STATUS_VALUES = 2
-"""number of values of a tensor by which the ranks of a sharded update agree on whether its sum may be used"""
+_MASTER_BYTES = 4  # of a weight that a sharded update gathers
+_WIDE_BYTES = 4  # of a gradient that travels as float32 beside others in 16 bits
+_STATUS_VALUES = 2  # of a tensor, by which the ranks of a sharded update agree on whether its sum may be used
 
 
 class Compute(NamedTuple):
@@ -73,9 +70,9 @@ class _Step:
 def compose(
     cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int, passes: int, work: Pass
 ) -> list[Action]:
-    """The script of one step on each of `devices` devices.
+    """The script of one step on each of `devices` devices: `passes` virtual workers of `images` images one by one.
 
-    A device computes `passes` virtual workers of `images` images one after another; `work` are the times of one pass.
+    `work` are the times of one pass.
     """
     # Plan 5: a step as a list; a rehearsal plays the same one.
     step = _Step()
@@ -149,9 +146,8 @@ def _exchange(
 ) -> None:
     """Activations and their gradients inside the groups, the shards' gradients across them (Das et al., section 5)."""
     communication = software.communication
-    groups = communication.linear_groups or devices
+    groups, size = communication.linear_groups or devices, communication.wire_bits // 8
     members = devices // groups
-    size = communication.wire_bits // 8
     last = max(i for i, gradient in enumerate(cost.gradients) if gradient.name.rpartition(".")[0] == layer.name)
     begin, ready = float(work.needed[last]), float(work.ready[last])
     # Each wait follows its message at once: nothing else can be computed before the layer has its inputs.
@@ -203,12 +199,13 @@ def cut_buckets(
     """The buckets in the order in which they leave.
 
     Gradients are in backward's order; `ready` are the seconds at which each is complete, `is_wide` (with rule `torusgd`
-    only; empty: none) whether it is sent after all others in 32 bits. The rules `values` and `parts` cut a tensor that
-    is larger than a bucket, as a fusion buffer does; the others are the run's own (`gradients.layout`).
+    only; empty: none) whether it is sent after all others in 32 bits.
     """
     if not gradients:
         return []
     numels = [gradient.values for gradient in gradients]
+    # `values` and `parts` cut a tensor that is larger than a bucket, as a fusion buffer does; the other rules are a
+    # run's own (`gradients.layout`).
     if rule.rule in ("parts", "values"):
         full = sum(numels) / rule.parts if rule.parts else float(rule.values or 1)
         return _fused(numels, ready, full, wire_bytes)
@@ -216,25 +213,18 @@ def cut_buckets(
         small = sum(gradient.values for gradient in gradients if gradient.norm_or_bias)
         last = Departure(float(ready[-1]), float(_WIDE_BYTES * small), small, 0, len(gradients))
         narrow = [0 if gradient.norm_or_bias else gradient.values for gradient in gradients]
-        layout = [(bucket.first, bucket.stop) for bucket in lay_out("cubic", numels)]
-        return [*_departures(layout, narrow, ready, wire_bytes), last]
-    if rule.option is not None:
-        return _as_a_run(rule.option, numels, ready, wire_bytes, is_wide or [False] * len(numels))
-    buckets = plan_buckets(numels, limit=sum(numels) if rule.rule == "one" else 0)
-    return _departures([(bucket.first, bucket.stop) for bucket in buckets], numels, ready, wire_bytes)
-
-
-def _as_a_run(
-    option: BucketRule, numels: Sequence[int], ready: Array, wire_bytes: int, is_wide: Sequence[bool]
-) -> list[Departure]:
-    """The buckets of a run, none of which leaves before the one before it."""
-    order = _sending_order(is_wide)
+        return [*_departures(lay_out("cubic", numels), narrow, ready, wire_bytes), last]
+    if rule.option is None:
+        buckets = plan_buckets(numels, limit=sum(numels) if rule.rule == "one" else 0)
+        return _departures(buckets, numels, ready, wire_bytes)
+    is_wide = is_wide or [False] * len(numels)
+    order, narrow = _sending_order(is_wide), list(is_wide).count(False)
+    # No bucket of a run leaves before the one before it.
     sent, leaves = [numels[number] for number in order], np.maximum.accumulate(ready[order])
-    layout = [(bucket.first, bucket.stop) for bucket in lay_out_wide_last(option, numels, is_wide)]
-    narrow = list(is_wide).count(False)
+    layout = lay_out_wide_last(rule.option, numels, is_wide)
     return [
-        *_departures([cut for cut in layout if cut[0] < narrow], sent, leaves, wire_bytes),
-        *_departures([cut for cut in layout if cut[0] >= narrow], sent, leaves, _WIDE_BYTES),
+        *_departures([bucket for bucket in layout if bucket.first < narrow], sent, leaves, wire_bytes),
+        *_departures([bucket for bucket in layout if bucket.first >= narrow], sent, leaves, _WIDE_BYTES),
     ]
 
 
@@ -254,15 +244,13 @@ def rebuilt_buckets(
         return cut_buckets(gradients, ready, Buckets(), wire_bytes)
     numels = [gradient.values for gradient in gradients]
     best = best_buckets(profile, numels, (ready - backward).tolist())
-    return _departures([(bucket.first, bucket.stop) for bucket in best], numels, ready, wire_bytes)
+    return _departures(best, numels, ready, wire_bytes)
 
 
-def _departures(
-    layout: Sequence[tuple[int, int]], numels: Sequence[int], ready: Array, wire_bytes: int
-) -> list[Departure]:
+def _departures(layout: Sequence[Bucket], numels: Sequence[int], ready: Array, wire_bytes: int) -> list[Departure]:
     """Buckets of whole tensors, each of which leaves when its last gradient is complete."""
     departures = []
-    for first, stop in layout:
+    for first, stop in ((bucket.first, bucket.stop) for bucket in layout):
         values = sum(numels[first:stop])
         departures.append(Departure(float(max(ready[first:stop])), float(wire_bytes * values), values, first, stop))
     return departures

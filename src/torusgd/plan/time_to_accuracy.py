@@ -1,21 +1,18 @@
 """Time and devices to an accuracy: the epochs that a batch needs times the seconds that they take on a cluster.
 
-A larger batch occupies more devices and sends fewer messages, and needs more epochs. So each number of devices has a
-batch of its own that is the quickest, and beyond some number of devices more of them gain nothing.
-
-Epochs as a function of the batch, E(B) = minimum * (1 + B / critical), are McCandlish et al.'s form (arXiv 1812.06162,
-equation 2.11): up to about the critical batch a larger one costs few more images, beyond it nearly all of the
-additional images are lost. The constants are fitted to MLPerf's reference points. These are of one network, one data
-set and one accuracy, and each of them is tuned: rate, warm-up, momentum and weight decay go with the batch, as the rows
-of the recipe `resnet50` have them.
+A larger batch occupies more devices and sends fewer messages, and needs more epochs: E(B) = minimum * (1 + B /
+critical), the form of McCandlish et al. (arXiv 1812.06162, equation 2.11). So each number of devices has a quickest
+batch, and beyond some number more of them gain nothing. The constants are fitted to MLPerf's reference points, which
+are of one network, data set and accuracy, each tuned as the rows of the recipe `resnet50` are.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from operator import getitem
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,9 +23,8 @@ from ..recipe.schema import Recipe, Stage
 from ..recipe.section import Duration
 from ..text import byte_size
 from .cluster import Cluster, Software
-from .forecast import Workload
+from .forecast import HIGH, LOW, PlannedStage, RunTime, Workload, run_time, widened
 from .roofline import memory_bytes
-from .run_time import HIGH, LOW, PlannedStage, RunTime, run_time, widened
 from .search import knee_of
 
 TARGET = 0.759
@@ -39,8 +35,7 @@ SCHEDULE = 1.05
 """length of a reference point's schedule over its epochs to the accuracy, 1.03 to 1.06 in all ten"""
 
 
-@dataclass(frozen=True)
-class ReferencePoint:
+class ReferencePoint(NamedTuple):
     """Mean epochs to TARGET over 10 to 28 runs at one batch."""
 
     batch: int
@@ -48,18 +43,10 @@ class ReferencePoint:
 
 
 # mlcommons/logging, mlperf_logging/rcp_checker/training_4.0.0/rcps_resnet.json: ResNet-50 v1.5, LARS, 224 pixels.
-REFERENCE = (
-    ReferencePoint(1_632, 35.0),
-    ReferencePoint(3_264, 35.2),
-    ReferencePoint(4_096, 40.0),
-    ReferencePoint(8_192, 42.0),
-    ReferencePoint(13_056, 45.4),
-    ReferencePoint(32_768, 56.0),
-    ReferencePoint(49_152, 68.0),
-    ReferencePoint(58_880, 79.9),
-    ReferencePoint(65_536, 84.5),
-    ReferencePoint(67_840, 85.9),
-)
+REFERENCE = tuple(map(ReferencePoint._make, (
+    (1_632, 35.0), (3_264, 35.2), (4_096, 40.0), (8_192, 42.0), (13_056, 45.4), (32_768, 56.0), (49_152, 68.0),
+    (58_880, 79.9), (65_536, 84.5), (67_840, 85.9),
+)))  # fmt: skip
 SMALLEST, LARGEST = REFERENCE[0].batch, REFERENCE[-1].batch
 """batches between which the curve is known"""
 
@@ -74,18 +61,13 @@ class EpochCurve:
     """the batch that needs twice as many"""
 
     def epochs(self, batch: float) -> float:
-        """Epochs to the accuracy.
-
-        >>> round(curve().epochs(32_768), 1)
-        58.7
-        """
+        """Epochs to the accuracy with a batch."""
         return self.minimum * (1 + batch / self.critical)
 
 
 def fit(points: Sequence[ReferencePoint]) -> EpochCurve:
     """The curve with the least sum of squared relative errors; needs two batches or more."""
-    batches = np.array([point.batch for point in points], dtype=np.float64)
-    epochs = np.array([point.epochs for point in points])
+    batches, epochs = np.array(points, dtype=np.float64).T
     # E(B) = a + b B is linear in a and b; divided by the epochs, its residuals are the relative errors.
     rows = np.stack([1 / epochs, batches / epochs], axis=1)
     (minimum, slope), *_ = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)
@@ -101,11 +83,8 @@ def curve() -> EpochCurve:
 @cache
 def leave_one_out() -> tuple[float, ...]:
     """The relative error of each reference point's epochs, predicted by the fit of the nine others."""
-    errors = []
-    for point in REFERENCE:
-        others = [other for other in REFERENCE if other != point]
-        errors.append(fit(others).epochs(point.batch) / point.epochs - 1)
-    return tuple(errors)
+    fits = [fit([other for other in REFERENCE if other != point]) for point in REFERENCE]
+    return tuple(each.epochs(point.batch) / point.epochs - 1 for each, point in zip(fits, REFERENCE, strict=True))
 
 
 def spread() -> float:
@@ -126,26 +105,19 @@ def check_known(recipe: Recipe, target: float) -> None:
     where = f"--to: epochs are known for the recipe {FAMILY} to {TARGET:.1%} alone (MLPerf's reference points)"
     if target != TARGET:
         raise UserError(f"{where}, not to {100 * target:.4g}%; write --to {TARGET:.1%}")
-    theirs, own = load_recipe(FAMILY).recipe.as_dict(), recipe.as_dict()
+    trees = load_recipe(FAMILY).recipe.as_dict(), recipe.as_dict()
     for path in _EQUAL:
-        there, here = _at(theirs, path), _at(own, path)
+        there, here = (reduce(getitem, path.split("."), tree) for tree in trees)
         if there != here:
             raise UserError(f"{where}; {recipe.name} has another {path}: {here}, there {there}")
     if len(recipe.stages) > 1:
         raise UserError(f"{where}; {recipe.name} changes its batch in {len(recipe.stages)} stages")
 
 
-def _at(tree: Any, path: str) -> Any:
-    for key in path.split("."):
-        tree = tree[key]
-    return tree
-
-
 IMAGES = (32, 50, 64, 100, 128, 204, 256, 400)
 """numbers of images of a virtual worker, which is a batch norm's: 32 in Goyal et al. (arXiv 1706.02677), 50 to 400 in
 the reference runs"""
-_STEP = 2**0.5
-"""ratio of one candidate batch to the next, about"""
+_STEP = 2**0.5  # ratio of one candidate batch to the next, about
 
 
 @dataclass(frozen=True)
@@ -166,7 +138,7 @@ class AccuracyPlan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run, to the evaluation that finds the accuracy."""
+        """Seconds to the evaluation that finds the accuracy."""
         return self.run.seconds
 
     @property
@@ -180,7 +152,7 @@ class AccuracyPlan:
         return {**tree, "seconds": self.seconds, "schedule_epochs": self.schedule}
 
     def cost(self, price: float) -> float:
-        """At a price of a device and hour."""
+        """Cost of the run at a price of a device and hour."""
         return self.devices * self.seconds / 3600 * price
 
 
@@ -202,17 +174,13 @@ def plan_to_accuracy(
             f"the epochs are known up to {LARGEST:,}; use at most {most_devices():,} devices"
         )
 
-    def run_of(stage: PlannedStage, evaluations: int, quantile: float = 0.5) -> RunTime:
-        cost, held_out = workload.cost, workload.eval_images
-        return run_time(cost, cluster, software, devices, [stage], evaluations, held_out, quantile, workload.eval_cost)
-
     # Of cuts whose batches are about the same, the quickest: keys are steps of `_STEP` on a logarithmic scale.
-    found: dict[int, tuple[RunTime, PlannedStage, int]] = {}
-    for images, share in _cuts(workload, cluster, software, devices):
-        stage, evaluations = _length(recipe, workload.train_images, devices * share, images)
-        run, size = run_of(stage, evaluations), round(math.log(stage.batch, _STEP))
+    found: dict[int, tuple[RunTime, Workload]] = {}
+    for images, workers in _cuts(workload, cluster, software, devices):
+        cut = _with_length(recipe, workload, devices * workers, images)
+        run, size = run_time(cut, cluster, software, devices), round(math.log(cut.stages[0].batch, _STEP))
         if size not in found or run.seconds < found[size][0].seconds:
-            found[size] = run, stage, evaluations
+            found[size] = run, cut
     if not found:
         raise UserError(
             f"--to with {devices:,} devices: {IMAGES[0]} images of the network don't fit into a device's memory "
@@ -220,11 +188,10 @@ def plan_to_accuracy(
         )
     # Two independent errors: of the seconds of a step, and of the number of epochs.
     error, plans = math.hypot(software.error, spread()), []
-    for run, stage, evaluations in found.values():
-        edges = [run_of(stage, evaluations, quantile).seconds for quantile in (LOW, HIGH)]
+    for run, cut in found.values():
+        edges = [run_time(cut, cluster, software, devices, quantile).seconds for quantile in (LOW, HIGH)]
         low, high = widened([run.seconds, *edges], error)
-        total = stage.steps * stage.batch
-        epochs, rate = total / workload.train_images, total / run.training
+        epochs, rate, stage = cut.images / workload.train_images, cut.images / run.training, cut.stages[0]
         plans.append(AccuracyPlan(devices, stage.batch, stage.images, epochs, rate, run, low, high))
     return sorted(plans, key=lambda plan: plan.batch)
 
@@ -271,13 +238,15 @@ def _cuts(workload: Workload, cluster: Cluster, software: Software, devices: int
     return cuts
 
 
-def _length(recipe: Recipe, train_images: int, workers: int, images: int) -> tuple[PlannedStage, int]:
+def _with_length(recipe: Recipe, workload: Workload, workers: int, images: int) -> Workload:
     """The steps of the epochs that a batch needs, and the evaluations up to the one that finds the accuracy."""
     # The steps are not rounded up to that evaluation: the reference points are means over runs, each of which ended
     # with an evaluation.
     needed = curve().epochs(workers * images)
     stages = (Stage(until=Duration(SCHEDULE * needed, "ep"), images_per_worker=images),)
-    schedule = Schedule(recipe.model_copy(update={"virtual_workers": workers, "stages": stages}), train_images)
-    steps = schedule.step_after(needed * train_images)
+    recipe = recipe.model_copy(update={"virtual_workers": workers, "stages": stages})
+    schedule = Schedule(recipe, workload.train_images)
+    steps = schedule.step_after(needed * workload.train_images)
     marks = schedule.boundaries(recipe.evaluate.every, recipe.evaluate.first)
-    return PlannedStage(steps, images, workers), bisect_left(marks, steps) + 1
+    stage = PlannedStage(steps, images, workers)
+    return replace(workload, stages=(stage,), evaluations=bisect_left(marks, steps) + 1)

@@ -59,11 +59,10 @@ class StepTime:
 def slowest(devices: int, quantile: float = 0.5) -> float:
     """Standard deviations by which the slowest of so many devices is above the mean, at a quantile.
 
-    The largest of N normal draws stays below x with probability F(x)^N.
-
     >>> round(slowest(1), 6), round(slowest(1024), 2)
     (0.0, 3.2)
     """
+    # The largest of N normal draws stays below x with probability F(x)^N.
     return NormalDist().inv_cdf(quantile ** (1 / devices))
 
 
@@ -76,29 +75,27 @@ def step_time(
     passes: int = 1,
     quantile: float = 0.5,
 ) -> StepTime:
-    """Seconds of one step.
+    """Seconds of one step, in which a device computes `passes` virtual workers of `images` images one after another.
 
-    A device computes `passes` virtual workers of `images` images one after another; only the last one's backward hides
-    communication. `quantile` is of the slowest device's speed: 0.5 for the expected step, 0.05 and 0.95 for a band.
+    `quantile` is of the slowest device's speed: 0.5 for the expected step, 0.05 and 0.95 for a band.
     """
     # Plan 6: walk the list; each message has the price by which a run's `auto` chooses too.
-    split = split_layers(cost, software, devices)
     work = step_work(cost, cluster, software, devices, images)
     forward, backward = work.forward * passes, work.backward * passes
-    sent = _sum_gradients(cost, cluster, software, devices, images, passes, work)
+    script = compose(cost, cluster, software, devices, images, passes, work)
+    exposed, hidden, contention = _messages(script, cluster, software, devices)
+    split = split_layers(cost, software, devices)
     exchange = sum(_activations(layer, cluster, software, devices, images * passes) for layer in split)
     if software.norm_group > 1 and devices > 1:
         # Statistics in forward and their gradients in backward: small messages, so alpha alone.
         exchange += 2 * cost.norms * passes * (cluster.inside.alpha + software.communication.message)
     update = update_seconds(cost, cluster, software, devices)
     coordination = software.communication.coordination * devices if devices > 1 else 0.0
-    jitter = (forward + backward) * (_stretch(software.jitter, devices, quantile) - 1)
-    # Images are prepared beside all of this: only what is left over is waited for.
-    busy = forward + backward + sent.exposed + sent.contention + exchange + coordination + update + jitter
+    jitter = (forward + backward) * (math.exp(software.jitter * slowest(devices, quantile)) - 1)
+    # Images are prepared beside all of this: only the rest of their time is waited for.
+    busy = forward + backward + exposed + contention + exchange + coordination + update + jitter
     waiting = max(0.0, images * passes / software.input_rate - busy) if software.input_rate else 0.0
-    return StepTime(
-        forward, backward, sent.exposed, sent.contention, exchange, coordination, update, waiting, jitter, sent.hidden
-    )
+    return StepTime(forward, backward, exposed, contention, exchange, coordination, update, waiting, jitter, hidden)
 
 
 def price_of(cluster: Cluster, communication: Communication, devices: int, message: Send) -> tuple[Phase, ...]:
@@ -115,7 +112,7 @@ def compute_seconds(actions: Sequence[Action]) -> float:
 
 
 def waited_seconds(actions: Sequence[Action], price: Price, pipelined: bool) -> float:
-    """Seconds by which the messages of a step's actions make it longer: the exposed communication.
+    """The exposed communication: seconds by which the messages of a step's actions make it longer.
 
     With `pipelined` messages on different axes travel at the same time; else each has the whole network to itself.
     """
@@ -145,8 +142,7 @@ class _Network:
         # (time at which the phase may begin, number of the message, index of the phase, name, phases): of two phases
         # that may begin at one time, the message that was sent first goes first.
         self._events: list[tuple[float, int, int, str, Sequence[Phase]]] = []
-        self._free: dict[str, float] = {}
-        """time at which each axis has served all phases taken so far"""
+        self._free: dict[str, float] = {}  # the time at which each axis has served all phases taken so far
         self._ends: dict[str, float] = {}
         self._in_flight: set[str] = set()
         self._numbers = count()
@@ -178,30 +174,13 @@ class _Network:
         return self._ends.get(name, 0.0)
 
 
-def _crowded(work: Pass, cluster: Cluster, devices: int) -> Pass:
-    factor = cluster.slowdown(devices)
-    return Pass(work.forward * factor, work.backward * factor, work.ready * factor, work.needed * factor)
-
-
-def _stretch(jitter: float, devices: int, quantile: float) -> float:
-    return math.exp(jitter * slowest(devices, quantile))
-
-
-@dataclass(frozen=True)
-class _Sent:
-    exposed: float
-    hidden: float
-    contention: float
-    """seconds that messages add to the computation that hides them"""
-
-
-def _sum_gradients(
-    cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int, passes: int, work: Pass
-) -> _Sent:
-    """The exposed and hidden communication of the step's script, without activations, which are always waited for."""
+def _messages(
+    script: Sequence[Action], cluster: Cluster, software: Software, devices: int
+) -> tuple[float, float, float]:
+    """Exposed communication, hidden communication, and the seconds that this adds to the computation that hides it."""
+    # Without activations, which are always waited for: `StepTime.exchange` has them.
     communication = software.communication
     price = cache(partial(price_of, cluster, communication, devices))
-    script = compose(cost, cluster, software, devices, images, passes, work)
     sent = [action for action in script if isinstance(action, Send)]
     seconds = {content: sum(p.seconds for s in sent if s.content == content for p in price(s)) for content in CONTENTS}
     waited = max(0.0, waited_seconds(script, price, communication.pipelined) - seconds["activations"])
@@ -213,14 +192,15 @@ def _sum_gradients(
         own = [s for s in sent if s.content != "activations"]
         each = [hidden_seconds(cluster.profile, s.bytes) / (1 if s.kind == "sum" else 2) for s in own]
         contention = sum(each) * hidden / summed
-    return _Sent(waited, hidden, contention)
+    return waited, hidden, contention
 
 
 def step_work(cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int) -> Pass:
     """Times of a pass over one virtual worker's images, with split layers and a crowded node."""
     split = split_layers(cost, software, devices)
     own = (software.communication.linear_groups or 1) / devices if split else 1.0
-    return _crowded(pass_seconds(cost, cluster.device, software, images, own), cluster, devices)
+    work, factor = pass_seconds(cost, cluster.device, software, images, own), cluster.slowdown(devices)
+    return Pass(work.forward * factor, work.backward * factor, work.ready * factor, work.needed * factor)
 
 
 def _activations(layer: Layer, cluster: Cluster, software: Software, devices: int, images: int) -> float:

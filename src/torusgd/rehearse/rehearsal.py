@@ -11,9 +11,8 @@ from typing import Any
 
 from ..comm.algorithms import GRIDS
 from ..plan.cluster import Cluster, Software
-from ..plan.forecast import Workload
+from ..plan.forecast import Workload, longest_share
 from ..plan.network import grid_of
-from ..plan.run_time import longest_share
 from ..plan.step_script import Send, compose
 from ..plan.timeline import StepTime, compute_seconds, price_of, step_time, step_work, waited_seconds
 from .lab import Host, Lab
