@@ -25,10 +25,8 @@ ONE_NAME_FOR_A_REASON = {
     "bench.py": "comm/tuning/ measures, cli/ prints",
     "fingerprint.py": "of the images in data/, of the whole run in run/",
     "groups.py": "process groups in comm/, parameter groups in optim/: both are torch's word",
-    "join.py": "the command in cli/, the connection that it makes in ranks/",
     "registry.py": "of sources in data/, of networks in models/",
     "relaxed.py": "what relaxed synchrony adds to a step in step/, a plan of it in plan/",
-    "tune.py": "comm/tuning/ measures, cli/ prints",
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torusgd.cli.ranks import on_ranks
+from torusgd.cli.bench import on_ranks
 from torusgd.comm.groups import Group, alone
 from torusgd.errors import UserError, in_one_line
 from torusgd.recipe.runtime_options import RuntimeOptions

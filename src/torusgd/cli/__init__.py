@@ -23,16 +23,12 @@ from . import (
     data,
     eval,
     export,
-    join,
     plan,
     recipes,
     rehearse,
-    replay,
-    report,
     scaling,
     simulate,
     train,
-    tune,
 )
 from .options import expand
 
@@ -48,21 +44,21 @@ DATA: Commands = {
 }  # fmt: skip
 COMMANDS: Commands = {
     "train": train.train,
-    "join": join.join,
-    "replay": replay.replay,
+    "join": train.join,
+    "replay": train.replay,
     "status": control.status,
     "stop": control.stop,
     "resize": control.resize,
     "scale": control.resize,
     "eval": eval.evaluate,
     "polish": eval.polish,
-    "report": report.report,
+    "report": export.report,
     "export": export.export,
     "plan": plan.plan,
     "rehearse": rehearse.rehearse,
     "simulate": simulate.simulate,
     "recipes": recipes.recipes,
-    "tune": tune.tune,
+    "tune": bench.tune,
     "bench": BENCH,
     "data": DATA,
 }

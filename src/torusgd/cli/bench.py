@@ -1,19 +1,28 @@
-"""`torusgd bench`: what a run is made of, measured on these ranks."""
+"""`torusgd bench allreduce` and `torusgd tune`: the network measured, on somebody's ranks or on some of our own."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..comm.algorithms import SCHEDULED
+from ..errors import UserError
 from ..text import byte_size, listed, parse_size
 from .options import NETWORK, OUTPUT, JsonFile, RuntimeFlags, option
-from .output import check_writable, console, write_json
+from .output import check_writable, console, table, write_file, write_json
 
 if TYPE_CHECKING:
+    from ..comm.base import Liveness
     from ..comm.groups import Group
     from ..comm.tuning.bench import Record
+    from ..comm.tuning.profile import Profile
+    from ..recipe.runtime_options import RuntimeOptions
+    from ..signals import StopFlag
 
 _COMPARED = ("native", "ring", "halving-doubling", "doubling", "auto")
+_TIMEOUT = 60.0  # seconds without a heartbeat
 
 
 def allreduce(
@@ -32,7 +41,6 @@ def allreduce(
     from ..comm.tuning.bench import SIZES, Record
     from ..comm.tuning.profile import Profile
     from ..runtime import ranks_are_given
-    from .ranks import on_ranks
 
     check_writable("--json", json_file)
     options = runtime.over()
@@ -40,49 +48,132 @@ def allreduce(
     profile = None if options.profile is None else Path(options.profile)
     if profile is not None and not ranks_are_given():
         Profile.load(profile)  # its mistakes are reported before ranks are started
-    names, grid, streams = algorithms.split(","), options.grid_size, options.streams
-    records = on_ranks(options, _on_rank, chosen, names, grid, profile, repetitions, streams)
+    how = {"grid": options.grid_size, "profile": profile, "repetitions": repetitions, "streams": options.streams}
+    records = on_ranks(options, _bench_on_rank, chosen, algorithms.split(","), how)
     if records is None:
         return
     show_records([Record(**record) for record in records])
     write_json(json_file, records)
 
 
-def _on_rank(
-    sizes: Sequence[int],
-    names: Sequence[str],
-    grid: tuple[int, int] | None,
-    profile: Path | None,
-    repetitions: int,
-    streams: int,
-    world: "Group",
-) -> list[dict[str, Any]]:
+def _bench_on_rank(sizes: Sequence[int], names: Sequence[str], how: dict[str, Any], world: "Group") -> list[Any]:
     from ..comm.tuning.bench import bench_allreduce
 
-    records = bench_allreduce(
-        sizes, names, grid=grid, profile=profile, repetitions=repetitions, streams=streams, group=world
-    )
-    return [record.__dict__ for record in records]
+    return [record.__dict__ for record in bench_allreduce(sizes, names, **how, group=world)]
 
 
 def show_records(records: "Sequence[Record]") -> None:
     """The table of a benchmark."""
-    from rich import box
-    from rich.table import Table
-
-    title = f"all-reduce on {records[0].ranks} ranks, median of {records[0].n}, the slowest rank's; gain: over native"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("size", "algorithm", "ms", "min-max", "bus MB/s", "gain"):
-        table.add_column(column, justify="right", overflow="fold")
+    console().print(
+        f"all-reduce on {records[0].ranks} ranks, median of {records[0].n}, the slowest rank's; gain: over native"
+    )
     native = {record.bytes: record.median_s for record in records if record.algorithm == "native"}
-    for record in records:
-        ratio = native[record.bytes] / record.median_s if record.bytes in native else None
-        table.add_row(
+    rows = [
+        (
             byte_size(record.bytes),
             record.runs if record.algorithm == "auto" else record.algorithm,
             f"{1e3 * record.median_s:.4g}",
             f"{1e3 * record.min_s:.3g}-{1e3 * record.max_s:.3g}",
             f"{1e-6 * record.bus_bandwidth:.0f}",
-            f"{ratio:.2f}x" if ratio else "",
+            f"{native[record.bytes] / record.median_s:.2f}x" if record.bytes in native else "",
         )
-    console().print(table)
+        for record in records
+    ]
+    console().print(table(("size", "algorithm", "ms", "min-max", "bus MB/s", "gain"), rows))
+
+
+def tune(
+    runtime: RuntimeFlags,
+    out: Annotated[Path, option("--out", "Write the profile to this file.", OUTPUT)] = Path("profile.json"),
+    seconds: Annotated[float, option("--seconds", "Measure for about so long.", min=1.0)] = 40.0,
+) -> None:
+    """Measure this cluster's network once, for --allreduce auto and for plans."""
+    from ..comm.tuning.profile import Profile
+
+    check_writable("--out", out)
+    options = runtime.over()
+    text = on_ranks(options, tune_on_rank, seconds, options.streams)
+    if text is None:
+        return
+    profile = Profile.parse(text)
+    write_file("--out", out, profile.dump())
+    show_profile(profile)
+    console().print(f"in {out}; give it as --profile {out}", markup=False)
+
+
+def tune_on_rank(seconds: float, streams: int, world: "Group") -> str:
+    """A profile as JSON; `on_ranks` runs it on each rank."""
+    from ..comm.tuning.tune import tune as measure
+    from ..runtime import keep_freed_memory
+
+    keep_freed_memory()  # as a run does, whose computation is timed
+    return measure(seconds, group=world, streams=streams).model_dump_json()
+
+
+def show_profile(profile: "Profile") -> None:
+    """Links, the best algorithm of each size, and what ranks and messages cost the computation."""
+    terminal = console()
+    for name, link in (("inside a host", profile.inside), ("between hosts", profile.between)):
+        if link is not None:
+            rate = "a rate too high to measure"
+            if link.per_byte:
+                rate = f"{8e-9 / link.per_byte:.2f} Gb/s (+- {link.per_byte_error / link.per_byte:.0%})"
+            terminal.print(f"{name}: {1e6 * link.latency:.1f} us (+- {1e6 * link.latency_error:.1f}), {rate}")
+    for each in sorted({timing.size for timing in profile.timings}):
+        best = min((timing for timing in profile.timings if timing.size == each), key=lambda timing: timing.median)
+        algorithm = best.as_algorithm(len(profile.hosts)) or "native"
+        terminal.print(f"{byte_size(each):>8}: {algorithm}, {1e3 * best.median:.3g} ms")
+    if profile.crowding:
+        most = profile.crowding[-1]
+        terminal.print(f"{most.ranks} ranks at once compute {most.slowdown:.2f} times as long as one")
+    for point in profile.in_steps:
+        slows, waits = 1e3 * point.hidden, 1e3 * point.waited
+        terminal.print(f"in a step {byte_size(point.size)}: {waits:.2g} ms if waited for, {slows:.2g} ms if hidden")
+
+
+def on_ranks(options: "RuntimeOptions", function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of `function(*arguments, world)` on rank 0, run on every rank; None on other ranks of a launcher.
+
+    The function stands at a module's top level, for it travels to the ranks by name; it returns a JSON value. UserError
+    if a rank finds a user's mistake, or the device is not there; RunError if a rank is lost.
+    """
+    import torch
+
+    from ..launch.torchrun import run_joined
+    from ..ranks.liveness import Limits
+    from ..ranks.supervisor import RankFailed, Supervisor
+    from ..runtime import ranks_are_given, resolve_device
+
+    target = resolve_device(options)
+    on_rank = partial(_measure, function, arguments)
+    # Measurements report no progress: only a rank without heartbeats is given up.
+    limits = Limits(beat=_TIMEOUT, start=_TIMEOUT, stuck=inf)
+    if ranks_are_given():
+        result = run_joined(on_rank, target, limits)
+        return result if os.environ["RANK"] == "0" else None
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.workers_range is not None:
+        raise UserError("--workers: a measurement takes one number of ranks")
+    available = torch.cuda.device_count() if target == "cuda" else len(os.sched_getaffinity(0))
+    with Supervisor(options.workers or available, target, limits) as supervisor:
+        try:
+            return supervisor.run(on_rank)[0]
+        except RankFailed as error:
+            error.failure.throw()
+
+
+def _measure(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    world: "Group",
+    stop: "StopFlag",
+    restarts: int,
+    liveness: "Liveness",
+) -> Any:
+    import torch
+
+    from ..signals import end_on_stop
+
+    torch.set_num_threads(1)
+    end_on_stop()
+    return function(*arguments, world)

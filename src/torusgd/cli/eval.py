@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from ..step.evaluate import Evaluation
 
 
-FEW_CLASSES = 20
-"""classes that a terminal shows side by side; --json has the table of any number"""
+FEW_CLASSES = 20  # that a terminal shows side by side; --json has the table of any number
 
 
 def evaluate(weights: TrainedWeights, runtime: RuntimeFlags, json_file: JsonFile = None) -> None:

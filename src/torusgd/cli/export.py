@@ -1,16 +1,21 @@
-"""`torusgd export`: a run for other programs, as ONNX, torch.export, a folder for the hub, or an MLPerf log."""
+"""`torusgd export` and `torusgd report`: a run for other programs, and runs as a page of HTML."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
 from ..errors import UserError
 from ..text import listed
-from .options import OUTPUT, Overrides, option
-from .output import check_out, console
+from .options import OUTPUT, DataPath, Overrides, RuntimeFlags, TrainedWeights, option
+from .output import check_out, check_writable, console, write_file
 
-FORMATS = ("onnx", "torch", "hub", "mlperf")
+if TYPE_CHECKING:
+    from ..recipe.runtime_options import RuntimeOptions
+    from ..report.mistakes import Mistakes
+
+FORMATS = {"onnx": "model.onnx", "torch": "model.pt2", "hub": "hub", "mlperf": "mlperf.log"}
+"""files or folders of each format"""
 
 
 def export(
@@ -47,6 +52,7 @@ def export(
 
     run = local_run(run)
     folder = out or (run if run.is_dir() else run.parent) / "export"
+    # Before anything is written: what is wrong with the run ends the command here.
     record = read_run(run) if not wanted.keys().isdisjoint({"hub", "mlperf"}) else None
     trained = open_model(run, overrides or []) if wanted.keys() != {"mlperf"} else None
     try:
@@ -55,19 +61,51 @@ def export(
         raise UserError(f"--out {folder}: can't be written: {error.strerror}") from None
     terminal = console()
     for name in wanted:
-        if name in ("onnx", "torch"):
-            assert trained is not None
-            path = folder / ("model.onnx" if name == "onnx" else "model.pt2")
-            worst = (export_onnx if name == "onnx" else export_torch)(trained, path)
-            terminal.print(f"wrote {path}: logits as the network's, within {worst:.1e} of the largest", markup=False)
+        path, found = folder / FORMATS[name], ""
+        if name == "mlperf":
+            assert record is not None
+            write_mlperf_log(record, path, division)
         elif name == "hub":
             assert record is not None
             assert trained is not None
-            write_hub_folder(record, trained, folder / "hub", license_name)
-            terminal.print(
-                f"wrote {folder / 'hub'}: README.md, config.json, recipe.yaml, model.safetensors", markup=False
-            )
+            write_hub_folder(record, trained, path, license_name)
+            found = ": README.md, config.json, recipe.yaml, model.safetensors"
         else:
-            assert record is not None
-            write_mlperf_log(record, folder / "mlperf.log", division)
-            terminal.print(f"wrote {folder / 'mlperf.log'}", markup=False)
+            assert trained is not None
+            worst = (export_onnx if name == "onnx" else export_torch)(trained, path)
+            found = f": logits as the network's, within {worst:.1e} of the largest"
+        terminal.print(f"wrote {path}{found}", markup=False)
+
+
+def report(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders or URLs of runs, finished or not.")],
+    runtime: RuntimeFlags,
+    out: Annotated[Path, option("--out", "Write the page to this file.", OUTPUT)] = Path("report.html"),
+    mistakes: Annotated[
+        bool, option("--mistakes", "Also classify the held-out images: the worst classes, the most wrong images.")
+    ] = False,
+    data: DataPath = None,
+) -> None:
+    """Write a page about runs: what was trained, how well, where the time went; --data implies --mistakes."""
+    from ..report.page import check_jinja, run_page
+    from ..report.read_run import read_run
+    from ..rundir.run_view import local_run
+
+    check_jinja()
+    check_writable("--out", out)
+    folders = [local_run(run) for run in runs]
+    records = [read_run(folder) for folder in folders]
+    wanted = mistakes or data is not None
+    found = [_mistakes(run, data, runtime.over()) if wanted else None for run in folders]
+    write_file("--out", out, run_page(records, found))
+    console().print(f"wrote {out}", markup=False)
+
+
+def _mistakes(run: Path, data: Path | None, options: "RuntimeOptions") -> "Mistakes":
+    from ..data.pipeline import Pipeline
+    from ..report.mistakes import find_mistakes
+    from .assessment import Assessment
+
+    opened = Assessment(TrainedWeights(run, data), options)
+    pipeline = Pipeline(opened.trained.held_out, opened.recipe.held_out_data, opened.recipe.seed)
+    return find_mistakes(opened.model, pipeline, opened.recipe, opened.trained.train.classes, opened.precision)

@@ -17,7 +17,7 @@ from .output import check_writable, console, write_file, write_json
 
 if TYPE_CHECKING:
     from ..plan.cluster import Cluster, Software
-    from ..plan.forecast import Workload
+    from ..plan.forecast import Forecast, Workload
     from ..plan.relaxed import RelaxedForecast
     from ..plan.time_to_accuracy import AccuracyPlan
     from ..recipe.runtime_options import RuntimeOptions
@@ -26,25 +26,23 @@ if TYPE_CHECKING:
 WANTED = "What to find"
 
 
-def plan(
-    machine: PlannedMachine,
-    runtime: RuntimeFlags,
-    recipe: Annotated[str | None, Argument(metavar="RECIPE", help="A built-in name, or a YAML file.")] = None,
-    data: DataPath = None,
-    overrides: Overrides = None,
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan is to find beside the run itself, and the files to write."""
+
     sweep: Annotated[
         bool, option("--sweep", "Also plan for 1 to N devices, and find the knee of the curve.", WANTED)
-    ] = False,
-    best: Annotated[bool, option("--best", "Also look for better settings.", WANTED)] = False,
+    ] = False
+    best: Annotated[bool, option("--best", "Also look for better settings.", WANTED)] = False
     to: Annotated[
         str | None,
         option(
             "--to",
-            "Find time, cost and best batch to an accuracy, such as 75.9%; with --sweep over numbers of devices.",
+            "Find time, cost and best batch to this accuracy, such as 75.9%; with --sweep for each number of devices.",
             WANTED,
             metavar="TOP1",
         ),
-    ] = None,
+    ] = None
     synchrony: Annotated[
         str | None,
         option(
@@ -53,86 +51,95 @@ def plan(
             WANTED,
             metavar="cutoff|backup:B|local:H",
         ),
-    ] = None,
+    ] = None
     delays: Annotated[
         str | None,
         option(
             "--delays",
-            "Take ranks to be so late: lognormal, exponential@0.05, or as in a run's folder; with --best try every "
-            "form.",
+            "Delay ranks by this model, such as lognormal or exponential@0.05, or as in a run's folder; with --best "
+            "try every form.",
             WANTED,
             metavar="MODEL|RUN",
         ),
-    ] = None,
+    ] = None
     cost: Annotated[
-        float | None,
-        option("--cost", "Add the cost at this price of a device and hour.", WANTED, metavar="PRICE"),
-    ] = None,
+        float | None, option("--cost", "Add the cost at this price of a device and hour.", WANTED, metavar="PRICE")
+    ] = None
     published: Annotated[
         Path | None, option("--published", "Predict every row of a table of published results.", WANTED)
-    ] = None,
-    plot: Annotated[Path | None, option("--plot", "Draw the sweep as .svg or .png.", OUTPUT)] = None,
+    ] = None
+    plot: Annotated[Path | None, option("--plot", "Draw the sweep as .svg or .png.", OUTPUT)] = None
     report: Annotated[
         Path | None, option("--report", "Write the plan as a page of HTML, with the sweep of --sweep.", OUTPUT)
-    ] = None,
+    ] = None
+
+    def check(self) -> None:
+        """UserError if flags don't go together, or a file can't be written."""
+        if self.cost is not None and not 0 <= self.cost < math.inf:
+            raise UserError(f"--cost {self.cost}: needs the price of a device and hour, a number of 0 or more")
+        is_alone = self.delays is not None and self.synchrony is None and not self.best
+        if is_alone or (self.synchrony is not None and self.delays is None):
+            raise UserError("plan: --synchrony and --delays go together, such as --synchrony cutoff --delays lognormal")
+        if self.plot is not None:
+            from .plan_tables import check_plot
+
+            check_plot(self.plot)
+            check_writable("--plot", self.plot)
+        if self.report is not None:
+            from ..report.page import check_jinja
+
+            check_jinja()
+            check_writable("--report", self.report)
+        if self.to is not None and self.best:
+            raise UserError("--best: looks for settings at the recipe's batch, --to for a batch; give one of them")
+        if self.to is not None and self.delays is not None:
+            raise UserError("--delays: is planned at the recipe's batch, --to looks for one; leave out one of them")
+
+    @property
+    def has_sweep(self) -> bool:
+        """True if there is something to draw over devices."""
+        return self.sweep or self.report is not None or self.plot is not None
+
+    def priced(self, plan: "Forecast | AccuracyPlan") -> dict[str, Any]:
+        """A plan as plain values, with its cost if --cost gives a price."""
+        return {**plan.as_dict(), **({} if self.cost is None else {"cost": plan.cost(self.cost)})}
+
+
+def plan(
+    machine: PlannedMachine,
+    runtime: RuntimeFlags,
+    recipe: Annotated[str | None, Argument(metavar="RECIPE", help="A built-in name, or a YAML file.")] = None,
+    data: DataPath = None,
+    overrides: Overrides = None,
+    *,
+    wanted: Wanted,
     json_file: JsonFile = None,
 ) -> None:
     """Predict a run on a cluster: its time, where it goes, what to change."""
     check_writable("--json", json_file)
-    if published is not None:
-        write_json(json_file, _predict_rows(published))
+    if wanted.published is not None:
+        write_json(json_file, _predict_rows(wanted.published))
         return
     if recipe is None:
         raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")
-    _check(best, to, synchrony, delays, cost, plot, report)
-    sweep = sweep or report is not None
+    wanted.check()
     planned = Planned.read(recipe, overrides or [], data, machine, runtime)
-    if to is not None:
-        found = _show_accuracy(planned, _top1(to), sweep, cost, plot)
-        write_json(json_file, found)
-        _write_report(report, found)
-        return
-    relaxed = _relaxed(planned, synchrony, delays, best) if delays is not None else []
-    found = _show_plan(planned, sweep, best, cost, plot)
-    if delays is not None:
-        from .plan_tables import show_relaxed
+    if wanted.to is not None:
+        found = _show_accuracy(planned, _top1(wanted.to), wanted)
+    else:
+        relaxed = [] if wanted.delays is None else _relaxed(planned, wanted.synchrony, wanted.delays, wanted.best)
+        found = _show_plan(planned, wanted)
+        if wanted.delays is not None:
+            from .plan_tables import show_relaxed
 
-        show_relaxed(console(), relaxed, delays)
-        found["relaxed"] = [asdict(each) for each in relaxed]
+            show_relaxed(console(), relaxed, wanted.delays)
+            found["relaxed"] = [asdict(each) for each in relaxed]
     write_json(json_file, found)
-    _write_report(report, found)
+    if wanted.report is not None:
+        from ..report.page import plan_page
 
-
-def _check(
-    best: bool,
-    to: str | None,
-    synchrony: str | None,
-    delays: str | None,
-    cost: float | None,
-    plot: Path | None,
-    report: Path | None,
-) -> None:
-    """UserError if flags don't go together, or a file can't be written."""
-    if cost is not None and not 0 <= cost < math.inf:
-        raise UserError(f"--cost {cost}: needs the price of a device and hour, a number of 0 or more")
-    if (synchrony is not None and delays is None) or (delays is not None and synchrony is None and not best):
-        raise UserError("plan: --synchrony and --delays go together, such as --synchrony cutoff --delays lognormal")
-    if plot is not None:
-        from .plan_tables import check_plot
-
-        check_plot(plot)
-        check_writable("--plot", plot)
-    if report is not None:
-        from ..report.page import check_jinja
-
-        check_jinja()
-        check_writable("--report", report)
-    if to is not None and best:
-        raise UserError("--best: looks for settings at the recipe's batch, --to looks for a batch; give one of them")
-    if to is not None and delays is not None:
-        raise UserError(
-            "--delays: relaxed synchrony is planned at the recipe's batch, --to looks for one; leave out one"
-        )
+        write_file("--report", wanted.report, plan_page(found, shlex.join(["torusgd", *sys.argv[1:]])))
+        console().print(f"wrote {wanted.report}", markup=False)
 
 
 @dataclass(frozen=True)
@@ -155,8 +162,7 @@ class Planned:
     ) -> "Planned":
         """Reads recipe, cluster, profile and data, and merges flags into the recipe's `runtime:` block.
 
-        Raises:
-            UserError: The input is wrong, or says no cluster or number of devices.
+        UserError if the input is wrong, or names no cluster or no number of devices.
         """
         from ..comm.tuning.profile import Profile
         from ..plan.cluster import load_cluster, load_software, local_cluster
@@ -196,7 +202,7 @@ class Planned:
         return self.runtime.workers
 
     def title(self, what: str) -> str:
-        """The first line of a plan: what, on which devices, and as which program if that is not torusgd."""
+        """The first line of a plan, which names the program if that is not torusgd."""
         cluster, software = self.cluster, self.software
         where = f"{what} on {self.devices:,} x {cluster.device.name} ({cluster.name}, {software.name})"
         return where if software.program is None else f"{where}, as {software.program}, not torusgd"
@@ -213,18 +219,18 @@ class Planned:
         return measured_software(self.workload, self.cluster, program, self.measured)
 
     def program_on(self, devices: int) -> "Software":
-        """What trains on another number of devices, to which a given grid does not apply."""
+        """The program that trains on another number of devices, to which a given grid does not apply."""
         if devices == self.devices:
             return self.program(self.runtime)
         return self.program(self.runtime.model_copy(update={"workers": devices, "grid": None}))
 
 
-def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, plot: Path | None) -> dict[str, Any]:
+def _show_plan(planned: Planned, wanted: Wanted) -> dict[str, Any]:
     """Prints a plan, its curve and its search if wanted; all of it as plain values."""
     from ..plan.forecast import forecast
     from ..plan.search import device_counts, fixed_batch, search_settings
     from ..plan.search import sweep as sweep_over
-    from .plan_tables import plot_sweep, price_of, show_best, show_forecast, show_sweep
+    from .plan_tables import plot_sweep, show_best, show_forecast, show_sweep
 
     terminal, cluster, devices = console(), planned.cluster, planned.devices
     program = planned.program(planned.runtime)
@@ -235,45 +241,29 @@ def _show_plan(planned: Planned, sweep: bool, best: bool, price: float | None, p
     notes = _notes(planned, workload, now.memory, program)
     for note in notes:
         terminal.print(f"note: {note}", markup=False)
-    show_forecast(terminal, now, price)
-    found: dict[str, Any] = {
-        "title": title,
-        "notes": notes,
-        "recipe": planned.recipe.name,
-        "cluster": cluster.name,
-        "software": program.name,
-        **now.as_dict(),
-        **({"cost": price_of(now, price)} if price is not None else {}),
-    }
-    if sweep or plot is not None:
+    show_forecast(terminal, now, wanted.cost)
+    names = {"recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name}
+    found: dict[str, Any] = {"title": title, "notes": notes, **names, **wanted.priced(now)}
+    if wanted.has_sweep:
         ranks = planned.runtime.model_parallel
         counts = device_counts(devices, planned.workload.stages[0].workers)
         counts = [count for count in counts if ranks == "auto" or count % ranks == 0]
         curve = sweep_over(planned.workload, cluster, planned.program_on, counts)
-        show_sweep(terminal, curve, price)
-        costs = [{} if price is None else {"cost": price_of(each, price)} for each in curve.forecasts]
-        found["sweep"] = [{**each.as_dict(), **cost} for each, cost in zip(curve.forecasts, costs, strict=True)]
+        show_sweep(terminal, curve, wanted.cost)
+        found["sweep"] = [wanted.priced(each) for each in curve.forecasts]
         found["knee"] = curve.knee
-        if plot is not None:
-            plot_sweep(curve, title, plot)
-            terminal.print(f"wrote {plot}", markup=False)
-    if best:
+        if wanted.plot is not None:
+            plot_sweep(curve, title, wanted.plot)
+            terminal.print(f"wrote {wanted.plot}", markup=False)
+    if wanted.best:
         chosen = search_settings(workload, cluster, program, devices)
         show_best(terminal, chosen)
         found["best"] = {**chosen.forecast.as_dict(), "choices": [asdict(choice) for choice in chosen.choices]}
     return found
 
 
-def _write_report(path: Path | None, found: dict[str, Any]) -> None:
-    if path is not None:
-        from ..report.page import plan_page
-
-        write_file("--report", path, plan_page(found, shlex.join(["torusgd", *sys.argv[1:]])))
-        console().print(f"wrote {path}", markup=False)
-
-
 def _relaxed(planned: Planned, form: str | None, delays: str, best: bool) -> "list[RelaxedForecast]":
-    """What relaxed synchrony brings with delays, beside synchronous steps: the given form, or all."""
+    """The throughput of relaxed synchrony with delays, beside synchronous steps: of the given form, or of all."""
     from ..plan.forecast import forecast
     from ..plan.relaxed import candidate_forms, measured_delays, relaxed_forecasts
     from ..plan.search import fixed_batch
@@ -282,15 +272,12 @@ def _relaxed(planned: Planned, form: str | None, delays: str, best: bool) -> "li
     workload = fixed_batch(planned.workload, planned.devices)
     now = forecast(workload, planned.cluster, planned.program(planned.runtime), planned.devices)
     forms = [*([form] if form is not None else []), *(candidate_forms(planned.devices) if best else [])]
-    run = Path(delays) if Path(delays).is_dir() else None
-    return relaxed_forecasts(
-        workload, now, list(dict.fromkeys(forms)), delays if run is None else measured_delays(read_run(run).steps)
-    )
+    is_run = Path(delays).is_dir()
+    late = measured_delays(read_run(Path(delays)).steps) if is_run else delays
+    return relaxed_forecasts(workload, now, list(dict.fromkeys(forms)), late)
 
 
-def _show_accuracy(
-    planned: Planned, target: float, sweep: bool, price: float | None, plot: Path | None
-) -> dict[str, Any]:
+def _show_accuracy(planned: Planned, target: float, wanted: Wanted) -> dict[str, Any]:
     """Prints time, batch and cost to an accuracy, with the curve over devices if wanted; all as plain values."""
     from ..plan.search import device_counts
     from ..plan.time_to_accuracy import check_known, most_devices, plan_to_accuracy, quickest, sweep_to_accuracy
@@ -300,35 +287,25 @@ def _show_accuracy(
     terminal, cluster, devices = console(), planned.cluster, planned.devices
     program = planned.program(planned.runtime)
     title = planned.title(f"{planned.recipe.name} to {target:.1%}")
-    found: dict[str, Any] = {
-        "title": title, "recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name,
-    }  # fmt: skip
+    names = {"recipe": planned.recipe.name, "cluster": cluster.name, "software": program.name}
+    found: dict[str, Any] = {"title": title, **names, "target": target}
     terminal.print(title, markup=False)
-    if not sweep and plot is None:
+    if not wanted.has_sweep:
         plans = plan_to_accuracy(planned.recipe, planned.workload, cluster, program, devices)
-        show_accuracy(terminal, plans, price)
-        return {
-            **found,
-            "target": target,
-            "batches": [_priced(p, price) for p in plans],
-            **_priced(quickest(plans), price),
-        }
+        show_accuracy(terminal, plans, wanted.cost)
+        return {**found, "batches": [wanted.priced(each) for each in plans], **wanted.priced(quickest(plans))}
     if devices > most_devices():
         terminal.print(
             f"note: up to {most_devices():,} devices only: beyond, no batch of known epochs occupies all of them"
         )
     counts = device_counts(min(devices, most_devices()), devices)
     curve = sweep_to_accuracy(planned.recipe, planned.workload, cluster, planned.program_on, counts)
-    show_accuracy_sweep(terminal, curve, price)
-    if plot is not None:
-        plot_accuracy(curve, title, plot)
-        terminal.print(f"wrote {plot}", markup=False)
-    sweeping = [_priced(plan, price) for plan in curve.plans]
-    return {**found, "target": target, "sweep": sweeping, "knee": curve.knee, "useful": curve.useful}
-
-
-def _priced(plan: "AccuracyPlan", price: float | None) -> dict[str, Any]:
-    return {**plan.as_dict(), **({"cost": plan.cost(price)} if price is not None else {})}
+    show_accuracy_sweep(terminal, curve, wanted.cost)
+    if wanted.plot is not None:
+        plot_accuracy(curve, title, wanted.plot)
+        terminal.print(f"wrote {wanted.plot}", markup=False)
+    sweep = [wanted.priced(each) for each in curve.plans]
+    return {**found, "sweep": sweep, "knee": curve.knee, "useful": curve.useful}
 
 
 def _top1(text: str) -> float:
@@ -343,7 +320,7 @@ def _top1(text: str) -> float:
 
 
 def _notes(planned: Planned, workload: "Workload", memory: float, program: "Software") -> list[str]:
-    """How the plan departs from the recipe, what a run would refuse, what will not fit, and what is not measured."""
+    """Notes on what departs from the recipe, what a run would refuse, what does not fit, and what is not measured."""
     from ..recipe.compatibility import Setup, refusals
 
     cluster, devices, notes = planned.cluster, planned.devices, list[str]()

@@ -7,7 +7,7 @@ from ..comm.algorithms import parse_algorithm
 from ..errors import RunError, UserError
 from ..text import byte_size
 from .options import DataPath, JsonFile, Overrides, PlannedMachine, RecipeName, RuntimeFlags, option
-from .output import check_writable, console, write_json
+from .output import check_writable, console, table, write_json
 from .plan import Planned
 
 if TYPE_CHECKING:
@@ -76,9 +76,6 @@ def _check(planned: Planned) -> None:
 
 def show_rehearsal(found: "Rehearsal") -> None:
     """The scale, a step as rehearsed and as planned, and how far they are apart."""
-    from rich import box
-    from rich.table import Table
-
     terminal = console()
     terminal.print(
         f"lab: {found.scale}; it carries {8e-6 * found.ceiling.rate:.0f} Mb/s a host, "
@@ -86,23 +83,19 @@ def show_rehearsal(found: "Rehearsal") -> None:
         f"{found.allreduce}; {byte_size(found.bytes)} of messages a rank and step",
         sep="\n",
     )
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("a step, ms", overflow="fold")
-    for heading in ("rehearsed", "planned"):
-        table.add_column(heading, justify="right", overflow="fold")
     planned, rest = found.planned, found.planned.seconds - found.planned.compute - found.predicted
-    rows = [
+    parts = [
         ("compute (timed waits)", planned.compute, planned.compute),
         ("exposed communication", found.rehearsed, found.predicted),
         ("update, contention, slow devices (planned)", rest, rest),
         ("all", found.seconds, planned.seconds),
     ]
-    for name, one, other in rows:
-        table.add_row(name, f"{1e3 * one:.2f}", f"{1e3 * other:.2f}", style="bold" if name == "all" else None)
-    speeds = [(found.alone / s, found.batch / s) for s in (found.seconds, planned.seconds)]
-    table.add_row("speed-up", *(f"{speed:.2f}" for speed, _ in speeds))
-    table.add_row("images/s", *(f"{rate:,.0f}" for _, rate in speeds))
-    terminal.print(table)
+    rows = [
+        *([name, f"{1e3 * one:.2f}", f"{1e3 * other:.2f}"] for name, one, other in parts),
+        ["speed-up", *(f"{found.alone / seconds:.2f}" for seconds in parts[-1][1:])],
+        ["images/s", *(f"{found.batch / seconds:,.0f}" for seconds in parts[-1][1:])],
+    ]
+    terminal.print(table(("a step, ms", "rehearsed", "planned"), rows, left=[0], bold=[3]))
     spread = f"{1e3 * min(found.waits):.2f} to {1e3 * max(found.waits):.2f} ms in {len(found.waits)} steps"
     terminal.print(f"exposed communication: {spread}")
     off = f"the plan is {found.error_of_step:+.1%} of the step off"

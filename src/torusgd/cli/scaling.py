@@ -10,15 +10,14 @@ from typer import Exit
 
 from ..errors import UserError
 from .options import OUTPUT, DataPath, JsonFile, Overrides, RecipeName, RuntimeFlags, option
-from .output import check_writable, console, write_json
+from .output import check_writable, console, table, write_json
 
 if TYPE_CHECKING:
     from ..comm.tuning.profile import Profile
     from ..recipe.runtime_options import RuntimeOptions
     from ..recipe.schema import Recipe
 
-_SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")
-"""overrides that leave out all but steps, and one image that is classified at the end"""
+_SHORT = ("evaluate.every=null", "data.eval_images=1", "polish=null")  # steps, and one image classified at the end
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,9 @@ def scaling(
     if most == 1:
         raise UserError("bench scaling: compares several ranks with one; give --workers of 2 or more")
     counts = rank_counts(most)
-    chosen = {n: _options_for(n, most, runtime, options, block) for n in counts}
+    # A given grid is for the most ranks.
+    own = {n: options if n == most else options.without(["grid"]) for n in counts}
+    chosen = {n: runtime.fitted(own[n].model_copy(update={"workers": n}), block, n) for n in counts}
     given = options.profile
     profile = Profile.load(Path(given)) if given is not None else _measure_network(most, device, seconds)
     with TemporaryDirectory(prefix="torusgd-scaling-") as folder:
@@ -101,12 +102,7 @@ def compare(
 ) -> list[Point]:
     """Measured and planned steps by number of ranks, of which the first is one.
 
-    Args:
-        recipe: The one that was trained.
-        options: The options of each run, by its number of ranks.
-        runs: The folder of each run, by its number of ranks.
-        profile: The network as measured.
-        data: The recipe's data.
+    `options` and `runs` (folders) are by number of ranks; `profile` is the network as measured.
     """
     from ..observe.compare_plan import PlanComparison
     from ..plan.cluster import load_software, local_cluster
@@ -140,15 +136,11 @@ def compare(
 
 def show_points(points: Sequence[Point]) -> None:
     """The table."""
-    from rich import box
-    from rich.table import Table
-
-    title = "steps on this machine, median without the first; planned: from the run with one rank and the network"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error"):
-        table.add_column(column, justify="right", overflow="fold")
-    for point in points:
-        table.add_row(
+    console().print(
+        "steps on this machine, median without the first; planned: from the run with one rank and the network"
+    )
+    rows = [
+        (
             str(point.ranks),
             f"{1e3 * point.step_seconds:.4g}",
             f"{point.images_per_second:,.0f}",
@@ -157,22 +149,16 @@ def show_points(points: Sequence[Point]) -> None:
             f"{point.planned_efficiency:.0%}",
             f"{point.error:+.1%}",
         )
-    console().print(table)
-
-
-def _options_for(
-    ranks: int, most: int, flags: RuntimeFlags, options: "RuntimeOptions", block: "RuntimeOptions"
-) -> "RuntimeOptions":
-    """The options of the run with so many ranks; a given grid is for the most ranks."""
-    own = options if ranks == most else options.without(["grid"])
-    return flags.fitted(own.model_copy(update={"workers": ranks}), block, ranks)
+        for point in points
+    ]
+    headings = ("ranks", "ms", "images/s", "efficiency", "planned ms", "planned efficiency", "error")
+    console().print(table(headings, rows))
 
 
 def _measure_network(ranks: int, device: str, seconds: float) -> "Profile":
     from ..comm.tuning.profile import Profile
     from ..recipe.runtime_options import RuntimeOptions
-    from .ranks import on_ranks
-    from .tune import tune_on_rank
+    from .bench import on_ranks, tune_on_rank
 
     console().print(f"measuring the network of {ranks} ranks for about {seconds:g} s")
     return Profile.parse(

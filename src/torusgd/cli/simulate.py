@@ -4,12 +4,9 @@ import math
 from dataclasses import asdict
 from typing import Annotated
 
-from rich import box
-from rich.table import Table
-
 from ..text import percent
 from .options import DataPath, JsonFile, Overrides, RecipeName, option
-from .output import check_writable, console, write_json
+from .output import check_writable, console, table, write_json
 
 FORM = "What is simulated"
 
@@ -27,8 +24,7 @@ def simulate(
         ),
     ] = "",
     workers: Annotated[
-        int | None,
-        option("--workers", "Simulate this many virtual workers. Default: the recipe's.", FORM, metavar="P"),
+        int | None, option("--workers", "Simulate this many virtual workers. Default: the recipe's.", FORM, metavar="P")
     ] = None,
     delays: Annotated[
         str | None,
@@ -72,16 +68,12 @@ def simulate(
         seconds=math.inf if seconds is None else seconds,
         images=math.inf if images is None else images,
     )
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for heading in ("virtual seconds", "images", "error"):
-        table.add_column(heading, justify="right", overflow="fold")
-    for point in found.points:
-        table.add_row(f"{point.time:,.2f}", f"{point.images:,}", percent(point.error))
     terminal = console()
     what = form or f"synchrony.form = {loaded.synchrony.form}"
     terminal.print(
         f"{loaded.name}, {what}, {workers} workers, delays {delays}, SGD of rate {setting.lr:g}", markup=False
     )
-    terminal.print(table)
+    rows = [(f"{point.time:,.2f}", f"{point.images:,}", percent(point.error)) for point in found.points]
+    terminal.print(table(("virtual seconds", "images", "error"), rows))
     terminal.print(f"weights_sha256 {found.weights_sha256}", markup=False)
     write_json(json_file, asdict(found))

@@ -181,6 +181,10 @@ class Forecast:
     limit: str
     """largest obstacle, in words"""
 
+    def cost(self, price: float) -> float:
+        """Cost of the run at a price of a device and hour."""
+        return self.devices * self.run.seconds / 3600 * price
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON; all times in seconds."""
         stages = [
