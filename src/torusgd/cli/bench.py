@@ -29,7 +29,7 @@ def allreduce(
     runtime: RuntimeFlags,
     sizes: Annotated[
         str | None,
-        option("--sizes", "Sum tensors of these sizes. Default: 4KiB to 16MiB.", NETWORK, metavar="4KiB,..."),
+        option("--sizes", "Sum tensors of these sizes. Default: 4KiB to 16MiB.", NETWORK, "4KiB,..."),
     ] = None,
     algorithms: Annotated[
         str, option("--algorithms", f"Compare these of native, auto, {listed(SCHEDULED)}.", NETWORK)

@@ -14,8 +14,7 @@ from .options import option
 from .output import console
 
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="The run's folder or URL, that of --out.")]
-_MOST_SHOWN = 16
-"""ranks whose virtual workers stand in a line"""
+_MOST_SHOWN = 16  # ranks whose virtual workers stand in a line
 
 
 def status(

@@ -28,9 +28,9 @@ DATA, RECIPE, RUNTIME, NETWORK, OUTPUT = "Data", "Recipe", "Runtime", "Network",
 _log = logging.getLogger(__name__)
 
 
-def option(name: str, text: str, panel: str | None = None, **more: Any) -> Any:
+def option(name: str, text: str, panel: str | None = None, metavar: str | None = None, **more: Any) -> Any:
     """An option of the command line with its help, in a panel."""
-    return Option(name, help=text, rich_help_panel=panel, **more)
+    return Option(name, help=text, rich_help_panel=panel, metavar=metavar, **more)
 
 
 RecipeName = Annotated[str, Argument(metavar="RECIPE", help="A built-in recipe's name, or a YAML file.")]
@@ -40,7 +40,7 @@ Overrides = Annotated[
         "--set",
         "Change a key of the recipe; repeatable. Another model.name leaves out the model.options before it.",
         RECIPE,
-        metavar="KEY.PATH=VALUE",
+        "KEY.PATH=VALUE",
     ),
 ]
 DataPath = Annotated[Path | None, option("--data", "Read the data set from this folder or file.", DATA)]
@@ -51,16 +51,16 @@ InitialWeights = Annotated[
         "Start from these weights: a .safetensors or .pth, timm's own, or a repository of the Hugging Face hub. A head "
         "for other classes is made anew.",
         DATA,
-        metavar="FILE|timm|hf:REPO",
+        "FILE|timm|hf:REPO",
     ),
 ]
 JsonFile = Annotated[Path | None, option("--json", "Also write the result to this file, as JSON.", OUTPUT)]
 
+# The end of a flag's help, with names of rooms above the option's.
 _MORE = {
     "allreduce": f" The others are {listed(SCHEDULED)}; name the methods of both axes as in torus:halving/ring, of "
     f"{listed(METHODS)}. plan also prices those of other programs: {listed(OTHER_PROGRAMS)}."
 }
-"""end of a flag's help, of names that stand in higher rooms than the option"""
 
 
 class RuntimeFlags:
@@ -76,8 +76,7 @@ class RuntimeFlags:
     def over(self, block: "RuntimeOptions | None" = None) -> "RuntimeOptions":
         """The options of a `runtime:` block, or the defaults, with these flags in place of its own.
 
-        Raises:
-            UserError: A value is not allowed.
+        UserError if a value is not allowed.
         """
         from ..recipe.load import parse_yaml, validate
         from ..recipe.runtime_options import RuntimeOptions
@@ -94,11 +93,9 @@ class RuntimeFlags:
         return validate(RuntimeOptions, {**block.model_dump(mode="json", exclude_unset=True), **given}, "flags")
 
     def fitted(self, options: "RuntimeOptions", block: "RuntimeOptions", ranks: int) -> "RuntimeOptions":
-        """The options without those of the recipe's block that are for another number of ranks; one line names them.
-
-        A record's block holds the grid of its machine, and the recipe trains on a laptop too. A flag does not give way,
-        nor does a block that itself names this number of ranks: these are mistakes, which the run refuses.
-        """
+        """The options without those of the recipe's block that are for another number of ranks; one line names them."""
+        # A record's block holds the grid of its machine, and the recipe trains on a laptop too. A flag does not give
+        # way, nor does a block that itself names this number of ranks: these are mistakes, which the run refuses.
         left_out = [] if block.workers == ranks else [n for n in options.unfit(ranks) if n not in self.given]
         # One process speaks for all ranks of a launcher.
         if left_out and os.environ.get("RANK", "0") == "0":
@@ -108,11 +105,7 @@ class RuntimeFlags:
 
 
 def read_workers(text: str) -> Any:
-    """N, or MIN:MAX as a list of two; other text stays, and the check of a recipe's block refuses it.
-
-    >>> read_workers("8"), read_workers("2:8")
-    (8, [2, 8])
-    """
+    """N, or MIN:MAX as a list of two; other text stays, and the check of a recipe's block refuses it."""
     numbers = [int(part) if part.isascii() and part.isdigit() else part for part in text.split(":")]
     return numbers[0] if len(numbers) == 1 else numbers
 
@@ -140,11 +133,7 @@ def runtime_flags(command: str) -> Iterator[inspect.Parameter]:
 
 
 def _kind_of(annotation: Any) -> tuple[Any, str]:
-    """The type that Typer reads, and the words to choose from, of an option's annotation; text is read later.
-
-    >>> _kind_of(int | None), _kind_of(Literal["a", "b"])
-    ((<class 'int'>, ''), (<class 'str'>, 'a|b'))
-    """
+    """The type that Typer reads, and the words to choose from, of an option's annotation: `int`, or `str` and `a|b`."""
     parts = get_args(annotation)
     if type(None) in parts:
         return _kind_of(parts[0])
@@ -185,8 +174,7 @@ class TrainedWeights:
     """The weights that eval and polish open, and the data that they read."""
 
     checkpoint: Annotated[
-        Path,
-        Argument(metavar="CHECKPOINT", help="A run's folder, a checkpoint's or a weight file; or its URL."),
+        Path, Argument(metavar="CHECKPOINT", help="A run's folder, a checkpoint's or a weight file; or its URL.")
     ]
     data: DataPath = None
     classes: Annotated[
@@ -200,9 +188,7 @@ class TrainedWeights:
 def expand(command: Callable[..., object], name: str) -> Callable[..., object]:
     """A command with each parameter that is a group replaced by the group's options, in the signature that Typer reads.
 
-    Args:
-        command: Its groups are dataclasses and `RuntimeFlags`.
-        name: By which `Flag.commands` names it.
+    Groups are dataclasses and `RuntimeFlags`; `Flag.commands` has the command's `name`.
     """
     groups: dict[str, tuple[Any, list[str]]] = {}
     parameters: list[inspect.Parameter] = []

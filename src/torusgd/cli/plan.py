@@ -38,9 +38,9 @@ class Wanted:
         str | None,
         option(
             "--to",
-            "Find time, cost and best batch to this accuracy, such as 75.9%; with --sweep for each number of devices.",
+            "Find time, cost and best batch to this accuracy, such as 75.9%; with --sweep by devices.",
             WANTED,
-            metavar="TOP1",
+            "TOP1",
         ),
     ] = None
     synchrony: Annotated[
@@ -49,7 +49,7 @@ class Wanted:
             "--synchrony",
             "Also plan steps that leave out late work, or exchange every H steps; needs --delays.",
             WANTED,
-            metavar="cutoff|backup:B|local:H",
+            "cutoff|backup:B|local:H",
         ),
     ] = None
     delays: Annotated[
@@ -59,11 +59,11 @@ class Wanted:
             "Delay ranks by this model, such as lognormal or exponential@0.05, or as in a run's folder; with --best "
             "try every form.",
             WANTED,
-            metavar="MODEL|RUN",
+            "MODEL|RUN",
         ),
     ] = None
     cost: Annotated[
-        float | None, option("--cost", "Add the cost at this price of a device and hour.", WANTED, metavar="PRICE")
+        float | None, option("--cost", "Add the cost at this price of a device and hour.", WANTED, "PRICE")
     ] = None
     published: Annotated[
         Path | None, option("--published", "Predict every row of a table of published results.", WANTED)
@@ -152,8 +152,7 @@ class Planned:
     as_published: frozenset[str]
     """names of options that describe what `software` is known to have done, and so do not override it"""
     cluster: "Cluster"
-    software: "Software"
-    """profile as it stands in its file"""
+    software: "Software"  # profile as it stands in its file
     measured: Path | None
 
     @classmethod

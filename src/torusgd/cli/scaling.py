@@ -25,15 +25,12 @@ class Point:
     """A number of ranks: measured, and as planned from the run with one rank and the measured network."""
 
     ranks: int
-    step_seconds: float
-    """median of the steps but the first"""
+    step_seconds: float  # median of the steps but the first
     images_per_second: float
-    efficiency: float
-    """images a second of a rank, relative to those of the run with one rank"""
+    efficiency: float  # images a second of a rank, relative to those of the run with one rank
     planned_step_seconds: float
     planned_efficiency: float
-    error: float
-    """relative error of the planned step against the measured one"""
+    error: float  # relative error of the planned step against the measured one
 
 
 def scaling(

@@ -20,11 +20,11 @@ def simulate(
             "Simulate bsp, ssp:STALE, asp, pbsp:SAMPLE, pssp:SAMPLExSTALE, backup:B, cutoff:COUNT, cutoff:predicted, "
             "threshold:PARTSxSECONDS, local:H, diloco:H, gossip:PROBABILITY or elastic:STEPS. Default: the recipe's.",
             FORM,
-            metavar="FORM",
+            "FORM",
         ),
     ] = "",
     workers: Annotated[
-        int | None, option("--workers", "Simulate this many virtual workers. Default: the recipe's.", FORM, metavar="P")
+        int | None, option("--workers", "Simulate this many virtual workers. Default: the recipe's.", FORM, "P")
     ] = None,
     delays: Annotated[
         str | None,
@@ -33,7 +33,7 @@ def simulate(
             "Delay each gradient by this model, such as lognormal or exponential@0.5. Default: the recipe's, or "
             "exponential.",
             FORM,
-            metavar="MODEL",
+            "MODEL",
         ),
     ] = None,
     compute: Annotated[float, option("--compute", "Take so many virtual seconds a gradient, plus delay.", FORM)] = 1.0,

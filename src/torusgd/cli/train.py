@@ -36,29 +36,15 @@ def train(
     fresh: Annotated[bool, option("--fresh", "Delete an earlier run in --out and begin anew.", OUTPUT)] = False,
     trace: Annotated[
         str | None,
-        option(
-            "--trace",
-            "Write trace.json of these steps: passes, messages and waits of all ranks, in Chrome's format.",
-            OUTPUT,
-            metavar="FIRST:LAST",
-        ),
+        option("--trace", "Write trace.json of these steps of all ranks, in Chrome's format.", OUTPUT, "FIRST:LAST"),
     ] = None,
     listen: Annotated[
         str | None,
-        option(
-            "--listen",
-            "Let other machines join at this address of this machine (torusgd join). Default: none can.",
-            RUNTIME,
-            metavar="ADDRESS:PORT",
-        ),
+        option("--listen", "Let machines join at this address of this one (torusgd join).", RUNTIME, "ADDRESS:PORT"),
     ] = None,
     token_file: Annotated[
         Path | None,
-        option(
-            "--token-file",
-            "Let in machines that have a copy of this file, which is made if it is missing. Default: RUN/.join-token.",
-            RUNTIME,
-        ),
+        option("--token-file", "Let in machines with this file, made if missing. Default: RUN/.join-token.", RUNTIME),
     ] = None,
     delays: Annotated[
         str | None,
@@ -66,7 +52,7 @@ def train(
             "--delays",
             "Sleep before each virtual worker: lognormal (its unit is 50 ms), exponential@0.2 (200 ms).",
             RUNTIME,
-            metavar="MODEL",
+            "MODEL",
         ),
     ] = None,
     plan: Annotated[
@@ -74,13 +60,7 @@ def train(
     ] = None,
     time_limit: Annotated[
         float | None,
-        option(
-            "--time-limit",
-            "Stop after so long with a checkpoint and exit code 75, as after SIGUSR1.",
-            OUTPUT,
-            metavar="MINUTES",
-            min=0.0,
-        ),
+        option("--time-limit", "Write a checkpoint and exit with code 75 then.", OUTPUT, "MINUTES", min=0.0),
     ] = None,
     requeue: Annotated[bool, option("--requeue", "Then have Slurm queue the job again.", OUTPUT)] = False,
 ) -> None:
@@ -138,7 +118,7 @@ def train(
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, or starts the ranks."""
+    """True in rank 0, or if this process starts the ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -158,6 +138,7 @@ def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror 
         setup = setup_of(job, listens=entrance is not None, launcher=launcher, deletes=deletes)
         check(setup, {LISTENS, DELETES})
     with mirror.held(begins) if mirror is not None and is_mirrored else nullcontext():
+        # A data set of a hub stays at the revision with which the run began.
         job = replace(job, data=pinned(job.data, "" if begins else RunDir(job.out).data_revision()))
         result = join_and_train(job, begins) if launcher else launch(job, begins, entrance)
         if mirror is not None and is_mirrored:
@@ -166,7 +147,7 @@ def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror 
 
 
 def show_result(summary: Mapping[str, Any], folder: str) -> None:
-    """The result and where it lies."""
+    """Prints the result and its folder."""
     terminal = console()
     ranks, images = plural(summary["world_size"], "rank"), summary["eval_images"]
     terminal.print(
@@ -226,12 +207,10 @@ def replay(
     options = runtime.over()
     journaled, steps = None, status.get("steps")
     if recipe.synchrony.keeps_journal:
+        # A run that has not finished is replayed as far as its journal goes.
+        reached = original.journal_reached() if not status else None
         journaled = read_journal(
-            original.journal,
-            recipe.sha256(),
-            recipe.virtual_workers,
-            status.get("journal"),
-            original.journal_reached() if not status else None,
+            original.journal, recipe.sha256(), recipe.virtual_workers, status.get("journal"), reached
         )
         steps = len(journaled.left_out)
     if steps == 0:

@@ -370,8 +370,7 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
     return tree
 
 
-_NOMINAL = 1e12
-"""FLOP/s of a device without a figure; a measured step cancels it"""
+_NOMINAL = 1e12  # FLOP/s of a device without a figure; a measured step cancels it
 
 
 def local_cluster(profile: Profile, name: str = "local") -> Cluster:

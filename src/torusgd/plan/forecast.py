@@ -36,14 +36,10 @@ class PlannedStage:
     """The steps of one batch size."""
 
     steps: int
-    images: int
-    """images of one virtual worker"""
-    workers: int
-    """number of virtual workers"""
-    spare: int = 0
-    """number of images that a batch lacks if the workers don't divide it evenly"""
-    cost: ModelCost | None = None
-    """cost of the network at this stage's image size; None: the workload's"""
+    images: int  # images of one virtual worker
+    workers: int  # number of virtual workers
+    spare: int = 0  # number of images that a batch lacks if the workers don't divide it evenly
+    cost: ModelCost | None = None  # cost of the network at this stage's image size; None: the workload's
 
     @property
     def batch(self) -> int:
@@ -73,11 +69,9 @@ class Workload:
     cost: ModelCost
     stages: tuple[PlannedStage, ...]
     train_images: int
-    eval_images: int
-    """number of images of an evaluation that pass through the network"""
+    eval_images: int  # number of images of an evaluation that pass through the network
     evaluations: int
-    eval_cost: ModelCost | None = None
-    """cost of the network at the size of held-out images; None: as in training"""
+    eval_cost: ModelCost | None = None  # cost of the network at the size of held-out images; None: as in training
 
     def cost_of(self, stage: PlannedStage) -> ModelCost:
         """The cost of the network at a stage's image size."""
@@ -165,21 +159,15 @@ class Forecast:
     """A predicted run."""
 
     devices: int
-    steps: tuple[StepTime, ...]
-    """a step of each stage"""
+    steps: tuple[StepTime, ...]  # a step of each stage
     batches: tuple[int, ...]
     run: RunTime
     low: float
-    high: float
-    """with `low`, the band of the run's seconds: the slowest device's luck, and the profile's own error"""
-    images_per_second: float
-    """mean rate over all steps"""
-    efficiency: float
-    """efficiency of a device, against one device alone with the same virtual workers each"""
-    memory: float
-    """bytes a device needs, about"""
-    limit: str
-    """largest obstacle, in words"""
+    high: float  # with `low`, the band of the run's seconds: the slowest device's luck, and the profile's own error
+    images_per_second: float  # mean rate over all steps
+    efficiency: float  # efficiency of a device, against one device alone with the same virtual workers each
+    memory: float  # bytes a device needs, about
+    limit: str  # largest obstacle, in words
 
     def cost(self, price: float) -> float:
         """Cost of the run at a price of a device and hour."""

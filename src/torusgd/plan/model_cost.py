@@ -43,18 +43,13 @@ _INPUTS = {
 class Kernels:
     """The kernels of one direction in the order in which they run; every field has one value a kernel."""
 
-    flops: Array
-    """floating-point operations an image (a multiply-add is two)"""
-    values: Array
-    """tensor elements read and written an image"""
-    fixed: Array
-    """tensor elements read and written whatever the batch, such as weights"""
-    launches: Array
-    """number of kernels: 2 if one operator stands for two (both gradients of a convolution)"""
+    flops: Array  # floating-point operations an image (a multiply-add is two)
+    values: Array  # tensor elements read and written an image
+    fixed: Array  # tensor elements read and written whatever the batch, such as weights
+    launches: Array  # number of kernels: 2 if one operator stands for two (both gradients of a convolution)
     elementwise: Array
     """1.0 for activations and additions, which a fused implementation joins to the kernel before, else 0.0"""
-    linear: Array
-    """1.0 for the matrix products of linear layers, else 0.0"""
+    linear: Array  # 1.0 for the matrix products of linear layers, else 0.0
 
 
 @dataclass(frozen=True)
@@ -65,10 +60,8 @@ class Gradient:
     values: int
     norm_or_bias: bool
     ready: int
-    needed: int = 0
-    """number of forward kernels that have run when the layer that uses the parameter begins"""
-    is_norm: bool = False
-    """true for batch norm's"""
+    needed: int = 0  # number of forward kernels that have run when the layer that uses the parameter begins
+    is_norm: bool = False  # true for batch norm's
 
 
 @dataclass(frozen=True)
@@ -77,13 +70,10 @@ class Layer:
 
     name: str
     linear: bool
-    ifm: int
-    """feature maps in (channels, or inputs of a linear layer)"""
+    ifm: int  # feature maps in (channels, or inputs of a linear layer)
     ofm: int
-    kernel: int
-    """kh * kw, 1 for a linear layer"""
-    in_area: int
-    """ih * iw, 1 for a linear layer"""
+    kernel: int  # kh * kw, 1 for a linear layer
+    in_area: int  # ih * iw, 1 for a linear layer
     out_area: int
     groups: int = 1
 
@@ -104,15 +94,12 @@ class ModelCost:
 
     forward: Kernels
     backward: Kernels
-    gradients: tuple[Gradient, ...]
-    """in the order in which backward completes them"""
+    gradients: tuple[Gradient, ...]  # in the order in which backward completes them
     layers: tuple[Layer, ...]
-    norms: int
-    """number of batch-norm layers"""
+    norms: int  # number of batch-norm layers
     activations: float
     """number of values an image that the forward pass writes: an upper bound of those that backward needs"""
-    statistics: int = 0
-    """number of means and variances of all batch-norm layers"""
+    statistics: int = 0  # number of means and variances of all batch-norm layers
 
     @property
     def parameters(self) -> int:

@@ -39,14 +39,10 @@ class RelaxedForecast:
     """The throughput of a form, over the steps of all stages."""
 
     form: str
-    seconds: float
-    """mean seconds of a step"""
-    share: float
-    """fraction of the gradients that enter an update"""
-    images_per_second: float
-    """images a second that enter updates"""
-    speedup: float
-    """ratio of images_per_second to that of synchronous steps with the same delays"""
+    seconds: float  # mean seconds of a step
+    share: float  # fraction of the gradients that enter an update
+    images_per_second: float  # images a second that enter updates
+    speedup: float  # ratio of images_per_second to that of synchronous steps with the same delays
 
 
 def measured_delays(steps: Sequence[Mapping[str, Any]]) -> Measured:

@@ -21,10 +21,8 @@ class Pass:
 
     forward: float
     backward: float
-    ready: Array
-    """end of each gradient after the start of backward, in the order of `ModelCost.gradients`"""
-    needed: Array
-    """first use of each gradient's parameter after the start of forward, in the same order"""
+    ready: Array  # end of each gradient after the start of backward, in the order of `ModelCost.gradients`
+    needed: Array  # first use of each gradient's parameter after the start of forward, in the same order
 
 
 def kernel_seconds(

@@ -107,8 +107,7 @@ class ChosenSetting:
 
     setting: str
     value: str
-    saves: float
-    """seconds by which the run is longer with all other choices but without this one"""
+    saves: float  # seconds by which the run is longer with all other choices but without this one
 
 
 @dataclass(frozen=True)

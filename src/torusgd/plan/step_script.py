@@ -34,16 +34,12 @@ class Compute(NamedTuple):
 class Send(NamedTuple):
     """A message leaves: a sum over ranks, or its first or second half (reduce-scatter, all-gather)."""
 
-    name: str
-    """unique name in the step"""
+    name: str  # unique name in the step
     kind: Kind
     content: Content
-    bytes: float
-    """bytes of the whole tensor, before it is cut into shards"""
-    members: int | None = None
-    """number of ranks of a group that exchange among themselves; None: all"""
-    apart: int = 1
-    """distance between neighbouring members, in ranks"""
+    bytes: float  # bytes of the whole tensor, before it is cut into shards
+    members: int | None = None  # number of ranks of a group that exchange among themselves; None: all
+    apart: int = 1  # distance between neighbouring members, in ranks
 
 
 class Wait(NamedTuple):
@@ -183,14 +179,11 @@ def _spread(timed: Iterable[tuple[float, Sequence[Action]]], seconds: float) -> 
 class Departure(NamedTuple):
     """Gradients that leave together."""
 
-    ready: float
-    """seconds after the start of backward at which the last of them is complete"""
+    ready: float  # seconds after the start of backward at which the last of them is complete
     bytes: float
     values: float
-    first: int
-    """index of the first of them in the order of sending: that of backward, but wide ones come last"""
-    stop: int
-    """index after the last of them"""
+    first: int  # index of the first of them in the order of sending: that of backward, but wide ones come last
+    stop: int  # index after the last of them
 
 
 def cut_buckets(

@@ -55,10 +55,8 @@ SMALLEST, LARGEST = REFERENCE[0].batch, REFERENCE[-1].batch
 class EpochCurve:
     """Epochs to an accuracy over the batch."""
 
-    minimum: float
-    """epochs of a small batch"""
-    critical: float
-    """the batch that needs twice as many"""
+    minimum: float  # epochs of a small batch
+    critical: float  # the batch that needs twice as many
 
     def epochs(self, batch: float) -> float:
         """Epochs to the accuracy with a batch."""
@@ -126,10 +124,8 @@ class AccuracyPlan:
 
     devices: int
     batch: int
-    images: int
-    """images of a virtual worker"""
-    epochs: float
-    """epochs to the accuracy, the mean over runs"""
+    images: int  # images of a virtual worker
+    epochs: float  # epochs to the accuracy, the mean over runs
     images_per_second: float
     run: RunTime
     low: float
@@ -208,8 +204,7 @@ class AccuracySweep:
     plans: tuple[AccuracyPlan, ...]
     knee: int
     """number of devices beyond which another one adds less than `search.KNEE_EFFICIENCY` of the first one's work"""
-    useful: int
-    """number of devices beyond which more gain nothing"""
+    useful: int  # number of devices beyond which more gain nothing
 
 
 def sweep_to_accuracy(

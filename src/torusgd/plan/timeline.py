@@ -25,18 +25,13 @@ class StepTime:
 
     forward: float
     backward: float
-    exposed: float
-    """communication that compute waits for"""
-    contention: float
-    """seconds by which hidden communication makes compute longer"""
-    exchange: float
-    """activations between the ranks of a split layer, and batch statistics within a group"""
+    exposed: float  # communication that compute waits for
+    contention: float  # seconds by which hidden communication makes compute longer
+    exchange: float  # activations between the ranks of a split layer, and batch statistics within a group
     coordination: float
     update: float
-    input: float
-    """wait for images"""
-    jitter: float
-    """wait for the slowest device"""
+    input: float  # wait for images
+    jitter: float  # wait for the slowest device
     hidden: float
 
     @property

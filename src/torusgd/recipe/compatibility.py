@@ -27,20 +27,13 @@ class Setup:
 
     recipe: "Recipe"
     options: RuntimeOptions = _DEFAULTS
-    device: str = "cpu"
-    """cpu or cuda; empty: not known, as in a plan"""
-    ranks: int | None = None
-    """number of ranks; None: not known yet"""
-    delays: str = ""
-    """model of the delays that ranks sleep, of --delays"""
-    is_replay: bool = False
-    """true if a journal decides which work is left out"""
-    listens: bool = False
-    """true if other machines may join"""
-    launcher: str = ""
-    """torchrun, or other; empty: torusgd starts its ranks itself"""
-    deletes: str = ""
-    """URL of a run that --fresh deletes"""
+    device: str = "cpu"  # cpu or cuda; empty: not known, as in a plan
+    ranks: int | None = None  # number of ranks; None: not known yet
+    delays: str = ""  # model of the delays that ranks sleep, of --delays
+    is_replay: bool = False  # true if a journal decides which work is left out
+    listens: bool = False  # true if other machines may join
+    launcher: str = ""  # torchrun, or other; empty: torusgd starts its ranks itself
+    deletes: str = ""  # URL of a run that --fresh deletes
 
     @property
     def allowed(self) -> str:
@@ -69,10 +62,8 @@ class Setup:
 class Part:
     """A value of a recipe, an option, a flag or a circumstance."""
 
-    key: str
-    """key of the recipe or of the options, or a flag, with which errors begin; empty: a circumstance"""
-    words: str
-    """words of the table in the docs"""
+    key: str  # key of the recipe or of the options, or a flag, with which errors begin; empty: a circumstance
+    words: str  # words of the table in the docs
     is_in: Callable[[Setup], bool]
 
 
@@ -83,8 +74,7 @@ class Rule:
     part: Part
     other: Part
     why: str
-    remedy: str
-    """way out; `{0.NAME}` in it, and in `why`, stands for what the setup has under that name"""
+    remedy: str  # way out; `{0.NAME}` in it, and in `why`, stands for what the setup has under that name
 
     def is_broken(self, setup: Setup) -> bool:
         """True if a setup has both parts."""

@@ -26,10 +26,8 @@ class Flag:
 
     panel: str
     commands: tuple[str, ...] = STEPS
-    metavar: str = ""
-    """empty: the option's words, or its type"""
-    names: tuple[str, ...] = ()
-    """words of the flag, more than one for another name; empty: the option's own"""
+    metavar: str = ""  # empty: the option's words, or its type
+    names: tuple[str, ...] = ()  # words of the flag, more than one for another name; empty: the option's own
 
 
 class RuntimeOptions(Section):

@@ -27,20 +27,14 @@ class Rehearsal:
     devices: int
     batch: int
     planned: StepTime
-    alone: float
-    """a step of one device with the same batch"""
-    predicted: float
-    """exposed communication of the plan, activations of split layers included"""
-    predicted_late: float
-    """the same on the network that was played, whose rounds are `scale.excess` longer"""
-    waits: tuple[float, ...]
-    """exposed communication of each rehearsed step"""
+    alone: float  # a step of one device with the same batch
+    predicted: float  # exposed communication of the plan, activations of split layers included
+    predicted_late: float  # the same on the network that was played, whose rounds are `scale.excess` longer
+    waits: tuple[float, ...]  # exposed communication of each rehearsed step
     ceiling: Ceiling
     scale: Scale
-    allreduce: str
-    """the explanation of the all-reduce"""
-    bytes: float
-    """bytes of a rank's messages in a step"""
+    allreduce: str  # the explanation of the all-reduce
+    bytes: float  # bytes of a rank's messages in a step
 
     @property
     def rehearsed(self) -> float:

@@ -32,24 +32,18 @@ _REPEAT = 5
 class Ceiling:
     """The speed of the lab itself with so many hosts and ranks, all at work."""
 
-    round: float
-    """seconds of a round of small messages with a latency of zero"""
-    rate: float
-    """bytes/s each way through each host's link"""
+    round: float  # seconds of a round of small messages with a latency of zero
+    rate: float  # bytes/s each way through each host's link
 
 
 @dataclass(frozen=True)
 class Scale:
     """The factors of time and bytes with which the lab plays a step."""
 
-    stretch: float
-    """seconds of the lab for a second of the machine"""
-    shrink: float
-    """bytes of the machine for a byte of the lab"""
-    latency: float
-    """seconds, one way, that the lab's links add to its own"""
-    rate: float
-    """bytes/s of a host's link in the lab"""
+    stretch: float  # seconds of the lab for a second of the machine
+    shrink: float  # bytes of the machine for a byte of the lab
+    latency: float  # seconds, one way, that the lab's links add to its own
+    rate: float  # bytes/s of a host's link in the lab
     excess: float
     """seconds of the machine by which a round in the lab is late, since the lab's own is longer than the scaled one"""
 
