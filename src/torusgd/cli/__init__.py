@@ -1,4 +1,4 @@
-"""The command line: one file a command, which reads its options, calls the library, and prints.
+"""The command line: a function a command, which reads its options, calls the library, and prints.
 
 Modules here import torch, pydantic and what needs them only once a command runs, so that --help takes no seconds.
 """
@@ -17,25 +17,13 @@ from ..errors import RunError, UserError, end, write_exit
 from ..importing import remove_empty_cache
 from ..ranks.slurm import adopt_step
 from ..storage import check_scheme
-from . import (
-    bench,
-    control,
-    data,
-    eval,
-    export,
-    plan,
-    recipes,
-    rehearse,
-    scaling,
-    simulate,
-    train,
-)
+from . import bench, control, data, eval, export, plan, recipes, rehearse, scaling, simulate, train
 from .options import expand
 
 ABOUT = "Train image classifiers with large mini-batches on many machines, without losing accuracy."
 
+# By these oneDNN, which reads them when torch is imported, computes float32 in fewer bits than a recipe's.
 OTHER_PRECISION = ("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE")
-"""variables by which oneDNN, which reads them when torch is imported, computes float32 in fewer bits than a recipe's"""
 
 Commands = Mapping[str, "Callable[..., object] | Commands"]
 BENCH: Commands = {"allreduce": bench.allreduce, "scaling": scaling.scaling}
@@ -43,38 +31,19 @@ DATA: Commands = {
     "fetch": data.fetch, "index": data.index, "pack": data.pack, "prepare": data.prepare, "info": data.info,
 }  # fmt: skip
 COMMANDS: Commands = {
-    "train": train.train,
-    "join": train.join,
-    "replay": train.replay,
-    "status": control.status,
-    "stop": control.stop,
-    "resize": control.resize,
-    "scale": control.resize,
-    "eval": eval.evaluate,
-    "polish": eval.polish,
-    "report": export.report,
-    "export": export.export,
-    "plan": plan.plan,
-    "rehearse": rehearse.rehearse,
-    "simulate": simulate.simulate,
-    "recipes": recipes.recipes,
-    "tune": bench.tune,
-    "bench": BENCH,
-    "data": DATA,
-}
+    "train": train.train, "join": train.join, "replay": train.replay,
+    "status": control.status, "stop": control.stop, "resize": control.resize, "scale": control.resize,
+    "eval": eval.evaluate, "polish": eval.polish, "report": export.report, "export": export.export,
+    "plan": plan.plan, "rehearse": rehearse.rehearse, "simulate": simulate.simulate, "recipes": recipes.recipes,
+    "tune": bench.tune, "bench": BENCH, "data": DATA,
+}  # fmt: skip
 HELP = {"bench": "Measure what a run is made of, on these ranks.", "data": "Get and look at data sets."}
-"""help of commands that have commands of their own"""
-HIDDEN = {"scale"}
-"""earlier names"""
+HIDDEN = {"scale"}  # earlier names
 
 
 def app(words: Container[str] = COMMANDS) -> typer.Typer:
-    """The command line.
-
-    Args:
-        words: Of the commands in it the options are made; the others have only the line that `torusgd --help` shows,
-            so that it takes no seconds.
-    """
+    """The command line, with the options of the commands that are among the words."""
+    # The others have only the line that `torusgd --help` shows, so that it takes no seconds.
     found = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     found.callback(help=ABOUT)(common)
     for name, command in COMMANDS.items():

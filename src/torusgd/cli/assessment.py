@@ -17,25 +17,19 @@ from ..step.evaluate import Confusion, Evaluation, evaluate
 from ..step.polish import polish_by_recipe
 from .options import TrainedWeights
 
-TIMEOUT = 1800.0
-"""seconds that ranks of an evaluation wait for one another"""
-MOST_CLASSES = 4096
-"""classes up to which a confusion matrix is counted: 128 MiB"""
+_TIMEOUT = 1800.0  # seconds that ranks of an evaluation wait for one another
+_MOST_CLASSES = 4096  # for a confusion matrix: 128 MiB
 
 
 class Assessment:
-    """Trained weights on this rank's device, ready to be evaluated and polished.
-
-    Raises:
-        UserError: There are no weights, or they do not fit their network or the data.
-    """
+    """Trained weights on this rank's device; UserError if there are none, or they don't fit network or data."""
 
     def __init__(self, weights: TrainedWeights, options: RuntimeOptions) -> None:
         device = resolve_device(options)
         self.trained = open_trained(
             local_run(weights.checkpoint), weights.data, weights.model, weights.classes, weights.overrides or []
         )
-        self.world = join(device, TIMEOUT)
+        self.world = join(device, _TIMEOUT)
         self.recipe: Recipe = resolve_auto(self.trained.recipe, device)
         prepare_process(self.recipe, self.world.device)
         self.model = self.trained.model.to(self.world.device)
@@ -52,7 +46,7 @@ class Assessment:
     def evaluate_classes(self) -> tuple[Evaluation, Confusion | None]:
         """Classifies every held-out image, and counts which class was taken for which, unless there are too many."""
         classes = self.recipe.data.classes or len(self.trained.train.classes)
-        if classes > MOST_CLASSES:
+        if classes > _MOST_CLASSES:
             return self.evaluate(), None
         confusion = Confusion(classes, self.world.device)
         result = self.evaluate(confusion.add)

@@ -64,20 +64,13 @@ _MORE = {
 
 
 class RuntimeFlags:
-    """The flags of a command that override a recipe's `runtime:` block.
-
-    >>> RuntimeFlags(update="sharded", grid=None).given
-    {'update': 'sharded'}
-    """
+    """The flags of a command that override a recipe's `runtime:` block; `given` has those that are not None or []."""
 
     def __init__(self, **flags: Any) -> None:
         self.given = {name: value for name, value in flags.items() if value not in (None, [])}
 
     def over(self, block: "RuntimeOptions | None" = None) -> "RuntimeOptions":
-        """The options of a `runtime:` block, or the defaults, with these flags in place of its own.
-
-        UserError if a value is not allowed.
-        """
+        """The options of a `runtime:` block with these flags in place of its own; UserError for a wrong value."""
         from ..recipe.load import parse_yaml, validate
         from ..recipe.runtime_options import RuntimeOptions
 

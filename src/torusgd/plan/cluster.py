@@ -1,10 +1,8 @@
-"""Machines and programs: the cluster and the software profile, typed, and the files that describe them.
+"""Machines and programs: the cluster and the software profile, typed, and the YAML files that describe them.
 
-A cluster file describes the hardware, a software profile how well a training program uses it. Both are plain YAML;
-those that ship with torusgd name their sources, and are found by name. Errors name the file and the key.
-
-The files have the values of data sheets, logs and papers. The published results add one factor a parameter, in
-calibrated.json: never one a row. In a checkout tools/calibrate_planner fits them and writes the file.
+A cluster file describes the hardware, a software profile how well a training program uses it. The files have the values
+of data sheets, logs and papers. The published results add one factor a parameter, in calibrated.json: never one a row.
+In a checkout tools/calibrate_planner fits them and writes the file.
 """
 
 import copy
@@ -296,13 +294,10 @@ class Software(Section):
     """relative error (standard deviation of the logarithm) of predictions with this profile"""
 
     def start_on(self, devices: int) -> float:
-        """Seconds of start-up on so many devices: evenly from one logged size to the next, and as at the last beyond.
-
-        >>> Software(name="mine", source="logs", start={8: 9.0, 16: 5.0}).start_on(12)
-        7.0
-        """
+        """Seconds of start-up on so many devices."""
         if not isinstance(self.start, dict):
             return self.start
+        # Evenly from one logged size to the next, and beyond the last as there.
         return float(np.interp(devices, sorted(self.start), [self.start[count] for count in sorted(self.start)]))
 
 
@@ -317,11 +312,7 @@ def software_names() -> list[str]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """A cluster by built-in name or YAML path; UserError of one line names what is missing or wrong.
-
-    >>> load_cluster("abci").devices_per_node
-    4
-    """
+    """A cluster by built-in name or YAML path; UserError of one line names what is missing or wrong."""
     # Plan 2: the figures of the cluster, and below those of the program.
     return _load("clusters", "cluster", name, Cluster)
 

@@ -1,7 +1,4 @@
-"""A recipe on a cluster: the Recipe and Schedule of a run, with the cost model in place of a network.
-
-A run is the steps of every stage, evaluations and the start, with a band.
-"""
+"""A recipe on a cluster: the steps of every stage by its Schedule, evaluations and the start, with a band."""
 
 import json
 import math
@@ -87,12 +84,6 @@ def longest_share(cluster: Cluster, software: Software, devices: int, workers: i
     """The cluster as if all its devices were like the one that is done last, and the virtual workers of that one.
 
     `workers` are the virtual workers of a step, at least one a device.
-
-    >>> from torusgd.plan.cluster import load_cluster, load_software
-    >>> mixed = load_cluster("abci").model_copy(update={"speeds": (1.0, 1.0, 0.5)})
-    >>> slow, passes = longest_share(mixed, load_software("torusgd"), devices=3, workers=12)
-    >>> passes, slow.slowdown(3)
-    (5, 1.0)
     """
     # A plan is of one device that stands for all: if they differ in speed, the one for which the others wait.
     if not cluster.speeds:
@@ -133,9 +124,6 @@ def staged(
     """The stages of a published `a>b` batch on `devices` workers whose switch points are not published.
 
     With `whole_epochs` each epoch has as many steps as show every image once, the last of them padded.
-
-    >>> [staged(90, [42], 2048, whole_epochs=whole)[0].steps for whole in (False, True)]
-    [1341, 1350]
     """
     # Of k batches each but the last gets 1 / (k + 1) of the epochs, the last twice as much: Sony's 34K > 68K switched
     # after 30 of 90.

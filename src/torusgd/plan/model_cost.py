@@ -266,11 +266,7 @@ def _note_layer(trace: _Trace, name: str, module: nn.Module, inputs: tuple[Tenso
 
 @cache
 def known_cost(name: str) -> ModelCost:
-    """The cost of a built-in network at its published input size; UserError if there is none of that name.
-
-    >>> known_cost("resnet50").parameters
-    25557032
-    """
+    """The cost of a built-in network at its published input size; UserError if there is none of that name."""
     if name == "bert-large":  # the layout of its gradients is enough for the published results
         nothing = Kernels(*(np.zeros(0) for _ in range(6)))
         gradients = tuple(Gradient(key, values, False, 0) for key, values in reversed(_bert_large()))

@@ -36,13 +36,6 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
     Of `runtime` the options in its `model_fields_set` count; `model_parallel` is a number, as from
     `resolve_model_parallel`. UserError if an all-reduce is unknown, or a grid or the model-parallel ranks don't fit the
     number of devices.
-
-    >>> from torusgd.plan import load_cluster, load_software
-    >>> from torusgd.recipe.load import load_recipe
-    >>> runtime = RuntimeOptions(workers=64, allreduce="torus:halving/ring", update="sharded")
-    >>> program = program_for(load_recipe("resnet50").recipe, runtime, load_cluster("abci"), load_software("torusgd"))
-    >>> program.communication.algorithm, program.communication.grids, program.sharded_update
-    ('torus:halving/ring', ((16, 4),), True)
     """
     # Plan 3: what the recipe and the options say goes before the profile.
     assert runtime.workers is not None, "a plan is of so many devices"

@@ -46,10 +46,7 @@ class RelaxedForecast:
 
 
 def measured_delays(steps: Sequence[Mapping[str, Any]]) -> Measured:
-    """The delays of rank 0 in a run's steps (its events): the time of its own work beyond the fastest tenth's.
-
-    UserError for fewer than 30 steps.
-    """
+    """The delays of rank 0 in a run's steps (its events), each a time beyond the fastest tenth's; UserError for few."""
     by_batch: dict[float, list[float]] = {}
     # The first tenth of the steps is warm-up. Waiting for data or messages is no delay of the rank's own.
     for step in steps[len(steps) // 10 :]:
@@ -88,11 +85,7 @@ def relaxed_forecasts(
 
 
 def candidate_forms(devices: int) -> list[str]:
-    """The forms that a search tries.
-
-    >>> candidate_forms(100)
-    ['cutoff', 'backup:4', 'local:4', 'local:16', 'local:64']
-    """
+    """The forms that a search tries."""
     # Backups of 4 % were the best of 100 workers in Chen et al. (arXiv 1604.00981).
     backup = [f"backup:{max(1, devices // 25)}"] if devices > 1 else []
     return ["cutoff", *backup, *(f"local:{steps}" for steps in (4, 16, 64))]

@@ -16,11 +16,7 @@ KNEE_EFFICIENCY = 0.8
 
 
 def device_counts(limit: int, workers: int) -> list[int]:
-    """A few numbers of devices an octave up to `limit`, which is one of them, that divide the virtual workers evenly.
-
-    >>> device_counts(64, 48)
-    [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 48, 58, 64]
-    """
+    """A few numbers of devices an octave up to `limit`, itself one of them, that divide the virtual workers evenly."""
     counts, last = {limit}, 0.0
     # Divisors of `workers` stand closer than others; of the others up to `workers` only those that leave at most 5 %
     # of the devices' time idle.
@@ -69,20 +65,13 @@ def sweep(
     counts: Sequence[int],
     scale: Callable[[Workload, int], Workload] = fixed_batch,
 ) -> Sweep:
-    """Forecasts for every number of devices, each with the program that trains on so many.
-
-    `scale` fixes the batch (`fixed_batch`) or the images of a device (`fixed_share`).
-    """
+    """Forecasts for every number of devices with its program; `scale` fixes the batch or the images of a device."""
     forecasts = tuple(forecast(scale(workload, count), cluster, program(count), count) for count in counts)
     return Sweep(forecasts, knee_of([(f.devices, f.images_per_second) for f in forecasts]))
 
 
 def knee_of(curve: Sequence[tuple[int, float]]) -> int:
-    """The last number of devices up to which every added one had KNEE_EFFICIENCY of the first point's rate a device.
-
-    >>> knee_of([(1, 100.0), (2, 195.0), (3, 200.0), (4, 370.0), (8, 500.0)])
-    4
-    """
+    """The last number of devices up to which every added one had KNEE_EFFICIENCY of the first point's rate a device."""
     # On the curve's upper hull, so that numbers of devices that divide the work badly do not count.
     hull: list[tuple[int, float]] = []
     for point in curve:
@@ -122,10 +111,7 @@ class SearchResult:
 
 
 def search_settings(workload: Workload, cluster: Cluster, software: Software, devices: int) -> SearchResult:
-    """Chooses all-reduce and grid, buckets, update, groups of split layers, and how the batch is cut.
-
-    With batch norm, another cut of the batch (images of a virtual worker) makes another recipe.
-    """
+    """Chooses all-reduce and grid, buckets, update, groups of split layers, and the cut of the batch."""
 
     def seconds(chosen: dict[str, tuple[str, Change]]) -> float:
         return forecast(workload, cluster, _apply(software, chosen), devices).run.seconds
@@ -143,7 +129,7 @@ def search_settings(workload: Workload, cluster: Cluster, software: Software, de
             if time < least * (1 - 1e-3):
                 chosen[setting], least, is_better = value, time, True
     found = _apply(software, chosen)
-    # The cut of the batch comes last, since it alone may change the recipe.
+    # The cut of the batch comes last, since it alone may change the recipe: batch norm sees other images together.
     cuts = [(forecast(cut, cluster, found, devices), cut) for cut in _cuts(workload, cluster, found, devices)]
     after, cut = min(cuts, key=lambda item: item[0].run.seconds)
     choices = []

@@ -182,11 +182,6 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 
     List items have an index (`stages.0.images_per_worker=8`), values are YAML. UserError for an item that leads
     nowhere.
-
-    >>> tree = {"model": {"name": "digits-net", "options": {"dropout": 0.1}}}
-    >>> apply_overrides(tree, ["model.name=resnet18", "model.options.zero_gamma=true"])
-    >>> tree
-    {'model': {'name': 'resnet18', 'options': {'zero_gamma': True}}}
     """
     for item in overrides:
         replaced, where = _at(tree, "model", "name"), f"--set {item}"

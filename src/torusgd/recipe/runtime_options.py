@@ -35,9 +35,6 @@ class RuntimeOptions(Section):
 
     The text of each option is the help of its flag and its meaning in docs/recipes.md. `model_fields_set` has the
     options that the user gave; a plan of somebody else's program takes only these.
-
-    >>> RuntimeOptions(allreduce="torus", grid="4x8").grid_size
-    (4, 8)
     """
 
     device: Annotated[
@@ -133,19 +130,11 @@ class RuntimeOptions(Section):
         return int(vertical), int(horizontal)
 
     def without(self, names: Collection[str]) -> "RuntimeOptions":
-        """The options with these as if nobody had given them.
-
-        >>> RuntimeOptions(allreduce="torus", grid="4x8").without(["grid"]).model_fields_set
-        {'allreduce'}
-        """
+        """The options with these as if nobody had given them."""
         return RuntimeOptions(**{name: getattr(self, name) for name in self.model_fields_set - set(names)})
 
     def unfit(self, ranks: int) -> list[str]:
-        """Names of the options that are for another number of ranks.
-
-        >>> RuntimeOptions(allreduce="torus", grid="4x8", model_parallel=2).unfit(2)
-        ['grid']
-        """
+        """Names of the options that are for another number of ranks."""
         checks = {
             "grid": self.grid_size is not None and math.prod(self.grid_size) != ranks,
             "model_parallel": self.model_parallel != "auto" and ranks % self.model_parallel > 0,
@@ -154,11 +143,7 @@ class RuntimeOptions(Section):
 
 
 def flags_of(option: str) -> tuple[Flag | None, tuple[str, ...]]:
-    """An option's flag, and the flag's names; (None, ()) of options in recipe files only.
-
-    >>> flags_of("workers")[1]
-    ('--workers', '--devices')
-    """
+    """An option's flag, and the flag's names; (None, ()) of options in recipe files only."""
     for flag in RuntimeOptions.model_fields[option].metadata:
         if isinstance(flag, Flag):
             return flag, tuple(f"--{name.replace('_', '-')}" for name in flag.names or (option,))
