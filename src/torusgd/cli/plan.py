@@ -118,7 +118,12 @@ def plan(
     """Predict a run on a cluster: its time, where it goes, what to change."""
     check_writable("--json", json_file)
     if wanted.published is not None:
-        write_json(json_file, _predict_rows(wanted.published))
+        from ..plan.published import predict_row, read_rows
+        from .plan_tables import show_published
+
+        predictions = [predict_row(row) for row in read_rows(wanted.published)]
+        show_published(console(), predictions)
+        write_json(json_file, [prediction.as_dict() for prediction in predictions])
         return
     if recipe is None:
         raise UserError("plan: needs RECIPE, --cluster and --devices (or --published FILE alone)")
@@ -342,13 +347,3 @@ def _notes(planned: Planned, workload: "Workload", memory: float, program: "Soft
     if cluster.nodes is not None and devices > cluster.nodes * cluster.devices_per_node:
         notes.append(f"{cluster.name} has {cluster.nodes * cluster.devices_per_node:,} devices")
     return notes
-
-
-def _predict_rows(path: Path) -> list[dict[str, Any]]:
-    """Prints the prediction of every row of a table of published results; the records."""
-    from ..plan.published import predict_row, read_rows
-    from .plan_tables import show_published
-
-    predictions = [predict_row(row) for row in read_rows(path)]
-    show_published(console(), predictions)
-    return [prediction.as_dict() for prediction in predictions]

@@ -20,88 +20,9 @@ from ..comm.algorithms import OTHER_PROGRAMS, parse_algorithm
 from ..comm.tuning.profile import Link as MeasuredLink
 from ..comm.tuning.profile import Profile, ranks_a_host
 from ..errors import UserError, suggest
-from ..recipe.load import parse_yaml, validate
+from ..recipe.load import parse_mapping, parse_yaml, read_file, validate
 from ..recipe.runtime_options import BucketSizes
 from ..recipe.section import Count, Fraction, NotNegative, Positive, Ranks, Section
-from ..untrusted import MOST_YAML, read_text
-
-Factors = dict[str, float]
-"""factors by the names of their parameters"""
-
-
-class Parameter(Section):
-    """One fitted factor."""
-
-    name: str
-    meaning: str
-    targets: tuple[str, ...]
-    """values that it multiplies, such as software/nnl-fp16:math; a star in a file's name stands for several"""
-    spread: Positive
-    """prior standard deviation of its logarithm, without any row"""
-
-    def keys(self, folder: str, name: str) -> list[str]:
-        """The keys of a file that it multiplies."""
-        pairs = [target.partition(":") for target in self.targets]
-        return [key for pattern, _, key in pairs if fnmatchcase(f"{folder}/{name}", pattern)]
-
-    def aims_at(self, cluster: str, software: str) -> bool:
-        """True if it changes the predictions for that cluster and profile."""
-        return bool(self.keys("clusters", cluster) or self.keys("software", software))
-
-
-class Parameters(Section):
-    """parameters.yaml."""
-
-    parameters: tuple[Parameter, ...]
-
-
-class Calibrated(Section):
-    """calibrated.json, which tools/calibrate_planner writes."""
-
-    factors: Factors
-    errors: dict[str, NotNegative]
-    """by software profile: spread of the logarithm of its predictions"""
-    left_out: dict[str, Positive]
-    """predictions by published row, each by the fit of all others"""
-    system_left_out: dict[str, Positive]
-    """predictions by published row, each by the fit of the rows of other systems: a cluster with a program"""
-    other_networks: dict[str, Positive]
-    """by published row of a program with three networks or more: its prediction without any row of its network"""
-
-
-@cache
-def load_parameters() -> Parameters:
-    """The parameters that are fitted."""
-    text = files(__package__).joinpath("parameters.yaml").read_text()
-    return validate(Parameters, parse_yaml(text, "parameters.yaml"), "parameters.yaml")
-
-
-@cache
-def load_calibrated() -> Calibrated:
-    """The result of the fit."""
-    tree = json.loads(files(__package__).joinpath("calibrated.json").read_text())
-    return validate(Calibrated, tree, "calibrated.json")
-
-
-def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | None = None) -> dict[str, Any]:
-    """A cluster or profile that ships, with the target values of every parameter multiplied by its factor.
-
-    Without `factors` they are the fitted ones, and a profile has its error, too.
-    """
-    multiplied_by = load_calibrated().factors if factors is None else factors
-    result = copy.deepcopy(tree)  # the files are cached
-    for parameter in load_parameters().parameters:
-        for key in parameter.keys(folder, name):
-            *parents, last = key.split(".")
-            node = result
-            for part in parents:
-                node = node.get(part, {})
-            if last in node:  # a default, which is not in the file, is not multiplied
-                node[last] = float(node[last]) * multiplied_by[parameter.name]
-    if factors is None and folder == "software" and name in load_calibrated().errors:
-        result["error"] = load_calibrated().errors[name]
-    return result
-
 
 D = TypeVar("D", bound=Section)
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -301,6 +222,84 @@ class Software(Section):
         return float(np.interp(devices, sorted(self.start), [self.start[count] for count in sorted(self.start)]))
 
 
+Factors = dict[str, float]
+"""factors by the names of their parameters"""
+
+
+class Parameter(Section):
+    """One fitted factor."""
+
+    name: str
+    meaning: str
+    targets: tuple[str, ...]
+    """values that it multiplies, such as software/nnl-fp16:math; a star in a file's name stands for several"""
+    spread: Positive
+    """prior standard deviation of its logarithm, without any row"""
+
+    def keys(self, folder: str, name: str) -> list[str]:
+        """The keys of a file that it multiplies."""
+        pairs = [target.partition(":") for target in self.targets]
+        return [key for pattern, _, key in pairs if fnmatchcase(f"{folder}/{name}", pattern)]
+
+    def aims_at(self, cluster: str, software: str) -> bool:
+        """True if it changes the predictions for that cluster and profile."""
+        return bool(self.keys("clusters", cluster) or self.keys("software", software))
+
+
+class Parameters(Section):
+    """parameters.yaml."""
+
+    parameters: tuple[Parameter, ...]
+
+
+class Calibrated(Section):
+    """calibrated.json, which tools/calibrate_planner writes."""
+
+    factors: Factors
+    errors: dict[str, NotNegative]
+    """by software profile: spread of the logarithm of its predictions"""
+    left_out: dict[str, Positive]
+    """predictions by published row, each by the fit of all others"""
+    system_left_out: dict[str, Positive]
+    """predictions by published row, each by the fit of the rows of other systems: a cluster with a program"""
+    other_networks: dict[str, Positive]
+    """by published row of a program with three networks or more: its prediction without any row of its network"""
+
+
+@cache
+def load_parameters() -> Parameters:
+    """The parameters that are fitted."""
+    text = files(__package__).joinpath("parameters.yaml").read_text()
+    return validate(Parameters, parse_yaml(text, "parameters.yaml"), "parameters.yaml")
+
+
+@cache
+def load_calibrated() -> Calibrated:
+    """The result of the fit."""
+    tree = json.loads(files(__package__).joinpath("calibrated.json").read_text())
+    return validate(Calibrated, tree, "calibrated.json")
+
+
+def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | None = None) -> dict[str, Any]:
+    """A cluster or profile that ships, with the target values of every parameter multiplied by its factor.
+
+    Without `factors` they are the fitted ones, and a profile has its error, too.
+    """
+    multiplied_by = load_calibrated().factors if factors is None else factors
+    result = copy.deepcopy(tree)  # the files are cached
+    for parameter in load_parameters().parameters:
+        for key in parameter.keys(folder, name):
+            *parents, last = key.split(".")
+            node = result
+            for part in parents:
+                node = node.get(part, {})
+            if last in node:  # a default, which is not in the file, is not multiplied
+                node[last] = float(node[last]) * multiplied_by[parameter.name]
+    if factors is None and folder == "software" and name in load_calibrated().errors:
+        result["error"] = load_calibrated().errors[name]
+    return result
+
+
 def cluster_names() -> list[str]:
     """Clusters that ship with torusgd, sorted."""
     return _names("clusters")
@@ -322,9 +321,10 @@ def load_software(name: str) -> Software:
     return _load("software", "software", name, Software)
 
 
+@cache
 def tree_of(folder: str, name: str) -> dict[str, Any]:
     """The plain values of a shipped file, before calibration."""
-    return dict(_read(folder, name))
+    return parse_mapping(files(__package__).joinpath(folder, f"{name}.yaml").read_text(), f"{folder}/{name}.yaml")
 
 
 def _names(folder: str) -> list[str]:
@@ -332,33 +332,18 @@ def _names(folder: str) -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml"))
 
 
-@cache
-def _read(folder: str, name: str) -> dict[str, Any]:
-    return _mapping(files(__package__).joinpath(folder, f"{name}.yaml").read_text(), f"{folder}/{name}.yaml")
-
-
 def _load(folder: str, kind: str, name: str, model: type[D]) -> D:
+    where = f"{kind} {name}"
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        try:
-            text = read_text(Path(name), MOST_YAML)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{kind} {name}: can't be read: {getattr(error, 'strerror', None) or error}") from error
-        return validate(model, _mapping(text, f"{kind} {name}"), f"{kind} {name}")
+        return validate(model, parse_mapping(read_file(Path(name), where), where), where)
     if (folder, name) == ("clusters", "local"):
         raise UserError(
             "cluster local: is this machine, as measured; torusgd tune --out profile.json, then --profile it"
         )
     known = _names(folder)
     if name not in known:
-        raise UserError(f"{kind} {name}: none of that name{suggest(name, known)} (or give a YAML file of your own)")
-    return validate(model, calibrated(folder, name, tree_of(folder, name)), f"{kind} {name}")
-
-
-def _mapping(text: str, where: str) -> dict[str, Any]:
-    tree = parse_yaml(text, where)
-    if not isinstance(tree, dict):
-        raise UserError(f"{where}: needs keys and values, such as 'name: mine'")
-    return tree
+        raise UserError(f"{where}: none of that name{suggest(name, known)} (or give a YAML file of your own)")
+    return validate(model, calibrated(folder, name, tree_of(folder, name)), where)
 
 
 _NOMINAL = 1e12  # FLOP/s of a device without a figure; a measured step cancels it

@@ -82,7 +82,12 @@ def phases(
         whole = (Phase("flat", min(cost.seconds(size) for cost in rivals)),)
     else:
         algorithm = algorithm_of(communication, cluster, ranks, size)
-        whole = _scheduled(algorithm if kind == "sum" else _leaving_shards(algorithm), size, topology)
+        # In one chunk: buckets gain among each other what chunks gain in a message.
+        costs = price(algorithm if kind == "sum" else _leaving_shards(algorithm), topology)
+        starts = (topology.start, *(0.0 for _ in costs[1:]))
+        whole = tuple(
+            Phase(axis, start + cost.seconds(size)) for (axis, cost), start in zip(costs, starts, strict=True)
+        )
     return whole if kind == "sum" else halves(whole)[0 if kind == "scatter" else 1]
 
 
@@ -123,13 +128,6 @@ def halves(whole: Sequence[Phase]) -> tuple[tuple[Phase, ...], tuple[Phase, ...]
     middle = len(whole) // 2
     half = [Phase(axis, length / 2, lead / 2) for axis, length, lead in whole[middle : middle + len(whole) % 2]]
     return (*whole[:middle], *half), (*half, *whole[len(whole) - middle :])
-
-
-def _scheduled(algorithm: Algorithm, size: float, topology: Topology) -> tuple[Phase, ...]:
-    # In one chunk: buckets gain among each other what chunks gain in a message.
-    costs = price(algorithm, topology)
-    starts = (topology.start, *(0.0 for _ in costs[1:]))
-    return tuple(Phase(axis, start + cost.seconds(size)) for (axis, cost), start in zip(costs, starts, strict=True))
 
 
 def _measured(profile: Profile, is_chosen: bool, size: float) -> Phase:

@@ -106,14 +106,11 @@ def _all_reduce(runtime: RuntimeOptions, devices: int, cluster: Cluster, softwar
         return {} if grid is None else {"grids": (grid,)}
     if algorithm not in GRIDS:
         return {"algorithm": name}
-    own = parse_algorithm(name, devices, grid or _usual_grid(devices, cluster.devices_per_node))
+    per_node = cluster.devices_per_node
+    if grid is None and 1 < per_node < devices and devices % per_node == 0:
+        grid = devices // per_node, per_node  # as a run without a given one
+    own = parse_algorithm(name, devices, grid or squarest(devices))
     return {"algorithm": own.name, "grids": (own.grid,)}
-
-
-def _usual_grid(devices: int, per_node: int) -> tuple[int, int]:
-    """The grid of a run without a given one: nodes by devices a node, else the squarest."""
-    is_regular = 1 < per_node < devices and devices % per_node == 0
-    return (devices // per_node, per_node) if is_regular else squarest(devices)
 
 
 def _groups(runtime: RuntimeOptions, devices: int) -> int | None:

@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 
 from ..errors import UserError
-from ..recipe.load import validate
+from ..recipe.load import read_file, validate
 from ..recipe.section import Count, Positive, Ranks, Section
 from ..text import plural
-from ..untrusted import read_text
+from ..untrusted import MOST_TEXT
 from .cluster import (
     Cluster,
     Communication,
@@ -91,10 +91,8 @@ class Prediction:
 def read_rows(path: str | Path | None = None) -> list[Row]:
     """Reads a table of published results, by default the one that ships; UserError names the row and the column."""
     where = "published.csv" if path is None else str(path)
-    try:
-        text = files(__package__).joinpath("published.csv").read_text() if path is None else read_text(Path(path))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{where}: can't be read: {getattr(error, 'strerror', None) or error}") from error
+    shipped = files(__package__).joinpath("published.csv")
+    text = shipped.read_text() if path is None else read_file(Path(path), where, MOST_TEXT)
     reader = csv.DictReader(text.splitlines())
     missing = [name for name in (*COLUMNS, "metric", "value", "unit") if name not in (reader.fieldnames or ())]
     if missing:

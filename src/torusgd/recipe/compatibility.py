@@ -128,32 +128,17 @@ def _by_clocks(setup: Setup) -> bool:
     return form.leaves_out and form.delays is None and not setup.is_replay
 
 
-def _splits_layers(setup: Setup) -> bool:
-    return setup.options.model_parallel not in (1, "auto")
-
-
 def _is_disallowed(setup: Setup) -> bool:
     blocks = setup.recipe.column_blocks
     return setup.ranks is not None and setup.options.model_parallel not in allowed_parallel(setup.ranks, blocks)
-
-
-def _has_other_update(setup: Setup) -> bool:
-    optimizer = setup.recipe.optimizer
-    return optimizer.needs_head or optimizer.name not in ("sgd", "lars")
-
-
-def _mixes(setup: Setup) -> bool:
-    augment = setup.recipe.data.augment
-    return bool(augment.mixup or augment.cutmix)
 
 
 # Values of a recipe.
 INEXACT = Part("reduction", "`reduction` other than exact", lambda s: s.recipe.reduction != "exact")
 IN_BLOCKS = Part("column_blocks", "`column_blocks` above 1", lambda s: s.recipe.column_blocks > 1)
 WHOLE = Part("column_blocks", "`column_blocks: 1`", lambda s: s.recipe.column_blocks == 1)
-RELAXED = Part(
-    "synchrony.form", "`synchrony.form` other than synchronous", lambda s: s.recipe.synchrony.form != "synchronous"
-)
+RELAXED = Part("synchrony.form", "`synchrony.form` other than synchronous",
+               lambda s: s.recipe.synchrony.form != "synchronous")  # fmt: skip
 SIMULATED = Part("synchrony.form", "`synchrony.form` that is only simulated", lambda s: s.recipe.synchrony.is_simulated)
 LEAVES_OUT = Part("synchrony.form", "`synchrony.form: backup` or `cutoff`", lambda s: s.recipe.synchrony.leaves_out)
 BY_CLOCKS = Part("synchrony.form", "`synchrony.form: backup` or `cutoff` by clocks", _by_clocks)
@@ -165,14 +150,13 @@ SCALED_LOSS = Part("loss_scale", "`loss_scale`", lambda s: s.recipe.loss_scale !
 COMPILED = Part("compile", "`compile: true`", lambda s: s.recipe.compile)
 BINARY = Part("loss", "`loss: binary-cross-entropy`", lambda s: s.recipe.loss != "cross-entropy")
 FROZEN = Part("model.freeze", "`model.freeze`", lambda s: bool(s.recipe.model.freeze))
-MIXED_IMAGES = Part("data.augment", "`data.augment.mixup` or `cutmix`", _mixes)
+MIXED_IMAGES = Part("data.augment", "`data.augment.mixup` or `cutmix`",
+                    lambda s: bool(s.recipe.data.augment.mixup or s.recipe.data.augment.cutmix))  # fmt: skip
 CLIPPED = Part("clip_grad_norm", "`clip_grad_norm`", lambda s: s.recipe.clip_grad_norm is not None)
-OTHER_UPDATE = Part("optimizer", "`optimizer` other than sgd or lars, or with rates by layer", _has_other_update)
-OTHER_RULE = Part(
-    "optimizer.name",
-    "`optimizer.name` other than sgd or lars",
-    lambda s: s.recipe.optimizer.name not in ("sgd", "lars"),
-)
+OTHER_RULE = Part("optimizer.name", "`optimizer.name` other than sgd or lars",
+                  lambda s: s.recipe.optimizer.name not in ("sgd", "lars"))  # fmt: skip
+OTHER_UPDATE = Part("optimizer", "`optimizer` other than sgd or lars, or with rates by layer",
+                    lambda s: s.recipe.optimizer.needs_head or OTHER_RULE.is_in(s))  # fmt: skip
 NVJPEG = Part("data.decoder", "`data.decoder: nvjpeg`", lambda s: s.recipe.data.decoder == "nvjpeg")
 
 # Options of the runtime, flags, and where a run is.
@@ -184,7 +168,9 @@ UNEVEN = Part("", "a number of ranks that does not divide `virtual_workers`",
 ON_CPU = Part("device", "`device: cpu`", lambda s: s.device == "cpu")
 ON_GPU = Part("device", "`device: cuda`", lambda s: s.device == "cuda")
 SHARDED = Part("update", "`update: sharded`", lambda s: s.options.update == "sharded")
-MODEL_PARALLEL = Part("model_parallel", "`model_parallel` above 1", _splits_layers)
+MODEL_PARALLEL = Part(
+    "model_parallel", "`model_parallel` above 1", lambda s: s.options.model_parallel not in (1, "auto")
+)
 DISALLOWED = Part("", "ranks or `column_blocks` that it does not divide", _is_disallowed)
 WEIGHTS_FIRST = Part("weights_first", "`weights_first: true`", lambda s: s.options.weights_first)
 CUDA_GRAPHS = Part("cuda_graphs", "`cuda_graphs: true`", lambda s: s.options.cuda_graphs)

@@ -129,29 +129,24 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded:
     17.0
     """
     is_path = name.endswith((".yaml", ".yml")) or "/" in name or (name not in recipe_names() and Path(name).is_file())
-    try:
-        text = read_text(Path(name), MOST_YAML) if is_path else recipe_source(name)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"recipe {name}: can't be read: {getattr(error, 'strerror', None) or error}") from error
-    tree = parse_yaml(text, f"recipe {name}")
-    if not isinstance(tree, dict):
-        raise UserError(f"recipe {name}: needs keys and values, such as 'model: {{name: resnet50}}'")
+    where = f"recipe {name}"
+    tree = parse_mapping(read_file(Path(name), where) if is_path else recipe_source(name), where)
     apply_overrides(tree, _pick_batch(tree, overrides, name))
     runtime = tree.pop("runtime", None) or {}
-    return Loaded(
-        validate(Recipe, tree, f"recipe {name}"), validate(RuntimeOptions, runtime, f"recipe {name}: runtime")
-    )
+    return Loaded(validate(Recipe, tree, where), validate(RuntimeOptions, runtime, f"{where}: runtime"))
 
 
 def read_run_recipe(path: Path) -> Recipe:
     """The complete recipe that a run wrote; UserError if it is damaged."""
+    return validate(Recipe, parse_yaml(read_file(path, str(path)), str(path)), str(path))
+
+
+def read_file(path: Path, where: str, most: int = MOST_YAML) -> str:
+    """The text of a user's file; UserError if it can't be read or has more than `most` bytes."""
     try:
-        text = read_text(path, MOST_YAML)
+        return read_text(path, most)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: can't be read as a recipe: {error}") from None
-    return validate(Recipe, parse_yaml(text, str(path)), str(path))
+        raise UserError(f"{where}: can't be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def validate(model: type[M], tree: object, where: str) -> M:
@@ -175,6 +170,14 @@ def parse_yaml(text: str, where: str) -> Any:
         line = f" line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or in_one_line(error)
         raise UserError(f"{where}:{line}: not valid YAML: {reason}") from error
+
+
+def parse_mapping(text: str, where: str) -> dict[str, Any]:
+    """The keys and plain values of a YAML text; UserError if it has none."""
+    tree = parse_yaml(text, where)
+    if not isinstance(tree, dict):
+        raise UserError(f"{where}: needs keys and values, such as 'name: mine'")
+    return tree
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..errors import UserError
-from .schema import Decay, Recipe, Stage
+from .schema import Recipe, Stage
 from .section import Duration, ImageSizes
 
 _MOST_MARKS = 1_000_000  # evaluations or checkpoints of a run
@@ -234,16 +234,13 @@ class Schedule:
         if decay.shape == "constant":
             return 1.0, 0.0
         span = self._decay_end - self._decay_start
-        return _decayed(decay, min(max((samples - self._decay_start) / span, 0.0), 1.0)), 0.0
+        progress = min(max((samples - self._decay_start) / span, 0.0), 1.0)
+        is_cosine = decay.shape == "cosine"
+        falling = 0.5 * (1 + math.cos(math.pi * progress)) if is_cosine else (1 - progress) ** decay.power
+        return decay.floor + (1 - decay.floor) * falling, 0.0
 
     def _length(self) -> str:
         return f"{len(self)} steps or {self.stop / self.train_images:.4g} epochs"
-
-
-def _decayed(decay: Decay, progress: float) -> float:
-    cosine = decay.shape == "cosine"
-    falling = 0.5 * (1 + math.cos(math.pi * progress)) if cosine else (1 - progress) ** decay.power
-    return decay.floor + (1 - decay.floor) * falling
 
 
 def even_counts(virtual_workers: int, ranks: int) -> tuple[int, ...]:

@@ -64,29 +64,17 @@ class Rehearsal:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "devices": self.devices,
-            "batch": self.batch,
-            "compute": self.planned.compute,
-            "exposed_rehearsed": self.rehearsed,
-            "exposed_predicted": self.predicted,
-            "exposed_predicted_late": self.predicted_late,
-            "exposed_steps": list(self.waits),
-            "error": self.error,
-            "error_late": self.error_late,
-            "error_of_step": self.error_of_step,
-            "seconds": self.seconds,
-            "seconds_predicted": self.planned.seconds,
-            "speedup": self.alone / self.seconds,
-            "speedup_predicted": self.alone / self.planned.seconds,
+            "devices": self.devices, "batch": self.batch, "compute": self.planned.compute,
+            "exposed_rehearsed": self.rehearsed, "exposed_predicted": self.predicted,
+            "exposed_predicted_late": self.predicted_late, "exposed_steps": list(self.waits),
+            "error": self.error, "error_late": self.error_late, "error_of_step": self.error_of_step,
+            "seconds": self.seconds, "seconds_predicted": self.planned.seconds,
+            "speedup": self.alone / self.seconds, "speedup_predicted": self.alone / self.planned.seconds,
             "images_per_second": self.batch / self.seconds,
-            "stretch": self.scale.stretch,
-            "shrink": self.scale.shrink,
-            "round_excess": self.scale.excess,
-            "lab_rate": self.ceiling.rate,
-            "lab_round": self.ceiling.round,
-            "allreduce": self.allreduce,
-            "bytes": self.bytes,
-        }
+            "stretch": self.scale.stretch, "shrink": self.scale.shrink, "round_excess": self.scale.excess,
+            "lab_rate": self.ceiling.rate, "lab_round": self.ceiling.round,
+            "allreduce": self.allreduce, "bytes": self.bytes,
+        }  # fmt: skip
 
 
 def rehearse(
@@ -133,18 +121,10 @@ def rehearse(
     # Back in seconds of the machine; the first step, which warms up, has no end before it.
     waits = [max(0.0, (after - before) / scale.stretch - compute_seconds(script)) for before, after in pairwise(ends)]
     return Rehearsal(
-        devices=devices,
-        batch=stage.images * stage.workers,
-        planned=planned,
-        alone=alone,
-        predicted=exposed(0.0),
-        predicted_late=exposed(scale.excess),
-        waits=tuple(waits),
-        ceiling=ceiling,
-        scale=scale,
-        allreduce=explanation,
+        devices, stage.images * stage.workers, planned, alone, predicted=exposed(0.0),
+        predicted_late=exposed(scale.excess), waits=tuple(waits), ceiling=ceiling, scale=scale, allreduce=explanation,
         bytes=size,
-    )
+    )  # fmt: skip
 
 
 def _played(part: str, hosts: list[Host], seconds: float) -> tuple[list[float], str]:
