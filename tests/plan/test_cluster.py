@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.messages import refused
 
-from torusgd.errors import UserError
 from torusgd.plan.cluster import (
     calibrated,
     cluster_names,
@@ -15,6 +15,7 @@ from torusgd.plan.cluster import (
     software_names,
     tree_of,
 )
+from torusgd.recipe.load import parse_yaml
 
 CLUSTERS = [
     *("abci", "aws-c4.8xlarge", "cori", "dgx-a100", "dgx1", "dgx2h", "endeavor", "hgx-a100-80gb", "hgx-h100"),
@@ -66,46 +67,35 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key"),
     [
-        ({"device": None}, r"device"),
-        ({"between": {"alpha": 1e-6}}, r"between\.bandwidth: is missing"),
-        ({"between": {"alpha": -1.0, "bandwidth": 1e9}}, r"between\.alpha = -1\.0"),
-        ({"devices_per_node": 0}, r"devices_per_node = 0"),
-        ({"bandwith": 1}, r"bandwith: unknown key"),
-        ({"taper": 2.0}, r"taper = 2\.0"),
-        ({"inside": {"alpha": 1e-6, "bandwidth": "fast"}}, r"inside\.bandwidth = \"fast\""),
+        ({"device": None}, "device"),
+        ({"between": {"alpha": 1e-6}}, "between.bandwidth:"),
+        ({"between": {"alpha": -1.0, "bandwidth": 1e9}}, "between.alpha = -1.0:"),
+        ({"devices_per_node": 0}, "devices_per_node = 0:"),
+        ({"bandwith": 1}, "bandwith:"),
+        ({"taper": 2.0}, "taper = 2.0:"),
+        ({"inside": {"alpha": 1e-6, "bandwidth": "fast"}}, 'inside.bandwidth = "fast":'),
     ],
 )
-def test_wrong_keys_are_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    tree = {**yaml.safe_load(MINE), **change}
-    tree["device"] = change.get("device", {"name": "x", "peak": {"float32": 1e12}, "memory_bandwidth": 1e11})
-    if tree["device"] is None:
-        del tree["device"]
-    for link in ("inside", "between"):
-        tree[link] = change.get(link, {"alpha": 1e-6, "bandwidth": 1e9})
+def test_wrong_keys_are_named(tmp_path: Path, change: dict[str, object], key: str) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    with pytest.raises(UserError, match=message) as caught:
+    path.write_text(yaml.safe_dump({**parse_yaml(MINE, "mine"), **change}))
+    with refused(f"a cluster: {key}", f"cluster {path}: {key}", TMP=tmp_path):
         load_cluster(str(path))
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "name: [", ""])
 def test_what_is_no_cluster_at_all(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match=r"mine\.yaml"):
+    with refused(f"a cluster's file: {text!r}", f"cluster {path}:", TMP=tmp_path):
         load_cluster(str(path))
 
 
 def test_names_that_there_are_not() -> None:
-    with pytest.raises(UserError, match="cluster abic: none of that name; did you mean abci"):
-        load_cluster("abic")
-    with pytest.raises(UserError, match="software zzz: none of that name; there are caffe2"):
+    for name in ("abic", "no/such.yaml", "local"):
+        with refused(f"no cluster {name}", f"cluster {name}:"):
+            load_cluster(name)
+    with refused("no software zzz", "software zzz:"):
         load_software("zzz")
-    with pytest.raises(UserError, match=r"no/such\.yaml: can't be read"):
-        load_cluster("no/such.yaml")
-    with pytest.raises(UserError, match="torusgd tune"):
-        load_cluster("local")

@@ -4,8 +4,8 @@ import math
 from itertools import pairwise
 
 import pytest
+from tests.messages import refused
 
-from torusgd.errors import UserError
 from torusgd.plan import (
     forecast,
     load_cluster,
@@ -78,7 +78,7 @@ def test_devices_share_virtual_workers() -> None:
     assert third.steps[0].compute == pytest.approx(3 * whole.steps[0].compute, rel=0.01)
     # 683 * 3 places for 2,048 workers: all but one are used.
     assert third.efficiency > whole.efficiency
-    with pytest.raises(UserError, match="2048 virtual workers to share"):
+    with refused("more devices than virtual workers", "devices = 2049:"):
         forecast(found, ABCI, program, 2049)
 
 
@@ -131,23 +131,20 @@ def test_what_limits() -> None:
 
 
 def test_a_plan_needs_the_size_of_the_data() -> None:
-    with pytest.raises(UserError, match=r"--set data\.train_images"):
+    with refused("a plan without data", "data:"):
         workload("folder")
     assert workload("folder", "data.train_images=1000", "data.classes=5").train_images == 1000
 
 
 def test_frozen_layers_are_not_planned() -> None:
-    with pytest.raises(UserError, match=r"model.freeze: a plan is of networks that train as a whole"):
+    with refused("a plan of frozen layers", "model.freeze:"):
         workload("resnet50", "model.freeze=[body]")
 
 
-def test_staged_batches_of_a_published_row() -> None:
+def test_epochs_of_published_rows_in_stages_and_in_whole_batches() -> None:
+    """Fujitsu's 15 steps an epoch; 39 of NVIDIA's, of which 38.5 batches hold all images."""
     stages = staged(90, (16, 32), 2176)
     assert [stage.steps for stage in stages] == [math.ceil(30 * 1281167 / 34816), math.ceil(60 * 1281167 / 69632)]
-
-
-def test_epochs_of_whole_batches() -> None:
-    """Fujitsu's 15 steps an epoch; 39 of NVIDIA's where 38.5 batches hold all images."""
     assert [stage.steps for stage in staged(90, (42,), 2048, whole_epochs=True)] == [90 * 15]
     assert [stage.steps for stage in staged(72, (65,), 512, whole_epochs=True)] == [72 * 39]
     assert [stage.steps for stage in staged(72, (65,), 512)] == [math.ceil(72 * 1281167 / 33280)]

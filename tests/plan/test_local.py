@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.messages import refused
 
 from torusgd.comm.tuning.profile import Crowd, Link, Profile, Timing
-from torusgd.errors import UserError
 from torusgd.gradients.layout import best_buckets
 from torusgd.plan import forecast, load_software, program_for, workload_of
 from torusgd.plan.cluster import Communication, Software, local_cluster
@@ -103,12 +103,12 @@ def test_what_a_step_does_once_is_divided_by_no_number_of_ranks_and_is_crowded(t
 
 
 @pytest.mark.parametrize(
-    ("batch", "world_size", "message"), [(96, 2, "ran on 2 workers"), (50, 1, "no 2 steps of batch 96")]
+    ("batch", "world_size", "name"), [(96, 2, "a measured run of two workers"), (50, 1, "a measured run too short")]
 )
-def test_runs_that_tell_nothing(tmp_path: Path, batch: int, world_size: int, message: str) -> None:
+def test_runs_that_can_not_be_planned_from(tmp_path: Path, batch: int, world_size: int, name: str) -> None:
     recipe = load_recipe("digits", ["data.train_images=1000", "data.classes=10"]).recipe
     folder = run(tmp_path / "one", batch, 0.2, world_size)
-    with pytest.raises(UserError, match=message):
+    with refused(name, f"measured run {folder}:", TMP=tmp_path):
         measured_software(workload_of(recipe), local_cluster(profile((0,))), load_software("torusgd"), folder)
-    with pytest.raises(UserError, match="finished run"):
+    with refused("a measured run that is none", f"measured run {tmp_path}:", TMP=tmp_path):
         measured_software(workload_of(recipe), local_cluster(profile((0,))), load_software("torusgd"), tmp_path)

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from torusgd.comm.algorithms import OTHER_PROGRAMS
 from torusgd.comm.tuning.cost import rank_candidates
@@ -212,8 +213,9 @@ def test_every_method_is_considered_where_it_is_best() -> None:
 
 @pytest.mark.parametrize("name", ["magic", "ring:halving", "torus:best", "hierarchical:ring/doubling"])
 def test_an_all_reduce_that_there_is_not_is_named(name: str) -> None:
-    with pytest.raises(ValueError, match=f"allreduce {name}"):
+    with pytest.raises(ValidationError) as caught:
         Communication(algorithm=name)
+    assert f"allreduce {name}: " in str(caught.value)
 
 
 def test_an_axis_of_one_is_free() -> None:

@@ -1,8 +1,8 @@
 """What is planned: a software profile with what the recipe and the runtime options say of it."""
 
 import pytest
+from tests.messages import refused
 
-from torusgd.errors import UserError
 from torusgd.plan import as_torusgd, load_cluster, load_software, program_for, step_time
 from torusgd.plan.cluster import Buckets, Cluster, Software
 from torusgd.plan.forecast import Workload, workload_of
@@ -117,17 +117,16 @@ def test_auto_takes_the_model_parallel_ranks_of_the_shortest_step(workload: Work
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "about"),
     [
-        ({"allreduce": "magic"}, "--allreduce magic: unknown; there are auto"),
-        ({"allreduce": "ring:halving"}, "unknown"),
-        ({"allreduce": "torus:magic"}, "torus:VERTICAL/HORIZONTAL"),
-        ({"grid": "4x4"}, "--grid 4x4: goes with --allreduce torus or hierarchical, not native"),
-        ({"grid": "4x3", "allreduce": "torus"}, "--grid 4x3: has 12 places for 16 devices"),
-        ({"model_parallel": 3}, "--model-parallel 3: needs a divisor of 16 devices"),
+        ({"allreduce": "magic"}, "--allreduce magic:"),
+        ({"allreduce": "ring:halving"}, "--allreduce ring:halving:"),
+        ({"allreduce": "torus:magic"}, "allreduce torus:magic:"),
+        ({"grid": "4x4"}, "--grid 4x4:"),
+        ({"grid": "4x3", "allreduce": "torus"}, "--grid 4x3:"),
+        ({"model_parallel": 3}, "--model-parallel 3:"),
     ],
 )
-def test_what_does_not_fit_is_one_line(options: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
+def test_what_does_not_fit_is_one_line(options: dict[str, object], about: str) -> None:
+    with refused(f"a plan with {about}", about):
         program(**options)
-    assert "\n" not in str(caught.value)

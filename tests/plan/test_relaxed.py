@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from tests.messages import refused
 
-from torusgd.errors import UserError
 from torusgd.plan.forecast import Forecast, PlannedStage, RunTime, Workload
 from torusgd.plan.model_cost import ModelCost
 from torusgd.plan.relaxed import measured_delays, relaxed_forecasts
@@ -61,11 +61,11 @@ def test_delays_that_a_run_had_are_what_its_ranks_are_late_by() -> None:
     full, cutoff = relaxed_forecasts(*planned(ranks=4), ["cutoff"], delays)
     assert full.seconds == pytest.approx(1 + 3 * (1 - 0.9**4), rel=0.03)
     assert cutoff.seconds < full.seconds
-    with pytest.raises(UserError, match="the run has 29 steps"):
+    with refused("delays of a short run", "--delays:"):
         measured_delays(steps[:29])
 
 
 @pytest.mark.parametrize("form", ["", "gossip", "backup", "backup:100", "local:0", "cutoff:3"])
 def test_a_wrong_form_is_one_line(form: str) -> None:
-    with pytest.raises(UserError, match=r"^--synchrony [^\n]*$"):
+    with refused(f"a planned form: {form}", f"--synchrony {form}:"):
         relaxed_forecasts(*planned(), [form], "exponential")

@@ -3,8 +3,8 @@
 from statistics import median
 
 import pytest
+from tests.messages import refused
 
-from torusgd.errors import UserError
 from torusgd.plan import load_cluster, load_software, workload_of
 from torusgd.plan.time_to_accuracy import (
     LARGEST,
@@ -62,28 +62,27 @@ def test_the_rows_of_the_recipe_end_just_after_the_epochs_of_their_batch() -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("name", "change", "key"),
     [
-        ("sony-224s", (), "sony-224s has another data.augment"),
-        ("digits", (), "digits has another data.train_images"),
-        ("resnet50", ("model.name=resnet101",), "another model"),
-        ("resnet50", ("optimizer.trust=0.01",), "another optimizer.trust: 0.01, there 0.001"),
+        ("sony-224s", (), "data.augment"),
+        ("digits", (), "data.train_images"),
+        ("resnet50", ("model.name=resnet101",), "model"),
+        ("resnet50", ("optimizer.trust=0.01",), "optimizer.trust"),
         (
             "resnet50",
             ("stages=[{until: 9ep, images_per_worker: 50}, {until: 37ep, images_per_worker: 100}]",),
-            "changes its batch in 2 stages",
+            "stages",
         ),
     ],
 )
-def test_other_recipes_are_refused(name: str, change: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UserError, match="known for the recipe resnet50") as error:
+def test_other_recipes_are_refused(name: str, change: tuple[str, ...], key: str) -> None:
+    with refused(f"--to of another {key}", "--to:") as caught:
         check_known(load_recipe(name, change).recipe, 0.759)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+    assert key in str(caught.value)
 
 
 def test_other_accuracies_are_refused_and_every_row_is_known() -> None:
-    with pytest.raises(UserError, match=r"not to 76%; write --to 75.9%"):
+    with refused("--to another accuracy", "--to:"):
         check_known(RECIPE, 0.76)
     for batch in (3200, 4096, 65536):
         check_known(load_recipe("resnet50", [f"batch={batch}"]).recipe, 0.759)
@@ -128,10 +127,10 @@ def test_more_devices_take_a_larger_batch_until_they_bring_nothing() -> None:
 
 def test_too_many_devices_and_too_little_memory_are_one_line() -> None:
     assert most_devices() == 2120
-    with pytest.raises(UserError, match=r"131,072, and the epochs are known up to 67,840; use at most 2,120"):
+    with refused("--to with too many devices", "--to with 4,096 devices:"):
         plans(4096)
     small = H100.model_copy(update={"device": H100.device.model_copy(update={"memory": 1e9})})
-    with pytest.raises(UserError, match="don't fit into a device's memory"):
+    with refused("--to with too little memory", "--to with 8 devices:"):
         plan_to_accuracy(RECIPE, WORKLOAD, small, MXNET, 8)
 
 

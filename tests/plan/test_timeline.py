@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from torusgd.comm.tuning.profile import InStep, Profile
 from torusgd.comm.tuning.profile import Link as MeasuredLink
@@ -258,8 +259,9 @@ def test_a_plan_sends_float32_norms_where_the_recipe_asks_for_them() -> None:
 
 
 def test_bad_buckets_are_named() -> None:
-    with pytest.raises(ValueError, match="parts: needed with rule: parts"):
+    with pytest.raises(ValidationError) as caught:
         Buckets(rule="parts")
+    assert "parts: " in str(caught.value)
 
 
 def test_a_sharded_update_hides_its_gathers_behind_the_next_forward_pass() -> None:

@@ -32,4 +32,4 @@ for _ in range(20):
     exchange(10)
 exchange(400_000)
 names, values = (line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line[:4] == "Tcp:")
-print("told:", json.dumps(int(values[names.index("RetransSegs")])))
+print("found:", json.dumps(int(values[names.index("RetransSegs")])))

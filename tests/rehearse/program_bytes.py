@@ -1,4 +1,4 @@
-"""Sums a tensor by torus and by ring, and tells what the kernel counted at this host's interfaces, per all-reduce."""
+"""Sums a tensor by torus and by ring, and prints the kernel's counts at this host's interfaces, an all-reduce."""
 
 import json
 import sys
@@ -26,4 +26,4 @@ for name in ("torus", "ring"):
     counted[name] = [(after[link].sent - before[link].sent) / REPEAT for link in ("lo", "tun0")]
     dist.barrier()
     allreduce.close()
-print("told:", json.dumps(counted))
+print("found:", json.dumps(counted))

@@ -1,4 +1,4 @@
-"""Sums until a link is cut; exit code 3 where the all-reduce says so."""
+"""Sums until a link is cut; exit code 3 if the all-reduce reports that."""
 
 import os
 import time

@@ -23,7 +23,7 @@ if rank == 0:
         links[peer].sendall(bytes(size))
         exactly(links[peer], 1)
         seconds.append(time.perf_counter() - begin)
-    print("told:", json.dumps(seconds))
+    print("found:", json.dumps(seconds))
 else:
     while True:
         try:

@@ -2,14 +2,12 @@
 
 import json
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.rehearse.marks import needs_lab
-from tests.run.processes import RECIPE, results, run_alone, summary
+from tests.run.processes import RECIPE, last_step, results, run_alone, summary, until
 from torusgd.ranks.join import make_token
 from torusgd.rehearse.lab import Host, Lab
 
@@ -46,20 +44,14 @@ def test_a_machine_joins_and_is_cut_off(tmp_path: Path) -> None:
             "WORDS": json.dumps([words[0] + pause, words[1]]),
             "STARTED": str(out / "events.jsonl"),
         }
-        crew = lab.start([str(script)], environment)
-
-        def wait_for(check: Callable[[list[str]], bool]) -> None:
-            end = time.monotonic() + 240
-            while not check(crew.outputs()):
-                assert time.monotonic() < end, crew.outputs()
-                time.sleep(0.1)
-
-        wait_for(lambda told: "ranks 1, 2 join; ranks 0, 1, 2 go on" in told[0])
-        time.sleep(2)
+        ranks = lab.start([str(script)], environment)
+        until(lambda: "ranks 1, 2 join; ranks 0, 1, 2 go on" in ranks.outputs()[0], "the joining of ranks 1 and 2")
+        begun = last_step(out)
+        until(lambda: last_step(out) > begun + 2, "steps of all three ranks")
         lab.cut(1)
-        wait_for(lambda told: "; rank 0 goes on" in told[0])
-        assert crew.wait(timeout=240) == [0, 1], crew.outputs()
-        root, joined = crew.outputs()
+        until(lambda: "; rank 0 goes on" in ranks.outputs()[0], "rank 0 alone")
+        assert ranks.wait(timeout=240) == [0, 1], ranks.outputs()
+        root, joined = ranks.outputs()
     assert "no heartbeat for 3 s, frozen or lost" in root or "nothing was heard of it for 3 s" in root
     assert f"the run at {where} is gone: " in joined
     assert summary(out)["restarts"] == 0

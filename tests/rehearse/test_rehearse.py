@@ -1,7 +1,6 @@
 """Rehearsals: the script of a step, the scale, the walk by formulas, and a short play in the network lab."""
 
 import json
-import os
 from functools import partial
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rehearse.marks import needs_lab
 from torusgd.plan.cluster import Communication, Software, load_cluster, load_software
 from torusgd.plan.forecast import Workload, with_communication, workload_of
 from torusgd.plan.network import Phase
@@ -24,10 +24,6 @@ from torusgd.rehearse.scale import SHARE, Ceiling, choose_scale
 from torusgd.tensor_parallel.volume import hybrid_volume
 
 AWS = load_cluster("aws-c4.8xlarge")
-MISSING = lab.why_not()
-in_the_lab = pytest.mark.skipif(
-    MISSING is not None and not (os.environ.get("CI") == "true" and os.geteuid() == 0), reason=str(MISSING)
-)
 
 
 @pytest.fixture(scope="module")
@@ -178,15 +174,10 @@ def test_without_a_lab_it_says_so(monkeypatch, run_cli):
     assert (code, err) == (1, "torusgd: rehearse: the network lab needs root, for network namespaces\n")
 
 
-@in_the_lab
+@needs_lab
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param((), marks=pytest.mark.slow),
-        pytest.param(("--update", "sharded", "--model-parallel", 2), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("more", [(), ("--update", "sharded", "--model-parallel", 2)])
 def test_a_short_rehearsal(tmp_path, run_cli, more):
     """CD-DNN on 2 nodes, or 4 in groups of 2: far more to send than to compute, so that waiting can't be missed."""
     path = tmp_path / "found.json"

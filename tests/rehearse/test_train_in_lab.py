@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.rehearse.marks import needs_lab
-from tests.run.processes import RECIPE, last_step, results, run_alone, summary
+from tests.run.processes import RECIPE, last_step, results, run_alone, summary, until
 from torusgd.rehearse.lab import Host, Lab
 
 pytestmark = needs_lab
@@ -30,17 +29,13 @@ def train(recipe: Path, out: Path, *flags: str) -> list[str]:
     return ["-m", "torusgd", "train", str(recipe), "--out", str(out), *flags]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "hosts", "cause"),
     [
-        pytest.param(["--set", "data.options={pause: 0.05, rank: 2}"], [NEAR] * 3, "data", marks=pytest.mark.slow),
-        pytest.param(
-            ["--set", "model={name: 'tests.run.slow:Late', options: {pause: 0.2, rank: 2}}"],
-            [NEAR] * 3,
-            "compute",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7)], "network", marks=pytest.mark.slow),
+        (["--set", "data.options={pause: 0.05, rank: 2}"], [NEAR] * 3, "data"),
+        (["--set", "model={name: 'tests.run.slow:Late', options: {pause: 0.2, rank: 2}}"], [NEAR] * 3, "compute"),
+        ([], [NEAR, NEAR, Host(latency=2e-2, rate=2e7)], "network"),
     ],
 )
 def test_one_slow_host_is_named_with_its_reason(
@@ -52,8 +47,7 @@ def test_one_slow_host_is_named_with_its_reason(
     named = [event["slowest"] for event in events if "slowest" in event]
     assert len(named) == 1
     assert {(late["rank"], late["cause"]) for late in named} == {(2, cause)}
-    told = [event["hidden_share"] for event in events if "loss" in event and "event" not in event]
-    assert all(0 <= share <= 1 for share in told)
+    assert all(0 <= event["hidden_share"] <= 1 for event in events if "loss" in event and "event" not in event)
 
 
 @pytest.mark.slow
@@ -62,22 +56,19 @@ def test_a_cut_link_ends_a_run_with_the_rank_named_and_a_good_checkpoint(tmp_pat
     impatient.write_text(RECIPE.replace("runtime: {", "runtime: {timeout: 2, "))
     words = train(impatient, out, "--set", PAUSE)
     with Lab([NEAR] * 3) as lab:
-        crew = lab.start(words, ENVIRONMENT)
-        end = time.monotonic() + 240
-        while last_step(out) < 6:
-            assert time.monotonic() < end, crew.outputs()
-            time.sleep(0.05)
+        ranks = lab.start(words, ENVIRONMENT)
+        until(lambda: last_step(out) >= 6, "step 6")
         lab.cut(2)
-        assert crew.wait(timeout=240) == [1, 1, 1], crew.outputs()
-        told = [line for text in crew.outputs() for line in text.splitlines() if line.startswith("torusgd: ")]
-    assert len(told) == 2, told
+        assert ranks.wait(timeout=240) == [1, 1, 1], ranks.outputs()
+        lines = [line for text in ranks.outputs() for line in text.splitlines() if line.startswith("torusgd: ")]
+    assert len(lines) == 2, lines
     assert re.fullmatch(
         r"torusgd: rank 2 on \S+ in \w+ of step \d+: no heartbeat for 2 s, frozen or lost, says rank [01] on \S+; "
         r"the same command goes on from the checkpoint of step [48]",
-        told[0],
+        lines[0],
     )
-    assert told[1].startswith("torusgd: rank 2 on ")
-    assert "can't reach the others, or rank 0 is lost" in told[1]
+    assert lines[1].startswith("torusgd: rank 2 on ")
+    assert "can't reach the others, or rank 0 is lost" in lines[1]
     with Lab([NEAR] * 2) as lab:
         lab.run(words, timeout=240, environment=ENVIRONMENT)
     assert summary(out)["resumed_from"] >= 4
