@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.plan.measured import link, measured_run, network
 from tests.run.runs import command
 
 from torusgd.cli.scaling import compare
-from torusgd.comm.tuning.profile import Link, Profile
+from torusgd.comm.tuning.profile import Profile
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 
@@ -78,22 +79,11 @@ def test_a_mistake_that_ranks_find_is_one_line_and_exit_code_2() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def a_run(folder: Path, ranks: int, seconds: float) -> Path:
-    """What `compare` reads of a finished run: its steps, the first of which takes longer."""
-    folder.mkdir()
-    (folder / "summary.json").write_text(json.dumps({"world_size": ranks}))
-    times = [9.0, seconds, seconds, seconds]
-    events = [{"step": n, "batch": 96, "step_seconds": time, "update_seconds": 0.01} for n, time in enumerate(times, 1)]
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    return folder
-
-
 def test_scaling_puts_runs_beside_the_plan_from_the_first_of_them(tmp_path: Path) -> None:
     recipe = load_recipe("digits", ["virtual_workers=12", "stages=[{until: 20ep, images_per_worker: 8}]"]).recipe
-    link = Link(latency=1e-4, latency_error=0.0, per_byte=1e-9, per_byte_error=0.0)
-    network = Profile(backend="gloo", hosts=(0, 0), message=0.0, inside=link, between=None, timings=())
-    runs = {ranks: a_run(tmp_path / str(ranks), ranks, seconds) for ranks, seconds in ((1, 0.4), (2, 0.25))}
-    alone, two = compare(recipe, {n: RuntimeOptions(workers=n) for n in runs}, runs, network, None)
+    measured = network((0, 0), message=0.0, inside=link(1e-4, 1e-9))
+    runs = {n: measured_run(tmp_path / str(n), time, update=0.01, ranks=n) for n, time in ((1, 0.4), (2, 0.25))}
+    alone, two = compare(recipe, {n: RuntimeOptions(workers=n) for n in runs}, runs, measured, None)
     assert alone.planned_step_seconds == pytest.approx(alone.step_seconds) == 0.4
     assert (alone.efficiency, two.efficiency) == pytest.approx((1.0, 0.4 / 0.25 / 2))
     assert two.images_per_second == pytest.approx(96 / 0.25)

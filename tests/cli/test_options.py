@@ -13,10 +13,10 @@ import pytest
 import typer
 import yaml
 from tests.messages import refused
+from tests.plan.measured import measured_run, network
 
 from torusgd.cli.options import RuntimeFlags, expand
 from torusgd.comm.algorithms import OTHER_PROGRAMS, SCHEDULED
-from torusgd.comm.tuning.profile import Link, Profile
 from torusgd.recipe.load import recipe_source
 from torusgd.recipe.runtime_options import STEPS, RuntimeOptions, flags_of
 
@@ -59,33 +59,13 @@ NEUTRAL = {
 }
 """options that change no plan, and why"""
 CHANGED: dict[str, Any] = {
-    "device": "cuda",
-    "workers": 8,
-    "workers_range": [2, 16],
-    "ranks_per_gpu": 2,
-    "cuda_graphs": True,
-    "cuda_streams": 2,
-    "allreduce": "torus:halving/ring",
-    "grid": "2x8",
-    "buckets": [3, 4],
-    "update": "sharded",
-    "model_parallel": 4,
-    "weights_first": True,
-    "checkpoint_every": "3st",
-    "checkpoint_minutes": 3.0,
-    "keep_checkpoints": 5,
-    "track": ["tensorboard"],
-    "drift_every": 3,
-    "timeout": 7.0,
-    "audit": 0.5,
-    "shares": "even",
-    "work_stealing": True,
-    "loader_processes": 2,
-    "node_memory": False,
-    "streams": 4,
-    "mixed": True,
+    "device": "cuda", "workers": 8, "workers_range": [2, 16], "ranks_per_gpu": 2, "cuda_graphs": True,
+    "cuda_streams": 2, "allreduce": "torus:halving/ring", "grid": "2x8", "buckets": [3, 4], "update": "sharded",
+    "model_parallel": 4, "weights_first": True, "checkpoint_every": "3st", "checkpoint_minutes": 3.0,
+    "keep_checkpoints": 5, "track": ["tensorboard"], "drift_every": 3, "timeout": 7.0, "audit": 0.5, "shares": "even",
+    "work_stealing": True, "loader_processes": 2, "node_memory": False, "streams": 4, "mixed": True,
     "start_timeout": 8.0,
-}
+}  # fmt: skip
 
 
 def help_of(run_cli: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> str:
@@ -216,15 +196,11 @@ def test_a_record_trains_on_two_ranks_as_far_as_its_data(
 
 
 def test_a_profile_of_the_runtime_block_changes_a_plan_of_this_machine(tmp_path: Path, run_cli: Run) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps({"world_size": 1}))
-    events = [{"step": n, "batch": 96, "step_seconds": 0.2, "update_seconds": 0.02} for n in range(1, 6)]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    measured_run(tmp_path, 0.2)
     seconds = []
     for latency in (1e-3, 1e-2):
-        link = Link(latency=latency, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
         profile, file, found = (tmp_path / name for name in ("profile.json", "mine.yaml", "plan.json"))
-        known = Profile(backend="gloo", hosts=(0, 1), message=1e-5, inside=None, between=link, timings=())
-        profile.write_text(known.dump())
+        profile.write_text(network(latency=latency).dump())
         block = {"workers": 2, "profile": str(profile)}
         file.write_text(recipe_source("digits") + "\n" + yaml.safe_dump({"runtime": block}))
         sizes = ("--set", "data.train_images=1000", "--set", "data.classes=10")

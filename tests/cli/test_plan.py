@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.plan.measured import measured_run, network
 from tests.run.runs import events, run_here
 
-from torusgd.comm.tuning.profile import Link, Profile
 from torusgd.plan.cluster import cluster_names
 
 Run = Callable[..., tuple[int, str, str]]
@@ -29,9 +29,7 @@ def plan(run_cli: Run, tmp_path: Path) -> Callable[..., tuple[str, dict[str, Any
 
 
 def test_it_prints_and_writes(plan) -> None:
-    out, found = plan(
-        "fujitsu-74s", "--cluster", "abci", "--devices", 2048, "--sweep", "--best", "--cost", 2.5
-    )  # fmt: skip
+    out, found = plan("fujitsu-74s", "--cluster", "abci", "--devices", 2048, "--sweep", "--best", "--cost", 2.5)
     for word in ("images/s", "efficiency", "time to train", "limit:", "knee:", "cost", "saves"):
         assert word in out
     assert found["cost"] == pytest.approx(2048 * found["seconds"] / 3600 * 2.5)
@@ -154,8 +152,8 @@ def test_relaxed_synchrony_stands_beside_synchronous_steps(plan) -> None:
 def test_delays_are_taken_from_a_run(plan, tmp_path: Path) -> None:
     run_here(tmp_path / "run", "stages=[{until: 40st, images_per_worker: 3}]", "evaluate.every=null", "polish=null")
     # A quiet machine's steps are alike: here every fourth takes 2 s more.
-    told = [{**event, "step_seconds": 0.01 + 2.0 * (event["step"] % 4 == 0)} for event in events(tmp_path / "run")]
-    (tmp_path / "run" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+    late = [{**event, "step_seconds": 0.01 + 2.0 * (event["step"] % 4 == 0)} for event in events(tmp_path / "run")]
+    (tmp_path / "run" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in late))
     words = ("fujitsu-74s", "--cluster", "abci", "--devices", 64, "--synchrony", "cutoff")
     _, found = plan(*words, "--delays", tmp_path / "run")
     assert [each["form"] for each in found["relaxed"]] == ["synchronous", "cutoff"]
@@ -263,35 +261,26 @@ def test_a_users_own_model_and_cluster(tmp_path: Path, monkeypatch: pytest.Monke
     assert (code, "depth" in err) == (2, True)
 
 
-def test_a_device_on_which_the_program_has_not_run_is_told(tmp_path: Path, plan) -> None:
+def test_a_device_on_which_the_program_has_not_run_is_named(tmp_path: Path, plan) -> None:
     command = ("digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--cluster", "hgx-h100")
     alone = (*command, "--devices", 1, "--software", "torusgd")
     assert "torusgd was never measured on such a device (H100-SXM5-80GB)" in " ".join(plan(*alone)[0].split())
     assert "never measured" not in plan(*command, "--devices", 1, "--software", "mxnet-v30")[0]
     # A run with one worker on such a device is all that it takes; its steps were handed over in advance.
-    (tmp_path / "summary.json").write_text(json.dumps({"world_size": 1}))
-    events = [{"step": n, "batch": 96, "step_seconds": 0.002, "update_seconds": 0.0} for n in range(1, 6)]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    told, found = plan(*alone, "--measured", tmp_path)
-    assert "never measured" not in told
+    printed, found = plan(*alone, "--measured", measured_run(tmp_path, 0.002, update=0.0))
+    assert "never measured" not in printed
     assert found["stages"][0]["seconds"] == pytest.approx(0.002, rel=0.05)
 
 
 def test_this_machine_by_a_measured_network_and_a_measured_run(tmp_path: Path, plan, run_cli: Run) -> None:
-    profile, folder = tmp_path / "profile.json", tmp_path / "one"
-    link = Link(latency=1e-3, latency_error=0.0, per_byte=1e-8, per_byte_error=0.0)
-    known = Profile(backend="gloo", hosts=(0, 1), message=1e-5, inside=None, between=link, timings=())
-    profile.write_text(known.dump())
-    folder.mkdir()
-    (folder / "summary.json").write_text(json.dumps({"world_size": 1}))
-    events = [{"step": n, "batch": 96, "step_seconds": 0.2, "update_seconds": 0.02} for n in range(1, 6)]
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    profile = tmp_path / "profile.json"
+    profile.write_text(network().dump())
     command = (
         "digits", "--set", "data.train_images=1000", "--set", "data.classes=10", "--cluster", "local", "--devices", 2,
         "--profile", profile,
     )  # fmt: skip
-    told = plan(*command, "--measured", folder)[0]
-    assert "one worker here" in told
-    assert "never measured" not in told
+    printed = plan(*command, "--measured", measured_run(tmp_path / "one", 0.2))[0]
+    assert "one worker here" in printed
+    assert "never measured" not in printed
     code, _, err = run_cli("plan", *command)
     assert (code, "--measured" in err) == (2, True)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.messages import refused
 
+from tests.messages import refused
 from torusgd.plan.cluster import (
     calibrated,
     cluster_names,

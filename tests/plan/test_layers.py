@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.messages import refused
 from torch import nn
 
+from tests.messages import refused
 from torusgd.models import MODELS
 from torusgd.plan.model_cost import ModelCost, read_model
 

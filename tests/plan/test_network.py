@@ -16,15 +16,9 @@ DEVICE = Device(name="any", peak={"float32": 1e12}, memory_bandwidth=1e11)
 
 
 def cluster(**changes: object) -> Cluster:
-    values: dict[str, object] = {
-        "name": "test",
-        "source": "by hand",
-        "device": DEVICE,
-        "devices_per_node": 4,
-        "inside": Link(alpha=1e-6, bandwidth=100e9),
-        "between": Link(alpha=5e-6, bandwidth=20e9),
-    }
-    return Cluster(**{**values, **changes})  # type: ignore[arg-type]
+    near, far = Link(alpha=1e-6, bandwidth=100e9), Link(alpha=5e-6, bandwidth=20e9)
+    values = {"name": "test", "source": "by hand", "device": DEVICE, "inside": near, "between": far}
+    return Cluster.model_validate({**values, "devices_per_node": 4, **changes})
 
 
 def total(machine: Cluster, ranks: int, size: float, **communication: object) -> float:
@@ -113,20 +107,9 @@ def test_a_given_grid_goes_before_the_rule() -> None:
 
 
 ALGORITHMS = (
-    "auto",
-    "native",
-    "ring",
-    "halving-doubling",
-    "doubling",
-    "direct",
-    "torus",
-    "torus:halving/ring",
-    "torus:doubling/direct",
-    "torus:doubling",
-    "hierarchical",
-    "hierarchical:halving/direct",
-    *OTHER_PROGRAMS,
-)
+    "auto", "native", "ring", "halving-doubling", "doubling", "direct", "torus", "torus:halving/ring",
+    "torus:doubling/direct", "torus:doubling", "hierarchical", "hierarchical:halving/direct", *OTHER_PROGRAMS,
+)  # fmt: skip
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,8 +1,8 @@
 """What is planned: a software profile with what the recipe and the runtime options say of it."""
 
 import pytest
-from tests.messages import refused
 
+from tests.messages import refused
 from torusgd.plan import as_torusgd, load_cluster, load_software, program_for, step_time
 from torusgd.plan.cluster import Buckets, Cluster, Software
 from torusgd.plan.forecast import Workload, workload_of

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from tests.messages import refused
 
+from tests.messages import refused
 from torusgd.plan.cluster import load_calibrated, load_parameters
 from torusgd.plan.published import Row, base_of, counted_groups, left_out, predict, predict_row, read_rows, system_of
 

@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from tests.messages import refused
 
+from tests.messages import refused
 from torusgd.plan.forecast import Forecast, PlannedStage, RunTime, Workload
 from torusgd.plan.model_cost import ModelCost
 from torusgd.plan.relaxed import measured_delays, relaxed_forecasts

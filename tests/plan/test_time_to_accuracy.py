@@ -3,8 +3,8 @@
 from statistics import median
 
 import pytest
-from tests.messages import refused
 
+from tests.messages import refused
 from torusgd.plan import load_cluster, load_software, workload_of
 from torusgd.plan.time_to_accuracy import (
     LARGEST,

@@ -1,0 +1,33 @@
+"""What a plan of this machine reads: the folder of a finished run, and a measured network."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torusgd.comm.tuning.profile import Link, Profile
+
+
+def measured_run(
+    folder: Path, seconds: float, *, update: float = 0.02, batch: int = 96, ranks: int = 1, first: float = 9.0
+) -> Path:
+    """A finished run of five steps of so many seconds, the first of which takes longer."""
+    folder.mkdir(exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps({"world_size": ranks}))
+    steps = [
+        {"step": n, "batch": batch, "step_seconds": first if n == 1 else seconds, "update_seconds": update}
+        for n in range(1, 6)
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*steps, {"event": "evaluation"}]))
+    return folder
+
+
+def link(latency: float, per_byte: float) -> Link:
+    return Link(latency=latency, latency_error=0.0, per_byte=per_byte, per_byte_error=0.0)
+
+
+def network(hosts: tuple[int, ...] = (0, 1), latency: float = 1e-3, message: float = 1e-5, **more: Any) -> Profile:
+    """A measured network: a quick one inside hosts, a slow one between them."""
+    inside = link(1e-5, 1e-10) if len(set(hosts)) < len(hosts) else None
+    between = link(latency, 1e-8) if len(set(hosts)) > 1 else None
+    values = {"hosts": hosts, "message": message, "inside": inside, "between": between, "timings": (), **more}
+    return Profile(backend="gloo", **values)
