@@ -91,9 +91,9 @@ class Wanted:
             check_jinja()
             check_writable("--report", self.report)
         if self.to is not None and self.best:
-            raise UserError("--best: looks for settings at the recipe's batch, --to for a batch; give one of them")
+            raise UserError("--best: is at the recipe's batch, --to looks for a batch; give one of them")
         if self.to is not None and self.delays is not None:
-            raise UserError("--delays: is planned at the recipe's batch, --to looks for one; leave out one of them")
+            raise UserError("--delays: is at the recipe's batch, --to looks for a batch; give one of them")
 
     @property
     def has_sweep(self) -> bool:
