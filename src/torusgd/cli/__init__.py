@@ -88,11 +88,12 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":  # a name may have letters that it lacks
             stream.reconfigure(errors="backslashreplace")
-    atexit.register(remove_empty_cache)
+    atexit.register(remove_empty_cache)  # parts of torch make a folder in /tmp when they are imported
     try:
         for word in sys.argv[1:]:
             _check_word(word)
         adopt_step()
+        # Typer would end the process itself, before the line for schedulers is written.
         code = app(sys.argv[1:])(standalone_mode=False) or 0
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -106,7 +107,7 @@ def main() -> None:
         end(2, str(error))
     except RunError as error:
         end(1, str(error))
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader, such as head, has seen enough: no word about it
         _drop_output()
         sys.exit(1)
     except OSError as error:

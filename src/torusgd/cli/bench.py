@@ -151,7 +151,7 @@ def on_ranks(options: "RuntimeOptions", function: Callable[..., Any], *arguments
     if ranks_are_given():
         result = run_joined(on_rank, target, limits)
         return result if os.environ["RANK"] == "0" else None
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as ranks of a run have: cores are for ranks, not threads
     if options.workers_range is not None:
         raise UserError("--workers: a measurement takes one number of ranks")
     available = torch.cuda.device_count() if target == "cuda" else len(os.sched_getaffinity(0))

@@ -54,6 +54,7 @@ def stop(
     view = RunView(run)
     view.running("stop")
     view.request(STOP, "")
+    # The run looks for requests at the end of a step, which may take minutes on a slow machine.
     end = time.monotonic() + seconds
     while (found := view.read()).state == "running" and time.monotonic() < end:
         time.sleep(view.poll)
@@ -75,6 +76,7 @@ def resize(
 
     view = RunView(run)
     found = view.running("resize")
+    # What a run would refuse at its next step is refused here, where its user looks.
     most = found.reported.get("virtual_workers", workers)
     if workers > most:
         raise UserError(f"--workers {workers}: the recipe has {most} virtual workers to share; give at most {most}")

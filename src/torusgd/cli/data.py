@@ -78,7 +78,7 @@ def pack(
             leave_out=lambda line: typer.echo(f"left out: {line}"),
             progress=lambda done: status.update(f"{out}: {done:,} of {total:,} images"),
         )
-    lacking = total - sum(counts.values())
+    lacking = total - sum(counts.values())  # undecodable images are named while they are met, and counted here
     typer.echo(f"{out}: {counts['train']} training images, {counts['eval']} held out; {lacking} can't be decoded")
     typer.echo(f"train with --set data.source=tar --data {quote(str(out))}")
 

@@ -62,7 +62,7 @@ def polish(
     check_writable("--out", target)
     if not any(isinstance(module, _BatchNorm) for module in assessment.model.modules()):
         raise UserError(f"{trained.path}: {recipe.model.name} has no batch norm to polish")
-    before = assessment.evaluate()
+    before = assessment.evaluate()  # the statistics of training, which polish overwrites
     images = assessment.polish()
     after = assessment.evaluate()
     if assessment.world.rank != 0:

@@ -36,7 +36,7 @@ def export(
     overrides: Overrides = None,
 ) -> None:
     """Write a run for other programs; graphs are checked to give the same logits."""
-    wanted = dict.fromkeys(formats or ["onnx"])
+    wanted = dict.fromkeys(formats or ["onnx"])  # each once, in the order of the flags
     for name in wanted:
         if name not in FORMATS:
             raise UserError(f"--format {name}: choose among {listed(FORMATS)}")

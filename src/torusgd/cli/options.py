@@ -78,11 +78,12 @@ class RuntimeFlags:
         if "workers" in given:
             workers = read_workers(str(given.pop("workers")))
             given["workers_range" if isinstance(workers, list) else "workers"] = workers
-            block = block.without(["workers", "workers_range"])
+            block = block.without(["workers", "workers_range"])  # one number replaces a range, and the other way
         if "allreduce" in given:  # a grid belongs to the all-reduce that it was written beside
             block = block.without(["grid"])
         for key in given.keys() & {"model_parallel", "buckets"}:  # a word, a number or a list, as in a recipe file
             given[key] = parse_yaml(given[key], f"--{key.replace('_', '-')} {given[key]}")
+        # Only what was given is handed on: a plan of another program takes nothing else.
         return validate(RuntimeOptions, {**block.model_dump(mode="json", exclude_unset=True), **given}, "flags")
 
     def fitted(self, options: "RuntimeOptions", block: "RuntimeOptions", ranks: int) -> "RuntimeOptions":
@@ -193,6 +194,7 @@ def expand(command: Callable[..., object], name: str) -> Callable[..., object]:
             found = list(inspect.signature(group).parameters.values())
         if found != [parameter]:
             groups[parameter.name] = group, [each.name for each in found]
+        # By keyword, since options with and without defaults follow one another.
         parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in found]
 
     @wraps(command)

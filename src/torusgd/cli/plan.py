@@ -215,6 +215,7 @@ class Planned:
         """The program that trains by these options."""
         from ..plan.program import measured_software, program_for, resolve_model_parallel
 
+        # A record's block describes in torusgd's words what the profile was measured with: the profile goes before it.
         runtime = runtime.without(self.as_published - {"workers"})
         resolved = resolve_model_parallel(self.recipe, self.workload, runtime, self.cluster, self.software)
         program = program_for(self.recipe, resolved, self.cluster, self.software)
@@ -240,6 +241,7 @@ def _show_plan(planned: Planned, wanted: Wanted) -> dict[str, Any]:
     program = planned.program(planned.runtime)
     title = planned.title(planned.recipe.name)
     terminal.print(title, markup=False)
+    # More devices than virtual workers share the same batch: the plan says so in a note, a run refuses it.
     workload = fixed_batch(planned.workload, devices)
     now = forecast(workload, cluster, program, devices)
     notes = _notes(planned, workload, now.memory, program)
@@ -251,6 +253,7 @@ def _show_plan(planned: Planned, wanted: Wanted) -> dict[str, Any]:
     if wanted.has_sweep:
         ranks = planned.runtime.model_parallel
         counts = device_counts(devices, planned.workload.stages[0].workers)
+        # A group of model-parallel ranks can't be cut.
         counts = [count for count in counts if ranks == "auto" or count % ranks == 0]
         curve = sweep_over(planned.workload, cluster, planned.program_on, counts)
         show_sweep(terminal, curve, wanted.cost)
@@ -320,7 +323,7 @@ def _top1(text: str) -> float:
         value = -1.0
     if not 0 < value < 1:
         raise UserError(f"--to {text}: write a top-1 accuracy as 75.9% or 0.759")
-    return round(value, 6)
+    return round(value, 6)  # 75.9 / 100 is not 0.759 to the last bit
 
 
 def _notes(planned: Planned, workload: "Workload", memory: float, program: "Software") -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,16 +12,7 @@ from ..plan.forecast import Forecast
 from ..plan.published import Prediction, base_of, counted_groups, left_out, summary
 from ..plan.relaxed import RelaxedForecast
 from ..plan.search import KNEE_EFFICIENCY, SearchResult, Sweep
-from ..plan.time_to_accuracy import (
-    LARGEST,
-    SMALLEST,
-    TARGET,
-    AccuracyPlan,
-    AccuracySweep,
-    curve,
-    leave_one_out,
-    quickest,
-)
+from ..plan.time_to_accuracy import AccuracyPlan, AccuracySweep, epochs_known, quickest
 from ..text import byte_size, change, duration, listed, number
 from .output import table
 
@@ -107,7 +97,7 @@ def show_accuracy(console: Console, plans: Sequence[AccuracyPlan], price: float 
         f"quickest: batch {best.batch:,} ({best.images} images a virtual worker), {duration(best.seconds)} "
         f"({duration(best.low)} to {duration(best.high)}); lay its schedule out for {best.schedule:.1f} epochs"
     )
-    console.print(_epochs_known())
+    console.print(epochs_known())
 
 
 def show_accuracy_sweep(console: Console, sweep: AccuracySweep, price: float | None) -> None:
@@ -118,7 +108,7 @@ def show_accuracy_sweep(console: Console, sweep: AccuracySweep, price: float | N
     console.print(_knee(sweep.knee) if sweep.knee < last else f"no knee up to {last:,} devices")
     more = f"quickest: {sweep.useful:,} devices; more bring nothing"
     console.print(more if sweep.useful < last else f"quickest: {last:,} devices, the most that were tried")
-    console.print(_epochs_known())
+    console.print(epochs_known())
 
 
 def _accuracy_table(
@@ -144,15 +134,6 @@ def _accuracy_table(
     for column in found.columns:
         column.no_wrap = column.header in ("images/s", "band")
     return found
-
-
-def _epochs_known() -> str:
-    errors, known = sorted(abs(error) for error in leave_one_out()), curve()
-    return (
-        f"epochs to {TARGET:.1%}: {known.minimum:.1f} (1 + batch / {known.critical:,.0f}), fitted to MLPerf's "
-        f"{len(errors)} reference points (batch {SMALLEST:,} to {LARGEST:,}, each with its own tuned rate); "
-        f"leave-one-out error {median(errors):.1%} at the median, {errors[-1]:.1%} at worst"
-    )
 
 
 def show_relaxed(console: Console, forecasts: Sequence[RelaxedForecast], delays: str) -> None:

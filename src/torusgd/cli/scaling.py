@@ -116,7 +116,8 @@ def compare(
         seconds = {batch: step.seconds for batch, step in zip(planned.batches, planned.steps, strict=True)}
         beside = PlanComparison(run, recipe.name, n, seconds).beside(run / "events.jsonl")
         rate, planned_rate = beside["measured_images_per_second"], beside["images_per_second"]
-        alone = points[0].images_per_second if points else rate  # which is the planned rate too
+        # The plan is scaled to the run with one rank, so that its rate is the planned one too.
+        alone = points[0].images_per_second if points else rate
         points.append(
             Point(
                 ranks=n,

@@ -89,7 +89,7 @@ def train(
     options = runtime.over(block)
     device = resolve_device(options)
     if init is not None:
-        check_initial(init, written)
+        check_initial(init, written)  # before ranks are started, which would each report it
     resolved = resolve_auto(written, device)
     options = runtime.fitted(options, block, expected_ranks(options, device, resolved))
     begins = fresh and slurm.restarts() == 0  # a job that Slurm has queued again goes on
@@ -137,6 +137,7 @@ def _run(job: "Job", begins: bool, entrance: "Entrance | None", mirror: "Mirror 
         deletes = job.bucket if begins and job.bucket else ""
         setup = setup_of(job, listens=entrance is not None, launcher=launcher, deletes=deletes)
         check(setup, {LISTENS, DELETES})
+    # A run in a bucket is copied to this machine first; its lease keeps a second run from the same folder.
     with mirror.held(begins) if mirror is not None and is_mirrored else nullcontext():
         # A data set of a hub stays at the revision with which the run began.
         job = replace(job, data=pinned(job.data, "" if begins else RunDir(job.out).data_revision()))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from operator import getitem
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,6 +89,16 @@ def leave_one_out() -> tuple[float, ...]:
 def spread() -> float:
     """Standard deviation of the logarithm of the epochs: the root mean square of the leave-one-out errors."""
     return math.sqrt(sum(math.log1p(error) ** 2 for error in leave_one_out()) / len(REFERENCE))
+
+
+def epochs_known() -> str:
+    """The curve and its errors, in a sentence."""
+    errors, known = sorted(abs(error) for error in leave_one_out()), curve()
+    return (
+        f"epochs to {TARGET:.1%}: {known.minimum:.1f} (1 + batch / {known.critical:,.0f}), fitted to MLPerf's "
+        f"{len(errors)} reference points (batch {SMALLEST:,} to {LARGEST:,}, each with its own tuned rate); "
+        f"leave-one-out error {median(errors):.1%} at the median, {errors[-1]:.1%} at worst"
+    )
 
 
 _EQUAL = (

@@ -89,6 +89,7 @@ class Rule:
 def check(setup: Setup, parts: Collection[Part] = ()) -> None:
     """UserError for the first rule of these parts that a setup breaks; without parts: for the first of all rules."""
     for rule in RUN_RULES:
+        # Not all of a setup is known at once: a launcher's flags are checked where it is known.
         if (not parts or rule.part in parts) and rule.is_broken(setup):
             raise UserError(rule.line(setup))
 

@@ -61,14 +61,14 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise _yaml_error("a key must be a word or a number", key_node)
-            if key in seen:
+            if key in seen:  # PyYAML would take the last one in silence
                 raise _yaml_error(f"key {key!r} appears twice", node)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         value = super().construct_yaml_int(node)
-        if abs(value) >= 1 << 63:
+        if abs(value) >= 1 << 63:  # beyond it no seed or count fits a tensor
             raise _yaml_error("a whole number beyond 64 bits", node)
         return value
 
@@ -94,7 +94,7 @@ def _yaml_error(problem: str, where: Any) -> yaml.MarkedYAMLError:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-
+# PyYAML follows YAML 1.1, in which 1e-3 is text.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+0123456789.")
 )
@@ -152,6 +152,7 @@ def read_file(path: Path, where: str, most: int = MOST_YAML) -> str:
 def validate(model: type[M], tree: object, where: str) -> M:
     """Builds a pydantic model from plain values; UserError of one line for the first mistake."""
     try:
+        # By way of JSON: strict models take its lists for tuples, and still no text for a number.
         return model.model_validate_json(json.dumps(tree))
     except (TypeError, ValueError) as error:
         if not isinstance(error, ValidationError):
@@ -201,6 +202,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 
 def _pick_batch(tree: dict[str, Any], overrides: Sequence[str], name: str) -> list[str]:
     """Puts the values of one row of `batches` into the tree and takes the table out; the overrides that are left."""
+    # A row is written first, so that the other overrides change what it says, in whatever order they were given.
     rows, batch = tree.pop("batches", None), tree.pop("batch", None)
     for item in overrides:
         if item.startswith("batch="):

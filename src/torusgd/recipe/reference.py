@@ -49,7 +49,7 @@ def _rows(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str, st
         if inner is None:
             yield path + name, ", ".join([_words(field.annotation), *_limits(field.metadata)]), _default(field), text
             continue
-        many = get_origin(field.annotation) is tuple
+        many = get_origin(field.annotation) is tuple  # such as stages, whose keys are stages.N.until and so on
         text = text or (inner.__doc__ or "").strip().splitlines()[0]
         yield path + name, "a list of" if many else "keys", _default(field), text
         yield from _rows(inner, f"{path}{name}.{'N.' if many else ''}")
@@ -81,7 +81,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "must be given"
     value = field.default
-    if isinstance(value, BaseModel):
+    if isinstance(value, BaseModel):  # its own keys have their defaults
         return ""
     if isinstance(value, tuple | dict):
         return f"`{list(value) if isinstance(value, tuple) else value}`".replace("'", "")

@@ -131,6 +131,7 @@ class RuntimeOptions(Section):
 
     def without(self, names: Collection[str]) -> "RuntimeOptions":
         """The options with these as if nobody had given them."""
+        # Made anew, since a copy would still have them in `model_fields_set`.
         return RuntimeOptions(**{name: getattr(self, name) for name in self.model_fields_set - set(names)})
 
     def unfit(self, ranks: int) -> list[str]:

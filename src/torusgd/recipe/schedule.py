@@ -104,10 +104,11 @@ class Schedule:
         """Step `index`; IndexError outside 0..len-1."""
         if not 0 <= index < len(self):
             raise IndexError(f"step {index} of {len(self)}")
+        # Nothing is counted up from step to step: any step is found alone, as after a resume.
         number = bisect_right(self._first_steps, index) - 1
         span = self.spans[number]
         start = span.start + (index - span.first_step) * span.batch
-        factor, offset = self._shape(start)
+        factor, offset = self._shape(start)  # by samples: an epoch decays as much with any batch
         return Step(
             index=index,
             stage=number,
@@ -144,7 +145,7 @@ class Schedule:
 
     def boundaries(self, every: Duration | None, first: Duration | None = None) -> list[int]:
         """Step counts after which something periodic happens; the end of the run is always one."""
-        counts = {len(self)}
+        counts = {len(self)}  # a set: marks closer than a step fall together
         if every is not None:
             interval = self.position(every) if every.unit != "st" else every.value
             offset = interval if first is None else self.position(first) if every.unit != "st" else first.value

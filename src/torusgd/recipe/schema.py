@@ -107,6 +107,7 @@ class Synchrony(Section):
     def _check(self) -> "Synchrony":
         defaults = {name: field.default for name, field in type(self).model_fields.items() if name != "form"}
         for key, default in defaults.items():
+            # A key without a meaning is refused: its user expects something of it.
             if getattr(self, key) != default and key not in _KEYS.get(self.form, ()):
                 known = " or ".join(form for form, keys in _KEYS.items() if key in keys)
                 raise ValueError(f"{key}: has a meaning with form: {known} only")
@@ -137,6 +138,7 @@ class Synchrony(Section):
 
     def check_counts(self, virtual_workers: int, images_per_worker: tuple[int, ...]) -> None:
         """ValueError if there are too few virtual workers, or a stage's images of each can't be divided."""
+        # A step takes one virtual worker at least.
         least = self.backups + 1 if self.backups is not None else self.count if isinstance(self.count, int) else 1
         if least > virtual_workers:
             key = "backups" if self.form == "backup" else "count"
@@ -425,6 +427,7 @@ class Recipe(Section):
         """The recipe with each `auto` replaced."""
         changes = {"precision": precision, "memory_format": memory_format}
         auto = {key: value for key, value in changes.items() if getattr(self, key) == "auto"}
+        # Validated anew: loss_scale, for one, goes with float16 alone.
         return Recipe.model_validate_json(json.dumps({**self.as_dict(), **auto}))
 
     def as_dict(self) -> dict[str, Any]:
