@@ -16,7 +16,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("data", "info", ""), "an argument: is empty, as where a variable of the shell is not set"),
+        (("data", "info", ""), "an argument: is empty, as if a shell variable is not set"),
         (("train", "digits", "--out", ""), "an argument: is empty"),
         (("train", "digits", "--out="), "--out: is empty"),
         (("train", "digits", "--out", "ftp://host/run"), "ftp://host/run: ftp:// is not known; there are s3://"),

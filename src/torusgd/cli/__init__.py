@@ -73,7 +73,7 @@ def common(
         bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """The options before a command."""
 
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, of which some versions of typer hold a copy of their own
@@ -127,5 +127,5 @@ def _check_word(word: str) -> None:
     """UserError for a word of the command line that is none: it would be taken for the folder in which one stands."""
     flag, is_flag, value = word.partition("=") if word.startswith("--") else ("an argument", "=", word)
     if is_flag and not value:
-        raise UserError(f"{flag}: is empty, as where a variable of the shell is not set; fill it in or leave it out")
+        raise UserError(f"{flag}: is empty, as if a shell variable is not set; fill it in or leave it out")
     check_scheme(value)

@@ -86,7 +86,7 @@ def report(
     ] = False,
     data: DataPath = None,
 ) -> None:
-    """Write a page about runs: what was trained, how well, where the time went; --data implies --mistakes."""
+    """Write a page about runs: the training, its accuracy and its time; --data implies --mistakes."""
     from ..report.page import check_jinja, run_page
     from ..report.read_run import read_run
     from ..rundir.run_view import local_run

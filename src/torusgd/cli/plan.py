@@ -149,7 +149,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Planned:
-    """What plan and rehearse read from their arguments."""
+    """The recipe, machine and program of a plan or a rehearsal, as read from their arguments."""
 
     recipe: "Recipe"
     workload: "Workload"

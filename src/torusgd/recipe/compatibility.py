@@ -160,7 +160,7 @@ OTHER_UPDATE = Part("optimizer", "`optimizer` other than sgd or lars, or with ra
                     lambda s: s.recipe.optimizer.needs_head or OTHER_RULE.is_in(s))  # fmt: skip
 NVJPEG = Part("data.decoder", "`data.decoder: nvjpeg`", lambda s: s.recipe.data.decoder == "nvjpeg")
 
-# Options of the runtime, flags, and where a run is.
+# Options of the runtime, flags, and circumstances of a run.
 WORKERS = Part("workers", "`workers`", lambda s: s.ranks is not None)
 TOO_MANY = Part("", "fewer `virtual_workers`", lambda s: (s.ranks or 0) > s.recipe.virtual_workers)
 ONE_RANK = Part("", "one rank", lambda s: s.ranks == 1)
@@ -272,7 +272,7 @@ def fixed_ranks(setup: Setup) -> str:
 
 
 def table() -> list[tuple[str, str, str, str]]:
-    """Of each rule, for the docs: what does not go with what, why, and how to mend it."""
+    """The rows of the docs' table: what does not go with what, why, and how to mend it."""
 
     def plain(text: str) -> str:
         for name in ("recipe", "options"):
