@@ -40,9 +40,7 @@ def check_out(out: Path | None, run: Path) -> None:
     """UserError if --out is in a bucket, or is missing and the run, beside which the result would lie, is in one."""
     check_here("--out", out)
     if out is None and (url := url_of(run)) is not None:
-        raise UserError(
-            f"{url}: results of a run in a bucket are written to this machine; name a file or folder with --out"
-        )
+        raise UserError(f"{url}: what is made of it is written to this machine; say where with --out")
 
 
 def check_writable(flag: str, path: Path | None) -> None:
