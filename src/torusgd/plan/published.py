@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class Prediction:
         """predicted / published - 1."""
         return self.predicted / self.row.value - 1
 
-    def as_dict(self) -> dict[str, str | float]:
+    def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         published = {"id": self.row.id, "metric": self.row.metric, "published": self.row.value}
         return {**published, "predicted": self.predicted, "low": self.low, "high": self.high, "error": self.error}

@@ -211,13 +211,13 @@ def cut_buckets(
         buckets = plan_buckets(numels, limit=sum(numels) if rule.rule == "one" else 0)
         return _departures(buckets, numels, ready, wire_bytes)
     is_wide = is_wide or [False] * len(numels)
-    order, narrow = _sending_order(is_wide), list(is_wide).count(False)
+    order, first_wide = _sending_order(is_wide), list(is_wide).count(False)
     # No bucket of a run leaves before the one before it.
     sent, leaves = [numels[number] for number in order], np.maximum.accumulate(ready[order])
     layout = lay_out_wide_last(rule.option, numels, is_wide)
     return [
-        *_departures([bucket for bucket in layout if bucket.first < narrow], sent, leaves, wire_bytes),
-        *_departures([bucket for bucket in layout if bucket.first >= narrow], sent, leaves, _WIDE_BYTES),
+        *_departures([bucket for bucket in layout if bucket.first < first_wide], sent, leaves, wire_bytes),
+        *_departures([bucket for bucket in layout if bucket.first >= first_wide], sent, leaves, _WIDE_BYTES),
     ]
 
 
