@@ -4,7 +4,7 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
-from torusgd.plan import calibration
+from torusgd.plan.cluster import load_calibrated
 from torusgd.plan.published import predict_row, read_rows, summary
 
 from .fit import calibrate
@@ -18,7 +18,7 @@ def main() -> None:
     Path(str(files("torusgd.plan"))).joinpath("calibrated.json").write_text(
         json.dumps(found.model_dump(mode="json"), indent=2) + "\n"
     )
-    calibration.load_calibrated.cache_clear()
+    load_calibrated.cache_clear()
     print(summary(rows))
     page = Path(__file__).parents[2] / "docs" / "published.md"
     fitted, further, steps = ([predict_row(row) for row in each] for each in (rows, further_rows(), step_rows()))
