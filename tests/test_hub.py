@@ -24,7 +24,7 @@ from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.errors import UserError
 from torusgd.hub import commit_of, hub_name, pinned
 from torusgd.recipe.load import load_recipe
-from torusgd.run.initial_weights import check_initial, read_initial
+from torusgd.run.trained_weights import check_initial, read_initial
 from torusgd.weights import save_weights
 
 FLOWERS = "datasets/garden/flowers"

@@ -17,7 +17,7 @@ from torusgd.export import formats
 from torusgd.export.formats import example_images
 from torusgd.export.model_card import card
 from torusgd.report.read_run import read_run
-from torusgd.run.load_trained import open_model
+from torusgd.run.trained_weights import open_model
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ from torusgd.ranks.rank import start_rank
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.job import Job
-from torusgd.run.result import RunResult
+from torusgd.run.saving import RunResult
 from torusgd.runtime import resolve_auto
 from torusgd.signals import STOP_SIGNALS
 

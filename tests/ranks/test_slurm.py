@@ -14,7 +14,7 @@ from tests.run.runs import TINY, command, sets, train
 from torusgd import signals
 from torusgd.errors import RunError, UserError, write_exit
 from torusgd.ranks import slurm
-from torusgd.run.result import RunResult
+from torusgd.run.saving import RunResult
 
 STEP = {
     "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",

@@ -19,9 +19,9 @@ from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Model
-from torusgd.run.initial_weights import check_initial, read_initial
 from torusgd.run.job import Job
 from torusgd.run.run import Run
+from torusgd.run.trained_weights import check_initial, read_initial
 from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
 

@@ -20,7 +20,7 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.fingerprint import Fingerprint, check_ranks_agree, conditions
 from torusgd.run.job import Job
-from torusgd.run.result import finished
+from torusgd.run.saving import finished
 from torusgd.runtime import resolve_auto
 
 MINE = Fingerprint("r", 96, "d", "", "w", {"cpu": "Xeon", "threads": 1, "cpu_flags": " ".join(["avx", *"abc" * 90])})

@@ -20,7 +20,7 @@ from torusgd.recipe.load import read_run_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.section import Duration
 from torusgd.run.job import Job
-from torusgd.run.result import finished
+from torusgd.run.saving import finished
 from torusgd.rundir.checkpoint import FILES, MANIFEST, list_checkpoints, newest_checkpoint
 from torusgd.weights import load_weights
 

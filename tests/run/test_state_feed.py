@@ -18,8 +18,8 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.run import state_feed
-from torusgd.run.draw_network import draw_network
 from torusgd.run.job import Job
+from torusgd.run.network import draw_network
 from torusgd.run.newest_state import Kept
 from torusgd.run.open_data import open_data
 from torusgd.run.progress import RunState

@@ -15,8 +15,7 @@ from torusgd.report.read_run import read_run
 from torusgd.rundir import lease
 from torusgd.rundir.mirror import Mirror
 from torusgd.rundir.run_dir import RunDir
-from torusgd.rundir.run_view import RunView, local_run
-from torusgd.rundir.status import STATUS, STOP, WORKERS
+from torusgd.rundir.run_view import STATUS, STOP, WORKERS, RunView, local_run
 from torusgd.storage import Store
 
 URL = "memory://runs/digits one"

@@ -17,9 +17,9 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.job import Job
 from torusgd.run.run import Run
-from torusgd.rundir import status
+from torusgd.rundir import run_view
 from torusgd.rundir.run_dir import RunDir
-from torusgd.rundir.status import STOP, WORKERS, RunRequests, read_status, write_request
+from torusgd.rundir.run_view import STOP, WORKERS, RunRequests, read_status, write_request
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 
@@ -45,7 +45,7 @@ def go(out: Path, meanwhile: Callable[[int], None] = lambda step: None) -> Any:
 def test_a_run_tells_how_it_is_stops_as_asked_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
 ) -> None:
-    monkeypatch.setattr(status, "SECONDS", 0.0)
+    monkeypatch.setattr(run_view, "SECONDS", 0.0)
     seen: list[dict[str, Any]] = []
 
     def look_and_stop(step: int) -> None:
@@ -82,16 +82,16 @@ def test_one_line_for_a_folder_without_a_run_and_for_a_run_whose_process_is_gone
             code, _, line = run_cli(command[0], folder, *command[1:])
             assert (code, line.count("\n")) == (2, 1)
             assert "holds no run" in line
-    (tmp_path / "recipe.yaml").write_text(status.HEAD + "\n")
-    (tmp_path / status.STATUS).write_text(json.dumps({"step": 7, "phase": "train", "host": socket.gethostname()}))
+    (tmp_path / "recipe.yaml").write_text(run_view.HEAD + "\n")
+    (tmp_path / run_view.STATUS).write_text(json.dumps({"step": 7, "phase": "train", "host": socket.gethostname()}))
     assert run_cli("status", tmp_path)[0] == 1
     assert "is not running, its process is gone after step 7" in run_cli("status", tmp_path)[2]
     assert "its process is gone after step 7" in run_cli("stop", tmp_path)[2]
-    (tmp_path / status.STATUS).write_text(json.dumps({"step": 7, "phase": "train", "host": "another"}))
+    (tmp_path / run_view.STATUS).write_text(json.dumps({"step": 7, "phase": "train", "host": "another"}))
     assert read_status(tmp_path).state == "running"  # where locks don't bind it
-    os.utime(tmp_path / status.STATUS, (0, time.time() - 3600))
+    os.utime(tmp_path / run_view.STATUS, (0, time.time() - 3600))
     assert read_status(tmp_path).state == "gone"
-    (tmp_path / status.STATUS).write_text("[")
+    (tmp_path / run_view.STATUS).write_text("[")
     assert "its status can't be read" in run_cli("status", tmp_path)[2]
 
 
@@ -99,8 +99,8 @@ def test_ranks_that_can_not_change_are_told(tmp_path: Path, run_cli: RunCli) -> 
     def ask(step: int) -> None:
         code, _, line = run_cli("scale", tmp_path, "--workers", "5")
         assert (code, "has 4 virtual workers to share" in line) == (2, True)
-        told = json.loads((tmp_path / status.STATUS).read_text())
-        (tmp_path / status.STATUS).write_text(json.dumps(told | {"fixed_ranks": "so it is"}))
+        told = json.loads((tmp_path / run_view.STATUS).read_text())
+        (tmp_path / run_view.STATUS).write_text(json.dumps(told | {"fixed_ranks": "so it is"}))
         code, _, line = run_cli("scale", tmp_path, "--workers", "2")
         assert (code, "its ranks can't change: so it is" in line) == (2, True)
 
@@ -110,7 +110,7 @@ def test_ranks_that_can_not_change_are_told(tmp_path: Path, run_cli: RunCli) -> 
 def test_what_was_asked_is_found_once_and_only_since_the_run_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "SECONDS", 0.0)
+    monkeypatch.setattr(run_view, "SECONDS", 0.0)
     asked = RunRequests(tmp_path)
     assert (asked.to_stop(), asked.workers()) == (False, None)
     write_request(tmp_path / WORKERS, "3")
@@ -120,7 +120,7 @@ def test_what_was_asked_is_found_once_and_only_since_the_run_began(
     for wrong in ("-1", "[", "true and more", '"3"'):
         (tmp_path / ".workers").write_text(wrong)
         assert asked.workers() is None
-    status.forget_requests(tmp_path)
+    run_view.forget_requests(tmp_path)
     assert not RunRequests(tmp_path).to_stop()
 
 
@@ -129,18 +129,18 @@ def test_a_full_disk_keeps_nothing_of_a_status(tmp_path: Path, monkeypatch: pyte
         path.write_bytes(text[:5].encode())
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    told = status.StatusFile(tmp_path, {})
+    told = run_view.StatusFile(tmp_path, {})
     told.update(now=True, step=1)
     monkeypatch.setattr(Path, "write_text", write_some)
     told.update(now=True, step=2)
-    assert [path.name for path in tmp_path.iterdir()] == [status.STATUS]
-    assert json.loads((tmp_path / status.STATUS).read_text())["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == [run_view.STATUS]
+    assert json.loads((tmp_path / run_view.STATUS).read_text())["step"] == 1
 
 
 def test_who_asks_does_not_wait_for_torch() -> None:
     import subprocess
     import sys
 
-    script = "import sys, torusgd.rundir.status; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
+    script = "import sys, torusgd.rundir.run_view; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout == "set()\n"

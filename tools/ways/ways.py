@@ -48,7 +48,7 @@ BESIDE_GRADIENT = {
 }
 BESIDE_LOSS = {
     **BESIDE,
-    "build.<locals>.close": "the step's parts are closed, as at an end",
+    "Trainer.close": "the step's parts are closed, as at an end",
     "build": "the step's parts are made, as at a start",
     "Requests": "the step's parts are made, as at a start",
     "ReplacedImages": "the step's parts are made, as at a start",

@@ -10,7 +10,7 @@ from ..launch.torchrun import join
 from ..precision import Precision
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
-from ..run.load_trained import open_trained
+from ..run.trained_weights import open_trained
 from ..rundir.run_view import local_run
 from ..runtime import prepare_process, resolve_auto, resolve_device
 from ..step.evaluate import Confusion, Evaluation, evaluate

@@ -22,8 +22,7 @@ def status(
     as_json: Annotated[bool, option("--json", "Print all of it as JSON.")] = False,
 ) -> None:
     """Show a run's step, speed, ranks and their virtual workers, slow ranks and time left."""
-    from ..rundir.run_view import RunView
-    from ..rundir.status import gone
+    from ..rundir.run_view import RunView, gone
 
     view = RunView(run)
     found = view.read()
@@ -48,8 +47,7 @@ def stop(
     seconds: Annotated[float, option("--seconds", "Wait so long for its end; 0: don't wait.", min=0)] = 120.0,
 ) -> None:
     """Have a run write a checkpoint and end; the same `torusgd train` goes on with it."""
-    from ..rundir.run_view import RunView
-    from ..rundir.status import STOP, gone
+    from ..rundir.run_view import STOP, RunView, gone
 
     view = RunView(run)
     view.running("stop")
@@ -71,8 +69,7 @@ def resize(
     workers: Annotated[int, option("--workers", "Go on with this many ranks.", min=1, metavar="N")],
 ) -> None:
     """Have a run on one machine go on with another number of ranks, to the same weights."""
-    from ..rundir.run_view import RunView
-    from ..rundir.status import WORKERS
+    from ..rundir.run_view import WORKERS, RunView
 
     view = RunView(run)
     found = view.running("resize")

@@ -47,7 +47,7 @@ def export(
     from ..export.mlperf import write_mlperf_log
     from ..export.model_card import write_hub_folder
     from ..report.read_run import read_run
-    from ..run.load_trained import open_model
+    from ..run.trained_weights import open_model
     from ..rundir.run_view import local_run
 
     run = local_run(run)

@@ -19,7 +19,7 @@ from .output import check_out, console
 if TYPE_CHECKING:
     from ..launch.local import Entrance
     from ..run.job import Job
-    from ..run.result import RunResult
+    from ..run.saving import RunResult
     from ..rundir.mirror import Mirror
 
 
@@ -76,8 +76,8 @@ def train(
     from ..ranks import slurm
     from ..ranks.join import parse_address
     from ..recipe.load import load_recipe
-    from ..run.initial_weights import check_initial
     from ..run.job import Job
+    from ..run.trained_weights import check_initial
     from ..rundir.mirror import Mirror
     from ..runtime import expected_ranks, resolve_auto, resolve_device
 

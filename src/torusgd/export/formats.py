@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import RunError, UserError, first_line
 from ..recipe.section import sides
-from ..run.load_trained import TrainedModel
+from ..run.trained_weights import TrainedModel
 from ..weights import replacing, weights_sha256
 
 TOLERANCE = 1e-4

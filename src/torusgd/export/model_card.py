@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..recipe.section import sides
 from ..report.read_run import RunRecord
 from ..report.tables import batches
-from ..run.load_trained import TrainedModel
+from ..run.trained_weights import TrainedModel
 from ..text import count, duration, percent
 from ..weights import replacing, write_text
 

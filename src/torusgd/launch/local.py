@@ -21,13 +21,13 @@ from ..ranks.join import Listener, make_token
 from ..ranks.liveness import Limits
 from ..ranks.supervisor import Quorum, RankFailed, Supervisor
 from ..recipe.compatibility import LISTENS, RANGE, check, fixed_ranks
-from ..run.host_share import KeptArrays
 from ..run.job import Job, setup_of
-from ..run.result import RunResult, finished
+from ..run.open_data import KeptArrays
+from ..run.saving import RunResult, finished
 from ..run.survival import TrainRank
 from ..rundir.checkpoint import list_checkpoints
 from ..rundir.run_dir import RunDir
-from ..rundir.status import RunRequests, stop_is_requested
+from ..rundir.run_view import RunRequests, stop_is_requested
 from ..runtime import resolve_workers
 from ..signals import Stopped, asking_to_stop
 

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ..data.registry import open_sources
 from ..errors import RunError, UserError, warn
 from ..ranks.gpus import free_local_rank
 from ..ranks.join import (
@@ -39,7 +40,7 @@ from ..ranks.join import (
 from ..ranks.liveness import BEAT_SECONDS
 from ..ranks.rank import LOOPBACK, RankSpec, start_rank
 from ..run.job import Job
-from ..run.open_data import find_images
+from ..run.open_data import KeptArrays
 from ..run.survival import TrainRank
 from ..signals import held_back
 from .local import limits_of
@@ -86,8 +87,9 @@ def join_run(
                 channel.silent = float(welcome["silent"])
                 job = Job.from_dict(welcome["job"], data)
             threading.Thread(target=_beat, args=(channel,), daemon=True, name="torusgd-beat").start()
-            found = find_images(job)  # held here as long as ranks map it
-            job = replace(job, lists=tuple(found.paths))
+            lists = KeptArrays()
+            open_sources(job.recipe.data, job.data, job.recipe.seed, lists)
+            job = replace(job, lists=tuple(lists.paths))
             store = StorePort(partial(_connect, address, token, STORE))
             held.callback(store.close)
             own_ranks = _Ranks(job, store.port, interface)

@@ -37,8 +37,8 @@ from ..ranks.rank import RankFunction
 from ..recipe.compatibility import WORKERS, check
 from ..run.job import Job, setup_of
 from ..run.node_memory import torchrun_agent
-from ..run.result import RunResult, finished
 from ..run.run import train
+from ..run.saving import RunResult, finished
 from ..rundir.run_dir import RunDir
 from ..runtime import ranks_are_given
 from ..signals import StopFlag, die_with_agent, end_on_stop

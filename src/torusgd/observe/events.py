@@ -16,7 +16,7 @@ from rich.table import Table
 from ..errors import RunError
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
-from ..rundir.status import StatusFile
+from ..rundir.run_view import StatusFile
 from ..step.evaluate import Evaluation
 from ..step.membership import Membership
 from ..step.stats import StepStats

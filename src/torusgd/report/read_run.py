@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import UserError
 from ..recipe.load import read_run_recipe
 from ..recipe.schema import Recipe
-from ..rundir.status import STATUS, gone, read_status
+from ..rundir.run_view import STATUS, gone, read_status
 from ..text import is_number
 from ..untrusted import check_regular, parse_json, read_text
 

@@ -1,15 +1,13 @@
 """Puts a run together on one rank, once for each generation of ranks.
 
-images     `open_data`             what a virtual worker computes with
-network    `draw_network`          the weights that the seed gives
-sums       `summing.sums_of`       all-reduce and reducer: from a gradient to the sum over ranks
-passes     `choose_passes`        forward and backward
-watchers   `watchers`              what looks at a step
-step       `build`                 joins them
+images      `open_data`   what a virtual worker computes with
+network     `network`     the weights that the seed gives, their update, forward and backward passes
+sums        `summing`     all-reduce and reducer: from a gradient to the sum over ranks
+watchers    `watchers`    what looks at a step
+step        `build`       joins them
 """
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,10 +17,7 @@ from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
 from ..gradients.reducer import BucketRebuild, hook_parameters
-from ..gradients.update import Update
-from ..observe.trace import StepTrace, check_trace
-from ..precision import Precision
-from ..recipe.compatibility import check
+from ..observe.trace import StepTrace
 from ..recipe.schedule import Schedule
 from ..step.control_vector import ControlMessage
 from ..step.drift import DriftWatch
@@ -33,13 +28,10 @@ from ..step.requests import Requests
 from ..step.stats import StepClock
 from ..step.step import TrainStep
 from ..step.watch import StepWatch
-from ..step.weight_average import MovingAverage
 from ..step.work_stealing import work_stealing
-from ..synchrony.delays import delay_model
-from .choose_passes import passes_of, thread_of
-from .draw_network import Network, draw_network, fingerprint_of, optimizer_of
 from .fingerprint import Conditions, Fingerprint, check_ranks_agree
-from .job import Job, images_at, setup_of
+from .job import Job, check_job, images_at
+from .network import Network, draw_network, fingerprint_on_rank, passes_of, state_of, thread_of
 from .open_data import Data
 from .summing import Sums, explanations, sums_of
 from .watchers import drift_of, watches_of
@@ -67,8 +59,16 @@ class Trainer:
     """lines that say how gradients travel; empty if there is nothing to choose"""
     ahead: "RunAhead | None"
     """takes the steps in the place of `step`, with the runtime option `cuda_graphs`"""
-    close: Callable[[], None]
-    """ends threads and groups; every rank calls it, with nothing under way"""
+    sums: Sums
+    hooks: Sequence[RemovableHandle]
+    """by which autograd hands over each gradient"""
+
+    def close(self) -> None:
+        """Ends threads and groups; every rank calls it, with nothing under way."""
+        for hook in self.hooks:
+            hook.remove()
+        self.step.close()
+        self.sums.close()
 
 
 def build(
@@ -85,45 +85,33 @@ def build(
     """A run's parts on this rank; every rank calls it, since groups are made.
 
     Args:
-        job: What to run.
+        job: What to run; UserError if that can't be.
         data: Of the job.
         world: All ranks.
         liveness: Learns of this rank's progress, and names late ranks to those who wait for messages.
         requests: Of this rank: to stop, to save; None: there are none.
         watchers: Look at each step, besides those of the options.
         generation: Of `world`: times that ranks have met anew.
-        fingerprint: Of the job, as this rank has found it in an earlier generation, since it costs hashes of the data
-            and of the weights; None: it is found here.
-        network: Of the job, likewise, whose weights are then any; None: it is drawn here.
-
-    Raises:
-        UserError: The job can't be run as given.
+        fingerprint: Of the job, if this rank has found it before, since it costs hashes of data and weights.
+        network: Of the job, likewise; its weights may be any.
     """
     recipe, options = job.recipe, job.options
     schedule = Schedule(recipe, len(data.training.source))
-    _check(job, world, len(schedule))
+    check_job(job, world.size, world.device.type, len(schedule))
     network = network or draw_network(job, data, world.device)
-    fingerprint = fingerprint or fingerprint_of(job, data, network.model, world.device)
+    fingerprint = fingerprint or fingerprint_on_rank(job, data, network, world.device)
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
     form, monitor = _gpu_form(job, world), Monitor(liveness)
     sums = sums_of(network.model, recipe, options, world, monitor, form.make_sum if form is not None else None)
     requests = requests or Requests(lambda: False, liveness)
-    state, clock = _state(job, data, network, world, sums, form), StepClock(data.loader, monitor)
+    state, clock = state_of(job, data, network, sums, world, form), StepClock(data.loader, monitor)
     drift = drift_of(options, recipe, world, state)
     watched = [drift, *watches_of(options, recipe, world, sums, state, clock, schedule), *watchers]
     state = replace(state, watchers=tuple(watched))
     step = _step(job, data, schedule, network, world, liveness, sums, state, clock, requests, form)
-    hooks: list[RemovableHandle] = []
-
-    def close() -> None:
-        for hook in hooks:
-            hook.remove()
-        step.close()
-        sums.close()
-
     profile = sums.allreduce.profile if options.buckets == "auto" and form is None else None
-    trainer = Trainer(
+    return Trainer(
         membership=even_shares(world.ranks, world.rank, recipe.virtual_workers, generation),
         data=data,
         network=network,
@@ -135,33 +123,10 @@ def build(
         trace=None if job.trace is None else StepTrace(job.trace, world, job.out),
         explanation="\n".join(explanations(recipe, options, sums.allreduce, sums.tail, world)),
         ahead=form.run_ahead(step, monitor) if form is not None else None,
-        close=close,
+        sums=sums,
+        # The last, since nobody takes the hooks off the network if ranks are lost before.
+        hooks=hook_parameters(sums.reducer) if form is None else (),
     )
-    if form is None:  # last, since nobody takes the hooks off the network if ranks are lost before
-        hooks += hook_parameters(sums.reducer)
-    return trainer
-
-
-def _state(job: Job, data: Data, network: Network, world: Group, sums: Sums, form: "GpuForm | None") -> StepState:
-    """What the steps change: the network, its statistics and average, the optimizer, scales."""
-    recipe, train = job.recipe, data.training.source
-    optimizer = optimizer_of(
-        recipe, network.model, sums.tail.held if sums.tail is not None else None, len(train.classes)
-    )
-    update = Update(
-        network.model,
-        optimizer,
-        sums.reducer,
-        sum_over_ranks=lambda table: sums.watched.start(table).wait(),
-        columns=sums.tail,
-        take_step=form.flat_update(optimizer, sums.reducer).step if form is not None else None,
-        follows_schedule=recipe.synchrony.local_steps is None,
-    )
-    average = None
-    if recipe.average is not None:
-        average = MovingAverage(recipe.average, len(train), network.model, network.batch_norm.running)
-    precision = Precision(recipe, world.device)
-    return StepState(network.model, sums.reducer, update, network.batch_norm, precision, average)
 
 
 def _step(
@@ -182,14 +147,11 @@ def _step(
     control = ControlMessage(state.batch_norm.running.numel(), world.device, clock.monitor.to_host)
     if form is not None:
         control = form.control(state, clock.monitor, room=sum(watch.words for watch in watched))
-    own_copy = copy.deepcopy(network.own_copy)
     return TrainStep(
         recipe=recipe,
         schedule=schedule,
         images=ImageReader(data.loader, schedule, liveness, images_at(job), watched),
-        forward_backward=form.passes(state, control)
-        if form is not None
-        else passes_of(job, state, own_copy, sums.tail, world),
+        forward_backward=form.passes(state, control) if form else passes_of(job, network, state, sums, world),
         reducer=state.reducer,
         update=state.update,
         state=state,
@@ -201,15 +163,8 @@ def _step(
         world=world,
         liveness=liveness,
         stealing=work_stealing(job.options, world),
-        pass_thread=thread_of(job, own_copy, state, world),
+        pass_thread=thread_of(job, network, state, world),
     )
-
-
-def _check(job: Job, world: Group, steps: int) -> None:
-    check_trace(job.trace, steps)
-    check(setup_of(job, world.size, device=world.device.type))
-    for text in {job.delays, job.recipe.synchrony.delays or ""} - {""}:
-        delay_model(text, job.recipe.seed)
 
 
 def _gpu_form(job: Job, world: Group) -> "GpuForm | None":

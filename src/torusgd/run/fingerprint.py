@@ -1,14 +1,8 @@
 """What must be equal for two ranks, or two parts of a run, to belong together: one value, compared in one place.
 
 The recipe, the data and the initial weights decide the result: ranks or checkpoints that differ in them are of another
-run. The conditions (`train.conditions`) decide the bits: ranks of one run must have the same unless the run allows
-mixed ones, and a run that goes on under others says so.
-
-The conditions under which the bits of a run repeat: processor, GPU, builds of libraries, and their environment.
-
-A floating-point kernel is chosen by the processor's instructions and caches, by the build of a library, and by
-variables of the environment. Equal conditions are to mean equal bits, so all of these are in them; what has no part in
-the arithmetic (clock speeds, the kernel's version, where threads are placed) is not.
+run. The conditions (processor, GPU, builds of libraries, their environment) decide the bits: ranks of one run must have
+the same unless the run allows mixed ones, and a run that goes on under others says so.
 """
 
 import hashlib
@@ -21,17 +15,26 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..comm.groups import Group
+from ..data.fingerprint import data_sha256
 from ..data.registry import PICTURES
+from ..data.types import Source
 from ..errors import UserError
+from ..hub import commit_of
 from ..recipe.schema import Recipe
 from ..runtime import cpu_flags, cpu_info
+from ..weights import weights_sha256
+from .job import Job
+from .trained_weights import read_initial
 
 Conditions = dict[str, str | int]
+Differences = dict[str, tuple[str, str]]
+"""by key, both values as they are shown"""
 
 _ARITHMETIC_FLAG = re.compile(r"\d*s?sse|avx|fma|f16c|amx|vnni|bf16|asimd|sve|sme|fp|i8mm|neon")
 """of a processor's flags those of which kernels make a choice; others come and go with the version of the kernel"""
@@ -46,10 +49,10 @@ _GPU_DECODERS = ("torchvision", "nvidia-nvjpeg", "nvidia-nvjpeg-cu12")
 
 
 def conditions(recipe: Recipe, device: torch.device) -> Conditions:
-    """Of this process, once `runtime.prepare_process` has prepared it; plain JSON, recorded with a run.
-
-    Ranks of one run need the same, unless it allows mixed ones; a run that is resumed under others says so.
-    """
+    """Of this process, once `runtime.prepare_process` has prepared it; plain JSON, recorded with a run."""
+    # A floating-point kernel is chosen by the processor's instructions and caches, by the build of a library, and by
+    # variables of the environment. Equal conditions are to mean equal bits, so all of these are in them. What has no
+    # part in the arithmetic (clock speeds, the kernel's version, where threads are placed) is not.
     return {
         "device": device.type,
         **_cpu(),
@@ -70,7 +73,7 @@ def library_variables() -> list[str]:
 
 
 def _cpu() -> Conditions:
-    """Family, model and stepping name a design; flags and caches are what a virtual machine shows of it."""
+    # Family, model and stepping name a design; flags and caches are what a virtual machine shows of it.
     design = [cpu_info(f"{x86}\t") or cpu_info(arm) for x86, arm in _DESIGN]
     return {
         "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
@@ -86,7 +89,7 @@ _DESIGN = (("cpu family", "CPU implementer"), ("model", "CPU part"), ("stepping"
 
 
 def _caches() -> str:
-    """Sizes of the first core's caches, by which blocks of a matrix product are cut; empty if nobody knows."""
+    # Of the first core: libraries cut the blocks of a matrix product by them.
     found = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     try:
         return " ".join(path.read_text().strip() for path in found)
@@ -111,7 +114,7 @@ def _gpu(device: torch.device) -> Conditions:
 
 
 def _builds(recipe: Recipe) -> Conditions:
-    """Versions of what computes; those of decoders where a recipe reads pictures, or may."""
+    """Versions of what computes; those of decoders if a recipe reads pictures, or may."""
     build = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12]
     found: Conditions = {"torusgd": _version("torusgd"), "torch": torch.__version__, "torch_build": build}
     found["numpy"] = np.__version__
@@ -159,7 +162,7 @@ class Fingerprint:
     """the commit of a data set of the hub; empty: it is none of the hub's"""
 
     def check_same_run(self, other: "Fingerprint", whose: str) -> None:
-        """UserError where `other`, a checkpoint's, is of another recipe, data set or initial weights."""
+        """UserError if `other`, a checkpoint's, is of another recipe, data set or initial weights."""
         for key, what in _WHAT.items():
             then, now = getattr(other, key), getattr(self, key)
             if then != now:
@@ -169,17 +172,8 @@ class Fingerprint:
                 )
 
     def check_joins(self, run: "Fingerprint", mixed: bool) -> None:
-        """UserError where a rank with this fingerprint doesn't belong to a run.
-
-        Args:
-            run: Of a run that is at work.
-            mixed: It allows ranks under other conditions.
-        """
-        unequal = {
-            key: values for key, values in _unequal(run.as_dict(), self.as_dict()).items() if key != "conditions"
-        }
-        if not unequal and not mixed:
-            unequal = _unequal(run.conditions, self.conditions)
+        """UserError if this rank doesn't belong to a `run` at work, which may allow `mixed` conditions."""
+        unequal, _ = _unequal(run.as_dict(), self.as_dict(), mixed)
         for key, (theirs, mine) in unequal.items():
             raise UserError(
                 f"{_WHAT.get(key, 'other conditions')}: {key} is {mine} on {socket.gethostname()}, of the run it is "
@@ -187,14 +181,28 @@ class Fingerprint:
             )
 
     def as_dict(self) -> dict[str, object]:
-        """Plain JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, object]) -> "Fingerprint":
-        """From what `as_dict` gave; KeyError or TypeError where it is something else."""
-        tree = {"replayed_sha256": "", "data_revision": "", **tree}  # which older checkpoints lack
+        """From what `as_dict` gave; KeyError or TypeError if it is something else."""
         return cls(**{field.name: tree[field.name] for field in fields(cls)})  # type: ignore[arg-type]
+
+
+def fingerprint_of(
+    job: Job, train: Source, held_out: Source, drawn_sha256: str = "", conditions: Conditions | None = None
+) -> Fingerprint:
+    """Of a job with its data, and on a rank with the hash of the network's weights as they were drawn."""
+    return Fingerprint(
+        recipe_sha256=job.recipe.sha256(),
+        train_images=len(train),
+        data_sha256=data_sha256(train, held_out),
+        init_sha256=weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else "",
+        drawn_sha256=drawn_sha256,
+        conditions=conditions or {},
+        replayed_sha256=job.replay.head.sha256 if job.replay is not None else "",
+        data_revision=commit_of(job.data),
+    )
 
 
 def check_ranks_agree(mine: Fingerprint, options: Mapping[str, object], world: Group, mixed: bool) -> list[Conditions]:
@@ -202,7 +210,7 @@ def check_ranks_agree(mine: Fingerprint, options: Mapping[str, object], world: G
 
     Args:
         mine: Of this rank.
-        options: This rank's runtime options, which decide what messages there are; plain JSON.
+        options: Runtime options of this rank, which decide what messages there are; plain JSON.
         world: All ranks.
         mixed: Ranks may have other conditions than rank 0.
 
@@ -218,31 +226,37 @@ def check_ranks_agree(mine: Fingerprint, options: Mapping[str, object], world: G
     differing[world.rank] = json.loads(mine_text)[1] != first
     world.all_reduce(differing)
     found: list[Conditions] = []
-    for place in differing.nonzero().flatten().tolist():  # none in a good run, so that its start takes two messages
+    # Only ranks that differ send theirs: of a good run the start takes two messages, whatever the number of ranks.
+    for place in differing.nonzero().flatten().tolist():
         other_host, other = json.loads(world.broadcast_text(mine_text, place))
-        conditions = other.pop("conditions")
-        unequal = _unequal({key: value for key, value in first.items() if key != "conditions"}, other)
+        unequal, are_conditions = _unequal(first, other, mixed)
         remedy = "all ranks of a run need the same"
-        if not unequal and not mixed:
-            unequal = _unequal(first["conditions"], conditions)
+        if are_conditions:
             remedy += ", or --mixed, with which the weights can't be had again bit for bit"
         for key, (one, two) in unequal.items():
             raise UserError(
                 f"rank {world.ranks[place]} on {other_host}: {key} is {two}, of rank {world.ranks[0]} on {host} it is "
                 f"{one}; {remedy}"
             )
-        if conditions not in found:
-            found.append(conditions)
+        if other["conditions"] not in found:
+            found.append(other["conditions"])
     return found
 
 
 def changes(then: Conditions, now: Conditions) -> str:
     """How conditions differ, for one line."""
-    return "; ".join(f"{key} was {one}, is {two}" for key, (one, two) in _unequal(then, now).items())
+    return "; ".join(f"{key} was {one}, is {two}" for key, (one, two) in _differing(then, now).items())
 
 
-def _unequal(one: Mapping[str, object], two: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """By key, both values as they are shown."""
+def _unequal(one: Mapping[str, Any], two: Mapping[str, Any], mixed: bool) -> tuple[Differences, bool]:
+    """How two fingerprints differ, and whether they do in their conditions alone."""
+    result = _differing(*({key: value for key, value in each.items() if key != "conditions"} for each in (one, two)))
+    if result or mixed:
+        return result, False
+    return _differing(one["conditions"], two["conditions"]), True
+
+
+def _differing(one: Mapping[str, object], two: Mapping[str, object]) -> Differences:
     keys = sorted(one.keys() | two.keys())
     return {key: _shown(one.get(key), two.get(key)) for key in keys if one.get(key) != two.get(key)}
 

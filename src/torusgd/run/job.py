@@ -8,14 +8,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, PositiveInt
 
 from ..observe.compare_plan import PlanComparison
-from ..observe.trace import TracedSteps
-from ..recipe.compatibility import BY_CLOCKS, Setup
+from ..observe.trace import TracedSteps, check_trace
+from ..recipe.compatibility import Setup, check
 from ..recipe.load import validate
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..step.journal import Journaled
-from ..weights import weights_sha256
-from .initial_weights import read_initial
+from ..synchrony.delays import delay_model
 
 
 class _JobTree(BaseModel):
@@ -41,7 +40,7 @@ class Job:
     out: Path
     data: Path | None = None
     init: str | None = None
-    """weights to start from, see `initial_weights.read_initial`"""
+    """weights to start from, see `trained_weights.read_initial`"""
     max_steps: int | None = None
     plan: PlanComparison | None = None
     """to stand beside what is measured"""
@@ -50,7 +49,7 @@ class Job:
     delays: str = ""
     """a model of delays that the ranks sleep; empty: none"""
     lists: tuple[str, ...] | None = None
-    """what the launcher has found of the images, for its ranks (`host_share.KeptArrays`); None: nobody's launcher is
+    """what the launcher has found of the images, for its ranks (`open_data.KeptArrays`); None: nobody's launcher is
     ours, and the ranks find it together"""
     trace: TracedSteps | None = None
     """the steps of which a trace is written"""
@@ -58,10 +57,8 @@ class Job:
     """the URL to which what stands in `out` is copied; None: nowhere"""
 
     def as_dict(self) -> dict[str, Any]:
-        """What a machine that joins the run must know of it, as plain JSON; `from_dict` reads it.
-
-        Weights to start from and where results go are not in it: ranks that join get weights, and write nothing.
-        """
+        """What a machine that joins the run must know of it, as plain JSON; `from_dict` reads it."""
+        # Ranks that join get weights and write nothing, so neither `init` nor `bucket` is in it.
         return {
             "recipe": self.recipe.as_dict(),
             "runtime": self.options.model_dump(mode="json", exclude_unset=True),
@@ -74,7 +71,7 @@ class Job:
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any], data: Path | None) -> "Job":
-        """From what `as_dict` gave, with the data set of this machine; UserError where it is something else."""
+        """From what `as_dict` gave, with the data set of this machine; UserError if it is something else."""
         found = validate(_JobTree, tree, "the run's job")
         trace = None if found.trace is None else TracedSteps(*found.trace)
         job = cls(found.recipe, found.runtime, found.device, Path(found.out), data, max_steps=found.max_steps)
@@ -93,21 +90,14 @@ def setup_of(job: Job, ranks: int | None = None, **more: Any) -> Setup:
     return replace(setup, **more)
 
 
-def is_live(job: Job) -> bool:
-    """Whether clocks decide what its steps leave out."""
-    return BY_CLOCKS.is_in(setup_of(job))
+def check_job(job: Job, ranks: int, device: str, steps: int) -> None:
+    """UserError if a job of so many steps can't be run on these ranks, which compute on `device`."""
+    check_trace(job.trace, steps)
+    check(setup_of(job, ranks, device=device))
+    for text in {job.delays, job.recipe.synchrony.delays or ""} - {""}:
+        delay_model(text, job.recipe.seed)
 
 
 def images_at(job: Job) -> str:
     """Where the training images are, for people."""
     return str(job.data or job.recipe.data.source)
-
-
-def init_sha256(job: Job) -> str:
-    """The hash of the weights that a job starts from; empty where they are drawn from the seed."""
-    return weights_sha256(read_initial(job.init, job.recipe).tensors) if job.init is not None else ""
-
-
-def replayed_sha256(job: Job) -> str:
-    """The head of the journal that a job replays; empty where it replays none."""
-    return job.replay.head.sha256 if job.replay is not None else ""

@@ -37,15 +37,14 @@ from ..runtime import ranks_are_given
 from ..text import named
 from ..weights import Tensors, match_weights, weights_sha256
 from .build import Trainer
-from .draw_network import Network
 from .fingerprint import Fingerprint, changes
-from .host_share import HostShare, MappedArrays
-from .initial_weights import fit, read_initial
 from .job import Job, images_at, setup_of
+from .network import Network
 from .node_memory import NodeMemory
-from .open_data import Data, open_data
+from .open_data import Data, HostShare, MappedArrays, open_data
 from .progress import RunState, resumed, share_tensors, tensors_of
 from .saving import LastSaved
+from .trained_weights import fit, read_initial
 
 _LARGE = ("model/", "optimizer/")
 """names of tensors that are equal on all ranks after the same step; the others may have been measured again"""

@@ -1,10 +1,23 @@
-"""The images of a run on one rank: found, opened, and read ahead by threads or processes."""
+"""The images of a run on one rank: found, opened, and read ahead by threads or processes.
 
+Lists of files, and what is unpacked in memory, are arrays that one process of each machine makes, the launcher or else
+the first rank there, and the ranks of that machine map (`data.file_lists.Once`).
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.numpy import save
 
 from ..comm.base import Liveness
+from ..comm.connection import hosts_of
+from ..comm.groups import Group
+from ..data.file_lists import Arrays, Progress, read_arrays
 from ..data.loader import Loader
 from ..data.loader_processes import LoaderProcesses, Opener
 from ..data.nvjpeg import decode_on_gpu
@@ -12,10 +25,102 @@ from ..data.order import StreamOrder
 from ..data.pipeline import Pipeline, allocate_by_torch
 from ..data.registry import open_sources
 from ..data.to_device import BytePipeline, allocate_pinned, can_normalise_later
+from ..errors import UserError
 from ..recipe.compatibility import LOADER_PROCESSES, NVJPEG, check
 from ..runtime import loader_threads
-from .host_share import HostShare, KeptArrays, MappedArrays
 from .job import Job, images_at, setup_of
+
+
+class KeptArrays:
+    """A `Once` of a process that starts ranks on its machine: what it makes it holds for them."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        """files with the arrays of each call, as long as this process lives"""
+
+    def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
+        arrays = make(lambda done: None)
+        if hasattr(os, "memfd_create"):
+            self.paths.append(f"/proc/{os.getpid()}/fd/{_write(arrays)}")
+        return arrays
+
+
+class MappedArrays:
+    """A `Once` of a rank alone, which maps what its launcher has made, and waits for no other rank.
+
+    Args:
+        paths: Of the launcher's `KeptArrays`, or of another rank's; beyond them the arrays are made here.
+    """
+
+    def __init__(self, paths: Sequence[str] = ()) -> None:
+        self.paths = tuple(paths)
+        self._left = iter(self.paths)
+
+    def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
+        with suppress(OSError, StopIteration):
+            return read_arrays(Path(next(self._left)))
+        return make(lambda done: None)
+
+
+class HostShare:
+    """A `Once` of a run's ranks, each of which calls it.
+
+    Args:
+        world: All ranks.
+        liveness: Learns of progress, and for what this rank waits.
+        what: For which it waits, such as "the list of images".
+        where: Where it is, for people.
+        key: Says which arrays. Ranks that want others, such as those of another folder, make their own; that they
+            should not is for the comparison of the ranks to find.
+        keeps: Processes that a rank starts later find the arrays in `paths`, as long as the rank that made them lives.
+    """
+
+    def __init__(self, world: Group, liveness: Liveness, what: str, where: str, key: str, keeps: bool = False) -> None:
+        self._world, self._liveness, self._what, self._where = world, liveness, what, where
+        self._keeps, self.paths = keeps, list[str]()
+        self._key = int.from_bytes(hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:7], "big")
+
+    def __call__(self, make: Callable[[Progress], Arrays]) -> Arrays:
+        self._progress(0)
+        rank, keys = self._world.rank, self._world.all_gather(torch.tensor([self._key]))
+        # The first rank of each pair (machine, arrays) makes them for the others of that pair.
+        owners = list(zip(hosts_of(self._world), map(int, keys), strict=True))
+        first, arrays, file = owners.index(owners[rank]), None, -1
+        if first == rank:
+            with suppress(OSError, UserError):  # which each rank finds, and reports, itself
+                arrays = make(self._progress)
+                if (self._keeps or owners.count(owners[rank]) > 1) and hasattr(os, "memfd_create"):
+                    file = _write(arrays)
+        process, number = self._world.all_gather(torch.tensor([os.getpid(), file]))[first].tolist()
+        path = f"/proc/{process}/fd/{number}"
+        if number >= 0:
+            with suppress(OSError):
+                arrays = read_arrays(Path(path))
+        if arrays is None:
+            arrays = make(self._progress)
+        if self._keeps:
+            self.paths.append(path)
+            return arrays
+        # The file has no name: it is gone with its last descriptor, so all must have opened it before it is closed.
+        self._world.barrier()
+        if file >= 0:
+            os.close(file)
+        return arrays
+
+    def _progress(self, done: int) -> None:
+        self._liveness.progress("data", 0, done)
+        self._liveness.outside(self._what, self._where)
+
+
+def _write(arrays: Arrays) -> int:
+    """The number of an open file in memory that holds the arrays."""
+    # It has no name, so nothing can be left behind, and others open it by way of the kernel's list of this process's
+    # open files, which only the same user can. If that fails (another kernel than Linux, containers that hide processes
+    # from each other) a rank makes the arrays itself. It stays until it is closed and nobody maps it any more.
+    file = os.memfd_create("torusgd", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(file), "wb") as stream:
+        stream.write(save(arrays))
+    return file
 
 
 @dataclass(frozen=True)
@@ -29,28 +134,13 @@ class Data:
     """makers of the loader's batches; None: its threads make them"""
 
     def close(self) -> None:
-        """Ends threads and processes."""
         self.loader.close()
         if self.processes is not None:
             self.processes.close()
 
 
-def find_images(job: Job) -> KeptArrays:
-    """What there is of a job's images, found by a process that starts ranks; UserError where they can't be used."""
-    kept = KeptArrays()
-    open_sources(job.recipe.data, job.data, job.recipe.seed, kept)
-    return kept
-
-
 def open_data(job: Job, device: torch.device, liveness: Liveness, once: MappedArrays | HostShare | None = None) -> Data:
-    """Opens the images of a job, which may take a while; UserError where they can't be used.
-
-    Args:
-        job: Whose images.
-        device: Of this rank.
-        liveness: Learns for what this rank waits.
-        once: Gives the lists of images; None: this process makes them.
-    """
+    """Opens the images of a job; UserError if they can't be used. `once` lists them; None: this process does."""
     check(setup_of(job, device=device.type), {NVJPEG, LOADER_PROCESSES})
     recipe, once = job.recipe, once or MappedArrays()
     liveness.outside("the list of images", images_at(job))

@@ -16,7 +16,7 @@ from ..step.journal import JournalHead
 from ..step.stats import StepStats, StepTotals
 from ..weights import Tensors
 from .fingerprint import Conditions, Fingerprint
-from .initial_weights import Fit
+from .trained_weights import Fit
 
 _MODEL = "model/"
 _Steps = Annotated[int, Field(ge=0)]

@@ -17,10 +17,8 @@ from ..comm.groups import Group
 from ..errors import UserError
 from ..observe.events import Telemetry, evaluation_event
 from ..recipe.section import Duration
-from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter
-from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
-from ..rundir.status import RunRequests
+from ..rundir.run_view import RunRequests
 from ..signals import StopFlag
 from ..step.closing import as_seconds, closing_of
 from ..step.evaluate import Evaluation, evaluate
@@ -34,8 +32,7 @@ from .job import Job
 from .newest_state import Agreed, Beginning, Kept, agree, greet, nothing_yet
 from .node_memory import NodeMemory, node_memory
 from .progress import RunState
-from .result import RunResult, weights_metadata, write_result
-from .saving import Saver, saved_on_disk
+from .saving import RunResult, Saver, saved_on_disk, weights_metadata, write_result
 from .state_feed import StateFeeds
 from .watchers import ReplacedImages
 
@@ -103,17 +100,13 @@ class Run:
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
         saves = self._boundaries(job.options.checkpoint_every)
-        mirror = Mirror(job.bucket) if job.bucket is not None and self._is_first else None
-        keep = job.options.keep_checkpoints
-        copy = partial(mirror.put_checkpoint, keep=keep) if mirror is not None else lambda path: None
-        self._writer = CheckpointWriter(self.run_dir.checkpoints, keep, self._metadata, copy)
         last = kept.saved.at if kept.saved is not None else None
-        self._times = CheckpointTimes(saves, 60.0 * job.options.checkpoint_minutes, self._writer, last)
+        self._saver = Saver(job, world, self.liveness, self._metadata, saves, last)
         requests = Requests(
             self._must_stop,
             self.liveness,
             self._evaluations | saves | {self.steps},
-            save_due=lambda steps: self._is_first and self._times.is_due(steps),
+            save_due=self._saver.is_due,
             copy_due=lambda: self._is_first and self.memory is not None and self.memory.is_due(),
         )
         replaced = ReplacedImages(
@@ -132,7 +125,6 @@ class Run:
         self.telemetry: Telemetry | None = None
         self._last_evaluation: Evaluation | None = None
         self._last_event: Callable[[], dict[str, Any]] | None = None
-        self._saver: Saver | None = None
         self._counted = 0.0
         self._is_ready = False
 
@@ -168,7 +160,7 @@ class Run:
                     self.memory.forget()
                 return result
             finally:
-                self._writer.close()
+                self._saver.close()
                 if self.journal is not None:
                     self.journal.close()
                 if self.telemetry is not None:
@@ -190,8 +182,10 @@ class Run:
         if not self._is_ready:
             return kept
         tensors = trainer.step.state.state_dict(self.state.step, keep=True)
-        kept = replace(kept, state=self.state, counted=self._counted, tensors=tensors, last_event=self._last_event)
-        return kept if self._saver is None else replace(kept, saved=self._saver.last())
+        return replace(
+            kept, state=self.state, counted=self._counted, tensors=tensors, last_event=self._last_event,
+            saved=self._saver.last() or kept.saved,
+        )  # fmt: skip
 
     def _train(self, saved: int, is_due: bool) -> End:
         """Steps, evaluations and checkpoints; if it stops before the end a checkpoint is written.
@@ -200,36 +194,34 @@ class Run:
             saved: The step of the last one.
             is_due: One of the state as it is must be written at once.
         """
-        state, trainer = self.state, self.trainer
-        saver = self._saver = Saver(
-            state, trainer.step, trainer.drift, self._writer, self._times, self.liveness, self._is_first, saved
-        )
+        state, trainer, saver = self.state, self.trainer, self._saver
+        saver.begin(saved)
         closing = closing_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
         is_stopping = is_changing = False
         while True:
             if trainer.trace is not None:
                 trainer.trace.between_steps(state.step)
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
-                with saver.before_errors():
+                with saver.before_errors(state, trainer):
                     is_stopping = not self._evaluate_and_report()
             self._count_seconds()
             if is_stopping or is_due or state.step == self.steps:
-                saver.save()
+                saver.save(state, trainer)
             if is_stopping or state.step == self.steps:
-                saver.wait()
+                saver.wait(state.step)
                 self._tell_phase("stopped" if is_stopping else "finish")
                 return End.STOPPED if is_stopping else End.DONE
             if is_changing:
                 self._feeds.end()
                 return End.RANKS_CHANGE
             if self.liveness.lacks_ranks():
-                saver.save()
-                saver.wait()
+                saver.save(state, trainer)
+                saver.wait(state.step)
                 self._tell_phase("wait for ranks")
                 is_changing = _wait_for_ranks(self.world, self.liveness, state.step, self._must_stop)
                 is_stopping = not is_changing
                 continue
-            with saver.before_errors():
+            with saver.before_errors(state, trainer):
                 # SIGKILL 14: after a loss this is the step that was cut off, with the same samples and the same bits.
                 stats = (trainer.ahead or trainer.step).run(self.membership, closing.next(state.step))
             if stats is None:

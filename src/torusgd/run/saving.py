@@ -1,16 +1,28 @@
-"""A run's state on its way into a checkpoint: at most once a step, and before an error ends the run."""
+"""What a run leaves on its disk: checkpoints on the way and before an error, at the end its weights and its summary."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..comm.base import Liveness
 from ..comm.groups import Group
+from ..data.file_lists import Once, make_here
+from ..data.registry import open_sources
 from ..errors import CorruptionError, RunError, warn
+from ..recipe.schedule import Schedule
+from ..recipe.schema import Recipe
 from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter, step_on_disk
-from ..step.drift import DriftWatch
-from ..step.step import TrainStep
+from ..rundir.mirror import Mirror
+from ..rundir.run_dir import RunDir
+from ..signals import exit_code
+from ..weights import Tensors, json_text, save_weights, write_text
+from .build import Trainer
+from .fingerprint import Fingerprint, fingerprint_of
+from .job import Job
 from .progress import RunState, as_checkpoint
 
 SLOW_DISK = 60
@@ -29,76 +41,140 @@ class LastSaved(NamedTuple):
 
 def saved_on_disk(checkpoints: Path, world: Group, reached: int) -> int:
     """The step of the newest checkpoint; every rank calls it, rank 0 looks. `reached`: the step done."""
-    saved = step_on_disk(checkpoints, unread=reached) if world.rank == 0 else 0  # the next one says what is wrong
+    # If the disk does not answer, the next write says what is wrong.
+    saved = step_on_disk(checkpoints, unread=reached) if world.rank == 0 else 0
     # The same on all ranks, since all compare their weights before one is written.
     return int(world.broadcast_text(str(saved)))
 
 
 class Saver:
-    """Saves the state of a run; every rank has one and calls it at the same steps, rank 0 alone writes.
+    """Writes the checkpoints of a run; every rank has one and calls it after the same steps, rank 0 alone writes.
 
     Args:
-        state: Of the run; read when it is saved.
-        step: Gathers the tensors.
-        drift: Compares the ranks' weights before they are saved.
-        writer: Writes beside the training.
-        times: Says when a checkpoint was taken last, and learns of each.
+        job: Of the run.
+        world: All ranks.
         liveness: Learns that the disk takes its time, which ends no run.
-        is_first: Whether this is rank 0.
-        saved: The step of the last checkpoint, the same on all ranks.
+        metadata: Written into each file of weights.
+        steps: After which a checkpoint is due.
+        last: When the last one was taken (time.monotonic); None: now.
     """
 
     def __init__(
         self,
-        state: RunState,
-        step: TrainStep,
-        drift: DriftWatch,
-        writer: CheckpointWriter,
-        times: CheckpointTimes,
+        job: Job,
+        world: Group,
         liveness: Liveness,
-        is_first: bool,
-        saved: int,
+        metadata: dict[str, str],
+        steps: Collection[int],
+        last: float | None,
     ) -> None:
-        self._state, self._step, self._drift, self._writer, self._times = state, step, drift, writer, times
-        self._liveness, self._is_first = liveness, is_first
-        self._saved = saved
+        self._world, self._liveness, self._is_first = world, liveness, world.rank == 0
+        keep, copy = job.options.keep_checkpoints, None
+        if job.bucket is not None and self._is_first:
+            copy = partial(Mirror(job.bucket).put_checkpoint, keep=keep)
+        self._writer = CheckpointWriter(RunDir(job.out).checkpoints, keep, metadata, copy)
+        self._times = CheckpointTimes(steps, 60.0 * job.options.checkpoint_minutes, self._writer, last)
+        self.saved = -1
+        """step of the last checkpoint, the same on all ranks; below 0: not known yet"""
+        self.close = self._writer.close
+        """ends the writer's thread, after what it is writing"""
 
-    def save(self) -> None:
+    def is_due(self, steps: int) -> bool:
+        """Whether this rank wants a checkpoint after so many steps; called before the last of them is done."""
+        return self._is_first and self._times.is_due(steps)
+
+    def begin(self, saved: int) -> None:
+        """Learns the step of the newest checkpoint, before the first step."""
+        self.saved = saved
+
+    def save(self, state: RunState, trainer: Trainer) -> None:
         """Has the state of this step written, unless it is already."""
-        state = self._state
-        if self._saved < state.step:
+        if self.saved < state.step:
             self._liveness.progress("checkpoint", state.step, 0)
-            self._drift.compare(state.step, self._step.allreduce)
-            tensors = self._step.state.state_dict(state.step, keep=self._is_first)
+            # Weights that differ among ranks must not be saved as good ones.
+            trainer.drift.compare(state.step, trainer.step.allreduce)
+            tensors = trainer.step.state.state_dict(state.step, keep=self._is_first)
             if self._is_first:
-                self._writer.save(as_checkpoint(state, tensors), self._writing)
-        self._saved = state.step
+                self._writer.save(as_checkpoint(state, tensors), self._writing(state.step))
+        self.saved = state.step
         self._times.taken()
 
-    def last(self) -> LastSaved:
-        """The newest checkpoint."""
-        world = self._step.world
-        return LastSaved(self._saved, world.ranks[0], self._times.last)
+    def last(self) -> LastSaved | None:
+        """The newest checkpoint; None: not known yet."""
+        return None if self.saved < 0 else LastSaved(self.saved, self._world.ranks[0], self._times.last)
 
-    def wait(self) -> None:
+    def wait(self, step: int) -> None:
         """Returns when all that was saved is written."""
-        self._writer.wait(self._writing)
+        self._writer.wait(self._writing(step))
 
     @contextmanager
-    def before_errors(self) -> Iterator[None]:
+    def before_errors(self, state: RunState, trainer: Trainer) -> Iterator[None]:
         """What ends the run has changed nothing: the last good step stands in a checkpoint before it does."""
         try:
             yield
         except CorruptionError:  # these weights may be the wrong ones: no checkpoint is made of them
-            self.wait()
+            self.wait(state.step)
             raise
         except RunError:
-            self.save()
-            self.wait()
+            self.save(state, trainer)
+            self.wait(state.step)
             raise
 
-    def _writing(self, seconds: float) -> None:
-        """Called once a second while rank 0 waits for its disk."""
-        self._liveness.progress("checkpoint", self._state.step, int(seconds))
-        if round(seconds) % SLOW_DISK == 0:
-            warn(f"a checkpoint has been written for {seconds:.0f} s: {self._writer.folder}")
+    def _writing(self, step: int) -> Callable[[float], None]:
+        """What is called once a second while rank 0 waits for its disk."""
+
+        def writing(seconds: float) -> None:
+            self._liveness.progress("checkpoint", step, int(seconds))
+            if round(seconds) % SLOW_DISK == 0:
+                warn(f"a checkpoint has been written for {seconds:.0f} s: {self._writer.folder}")
+
+        return writing
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a rank's part in a run ended: with a summary, or by a signal after a checkpoint was written."""
+
+    summary: dict[str, Any] = field(default_factory=dict)
+    signal: int = 0
+    ranks_change: bool = False
+    """it goes on, with ranks that join or without some that leave"""
+
+    @property
+    def code(self) -> int:
+        """Exit code of the command."""
+        return exit_code(self.signal) if self.signal else 0
+
+
+def finished(job: Job, once: Once = make_here) -> dict[str, Any] | None:
+    """The summary of a job that its folder holds the result of; None if there is work left. `once` lists the images.
+
+    Raises:
+        UserError: The result is of another data set or other initial weights, or the job can't be run as given.
+    """
+    # Opened in any case, since a wrong path is to be found before any rank is started.
+    train, held_out = open_sources(job.recipe.data, job.data, job.recipe.seed, once)
+    steps = len(Schedule(job.recipe, len(train)))
+    summary = RunDir(job.out).finished(min(steps, job.max_steps or steps))
+    if summary is not None:
+        now = fingerprint_of(job, train, held_out)
+        then = Fingerprint.from_dict({**now.as_dict(), **summary, "conditions": {}})
+        now.check_same_run(then, f"the run in {job.out}")
+    return summary
+
+
+def weights_metadata(recipe: Recipe, classes: Sequence[str]) -> dict[str, str]:
+    """What a file of weights says of itself, by which it can be used without the run's folder."""
+    return {"classes": json.dumps(classes), "recipe": json.dumps(recipe.as_dict()), "recipe_sha256": recipe.sha256()}
+
+
+def write_result(folder: RunDir, tensors: Tensors, summary: Mapping[str, Any], metadata: dict[str, str]) -> None:
+    """Writes the weights, with the metadata, and the summary; RunError if the disk doesn't take them."""
+    try:
+        save_weights(folder.model, tensors, metadata)
+        write_text(folder.summary, json_text(summary, indent=1) + "\n")  # the last: with it the run is finished
+    except OSError as error:
+        raise RunError(
+            f"{folder.path}: can't write the result: {error.strerror}; the last checkpoint holds the trained weights: "
+            "free space and give the same command again"
+        ) from None

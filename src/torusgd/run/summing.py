@@ -12,12 +12,11 @@ from ..comm.base import AllReduce, Work
 from ..comm.exact_sum import gradient_integers
 from ..comm.groups import Group
 from ..comm.monitor import Monitor
-from ..gradients.reducer import Channel, MakeSum, Reducer
+from ..gradients.reducer import Channel, MakeSum, Reducer, parameter_slots
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..tensor_parallel.tail import ParallelTail, column_tail
 from ..tensor_parallel.volume import choose_parallel
-from .draw_network import slots_of
 
 AnyAllReduce = AlgorithmAllReduce | NativeAllReduce
 
@@ -46,17 +45,12 @@ def sums_of(
 ) -> Sums:
     """The all-reduce of a run and the reducer that hands it full buckets; every rank calls it, since groups are made.
 
-    Args:
-        model: Of the run; its parameters are summed.
-        recipe: Of the run.
-        options: Of the run.
-        world: All ranks.
-        monitor: Watches the messages.
-        make_sum: Makes another gradient sum than the recipe's usual one; None: the usual one.
+    `make_sum` makes another gradient sum than the recipe's usual one; None: the usual one.
     """
     allreduce = all_reduce_of(options, world, options.grid_size)
     watched = monitor.over(allreduce)
     tail = shared_tail(model, recipe, options, world, monitor.watch)
+    own = parameter_slots(model, wide_norms=recipe.has_wide_norms)
     channels, close_groups = channels_of(options, allreduce, watched, monitor, tail)
 
     def maximum_over_ranks(maxima: Tensor) -> None:
@@ -66,7 +60,7 @@ def sums_of(
             monitor.to_host(maxima)
 
     reducer = Reducer(
-        slots_of(recipe, model, tail),
+        [*(tail.slots if tail is not None else ()), *own],  # column blocks first
         reduction=recipe.reduction,
         addends=recipe.virtual_workers,
         channels=channels,
@@ -82,12 +76,7 @@ def all_reduce_of(options: RuntimeOptions, group: Group, grid: tuple[int, int] |
     """The all-reduce that the options name, over a group; every rank calls it."""
     profile = Path(options.profile) if options.profile else None
     return create(
-        options.allreduce,
-        grid=grid,
-        profile=profile,
-        group=group,
-        device=group.device,
-        streams=options.streams,
+        options.allreduce, grid=grid, profile=profile, group=group, device=group.device, streams=options.streams
     )
 
 
@@ -108,23 +97,20 @@ def channels_of(
     options: RuntimeOptions, allreduce: AnyAllReduce, watched: AllReduce, monitor: Monitor, tail: ParallelTail | None
 ) -> tuple[Mapping[int, Channel], Callable[[], None]]:
     """By the number of ranks that share a layer, how those that hold the same columns sum them; and how to end it."""
-    sums: dict[int, AnyAllReduce] = {1: allreduce}
-    for parallel in sorted(set(tail.parallel if tail is not None else ()) - {1}):
-        assert tail is not None
-        sums[parallel] = all_reduce_of(options, tail.groups.data_parallel(parallel))
-    shards = {
-        parallel: ShardCollectives(each, monitor.watch) if options.update == "sharded" else None
-        for parallel, each in sums.items()
-    }
+    own: dict[int, AnyAllReduce] = {}
+    if tail is not None:  # sorted: all ranks make these groups in one order
+        own = {n: all_reduce_of(options, tail.groups.data_parallel(n)) for n in sorted({*tail.parallel} - {1})}
     channels = {
-        parallel: Channel(watched if parallel == 1 else monitor.over(each), shards[parallel])
-        for parallel, each in sums.items()
+        ranks: Channel(
+            watched if each is allreduce else monitor.over(each),
+            ShardCollectives(each, monitor.watch) if options.update == "sharded" else None,
+        )
+        for ranks, each in {1: allreduce, **own}.items()
     }
 
     def close() -> None:
-        for parallel, each in sums.items():
-            if parallel > 1:
-                each.close()
+        for each in own.values():
+            each.close()
         if tail is not None:
             tail.close()
 

@@ -21,9 +21,9 @@ from ..ranks.generations import RanksChange
 from ..ranks.liveness import Heartbeat
 from ..recipe.runtime_options import RuntimeOptions
 from ..signals import StopFlag
-from .draw_network import draw_network, fingerprint_of
 from .fingerprint import Fingerprint
 from .job import Job
+from .network import draw_network, fingerprint_on_rank
 from .newest_state import Kept, nothing_yet
 from .run import Run
 from .state_feed import StateFeeds, StateFollower
@@ -91,7 +91,7 @@ def prepared(job: Job, liveness: Liveness, began: Sequence[int], run: Fingerprin
     kept = nothing_yet(job, alone(device), liveness, began)
     network = draw_network(job, kept.data, device)
     # Other ranks give it their weights, and so it needs no file of initial ones.
-    mine = replace(fingerprint_of(job, kept.data, network.model, device), init_sha256=run.init_sha256)
+    mine = replace(fingerprint_on_rank(job, kept.data, network, device), init_sha256=run.init_sha256)
     mine.check_joins(run, job.options.mixed)
     return replace(kept, fingerprint=mine, network=network)
 

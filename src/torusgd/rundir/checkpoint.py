@@ -168,11 +168,11 @@ class CheckpointWriter:
         folder: Where checkpoints stand; made when the first is written.
         keep: How many stay.
         metadata: Written into the weight file, such as the class names.
-        copy: Called with each checkpoint once it stands; what it raises is as if the disk had.
+        copy: Called with each checkpoint once it stands; what it raises is as if the disk had. None: nothing is.
     """
 
     def __init__(
-        self, folder: Path, keep: int, metadata: dict[str, str], copy: Callable[[Path], object] = lambda path: None
+        self, folder: Path, keep: int, metadata: dict[str, str], copy: Callable[[Path], object] | None = None
     ) -> None:
         self.folder = folder
         self._copy = copy
@@ -240,7 +240,8 @@ class CheckpointWriter:
 
     def _write(self, checkpoint: Checkpoint) -> None:
         written = write_checkpoint(self.folder, checkpoint, self._metadata)
-        self._copy(written)
+        if self._copy is not None:
+            self._copy(written)
         self.seconds = time.monotonic() - self._began
         for old in [path for path in list_checkpoints(self.folder) if path.name <= written.name][self._keep :]:
             os.replace(old, _partial(old))  # so that a process that is killed meanwhile leaves no half of one

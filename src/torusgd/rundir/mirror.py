@@ -20,8 +20,7 @@ from .checkpoint import FILES as CHECKPOINT_FILES
 from .checkpoint import MANIFEST, list_checkpoints, read_checkpoint
 from .lease import Lease, is_lease
 from .run_dir import FILES, RunDir
-from .run_view import working_folder
-from .status import HEAD, REQUESTS, STATUS
+from .run_view import HEAD, REQUESTS, STATUS, working_folder
 
 NAME = ".run-name"
 """what the run drew when it began"""

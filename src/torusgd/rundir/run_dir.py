@@ -17,7 +17,7 @@ from ..recipe.schema import Recipe
 from ..untrusted import parse_json, read_text
 from ..weights import write_text
 from .checkpoint import DAMAGED, STATE, list_checkpoints
-from .status import HEAD, STATUS, forget_requests
+from .run_view import HEAD, STATUS, forget_requests
 
 TRACE = "trace.json"
 TRACKING_ID = "tracking-id.txt"

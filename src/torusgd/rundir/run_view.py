@@ -3,18 +3,200 @@
 Of a run in a bucket the files are copied here, to a folder of their own; where the run works on this very machine its
 own folder is looked at. Requests to a run elsewhere lie in the bucket until its launcher looks, every few
 seconds. This module imports no torch, as `status` doesn't.
+
+What others can see of a run and ask of it, through its folder alone: no run listens for anybody.
+
+Rank 0 writes `status.json` about once a second, whole or not at all. Who may write into the folder may ask the run to
+stop, or to go on with another number of ranks, by a small file; rank 0 or the launcher looks for it once a second. So
+both work from another terminal, and from another node that has the folder. This module imports no torch, since whoever
+asks should not wait for it.
 """
 
 import hashlib
+import json
 import os
+import secrets
+import socket
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import UserError
 from ..locks import is_locked
 from ..storage import Store, cache_folder, url_of
+from ..untrusted import parse_json, read_text
 from .lease import EXPIRES, Lease, object_name
-from .status import HEAD, REQUESTS, STATUS, RunStatus, gone, read_status, write_request
+
+STATUS = "status.json"
+HEAD = "# The complete recipe of this run, defaults included."
+"""first words of the recipe.yaml that a run writes"""
+SECONDS = 1.0
+"""from one status to the next, and from one look at requests to the next"""
+FRESH = 30.0
+"""seconds for which a status of another host counts as a sign of life"""
+STOP, WORKERS = ".stop", ".workers"
+"""files that request a checkpoint and the run's end, or another number of ranks"""
+REQUESTS = frozenset({STOP, WORKERS})
+
+
+class StatusFile:
+    """Writes a run's status; rank 0 has one.
+
+    Args:
+        folder: The run's.
+        about: What stays as it is, of plain JSON.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self._path = folder / STATUS
+        self._told = {**about, "host": socket.gethostname(), "process": os.getpid()}
+        self._written = 0.0
+
+    def update(self, now: bool = False, **news: Any) -> None:
+        """Adds news, plain JSON by name; they are written once a second, or `now`.
+
+        A disk that takes no status at the moment ends no run.
+        """
+        self._told |= news
+        if now or time.monotonic() - self._written >= SECONDS:
+            self._written = time.monotonic()
+            temporary = self._path.with_name(f".{STATUS}.{secrets.token_hex(4)}")
+            with suppress(OSError):
+                try:
+                    temporary.write_text(json.dumps(self._told, indent=1) + "\n")
+                    os.replace(temporary, self._path)
+                finally:
+                    temporary.unlink(missing_ok=True)  # what a full disk took of it
+
+
+class RunRequests:
+    """Requests to a run since this was made.
+
+    Args:
+        folder: The run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._looked = time.monotonic()
+        self._is_stopping = False
+
+    def to_stop(self) -> bool:
+        """Whether to stop; it costs a look at the disk once a second."""
+        if not self._is_stopping and self._is_time():
+            self._is_stopping = (self._folder / STOP).exists()
+        return self._is_stopping
+
+    def workers(self) -> int | None:
+        """The requested number of ranks, which is then forgotten; None: there is none."""
+        path = self._folder / WORKERS
+        if not self._is_time() or not path.exists():
+            return None
+        try:
+            number = parse_json(read_text(path))
+            path.unlink()
+        except (OSError, ValueError):
+            return None
+        return number if isinstance(number, int) and number > 0 else None
+
+    def _is_time(self) -> bool:
+        if time.monotonic() - self._looked < SECONDS:
+            return False
+        self._looked = time.monotonic()
+        return True
+
+
+def stop_is_requested(folder: Path) -> bool:
+    """Whether somebody has requested a stop since the run began."""
+    return (folder / STOP).exists()
+
+
+def forget_requests(folder: Path) -> None:
+    """Removes the requests to an earlier run in this folder."""
+    for name in REQUESTS:
+        (folder / name).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run's status, as its folder has it at a time."""
+
+    state: str
+    """running, finished, stopped, or gone: not finished, and no process is at work on it"""
+    reported: dict[str, Any]
+    """by the run itself, see `Telemetry`; of a finished run its summary"""
+    age: float
+    """seconds since it reported that"""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"state": self.state, "age": round(self.age, 1), **self.reported}
+
+
+def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
+    """How a run is.
+
+    Args:
+        folder: The run's, or a copy of what is in its bucket.
+        is_alive: Whether somebody holds the run's lock; None: by the folder's lock.
+
+    Raises:
+        UserError: The folder holds no run, or one whose status can't be read.
+    """
+    _check_run(folder)
+    is_running = is_locked(folder) if is_alive is None else is_alive
+    try:
+        if not is_running and (folder / "summary.json").exists():
+            return RunStatus("finished", _tree(folder / "summary.json"), _age(folder / "summary.json"))
+        reported, age = (_tree(folder / STATUS), _age(folder / STATUS)) if (folder / STATUS).exists() else ({}, 0.0)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: its status can't be read: {error}") from None
+    # Where locks do not bind other hosts, the status of a run elsewhere is its only sign of life.
+    is_elsewhere = reported.get("host") not in (None, socket.gethostname()) and abs(age) < FRESH
+    ended = "stopped" if reported.get("phase") == "stopped" else "gone"
+    return RunStatus("running" if is_running or (is_elsewhere and ended == "gone") else ended, reported, age)
+
+
+def gone(status: RunStatus) -> str:
+    """Why a run that is not finished does not run."""
+    at = f" after step {status.reported['step']}" if "step" in status.reported else ""
+    why = "was stopped" if status.state == "stopped" else "is not running, its process is gone"
+    return f"the run {why}{at}; the same `torusgd train` goes on with it"
+
+
+def write_request(path: Path, text: str) -> None:
+    """Writes a request to a run, a file of `REQUESTS` in its folder; UserError if it can't be written."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path.parent}: can't be written, so nothing can be requested: {error.strerror}") from None
+
+
+def _check_run(folder: Path) -> None:
+    try:
+        with (folder / "recipe.yaml").open(errors="replace") as file:
+            is_run = file.readline().startswith(HEAD)
+    except (OSError, ValueError):
+        is_run = False
+    if not is_run:
+        raise UserError(f"{folder}: holds no run; give the folder that was --out of torusgd train, such as runs/digits")
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    tree = parse_json(read_text(path))
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path.name} is damaged")
+    return tree
+
+
+def _age(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
+
 
 _RECIPE, _WEIGHTS = "recipe.yaml", "model.safetensors"
 _SMALL = (_RECIPE, STATUS, "summary.json")

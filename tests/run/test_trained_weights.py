@@ -17,8 +17,8 @@ from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Model
 from torusgd.run.job import Job
-from torusgd.run.load_trained import open_trained
 from torusgd.run.run import Run
+from torusgd.run.trained_weights import open_trained
 from torusgd.rundir.checkpoint import Checkpoint, write_checkpoint
 from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto

@@ -1,21 +1,127 @@
-"""Trained weights opened for use: of a run's folder, a checkpoint's folder, or a weight file trained elsewhere."""
+"""Trained weights: opened for use, with their network and data, or taken by a run that starts from them.
+
+They are those of a run's folder, of a checkpoint's, or of a weight file trained elsewhere.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.registry import SOURCES, open_sources
 from ..data.types import Source
 from ..errors import UserError
+from ..hub import hub_name, weight_file
 from ..models import is_built_in, model_of
+from ..models.libraries import timm_pretrained
 from ..recipe.load import apply_overrides, load_recipe, validate
 from ..recipe.schema import Recipe
 from ..rundir.checkpoint import FILES, list_checkpoints
 from ..untrusted import parse_json
 from ..weights import Tensors, load_weights, match_weights
+
+_COUNTS = "num_batches_tracked"
+"""ends the names of counts of batch norm, which files of before torch 0.4.1 lack, and which nothing reads"""
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Weights to start from, and where they come from."""
+
+    source: str
+    """for people: a file, timm:NAME, or hf:REPO@COMMIT"""
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a network takes of initial weights, by the tensors' names."""
+
+    source: str
+    taken: list[str]
+    left: dict[str, list[int]]
+    """tensors that are not used, with their shapes"""
+    new: dict[str, list[int]]
+    """the network's tensors that stay as the seed drew them, with their shapes"""
+
+    def __str__(self) -> str:
+        text = f"initial weights: {len(self.taken)} tensors taken from {self.source}"
+        if self.new:
+            there = ", ".join(f"{name} {shape}" for name, shape in self.left.items()) or "none"
+            here = ", ".join(f"{name} {shape}" for name, shape in self.new.items())
+            text += f"; the head is new: {here}, drawn from the seed; left: {there}"
+        return text
+
+
+def read_initial(init: str, recipe: Recipe) -> InitialWeights:
+    """Reads what `--init` names.
+
+    Args:
+        init: A weight file; `timm` for the pretrained weights of a recipe's timm network; or `hf:REPO[@REVISION]` for
+            the model.safetensors of a repository of the Hugging Face hub, or of its cache.
+        recipe: Of the run.
+
+    Raises:
+        UserError: There is no such thing, it can't be reached, or it holds no weights.
+    """
+    check_initial(init, recipe)
+    if init == "timm":
+        name = recipe.model.name.removeprefix("timm:")
+        tensors = timm_pretrained(name, channels=recipe.data.channels, options=recipe.model.options)
+        return InitialWeights(recipe.model.name, tensors)
+    if (repository := hub_name(init)) is not None:
+        path = weight_file(repository, f"--init {init}")
+        # A branch may move on; the commit, as which the cache calls the folder, says which weights these were.
+        return InitialWeights(f"hf:{repository.repository}@{path.parent.name}", load_weights(path)[0])
+    return InitialWeights(init, load_weights(Path(init))[0])
+
+
+def check_initial(init: str, recipe: Recipe) -> None:
+    """UserError if `--init` names a file that isn't there, a network that isn't timm's, or no repository."""
+    if init == "timm":
+        if not recipe.model.name.startswith("timm:"):
+            raise UserError(f"--init timm: needs model.name timm:NAME, not {recipe.model.name}; or give a weight file")
+    elif init.startswith("hf:"):
+        if hub_name(init) is None:
+            raise UserError(f"--init {init}: write hf:ORG/NAME or hf:ORG/NAME@REVISION")
+    elif not Path(init).is_file():
+        raise UserError(f"--init {init}: no such file")
+
+
+def fit(initial: InitialWeights, network: Mapping[str, Tensor], head_of: Callable[[], Collection[str]]) -> Fit:
+    """What a network takes of initial weights: the body must fit, the head may be for another number of classes.
+
+    Args:
+        initial: The weights.
+        network: Its tensors by name.
+        head_of: Names of the tensors that depend on the number of classes; called if not all fit.
+
+    Raises:
+        UserError: A tensor of the body is missing or of another shape, or there is one that the network doesn't have.
+    """
+    # The whole network is drawn first and the body is put over it. So a new head stays as the recipe's seed drew it,
+    # wherever the body comes from.
+    given = initial.tensors
+    fits = [name for name, tensor in network.items() if name in given and given[name].shape == tensor.shape]
+    others = {name for name in network.keys() - set(fits) if name in given or not name.endswith(_COUNTS)}
+    if others:
+        head = set(head_of())
+        # A head is new as a whole: half of one would be neither the file's nor the seed's.
+        new = head if head and others >= head else set()
+        body = {name: tensor for name, tensor in network.items() if name not in new}
+        expected = {name: t for name, t in body.items() if name in given or not name.endswith(_COUNTS)}
+        match_weights({name: t for name, t in given.items() if name not in new}, expected, f"--init {initial.source}")
+    else:
+        new = set()
+        match_weights(given, {name: network[name] for name in fits}, f"--init {initial.source}")
+    return Fit(
+        initial.source,
+        sorted(fits),
+        {name: list(given[name].shape) for name in sorted(new) if name in given},
+        {name: list(network[name].shape) for name in sorted(new)},
+    )
 
 
 @dataclass(frozen=True)
@@ -45,15 +151,7 @@ class TrainedModel:
 
 
 def open_model(path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
-    """Builds the model of a weight file that a run left, which knows its recipe and classes, and loads the weights.
-
-    Args:
-        path: A run's folder, a checkpoint's folder, or a weight file of a run.
-        overrides: `key.path=value` on the recipe; code is only run if it is named here, as by `open_trained`.
-
-    Raises:
-        UserError: No weights there, not of a run, or naming code that the caller did not.
-    """
+    """The model of a run's folder, a checkpoint's, or a weight file of a run, with the weights; see `open_trained`."""
     file = find_weights(path)
     tensors, metadata = load_weights(file)
     recipe = _recipe(file, metadata, None, overrides)
@@ -67,12 +165,9 @@ def open_trained(
 ) -> Trained:
     """Builds the model of a weight file and loads the weights.
 
-    The recipe in the file's metadata is data and never code: whoever opens weights did not choose what it names. Only
-    models and data sources that torusgd knows are taken from it; `package.module:factory` must come from the caller.
-
     Args:
         path: A run's folder, a checkpoint's folder, or a weight file (.safetensors, or a .pth of tensors).
-        data: The data set, where the recipe's source needs a path.
+        data: The data set, if the recipe's source needs a path.
         model: The network, for weights trained elsewhere; with it the data is read as the recipe `folder` says, at
             224 pixels from a shorter side of 256.
         classes: File in `data` that lists the class folders in the order of the weights' outputs.
@@ -105,7 +200,7 @@ def find_weights(path: Path) -> Path:
 def _with_weights(file: Path, tensors: Tensors, network: nn.Module) -> nn.Module:
     expected = network.state_dict()
     for name in expected.keys() - tensors.keys():
-        if name.endswith("num_batches_tracked"):  # files of before torch 0.4.1 lack it, and nothing reads it
+        if name.endswith(_COUNTS):
             tensors[name] = expected[name]
     match_weights(tensors, expected, str(file))
     network.load_state_dict(tensors)
@@ -129,7 +224,8 @@ def _recipe(file: Path, metadata: dict[str, str], model: str | None, overrides: 
 
 
 def _check_names(file: Path, recipe: Recipe, given: set[str]) -> None:
-    """UserError where the recipe of a weight file names code, unless the key is among those `given` by the user."""
+    # The recipe in a file's metadata is data and never code: whoever opens weights did not choose what it names. So
+    # `package.module:factory` counts only if the key is among those that the user has given.
     known = {
         "model.name": (recipe.model.name, is_built_in(recipe.model.name)),
         "data.source": (recipe.data.source, recipe.data.source in SOURCES),
@@ -143,7 +239,6 @@ def _check_names(file: Path, recipe: Recipe, given: set[str]) -> None:
 
 
 def _class_names(file: Path, metadata: dict[str, str]) -> list[str]:
-    """The classes that the weights' metadata names; empty where it names none."""
     try:
         names = parse_json(metadata["classes"])
     except (KeyError, ValueError):
@@ -154,13 +249,11 @@ def _class_names(file: Path, metadata: dict[str, str]) -> list[str]:
 
 
 def _check_classes(file: Path, metadata: dict[str, str], train: Source) -> None:
-    """Weights know their classes by name; other names in the data would give a wrong result without a word."""
+    # Weights know their classes by name; other names in the data would give a wrong result without a word.
     names = _class_names(file, metadata)
     if names and names != list(train.classes):
         differing = next((pair for pair in zip(names, train.classes, strict=False) if pair[0] != pair[1]), None)
-        what = (
-            f"{differing[0]!r} there, {differing[1]!r} here"
-            if differing
-            else f"{len(names)}, {len(train.classes)} here"
-        )
+        what = f"{len(names)}, {len(train.classes)} here"
+        if differing:
+            what = f"{differing[0]!r} there, {differing[1]!r} here"
         raise UserError(f"{file}: was trained on other classes ({what}); give the data set of the same classes")

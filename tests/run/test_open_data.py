@@ -15,13 +15,13 @@ from torusgd.data.file_lists import Arrays, Progress
 from torusgd.data.fingerprint import data_sha256
 from torusgd.data.pictures import PictureFiles, open_folder
 from torusgd.errors import UserError
-from torusgd.run import host_share
-from torusgd.run.host_share import HostShare, KeptArrays, MappedArrays
+from torusgd.run import open_data
+from torusgd.run.open_data import HostShare, KeptArrays, MappedArrays
 
 
 def shared(hosts: tuple[int, ...], keys: str = "aaa", keeps: bool = False) -> HostShare:
     """Of these ranks, which lie on these hosts and want what these letters stand for."""
-    host_share.hosts_of = lambda world: hosts  # type: ignore[attr-defined]
+    open_data.hosts_of = lambda world: hosts  # type: ignore[attr-defined]
     world = group_of()
     return HostShare(world, NoLiveness(), "the list of images", "here", keys[world.rank], keeps)
 
