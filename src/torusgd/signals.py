@@ -46,7 +46,6 @@ def how_it_ended(code: int) -> str:
 
 
 def stop_after(seconds: float) -> None:
-    """Sends OUT_OF_TIME to this process in so many seconds."""
     _send_after(seconds, OUT_OF_TIME)
 
 

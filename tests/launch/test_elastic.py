@@ -271,7 +271,8 @@ def kept(step: int, evaluated: int, value: float) -> Kept:
     state = RunState(Fingerprint("recipe", 96, "data", "", "drawn", {}), step=step, evaluated=evaluated)
     tensors = {name: torch.full((3,), value) for name in ("model/w", "optimizer/momentum_buffer/w", "gradient_bounds")}
     nothing: Any = None
-    return Kept(nothing, nothing, {}, (0, 1, 2), None, 0, state, 0.0, tensors, lambda: {"step": step})
+    own = {"state": state, "tensors": tensors, "last_event": lambda: {"step": step}}
+    return Kept(nothing, nothing, nothing, nothing, {}, (0, 1, 2), nothing, generation=0, **own)
 
 
 def agreed(*each: Kept) -> list[tuple[int, int, Any, dict[str, float]]]:

@@ -1,7 +1,7 @@
 """A rank that joins is sent the state beside the steps: it gets the same bits, and the steps of the others go on."""
 
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +16,10 @@ from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.recipe.schedule import Schedule
 from torusgd.run import state_feed
 from torusgd.run.job import Job
 from torusgd.run.network import draw_network
-from torusgd.run.newest_state import Kept
-from torusgd.run.open_data import open_data
+from torusgd.run.newest_state import Kept, nothing_yet
 from torusgd.run.progress import RunState
 from torusgd.run.state_feed import StateFeeds, StateFollower
 
@@ -39,7 +37,10 @@ class Sender:
         self.state = RunState(self.trainer.fingerprint)
         self.joiners: tuple[int, ...] = ()
         self._store = store
-        self.feeds = StateFeeds(lambda: self.joiners, lambda rank, is_over: pair(store, 0))
+        self.feeds = StateFeeds(self)  # type: ignore[arg-type] # of `Generations` it has all that a feed needs
+
+    def meet_joiner(self, rank: int, is_given_up: object) -> Group:
+        return pair(self._store, 0)
 
     def take_steps(self, count: int) -> None:
         for _ in range(count):
@@ -56,14 +57,12 @@ class Follower:
         recipe = load_recipe("digits", [*TINY, LONG, *overrides]).recipe
         recipe = recipe.resolve(precision=recipe.precision.replace("auto", "float32"), memory_format="contiguous")
         job = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere"))
-        data = open_data(job, torch.device("cpu"), NoLiveness())
-        network = draw_network(job, data, torch.device("cpu"))
+        kept = nothing_yet(job, groups.alone(), NoLiveness(), (0,))
+        network = draw_network(job, kept.data, torch.device("cpu"))
         with torch.no_grad():
             for parameter in network.model.parameters():
                 parameter.fill_(float("nan"))  # nothing of its own may be left
-        schedule = Schedule(recipe, len(data.training.source))
-        kept = Kept(data, schedule, {}, (0,), None, -1, None, 0.0, {}, None, network)
-        self._follower = StateFollower(job, kept, NoLiveness())
+        self._follower = StateFollower(job, replace(kept, network=network), NoLiveness())
         self._store = store
         self.connected, self.go, self.caught_up = threading.Event(), threading.Event(), threading.Event()
         self.group: Group | None = None

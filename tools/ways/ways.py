@@ -63,6 +63,7 @@ BESIDE_LOSS = {
     "warn": "events and status",
     "Schedule": "recipe and schedule",
     "Recipe": "recipe and schedule",
+    "Synchrony": "recipe and schedule",
     "weights_metadata": "recipe and schedule",
 }
 

@@ -83,7 +83,6 @@ class Entrance:
 
 
 def limits_of(job: Job) -> Limits:
-    """What the job's options say of ranks that are late."""
     return Limits(beat=job.options.timeout, start=job.options.start_timeout)
 
 
@@ -107,12 +106,7 @@ class Restarts:
         self._last_kind: FailureKind | None = None
 
     def pause(self, failure: Failure, reached: str) -> float | None:
-        """Seconds to wait before the next start; None: the run ends with this failure.
-
-        Args:
-            failure: Why the ranks ended.
-            reached: `last_checkpoint`; another one than before is progress.
-        """
+        """Seconds to wait before the next start; None: the run ends with this failure. `reached`: `last_checkpoint`."""
         # A new checkpoint proves that the last start was worth it, and refills the budget.
         has_progressed = reached != self._reached
         is_same = failure.kind is self._last_kind and not has_progressed

@@ -48,17 +48,12 @@ from .local import limits_of
 CONNECT_SECONDS = 10.0
 
 
-def join_run(
-    address: tuple[str, int],
-    token: bytes,
-    data: Path | None,
-    workers: int | None,
-) -> int:
+def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers: int | None) -> int:
     """Brings ranks to a run elsewhere, until it ends or they do.
 
     Args:
         address: The address at which its launcher listens.
-        token: See `handshake`.
+        token: Of the run.
         data: The data set on this machine; None: the one that the recipe names.
         workers: Ranks; None: as many as there are cores here.
 
@@ -102,11 +97,7 @@ def join_run(
 
 
 class StorePort:
-    """A port on loopback whose connections are passed on to the launcher's store.
-
-    Args:
-        connect: Gives a connection to it that has authenticated.
-    """
+    """A port on loopback whose connections are passed on to the launcher's store; `connect` gives one to it."""
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
         self._connect = connect
@@ -117,7 +108,6 @@ class StorePort:
         threading.Thread(target=self._accept, daemon=True, name="torusgd-store-port").start()
 
     def close(self) -> None:
-        """Listens no more."""
         hang_up(self._socket)
 
     def _accept(self) -> None:

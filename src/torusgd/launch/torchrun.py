@@ -52,15 +52,7 @@ T = TypeVar("T")
 
 
 def join_and_train(job: Job, fresh: bool) -> RunResult:
-    """Runs this rank of a job to its end; a rank whose run fails ends its process here.
-
-    Returns:
-        The summary on rank 0 alone.
-
-    Raises:
-        UserError: The variables of the environment are wrong.
-        RunError: The ranks did not meet.
-    """
+    """Runs this rank of a job to its end, as `run_joined`; the summary on rank 0 alone."""
     return run_joined(
         partial(_train, job, fresh),
         job.device,
@@ -77,7 +69,7 @@ def run_joined(
     remedy: Callable[[], str] = lambda: "",
     ranks_per_gpu: int = 1,
 ) -> Any:
-    """Joins the other ranks and runs `function`, as every rank does; if it fails, this process ends.
+    """The result of `function` with the other ranks, which all call it; if it fails, this process ends.
 
     Args:
         function: See `RankFunction`.
@@ -85,9 +77,6 @@ def run_joined(
         limits: See `Limits`.
         remedy: Added to the line about a lost rank.
         ranks_per_gpu: Consecutive ranks that share a GPU.
-
-    Returns:
-        What it returned on this rank.
 
     Raises:
         UserError: The variables of the environment are wrong.
@@ -133,37 +122,19 @@ def join(device: str, timeout: float) -> Group:
 
 
 class _Member:
-    """This rank among the others that somebody else's launcher has started: its heartbeat, and its end by a failure.
-
-    Args:
-        store: Of this attempt, common to all ranks.
-        rank: Of this process.
-        size: Ranks in all.
-        limits: See `Limits`.
-        remedy: See `run_joined`.
-    """
+    """This rank among the others that somebody else's launcher has started: its heartbeat, and its end by a failure."""
 
     def __init__(self, store: Store, rank: int, size: int, limits: Limits, remedy: Callable[[], str]) -> None:
         self._rank, self._remedy = rank, remedy
         self._name = f"rank {rank} on {socket.gethostname()}"
         self._is_ending = threading.Lock()
-        self.heartbeat = Heartbeat(
-            store,
-            rank,
-            limits,
-            range(size) if rank == 0 else (),
-            self._end_in_a_thread,
-            _print,
-            None if rank == 0 else 0,
-        )
+        watched, follows = (range(size), None) if rank == 0 else ((), 0)
+        self.heartbeat = Heartbeat(store, rank, limits, watched, self._end_in_a_thread, _print, follows)
         # Not by the store's first connection: the main thread may be blocked in it, waiting for ranks to meet.
         self._failures = FailureChannel(self.heartbeat.store, size)
 
     def end(self, failure: Failure) -> NoReturn:
-        """Ends this process by a failure, which one of the ranks prints.
-
-        At once, since an ordinary end of the interpreter would wait for the messages that are still on their way.
-        """
+        """Ends this process by a failure, which one of the ranks prints."""
         if not self._is_ending.acquire(blocking=False):
             threading.Event().wait()  # the other thread ends the process
         is_reported = _within(STORE_SECONDS, lambda: self._failures.report(failure))
@@ -175,7 +146,7 @@ class _Member:
             code = self._agree(failure)
         with suppress(OSError):
             sys.stdout.flush()
-        os._exit(code)
+        os._exit(code)  # an ordinary end of the interpreter would wait for the messages that are still on their way
 
     def _agree(self, failure: Failure) -> int:
         """One rank prints the line; the exit code is the same on all."""
@@ -224,7 +195,6 @@ class _Member:
 
 
 def _rendezvous(seconds: float) -> tuple[Store, int, int]:
-    """The store of this attempt, this process' rank, and the number of ranks."""
     try:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     except dist.DistError as error:
@@ -235,16 +205,12 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
 
 
 def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> Store:
-    """A part of a store that the ranks of this attempt alone use; every rank calls it.
-
-    torchrun's store may outlive its workers, and addresses of dead ranks would be found in it. Nothing that a worker
-    learns from torchrun is the same on all nodes and another one in each attempt: its count of restarts is of one node,
-    and stays when a node joins. So each rank writes a word that nobody else has under its number. Rank 0 answers with
-    all the words that it finds, again whenever one has changed, until every rank has found its own word in the answer.
-
-    Raises:
-        RunError: They did not meet within so many seconds.
-    """
+    """A part of a store that the ranks of this attempt alone use; every rank calls it. RunError if some are late."""
+    # torchrun's store may outlive its workers, and addresses of dead ranks would be found in it. Nothing that a worker
+    # learns from torchrun is the same on all nodes and another one in each attempt: its count of restarts is of one
+    # node, and stays when a node joins. So each rank writes a word that nobody else has under its number. Rank 0
+    # answers with all the words that it finds, again whenever one has changed, until every rank has found its own in
+    # the answer.
     word, end = secrets.token_hex(8), time.monotonic() + seconds
     answer: dict[str, Any] = {}
     others = range(1, size)

@@ -42,7 +42,6 @@ class FailureKind(Enum):
 
     @property
     def exit_code(self) -> int:
-        """Of the command."""
         return 2 if self is FailureKind.USER_ERROR else 1
 
 
@@ -73,12 +72,11 @@ class Failure:
 
     @classmethod
     def parse(cls, text: str) -> "Failure":
-        """The failure that `dump` wrote."""
         tree = json.loads(text)
         return cls(**{**tree, "kind": FailureKind(tree["kind"])})
 
     def dump(self) -> str:
-        """As JSON."""
+        """As JSON, for `parse`."""
         return json.dumps({**self.__dict__, "kind": self.kind.value})
 
     @property
@@ -88,7 +86,6 @@ class Failure:
 
     @property
     def is_of_disk(self) -> bool:
-        """A disk failed where another attempt may help."""
         return self.kind is FailureKind.DISK_ERROR
 
     def throw(self) -> NoReturn:
@@ -98,25 +95,15 @@ class Failure:
 
 
 class FailureChannel:
-    """The failures of all ranks of one attempt.
-
-    Args:
-        store: Common to all ranks, under a prefix of this attempt.
-        size: Number of ranks.
-    """
+    """The failures of the `size` ranks of an attempt, in its store."""
 
     def __init__(self, store: Store, size: int) -> None:
         self._store, self._size = PrefixStore(keys.FAILURES, store), size
 
     def report(self, failure: Failure) -> bool:
-        """Leaves this rank's failure; to be called before it closes any connection, by which others learn of its end.
-
-        Returns:
-            True, once the store has it.
-
-        Raises:
-            torch.distributed.DistError: The store can't be reached.
-        """
+        """Leaves this rank's failure; True once the store has it, DistError if it can't be reached."""
+        # To be called before a rank closes any connection, by which others learn of its end, and look for a reason
+        # here.
         self._store.set(keys.FAILURE.format(rank=failure.rank), failure.dump())
         # Causes have keys of their own, so that of a thousand ranks that lose each other nobody reads a thousand.
         if not failure.is_loss:
@@ -137,7 +124,6 @@ class FailureChannel:
         return [self._read(name) for name in names if self._store.check([name])]
 
     def has_reported(self, rank: int) -> bool:
-        """Whether a rank has left a failure."""
         return self._store.check([keys.FAILURE.format(rank=rank)])
 
     def claim(self, rank: int) -> bool:
@@ -149,11 +135,9 @@ class FailureChannel:
 
 
 def cause_of(failures: Iterable[Failure]) -> Failure | None:
-    """The failure that explains why all ranks end; None if ranks only say that they lost others.
-
-    If all ranks find the same mistake at once, the longest report counts.
-    """
+    """The failure that explains why all ranks end; None if ranks only say that they lost others."""
     causes = [failure for failure in failures if not failure.is_loss]
+    # If all ranks find the same mistake at once, the longest report says most of it.
     return max(causes, key=lambda failure: (bool(failure.trace), len(failure.text))) if causes else None
 
 

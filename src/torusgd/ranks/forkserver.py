@@ -17,13 +17,12 @@ _END_SECONDS = 2.0
 def start_forkserver() -> None:
     """Starts it, unless it runs; before this process imports torch itself, so that both do it at the same time.
 
-    It holds no state and starts no thread. Stop signals are held back in it, and in each rank until it takes them,
-    so that a Ctrl-C, which reaches all processes of a terminal, ends none of them half-way.
-
     Raises:
         UserError: The temporary folder holds no socket: its name is too long, or it can't be written.
     """
     multiprocessing.set_forkserver_preload(["torusgd.ranks.forkserver_preload"])
+    # Stop signals are held back in it, and in each rank until it takes them, so that a Ctrl-C, which reaches all
+    # processes of a terminal, ends none of them half-way.
     with held_back():
         multiprocessing.resource_tracker.ensure_running()  # ends the holding back of two of them
     try:

@@ -13,10 +13,7 @@ _PROCESS = os.getpid()
 
 @atexit.register
 def _leave_nothing() -> None:
-    """Removes what lies in the temporary folder, even if the launcher was killed: this process sees its end.
-
-    That is the socket on which the launcher requests ranks, and torch's own folder.
-    """
+    """Removes torch's own folder and the socket of this process, even if the launcher was killed."""
     if os.getpid() != _PROCESS:  # a rank, forked from here
         return
     remove_empty_cache()

@@ -1,12 +1,10 @@
 """Generations: which ranks make up a run by now, announced by the launcher, and the group that they form.
 
-The launcher writes one record into the store of an attempt: the number of the generation, its ranks, those that were
-lost, and whether it can wait for a step to end. When ranks are lost, join or shall leave, it writes the next one. Ranks
-that join say first that they are ready, and take part from the generation on that names them; one that a generation no
-longer names leaves. The others follow in their living processes: they end what is under way, meet under a prefix that
-no earlier generation has used (addresses of dead ranks would be found under an old one), and connect anew. A rank may
-be lost at any moment of that; then the launcher announces another generation, and whoever waits for ranks of an old one
-gives up waiting.
+The launcher writes one record into the store of an attempt. When ranks are lost, join or shall leave, it writes the
+next one. Ranks that join say first that they are ready, and take part from the generation on that names them; one that
+a generation no longer names leaves. The others follow in their living processes: they end what is under way, meet and
+connect anew. A rank may be lost at any moment of that; then the launcher announces another generation, and whoever
+waits for ranks of an old one gives up waiting.
 """
 
 import json
@@ -80,6 +78,7 @@ class _Record(NamedTuple):
 
     def has_lost(self, generation: int) -> bool:
         """Whether ranks of an earlier generation are lost, so that its work is in vain."""
+        # A planned change waits for the end of the step; a loss does not, since this step can't end.
         return self.number > generation and not self.is_planned
 
 
@@ -102,20 +101,15 @@ class Generations:
         """there is a next generation, to be joined after the step under way"""
         self.joiners: tuple[int, ...] = ()
         """ranks that join and want the state from this one"""
+        self._sending: list[Group] = []
+        """groups by which this rank sends them the state"""
         self._rank = -1
         self._looked = 0.0
 
     def announce(
         self, ranks: Sequence[int], lost: Iterable[int] = (), planned: bool = False, waits: bool = False
     ) -> None:
-        """The launcher says which ranks make up the next generation; none: those that are left shall end.
-
-        Args:
-            ranks: In the order of the group.
-            lost: Ranks that were lost since the generation before.
-            planned: The ranks of the generation before are well, and shall end their step first.
-            waits: They are too few, and shall take no step.
-        """
+        """The launcher says which ranks make up the next generation, and which were `lost` since; see `_Record`."""
         # SIGKILL 4: the others read this record whenever they wait, and between two pieces of work.
         self.number += 1
         self.lost = (*self.lost, *lost)
@@ -158,12 +152,19 @@ class Generations:
             time.sleep(_POLL_SECONDS)
 
     def meet_joiner(self, rank: int, is_given_up: Callable[[], bool]) -> Group:
-        """The group of this rank and one of the `joiners`; in any thread.
+        """The group of this rank and one of the `joiners`, in any thread; aborted once ranks are lost.
 
         Raises:
-            ConnectionLost: It is given up, or the rank doesn't want the state any more.
+            ConnectionLost: It is given up, ranks are lost, or the rank doesn't want the state any more.
         """
-        return self._meet_for_state(_Record.read(self._store), self._rank, rank, is_given_up)
+        record = _Record.read(self._store)
+        group = self._meet_for_state(record, self._rank, rank, is_given_up)
+        self._sending.append(group)
+        # Before this line `run` could not abort it, and the rank at the other end would wait for ever.
+        if _Record.read(self._store).has_lost(record.number):
+            group.abort()
+            raise ConnectionLost(f"ranks were lost, and rank {rank} is sent no state")
+        return group
 
     def run(
         self,
@@ -180,11 +181,11 @@ class Generations:
 
         Args:
             function: Called with the group of all ranks, and the `arguments`; see `RanksChange`.
-            arguments: See above.
+            arguments: After the group.
             rank: This process.
             device: Where its tensors live, see `gpus.device_of`.
             ranks_per_gpu: Consecutive ranks that share a GPU; above 1 nothing goes by NCCL.
-            liveness: Learns that this rank waits for others.
+            liveness: Knows who is late.
 
         Raises:
             UserError: Ranks share a GPU without knowing.
@@ -202,20 +203,19 @@ class Generations:
             except CommError:
                 # SIGKILL 7: a rank that has noticed closes all its connections, so that those who wait for it notice
                 # too, even if no connection to the dead rank was theirs.
-                world.abort()
+                for group in (world, *self._sending):
+                    group.abort()
                 if not self._is_followed(liveness):
                     raise
 
     def join(self, rank: int, device: torch.device, ranks_per_gpu: int, liveness: Liveness) -> Group:
-        """The group of the newest generation, once all of its ranks have come; a later one if some never come.
-
-        Arguments and errors are those of `run`.
-        """
+        """The group of the newest generation, once all of its ranks have come; a later one if some never come."""
         while True:
-            # SIGKILL 8: the ranks that are left meet, under a prefix of their generation.
+            # SIGKILL 8: the ranks that are left meet, under a prefix of their generation, since addresses of dead ranks
+            # would be found under an old one.
             newest = self._newest()
             self.number, self.lost, self.waits, self.is_planned = newest.number, newest.lost, newest.waits, False
-            self._rank, self.joiners = rank, ()
+            self._rank, self.joiners, self._sending = rank, (), []
             if rank not in newest.ranks:
                 raise Released
             try:
@@ -230,22 +230,17 @@ class Generations:
                     raise
 
     def check(self) -> bool:
-        """Called by a rank between two pieces of its work, which is in vain once ranks of its generation are lost.
-
-        It also finds out whether another generation `is_planned`. It looks into the store now and then only: while one
-        thread waits for an answer the others of its process take their turn, which took a tenth of short steps.
-
-        Returns:
-            Whether it has looked.
+        """Called between two pieces of work; finds out about changes, and says whether it has looked.
 
         Raises:
-            ConnectionLost: They are.
+            ConnectionLost: Ranks of this generation are lost, so that the work is in vain.
         """
+        # Now and then only: while one thread waits for an answer of the store the others of its process take their
+        # turn, which took a tenth of short steps.
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return False
         self._looked = time.monotonic()
         newest = _Record.read(self._store)
-        # A planned change waits for the end of the step; a loss does not, since this step can't end.
         self.is_planned = newest.number > self.number and newest.is_planned
         mine = [each for each in newest.joining if newest.source(each) == self._rank]
         self.joiners = tuple(mine) if newest.number == self.number else ()
@@ -254,10 +249,8 @@ class Generations:
         return True
 
     def has_lost_ranks(self, store: Store) -> bool:
-        """Whether ranks of this generation are lost, as another connection to the attempt's store knows.
-
-        Whoever waits for a message must look: of a machine that is cut off no connection closes.
-        """
+        """Whether ranks of this generation are lost, as another connection to the attempt's store knows."""
+        # Whoever waits for a message must look: of a machine that is cut off no connection closes.
         return self.number >= 0 and _Record.read(store).has_lost(self.number)
 
     def _newest(self) -> _Record:
@@ -349,16 +342,7 @@ def meet_within(
     timeout: float = GROUP_SECONDS,
     ranks_per_gpu: int = 1,
 ) -> Group:
-    """The group of `size` ranks, numbered from 0; each of them calls it once, with the store of an attempt.
-
-    Args:
-        store: See above.
-        rank: This process.
-        size: Ranks in all.
-        device: `cpu`, or `cuda` (see `gpus.own_gpu`).
-        seconds: For all ranks to come.
-        timeout: Of the group's messages.
-        ranks_per_gpu: Consecutive ranks that share a GPU; above 1 nothing goes by NCCL.
+    """The group of `size` ranks, numbered from 0, which come within so many seconds, each with the store of an attempt.
 
     Raises:
         UserError: Ranks share a GPU, or there are too few.

@@ -1,8 +1,7 @@
 """Which GPU of its machine a rank takes, and whether every rank has one of its own.
 
-A launcher tells a rank its number on its machine in a variable of its own making; or it shows each rank one GPU only
-(`srun --gpus-per-task=1`). Whatever it did, the ranks compare in the end: two processes that compute on one GPU without
-knowing take turns there, and NCCL refuses them or stands still.
+A launcher sets a rank's number on its machine in a variable of its own making, or shows each rank one GPU only
+(`srun --gpus-per-task=1`). Whatever it did, the ranks compare in the end.
 """
 
 import os
@@ -47,14 +46,7 @@ def local_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def own_gpu(ranks_per_gpu: int) -> torch.device:
-    """The GPU that this rank computes on: of a single one that it sees that one, else by its number on the machine.
-
-    Args:
-        ranks_per_gpu: Consecutive ranks that share a GPU.
-
-    Raises:
-        UserError: The machine has fewer GPUs than its ranks need.
-    """
+    """The GPU of this rank, which so many share: the only one that it sees, else by its number on the machine."""
     count, local = torch.cuda.device_count(), local_rank()
     index = local // ranks_per_gpu if count > 1 else 0
     if index >= count:
@@ -75,15 +67,13 @@ def free_local_rank(taken: Collection[int]) -> int:
 
 
 def check_own_gpus(gpus: Mapping[int, str], ranks_per_gpu: int) -> None:
-    """Compares what all ranks have taken.
+    """UserError, the same line on every rank, if more ranks than may share one have the same GPU.
 
     Args:
         gpus: By rank, its GPU's UUID, which no two GPUs share; empty for a rank on a CPU.
         ranks_per_gpu: How many may share one.
-
-    Raises:
-        UserError: More ranks than that have the same GPU; the line is the same on every rank.
     """
+    # Two processes that compute on one GPU without knowing take turns there, and NCCL refuses them or stands still.
     ranks_of = defaultdict(list)
     for rank, gpu in gpus.items():
         if gpu:

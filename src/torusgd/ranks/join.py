@@ -3,12 +3,11 @@
 The listener exists only if the user wants it (`--listen`). A machine's agent (`launch/node_agent.py`) makes one
 connection for messages and one for each connection of its ranks to the common store, all to the listener's port.
 
-Both sides prove that they know a token before anything else is said (challenge and response by HMAC-SHA256, with a
-nonce of each side, so that nothing that was overheard serves twice). What follows is neither encrypted nor signed: who
-can change packets on the way can change it. Messages are JSON on one line each, bounded in size and time. The agent
-says how many ranks it brings (`workers`), gets the job, says that it is `ready` and later how each of its ranks ended
-(`exit`); the launcher says which ranks to `start`, which to `kill`, and that it is over (`end`). Both beat by empty
-messages.
+Both sides prove that they know a token before anything else is said (challenge and response by HMAC-SHA256). What
+follows is neither encrypted nor signed: who can change packets on the way can change it. Messages are JSON on one line
+each, bounded in size and time. The agent says how many ranks it brings (`workers`), gets the job, says that it is
+`ready` and later how each of its ranks ended (`exit`); the launcher says which ranks to `start`, which to `kill`, and
+that it is over (`end`). Both beat by empty messages.
 
 To the supervisor a rank over there is a process like those here (`RemoteRank`).
 """
@@ -77,11 +76,7 @@ class ChannelClosed(Exception):
 
 
 def make_token(path: Path) -> bytes:
-    """The token in a file that only its owner may read; drawn and written if there is none.
-
-    Raises:
-        UserError: See `read_token`, or the file can't be written.
-    """
+    """The token in a file that only its owner may read; drawn and written if there is none; UserError if not so."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -109,10 +104,7 @@ def read_token(path: Path) -> bytes:
 
 
 def prove_to_client(connection: socket.socket, token: bytes) -> str:
-    """The listening side of the handshake.
-
-    Returns:
-        What the connection is for: NODE or STORE.
+    """The listening side of the handshake: what the connection is for, NODE or STORE.
 
     Raises:
         Refused: The other side doesn't know the token; all that it has got is a nonce.
@@ -120,7 +112,8 @@ def prove_to_client(connection: socket.socket, token: bytes) -> str:
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     mine = secrets.token_hex(32)
     try:
-        # The listener commits itself first: a proof that was recorded earlier is of another nonce.
+        # The listener commits itself first: a proof that was recorded earlier is of another nonce. The client's own
+        # nonce does the same for the listener's proof, so nothing that was overheard serves twice.
         _send(connection, {"torusgd": 1, "nonce": mine})
         answer = _receive_line(connection, deadline)
         purpose, theirs, proof = answer["purpose"], answer["nonce"], answer["proof"]
@@ -208,33 +201,29 @@ class Channel:
 
 
 def accepted(listening: socket.socket) -> Iterator[tuple[socket.socket, str]]:
-    """The connections to a listening socket, each with the address of its other side, until the socket is closed.
-
-    One that breaks before it is taken ends nothing, and nor do too many open files: what comes later is taken again.
-    """
+    """The connections to a listening socket, each with the address of its other side, until the socket is closed."""
     while True:
         try:
             connection, (host, *_) = listening.accept()
         except OSError:
             if listening.fileno() < 0:  # closed
                 return
+            # One that breaks before it is taken ends nothing, and nor do too many open files.
             time.sleep(_PAUSE)
             continue
         yield connection, host
 
 
 def pass_on(one: socket.socket, other: socket.socket) -> None:
-    """Passes on bytes both ways until one side closes, by two threads of its own; then closes both.
-
-    A side from which the network has been cut closes nothing; the kernel finds it gone after `_GONE` seconds.
-    """
+    """Passes on bytes both ways until one side closes, by two threads of its own; then closes both."""
     for connection in (one, other):
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A side from which the network has been cut closes nothing; the kernel finds it gone after so many seconds, by
+        # probes of a silent connection and by the age of what it has sent.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _GONE // 2)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # ends it when a machine has vanished
 
     def copy(source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
@@ -295,7 +284,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """One line of a side that is not known yet, which then waits for an answer; OSError or ValueError otherwise."""
+    """One line of a side that is not known yet; OSError or ValueError if it sends something else, or too late."""
     read = b""
     while not read.endswith(b"\n"):
         connection.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -324,14 +313,10 @@ def _why(error: OSError) -> str:
 
 
 class RemoteRank:
-    """The process of a rank on another machine, with what the supervisor needs of a process.
-
-    Args:
-        node: Its machine.
-        number: The number of this start among all starts there: a later attempt uses the ranks' numbers again.
-    """
+    """The process of a rank on another machine, `node`, with what the supervisor needs of a process."""
 
     def __init__(self, node: "JoinedNode", number: int) -> None:
+        # The number of its start among all starts there: a later attempt uses the ranks' numbers again.
         self.node, self._number = node, number
         self.exitcode: int | None = None
         """minus the signal's number if a signal ended it; None while it runs"""
@@ -397,7 +382,6 @@ class JoinedNode:
         return started
 
     def kill(self, number: int) -> None:
-        """Ends one of its ranks."""
         self.ranks.pop(number, None)
         self._send(kill=number)
 
@@ -426,7 +410,7 @@ class Listener:
 
     Args:
         address: One of this machine's, and a port; 0: any that is free.
-        token: See `handshake`.
+        token: Of the run.
         store_port: Of the ranks' common store, on loopback.
         job: What they train, plain JSON.
         silent: Seconds without a message after which a machine counts as lost.

@@ -4,8 +4,7 @@ Each rank beats about once a second from a thread of its own, whatever its main 
 the ranks' common store (`Beat`) says that it is alive and what it is doing. Whoever watches reads the beats of all
 ranks and compares them with those it read before, by its own clock; the clocks of the hosts need not agree. The
 launcher watches its own ranks (`Watch`). If somebody else has launched them, rank 0 alone reads all beats and publishes
-what it found as one record, which the others read (`Follower`): of N ranks N beats, and N records of a few bytes, pass
-through the store each second.
+what it found as one record, which the others read (`Follower`).
 
 Two rules say who is late:
 
@@ -15,9 +14,7 @@ Two rules say who is late:
   ranks to blame are those that do not wait for others; or all of them, if every rank waits for a message that nobody
   sends.
 
-So healthy ranks may differ by hours, as long as one of them makes progress. Until a first unit is done, a rank whose
-process computes has an hour for it. Ranks that wait for a disk are given `Limits.outside` seconds, since a new start
-would not mend it; meanwhile a line says so.
+So healthy ranks may differ by hours, as long as one of them makes progress.
 """
 
 import json
@@ -74,7 +71,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says about itself."""
+    """What a rank says about itself; `progress` of `Liveness` has phase, step and unit, `outside` what and where."""
 
     number: int
     host: str
@@ -90,7 +87,6 @@ class Beat:
     busy: float = 0.0
     """fraction of one core that the process has used since the last progress"""
     what: str = ""
-    """for which it waits outside the run; empty: for nothing"""
     where: str = ""
     stack: str = ""
     failed: str = ""
@@ -100,13 +96,7 @@ class Beat:
 
 
 class Watch:
-    """Reads the beats of some ranks, about once a second, and says who is late.
-
-    Args:
-        store: As for `Heartbeat`; this thread's connection.
-        ranks: To watch.
-        limits: See `Limits`.
-    """
+    """Reads the beats of some ranks, about once a second, by this thread's connection, and says who is late."""
 
     def __init__(self, store: Store, ranks: Iterable[int], limits: Limits) -> None:
         self._store, self._limits = PrefixStore(keys.BEATS, store), limits
@@ -119,14 +109,7 @@ class Watch:
         self._number = 0
 
     def look(self) -> list[LateRank]:
-        """Reads all beats.
-
-        Returns:
-            The ranks that are late by now.
-
-        Raises:
-            torch.distributed.DistError: The store can't be reached.
-        """
+        """Reads all beats, and gives the ranks that are late by now; DistError if the store can't be reached."""
         names = {rank: keys.BEAT.format(rank=rank) for rank in self.beats}
         # A read of a key that is not there would wait for it.
         present = [r for r, beat in self.beats.items() if beat is not None or self._store.check([names[r]])]
@@ -139,10 +122,11 @@ class Watch:
         return self._last
 
     def publish(self, is_last: bool = False) -> None:
-        """Leaves for the followers what the last look found; nothing if this watches nobody."""
+        """Leaves for the followers what the last look found."""
         if self.beats:
             self._number += 1
-            # One record for all followers: N ranks that read N beats each would be N^2 reads a second.
+            # One record for all followers: N ranks that read N beats each would be N^2 reads a second. So N beats, and
+            # N records of a few bytes, pass through the store.
             late = [asdict(each) for each in self._last]
             silent = list(islice(self.silent(SILENT_SECONDS), MOST_NAMED))
             self._store.set(keys.ROLL, json.dumps([self._number, late, silent, is_last]))
@@ -206,7 +190,7 @@ class Watch:
         longest = max(beat.longest for beat in known.values())
         # By what this run has needed so far: a unit may be a millisecond or an hour.
         limit = max(self._limits.stuck, UNITS * longest if longest else self._limits.start)
-        if blamed and all(beat.what for beat in blamed.values()):
+        if blamed and all(beat.what for beat in blamed.values()):  # a new start would not mend their disk
             limit = max(limit, self._limits.outside)
         elif not longest and any(beat.busy >= BUSY for beat in blamed.values()):
             # Compilers and a first batch of large images compute for long before anything is done.
@@ -226,13 +210,7 @@ class Watch:
 
 
 class Follower:
-    """Reads what the rank that calls the roll has found, and watches that rank alone.
-
-    Args:
-        store: As for `Heartbeat`; this thread's connection.
-        caller: The rank that calls the roll.
-        limits: See `Limits`.
-    """
+    """Reads what the rank that calls the roll, `caller`, has found, and watches that rank alone; as `Watch`."""
 
     def __init__(self, store: Store, caller: int, limits: Limits) -> None:
         self._store, self._caller, self._limits = PrefixStore(keys.BEATS, store), caller, limits
@@ -240,7 +218,6 @@ class Follower:
         self._number, self._late, self._lost, self._is_over = 0, list[LateRank](), list[int](), False
 
     def look(self) -> list[LateRank]:
-        """As `Watch.look`."""
         if self._number or self._store.check([keys.ROLL]):
             self._number, late, self._lost, self._is_over = json.loads(self._store.get(keys.ROLL))
             self._late = [LateRank(**each) for each in late]
@@ -254,25 +231,19 @@ class Follower:
         return self._late
 
     def silent(self, seconds: float) -> list[int]:
-        """As `Watch.silent`; the roll call reports others after SILENT_SECONDS."""
         if self._is_over:
             return []
-        return [self._caller] if self._seconds > seconds else self._lost
+        return [self._caller] if self._seconds > seconds else self._lost  # found after SILENT_SECONDS
 
     def outside_wait(self) -> str:
-        """Nothing: the rank that calls the roll reports it."""
-        return ""
+        return ""  # the rank that calls the roll reports it
 
     def publish(self, is_last: bool = False) -> None:
-        """Does nothing."""
+        pass
 
 
 class Unchanged:
-    """For how long a value has not changed, by this process' clock.
-
-    Not more than two beats are counted from one question to the next: a process that was suspended itself (Ctrl-Z, a
-    laptop's lid) blames nobody for the time that it did not look.
-    """
+    """For how long a value has not changed, by this process' clock."""
 
     def __init__(self) -> None:
         self._value: object = None
@@ -282,6 +253,8 @@ class Unchanged:
     def seconds(self, value: object) -> float:
         """Seconds since the value became what it is."""
         now = time.monotonic()
+        # Not more than two beats from one question to the next: a process that was suspended itself (Ctrl-Z, a laptop's
+        # lid) blames nobody for the time that it did not look.
         self._seconds = self._seconds + min(now - self._looked, 2 * BEAT_SECONDS) if value == self._value else 0.0
         self._value, self._looked = value, now
         return self._seconds
@@ -305,8 +278,7 @@ class Heartbeat:
     """This rank's beats, and its `Liveness`: made by the main thread of a rank, whose stack it shows.
 
     Args:
-        store: Common to all ranks of this attempt. The thread uses a connection of its own, since a blocked call of
-            another thread would hold up the beats.
+        store: Common to all ranks of this attempt.
         rank: Of this process.
         limits: See `Limits`.
         watched: The ranks to watch: all, this one among them, if this rank calls the roll; else none.
@@ -328,10 +300,11 @@ class Heartbeat:
         follows: int | None = None,
         generations: Generations | None = None,
     ) -> None:
+        # A connection of its own, since a blocked call of another thread would hold up the beats.
         own: Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=limits.beat))
         self.store = own
-        """a connection that no wait of the main thread holds up; calls on it must be short"""
+        """connection that no wait of the main thread holds up; calls on it must be short"""
         self._store, self._rank, self._limits, self._on_late = PrefixStore(keys.BEATS, own), rank, limits, on_late
         self.watch: Watch | Follower = (
             Watch(own, watched, limits) if follows is None else Follower(own, follows, limits)
@@ -353,17 +326,14 @@ class Heartbeat:
         self._thread.start()
 
     def progress(self, phase: str, step: int, unit: int) -> None:
-        """See `Liveness`."""
         self._end_unit()
         self._doing, self._unit_began, self._outside = (phase, step, unit), time.monotonic(), ("", "")
         self._units += 1
 
     def outside(self, what: str, where: str) -> None:
-        """See `Liveness`."""
         self._unit_began, self._outside = None, (what, where)  # how long a disk takes says nothing of units of work
 
     def late(self) -> list[LateRank]:
-        """See `Liveness`."""
         self._end_unit()
         self._looks += 1
         late = self._late
@@ -376,16 +346,13 @@ class Heartbeat:
         return late
 
     def ranks_change(self) -> bool:
-        """See `Liveness`."""
         return self.generations is not None and self.generations.is_planned
 
     def lacks_ranks(self) -> bool:
-        """See `Liveness`."""
         return self.generations is not None and self.generations.waits
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """See `Liveness`."""
         return self.generations.lost if self.generations is not None else ()
 
     def fail(self, why: str) -> None:
@@ -393,12 +360,10 @@ class Heartbeat:
         self._failed = why
 
     def close(self) -> None:
-        """The last beat: nobody needs to wait for this rank. Ends the thread.
-
-        An interpreter that ends while a thread waits for the store would abort the process.
-        """
+        """The last beat: nobody needs to wait for this rank. Ends the thread."""
         self._ended = True
         self._stop.set()
+        # An interpreter that ends while a thread waits for the store would abort the process.
         self._thread.join(BEAT_SECONDS + GRACE_SECONDS)
 
     def _end_unit(self) -> None:
@@ -421,7 +386,9 @@ class Heartbeat:
                     return
                 looks = self._looks
                 self._late = self.watch.look()
-                self._look_at_generation()
+                if self.generations is not None:
+                    generation = self.generations.number
+                    self._forsaken = generation if self.generations.has_lost_ranks(self.store) else -1
                 self.watch.publish()
                 if line := self.watch.outside_wait():
                     self._report(line)
@@ -434,25 +401,18 @@ class Heartbeat:
             if not self._stop.wait(GRACE_SECONDS):
                 self._call_on_late()
 
-    def _look_at_generation(self) -> None:
-        if self.generations is not None:
-            number = self.generations.number
-            self._forsaken = number if self.generations.has_lost_ranks(self.store) else -1
-
     def _call_on_late(self) -> None:
         if not self._is_known:
             self._is_known = True
             self._on_late(self._late)
 
     def _beat(self, number: int, idle: float, busy: float, waits: bool) -> None:
-        phase, step, unit = self._doing
         # Only the stack of a rank that may be to blame is of interest, and a beat is short without it.
         stack = self._stack() if idle > QUIET_SECONDS and not waits else ""
-        longest, failed, ended = self._longest, self._failed, self._ended
-        what, where = self._outside
         beat = Beat(
-            number, self._host, phase, step, unit, idle, longest, waits, busy, what, where, stack, failed, ended
-        )
+            number, self._host, *self._doing, idle, self._longest, waits, busy, *self._outside, stack,
+            self._failed, self._ended,
+        )  # fmt: skip
         self._store.set(keys.BEAT.format(rank=self._rank), json.dumps(asdict(beat)))
 
     def _stack(self) -> str:

@@ -1,8 +1,4 @@
-"""The process of a rank that is ours: what it is started with, what it does, and how it reports its end.
-
-Who starts it, the launcher or the agent of a machine that joins, gives it the port of the ranks' common store on
-loopback, so nothing is looked up in the network and nothing that comes from there is unpickled.
-"""
+"""The process of a rank that is ours: what it is started with, what it does, and how it reports its end."""
 
 import json
 import multiprocessing
@@ -19,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..comm import store_keys as keys
-from ..comm.base import Liveness
+from ..comm.base import CommError, Liveness
 from ..comm.groups import Group
 from ..signals import StopFlag, die_with_launcher, hold_back
 from .failures import Failure, FailureChannel
@@ -36,8 +32,8 @@ LOOPBACK_INTERFACE = "lo"
 
 
 @runtime_checkable
-class Prepares(Protocol):
-    """A `RankFunction` that can do something while the ranks that it joins are still at work without it."""
+class LastingFunction(Protocol):
+    """A `RankFunction` that holds something before its first call, and from one call to the next."""
 
     def prepare(self, heartbeat: Heartbeat) -> None:
         """Called once in a rank that joins, before the others know of it; UserError if it doesn't belong to them."""
@@ -47,6 +43,9 @@ class Prepares(Protocol):
 
         `caught_up` is to be called once this rank could take part.
         """
+
+    def close(self) -> None:
+        """Called if the function is not called again after a loss, since the others do not go on."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,14 @@ class RankSpec:
 
 
 def start_rank(spec: RankSpec) -> BaseProcess:
-    """Starts the process of a rank, forked from the fork server."""
     process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(spec,))
     process.start()
     return process
 
 
 def serve_store() -> TCPStore:
-    """A store for processes of this machine, on a loopback port that nobody else can have taken meanwhile."""
+    """A store for processes of this machine, on loopback."""
+    # The store takes over a socket that is bound already: a port that was only looked up could be taken meanwhile.
     listener = socket.socket()
     listener.bind((LOOPBACK, 0))
     listener.listen(socket.SOMAXCONN)
@@ -90,7 +89,6 @@ def serve_store() -> TCPStore:
 
 
 def _be_rank(spec: RankSpec) -> None:
-    """It ends with exit code 0 only when all is well: else it reports why."""
     if not spec.stops_run:
         hold_back()  # before any thread begins, which would not
     size = str(spec.size)
@@ -98,6 +96,8 @@ def _be_rank(spec: RankSpec) -> None:
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME=spec.interface, NCCL_SOCKET_IFNAME=spec.interface)
     die_with_launcher()
+    # The port on loopback came with the process, so nothing is looked up in the network and nothing that comes from
+    # there is unpickled.
     root = TCPStore(LOOPBACK, spec.port, None, False, wait_for_workers=False)
     store = PrefixStore(keys.ATTEMPT.format(attempt=spec.attempt), root)
     generations = Generations(store)
@@ -119,7 +119,7 @@ def _be_rank(spec: RankSpec) -> None:
         device = device_of(spec.device, spec.ranks_per_gpu)  # before a rank that joins draws its network there
         if spec.joins:
             follow = None
-            if isinstance(spec.function, Prepares):
+            if isinstance(spec.function, LastingFunction):
                 spec.function.prepare(heartbeat)
                 follow = spec.function.follow
             generations.wait_for_admission(spec.rank, follow)
@@ -135,6 +135,8 @@ def _be_rank(spec: RankSpec) -> None:
     except (Exception, SystemExit) as error:
         with suppress(RuntimeError):  # the launcher is gone, and this process with it in a moment
             FailureChannel(failures, spec.size).report(Failure.of(error, spec.rank))
+        if isinstance(error, CommError) and isinstance(spec.function, LastingFunction):
+            spec.function.close()  # a checkpoint that is being written is completed, unless the launcher is quicker
         with suppress(OSError):
             sys.stdout.flush()
         os._exit(1)  # closes all connections, so that the other ranks notice at once

@@ -21,10 +21,7 @@ def adopt_step(environment: MutableMapping[str, str] = os.environ) -> None:
     """Says in torch's variables what Slurm says of this task, if it is one of several of a job step.
 
     A batch script and a step of one task stay as they are: there `torusgd train` starts ranks of its own. So does a
-    task for which somebody has set RANK already.
-
-    Raises:
-        UserError: Slurm's variables make no sense.
+    task for which somebody has set RANK already. UserError if Slurm's variables make no sense.
 
     >>> task = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
     ...         "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}

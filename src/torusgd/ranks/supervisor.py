@@ -1,9 +1,5 @@
 """Ranks of our own on this machine: started from the fork server, met in one store, and watched until they end.
 
-The launcher owns the store, so it outlives every rank. The store listens on a loopback address that the launcher has
-bound itself; ranks learn its port when they are started, so nothing is looked up in the network and nothing that comes
-from there is unpickled.
-
 The supervisor has one table of its ranks: the process of each, on this machine or on one that has joined, and its part
 in the run (`Part`). Ranks that are lost leave the others to go on, in the same processes and as the next generation, if
 the function can; any other failure ends all ranks. If another number of ranks is requested in mid-run, or a machine
@@ -109,14 +105,14 @@ class RankFailed(Exception):
 
 
 class Supervisor:
-    """Starts ranks on this machine and watches them; leaving it as a context kills those that still run.
+    """Starts `size` ranks on this machine and watches them; leaving it as a context kills those that still run.
 
     Args:
         size: Number of ranks.
         device: `cpu` or `cuda` (rank i has GPU i, or i // ranks_per_gpu).
         limits: See `Limits`.
         ranks_per_gpu: Consecutive ranks that share a GPU.
-        report: Called with a line for people while ranks run, such as what all of them wait for.
+        report: Called with a line for people while ranks run.
     """
 
     def __init__(
@@ -130,7 +126,7 @@ class Supervisor:
         start_forkserver()
         self._report = report
         self.size, self._device, self._limits, self._ranks_per_gpu = size, device, limits, ranks_per_gpu
-        self._root = serve_store()
+        self._root = serve_store()  # of the launcher, so that it outlives every rank
         self.port: int = self._root.port
         """of the store, on loopback"""
         self.listener: Listener | None = None
@@ -189,7 +185,8 @@ class Supervisor:
                 continue
             if any(map(self._has_result, self._table)):
                 break  # the last barrier has been passed: what was lost had nothing left to do
-            if all(map(self._is_lost, failed)) and self._go_on(failed, late, function):
+            if all(map(self._is_lost, failed)) and (why := self._go_on(failed, late, function)):
+                self._report(f"{why}; {self._next()}")
                 ended = []
                 continue
             # Who waits for another generation ends, and may say why: a report explains more than an exit code.
@@ -236,11 +233,9 @@ class Supervisor:
         return number
 
     def _in(self, part: Part) -> list[int]:
-        """The ranks with this part, in the order of their group.
-
-        Ranks of this machine are first: the first of all writes the run's folder, which is here.
-        """
+        """The ranks with this part, in the order of their group."""
         found = [rank for rank in self._table.values() if rank.part is part]
+        # Ranks of this machine are first: the first of all writes the run's folder, which is here.
         return [rank.number for rank in sorted(found, key=lambda rank: (rank.is_remote, rank.number))]
 
     @property
@@ -332,8 +327,8 @@ class Supervisor:
         self._end(gone)
         self._report(f"{ranks_do(gone, 'do')} not join: {failure.text if failure else exit.how}; {self._next()}")
 
-    def _go_on(self, failed: list[Exit], late: list[LateRank], function: RankFunction) -> bool:
-        """Ends the ranks that are lost for good, and has the others go on; False if they are too few."""
+    def _go_on(self, failed: list[Exit], late: list[LateRank], function: RankFunction) -> str | None:
+        """Ends the ranks that are lost for good, and has the others go on; a line, or None if they are too few."""
         # SIGKILL 3: lost are the ranks that have ended, and those that are frozen or hang, which are killed now.
         failure = self._explain(failed, late)
         lost = {exit.rank for exit in failed} | {each.rank for each in late if each.rank is not None}
@@ -342,24 +337,23 @@ class Supervisor:
         lost_members = [rank for rank in members if rank not in left]
         is_elsewhere = all(self._table[rank].is_remote for rank in left)
         if len(left) + is_elsewhere < self._quorum.fewest or failure.kind is not FailureKind.RANK_LOST:
-            return False
+            return None
         self._turn([*lost, *lost_members], Part.GONE)
         if is_elsewhere:
             if (first := self._call_in(function, needs_state=not left)) is None:
-                return False
+                return None
             failure = replace(failure, text=f"{failure.text}; rank {first} takes its place on this machine")
         self._end(lost)
         self._watch.forget(lost)
         if lost_members:  # and not only some that have not taken part yet
             self._announce(lost_members)
-        self._report(f"{failure.text}; {self._next()}")
-        return True
+        return failure.text
 
     def _call_in(self, function: RankFunction, needs_state: bool) -> int | None:
-        """A rank of this machine, if none is left, for the others to meet: the first of all writes the run's folder.
+        """A rank of this machine, if none is left, for the others to meet; None: there is none.
 
         It is one that is about to join, or else a new one. If no others are left either it `needs_state`, which it
-        has once it is ready. None: there is no such rank, or the last one that was started so was lost before any step.
+        has once it is ready.
         """
         here = [rank for rank in self._in(Part.JOINS) if self._table[rank].runs and not self._table[rank].is_remote]
         here.sort(key=lambda rank: not self._generations.are_ready([rank]))
@@ -369,6 +363,7 @@ class Supervisor:
         elif needs_state:
             return None
         else:
+            # No second one for the same step: whatever ended the last would end it too.
             self._watch.look()
             step = max((beat.step for beat in self._watch.beats.values() if beat is not None), default=0)
             if step <= self._called_in_at:
@@ -410,12 +405,9 @@ class Supervisor:
             self._exits(max(0.0, end - time.monotonic()))
 
     def _is_lost(self, exit: Exit) -> bool:
-        """Whether a rank was ended from outside, without a word.
-
-        That is by a signal, with the fork server, or, on another machine, by a cut of its way to the store. Whatever is
-        wrong with the run itself its ranks report.
-        """
-        # SIGKILL 2: a negative exit code is a signal's number.
+        """Whether a rank was ended from outside, without a word."""
+        # SIGKILL 2: a negative exit code is a signal's number. An orphan ended with the fork server; one on another
+        # machine by a cut of its way to the store. Whatever is wrong with the run itself its ranks report.
         if exit.code < 0 or exit.is_orphan:
             return True
         return exit.remote is not None and not FailureChannel(self._store, len(self._table)).has_reported(exit.rank)
@@ -454,9 +446,8 @@ def _exit_of(rank: RankEntry, remote: RemoteRank | None) -> Exit:
     if remote is not None:
         return Exit(rank.number, code, remote.why, remote)
     is_orphan = code == _WITHOUT_PARENT and forkserver_has_ended()
-    return Exit(
-        rank.number, code, "ended with the fork server" if is_orphan else how_it_ended(code), is_orphan=is_orphan
-    )
+    how = "ended with the fork server" if is_orphan else how_it_ended(code)
+    return Exit(rank.number, code, how, is_orphan=is_orphan)
 
 
 def ranks_do(ranks: Sequence[int], verb: str) -> str:

@@ -1,17 +1,7 @@
 """The newest state, from which all ranks go on: of the ranks themselves, of nodes' memory, of the disk, or a new one.
 
-Ranks agree on it whenever they meet: when a run begins, and when ranks were lost or have joined (`agree`).
-
-1. With replicated updates every rank holds the whole state after each step, and nothing outside the reducer changes
-   until a step is accepted. So the state of any rank that is left is enough, for ranks that join too. Two of them may
-   differ by a step, or by an evaluation: one has received its last message, another has not. They take the newest state
-   that two of them can compare, if any two hold the same step, and redo at most one step: of a state that a single rank
-   holds, nobody could tell whether its memory has failed.
-2. If no rank has begun: the newest copy in the memory of a node (`node_memory`), unless the disk has a newer one.
-3. Else it is the newest good checkpoint, or the weights of --init, or those of the seed, as the first rank finds them.
-
-Sums of integers have the same bits whoever computes which virtual worker. So the weights are those of a run that
-nothing has happened to, and that holds for exact reductions only.
+Ranks agree on it whenever they meet: when a run begins, and when ranks were lost or have joined (`agree`). With exact
+reductions the weights are those of a run that nothing has happened to, whatever they go on from.
 """
 
 import json
@@ -33,6 +23,8 @@ from ..observe.trackers import Trackers
 from ..recipe.compatibility import fixed_ranks
 from ..recipe.schedule import Schedule
 from ..rundir.checkpoint import Checkpoint, newest_checkpoint, step_on_disk
+from ..rundir.run_dir import RunDir
+from ..rundir.run_view import RunRequests
 from ..runtime import ranks_are_given
 from ..text import named
 from ..weights import Tensors, match_weights, weights_sha256
@@ -59,27 +51,30 @@ class Kept:
     data: Data
     """open"""
     schedule: Schedule
+    run_dir: RunDir
+    requests: RunRequests
+    """by which others may stop the run"""
     about: Mapping[str, Any]
     """what `torusgd status` shows of the job, plain JSON"""
     began: tuple[int, ...]
     """ranks with which the run was started"""
-    fingerprint: Fingerprint | None
+    trackers: Trackers
+    """open, if this rank has been the first"""
+    fingerprint: Fingerprint | None = None
     """None: not found yet"""
-    generation: int
+    generation: int = -1
     """the last one whose groups were used"""
-    state: RunState | None
+    state: RunState | None = None
     """None: this rank has not taken part in a step yet"""
-    counted: float
+    counted: float = 0.0
     """until when `state.seconds` counts (time.perf_counter)"""
-    tensors: Tensors
+    tensors: Tensors = field(default_factory=dict)
     """as `StepState.state_dict` gives them"""
-    last_event: Callable[[], dict[str, Any]] | None
+    last_event: Callable[[], dict[str, Any]] | None = None
     """line of events.jsonl for what this rank did last, which a lost rank 0 may not have written"""
     network: Network | None = None
     """with these tensors, or of a rank that joins with any; None: not drawn yet"""
     saved: LastSaved | None = None
-    trackers: Trackers = field(default_factory=Trackers)
-    """open, if this rank has been the first"""
     news: str = ""
     """line for people: what the change of ranks has changed"""
 
@@ -90,7 +85,7 @@ class Kept:
 
 
 def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]) -> Kept:
-    """What a rank has before its first step: the images, which it opens. `began`: see `Kept`."""
+    """What a rank has before its first step; it opens the images. `began`: see `Kept`."""
     if job.lists is None:
         wanted = f"{job.data and job.data.resolve()} {job.recipe.data.model_dump_json()}"
         keeps = job.options.loader_processes > 0
@@ -100,10 +95,8 @@ def nothing_yet(job: Job, world: Group, liveness: Liveness, began: Sequence[int]
     data, trackers = open_data(job, world.device, liveness, once), Trackers(job.options.track, warn)
     fixed = "another launcher has started them" if ranks_are_given() else fixed_ranks(setup_of(job))
     about = {"recipe": job.recipe.name, "virtual_workers": job.recipe.virtual_workers, "fixed_ranks": fixed}
-    schedule = Schedule(job.recipe, len(data.training.source))
-    return Kept(
-        data, schedule, {**about, **job.command()}, tuple(began), None, -1, None, 0.0, {}, None, trackers=trackers
-    )
+    schedule, about = Schedule(job.recipe, len(data.training.source)), {**about, **job.command()}
+    return Kept(data, schedule, RunDir(job.out), RunRequests(job.out), about, tuple(began), trackers)
 
 
 class Offer(NamedTuple):
@@ -156,10 +149,14 @@ def choose(offers: Sequence[Offer]) -> Choice | None:
     >>> choose([Offer(progress=8), Offer(progress=10), Offer(progress=11)])  # steps 4, 5, and 5 with its evaluation
     Choice(source=2, holders=frozenset({1, 2}), is_copy=False)
     """
+    # With replicated updates every rank holds the whole state after each step, and nothing outside the reducer changes
+    # until a step is accepted. So the state of any rank that is left is enough, for ranks that join too. Two of them
+    # may differ by a step, or by an evaluation: one has received its last message, another has not.
     if max(offer.progress for offer in offers) >= 0:
         holders = holders_of([offer.progress // 2 for offer in offers])
         return Choice(max(holders, key=lambda index: (offers[index].progress, -index)), holders)
-    # Of equal age memory wins: it is read in a fraction of the time, and has been compared with the other nodes'.
+    # No rank has begun: a copy in the memory of a node, or what the first rank finds on its disk, or a new state. Of
+    # equal age memory wins: it is read in a fraction of the time, and has been compared with the other nodes'.
     newest = max(offer.copy for offer in offers)
     if newest < max(0, offers[0].disk):
         return Choice(source=0)
@@ -179,7 +176,8 @@ def holders_of(steps: Sequence[int]) -> frozenset[int]:
     for index, step in enumerate(steps):
         if step >= 0:
             by_step.setdefault(step, []).append(index)
-    # A step that two hold comes before a newer one that nobody else can confirm.
+    # A step that two hold comes before a newer one that nobody else can confirm: of a state that a single rank holds,
+    # nobody could tell whether its memory has failed. At most one step is redone for that.
     return frozenset(max(by_step.items(), key=lambda each: (len(each[1]) > 1, each[0]))[1])
 
 
@@ -286,7 +284,10 @@ def agree(kept: Kept, world: Group, beginning: Beginning | None = None) -> Agree
     tensors: Mapping[str, Tensor] = {}
     if world.rank == choice.source:
         try:
-            message, tensors = _found(choice, kept, world, beginning)
+            state, tensors, origin = _found(choice, kept, world, beginning)
+            saved = kept.saved if kept.saved is not None and kept.saved.rank == world.ranks[0] else None
+            last_event = kept.last_event() if choice.holders and kept.last_event is not None else None
+            message = {"state": state.as_dict(), "origin": origin, "last_event": last_event, "saved": saved}
         except (UserError, RunError) as error:
             message = {"problem": str(error), "is_mistake": isinstance(error, UserError)}
     # One message for both: the others must learn of a problem before this rank ends.
@@ -308,20 +309,21 @@ def agree(kept: Kept, world: Group, beginning: Beginning | None = None) -> Agree
 
 def _found(
     choice: Choice, kept: Kept, world: Group, beginning: Beginning | None
-) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """What the chosen rank sends: a message as plain JSON, and tensors."""
-    state, tensors, origin = kept.state, kept.tensors, ""
+) -> tuple[RunState, Mapping[str, Tensor], str]:
+    """What the chosen rank sends: a state, the tensors that others lack, and where it was found."""
     if not choice.holders:
         assert beginning is not None, "no rank holds a state"
         state, tensors = beginning.read(choice.is_copy)
-        origin = f"the copy in the memory of {socket.gethostname()}" if choice.is_copy else "the checkpoint"
-    elif len(choice.holders) == world.size:
-        # All have the weights; scales of gradients may differ if one rank has measured again.
-        tensors = {name: each for name, each in tensors.items() if not name.startswith(_LARGE)}
-    assert state is not None, "it holds it"
-    saved = kept.saved if kept.saved is not None and kept.saved.rank == world.ranks[0] else None
-    last_event = kept.last_event() if choice.holders and kept.last_event is not None else None
-    return {"state": state.as_dict(), "origin": origin, "last_event": last_event, "saved": saved}, tensors
+        return (
+            state,
+            tensors,
+            f"the copy in the memory of {socket.gethostname()}" if choice.is_copy else "the checkpoint",
+        )
+    assert kept.state is not None, "it holds it"
+    if len(choice.holders) < world.size:
+        return kept.state, kept.tensors, ""
+    # All have the weights; scales of gradients may differ if one rank has measured again.
+    return kept.state, {name: each for name, each in kept.tensors.items() if not name.startswith(_LARGE)}, ""
 
 
 def greet(telemetry: Telemetry, job: Job, trainer: Trainer, state: RunState, origin: str) -> None:

@@ -1,4 +1,4 @@
-"""A run on one rank: steps, evaluations and checkpoints, from the last good checkpoint to the summary."""
+"""A run on one rank: steps, evaluations and checkpoints, from the newest state that there is to the summary."""
 
 import signal
 import time
@@ -16,9 +16,8 @@ from ..comm.base import CommError, Liveness, NoLiveness
 from ..comm.groups import Group
 from ..errors import UserError
 from ..observe.events import Telemetry, evaluation_event
+from ..ranks.generations import Generations
 from ..recipe.section import Duration
-from ..rundir.run_dir import RunDir
-from ..rundir.run_view import RunRequests
 from ..signals import StopFlag
 from ..step.closing import as_seconds, closing_of
 from ..step.evaluate import Evaluation, evaluate
@@ -36,20 +35,18 @@ from .saving import RunResult, Saver, saved_on_disk, weights_metadata, write_res
 from .state_feed import StateFeeds
 from .watchers import ReplacedImages
 
-
-def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
-    """Trains on this rank: what every rank does, whoever has started it; see `Run`.
-
-    Raises:
-        UserError: The job can't be run as given.
-        RunError: Training can't go on.
-        CommError: Another rank is lost.
-    """
-    return Run(job, world, stop, restarts, liveness, memory=node_memory(job)).run()
-
-
 _LOOK_SECONDS = 0.2
 """from one look to the next while ranks wait for others"""
+
+
+def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
+    """Trains on a rank of somebody else's launcher, which starts all ranks again if one is lost."""
+    run = Run(job, world, stop, restarts, liveness, memory=node_memory(job))
+    try:
+        return run.run()
+    except CommError:
+        run.close()
+        raise
 
 
 class End(Enum):
@@ -64,17 +61,14 @@ class Run:
     """One rank's part in a run, as long as its ranks do not change.
 
     Args:
-        job: What to run.
+        job: What to run; UserError if that can't be.
         world: All ranks.
         stop: Read once a step.
         restarts: Times that the launcher has started the ranks again.
         liveness: Learns of this rank's progress; waits ask it for late ranks. None: nobody is ever late.
-        kept: What this rank keeps of the same run with other ranks; None: it begins.
-        feeds: Send the state to ranks that join; None: none do.
+        kept: What this rank has of the same run with other ranks; None: it begins.
+        generations: Of a rank that others may join; None: none do.
         memory: Of this node, where copies of the state outlive its ranks; None: nobody starts ranks again.
-
-    Raises:
-        UserError: The job can't be run as given.
     """
 
     def __init__(
@@ -85,23 +79,18 @@ class Run:
         restarts: int,
         liveness: Liveness | None = None,
         kept: Kept | None = None,
-        feeds: StateFeeds | None = None,
+        generations: Generations | None = None,
         memory: NodeMemory | None = None,
     ) -> None:
         self.liveness = liveness or NoLiveness()
-        if kept is None:
-            kept = nothing_yet(job, world, self.liveness, world.ranks)
-        self.kept, self._feeds, self.memory = kept, feeds or StateFeeds(), memory
+        self.kept = kept = kept or nothing_yet(job, world, self.liveness, world.ranks)
         self.job, self.world, self.stop, self.restarts = job, world, stop, restarts
-        self.run_dir = RunDir(job.out)
+        self._generations, self.memory, self.schedule = generations, memory, kept.schedule
         self._metadata = weights_metadata(job.recipe, kept.data.training.source.classes)
-        self._asked = RunRequests(job.out)
-        self.schedule = kept.schedule
         self.steps = min(len(self.schedule), job.max_steps or len(self.schedule))
         self._evaluations = self._boundaries(job.recipe.evaluate.every, job.recipe.evaluate.first)
         saves = self._boundaries(job.options.checkpoint_every)
-        last = kept.saved.at if kept.saved is not None else None
-        self._saver = Saver(job, world, self.liveness, self._metadata, saves, last)
+        self._saver = Saver(job, world, self.liveness, self._metadata, saves, kept.saved.at if kept.saved else None)
         requests = Requests(
             self._must_stop,
             self.liveness,
@@ -123,6 +112,7 @@ class Run:
         self.state = RunState(self.trainer.fingerprint)
         self.journal: Journal | None = None
         self.telemetry: Telemetry | None = None
+        self._feeds: StateFeeds | None = None
         self._last_evaluation: Evaluation | None = None
         self._last_event: Callable[[], dict[str, Any]] | None = None
         self._counted = 0.0
@@ -132,10 +122,9 @@ class Run:
         """Trains from the last good checkpoint, from what the ranks have kept, or from the start, to the end.
 
         Raises:
-            RunError: Training can't go on; a checkpoint of the last good step stands where the disk allows it.
+            RunError: Training can't go on; a checkpoint of the last good step stands if the disk allows it.
             CommError: Other ranks are lost; those that are left may go on with what they `keep`.
         """
-        goes_on = False
         try:
             agreed = self._take_newest()
             if not agreed.holders and self.state.step > self.steps:
@@ -144,38 +133,31 @@ class Run:
                     "already; give at least as many, or --fresh"
                 )
             self._is_ready = True
-            try:
-                state, path = self.state, self.run_dir.journal if self._is_first else None
-                self.journal = journal_of(self.job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
-                if self._is_first:
-                    self._open_telemetry(agreed)
-                end = self._train(*self._saved(agreed))
-                if end is End.RANKS_CHANGE:
-                    goes_on = True
-                    return RunResult(ranks_change=True)
-                stopped = RunResult(signal=self.stop.signal or signal.SIGTERM)
-                result = RunResult(self._finish()) if end is End.DONE else stopped
-                self.trainer.close()  # not where a rank is lost: threads and groups still wait for it
-                if self.memory is not None:
-                    self.memory.forget()
-                return result
-            finally:
-                self._saver.close()
-                if self.journal is not None:
-                    self.journal.close()
-                if self.telemetry is not None:
-                    self.telemetry.close()
+            state, path = self.state, self.kept.run_dir.journal if self._is_first else None
+            self.journal = journal_of(self.job.recipe, state.fingerprint.recipe_sha256, state.journal, path)
+            if self._is_first:
+                self._open_telemetry(agreed)
+            end = self._train(*self._saved(agreed))
+            if end is End.RANKS_CHANGE:
+                return RunResult(ranks_change=True)
+            stopped = RunResult(signal=self.stop.signal or signal.SIGTERM)
+            result = RunResult(self._finish()) if end is End.DONE else stopped
         except CommError:
             # SIGKILL 6: the step is cut off. It has changed nothing but sums, so the state is that after the last one.
-            goes_on = True
+            # Nothing is closed before the groups are: the others shall notice at once.
             raise
-        finally:
-            self._feeds.close()
-            if not goes_on:
-                self.kept.close()
+        except BaseException:
+            self.close()
+            raise
+        self.trainer.close()  # not if a rank is lost: threads and groups still wait for it
+        if self.memory is not None:
+            self.memory.forget()
+        self.close()
+        return result
 
     def keep(self) -> Kept:
-        """What this rank keeps for those that are left, once its groups are aborted after a loss or a change."""
+        """What this rank has for those that are left, once its groups are aborted after a loss or a change."""
+        self._close_files()
         self.trainer.close()
         trainer, generation = self.trainer, self.trainer.membership.generation
         kept = replace(self.kept, fingerprint=trainer.fingerprint, generation=generation, network=trainer.network)
@@ -186,6 +168,17 @@ class Run:
             kept, state=self.state, counted=self._counted, tensors=tensors, last_event=self._last_event,
             saved=self._saver.last() or kept.saved,
         )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends this rank's part in the run, whatever has become of the others."""
+        self._close_files()
+        self.kept.close()
+
+    def _close_files(self) -> None:
+        """Ends what writes and sends, after what is on its way."""
+        for each in (self._feeds, self._saver, self.journal, self.telemetry):
+            if each is not None:
+                each.close()
 
     def _train(self, saved: int, is_due: bool) -> End:
         """Steps, evaluations and checkpoints; if it stops before the end a checkpoint is written.
@@ -212,9 +205,11 @@ class Run:
                 self._tell_phase("stopped" if is_stopping else "finish")
                 return End.STOPPED if is_stopping else End.DONE
             if is_changing:
-                self._feeds.end()
+                if self._feeds is not None:
+                    self._feeds.end()
                 return End.RANKS_CHANGE
             if self.liveness.lacks_ranks():
+                # Nobody knows for how long: what was reached must not depend on these ranks.
                 saver.save(state, trainer)
                 saver.wait(state.step)
                 self._tell_phase("wait for ranks")
@@ -224,7 +219,7 @@ class Run:
             with saver.before_errors(state, trainer):
                 # SIGKILL 14: after a loss this is the step that was cut off, with the same samples and the same bits.
                 stats = (trainer.ahead or trainer.step).run(self.membership, closing.next(state.step))
-            if stats is None:
+            if stats is None:  # a rank was requested to stop between two virtual workers: the step is not taken
                 is_stopping = True
                 continue
             self._note(stats, closing.observe(as_seconds(stats.finished), stats.times.seconds))
@@ -246,7 +241,10 @@ class Run:
             self.telemetry.step(stats, state.seconds, self.membership)
             for text in filter(None, (rebuilt, news)):
                 self.telemetry.say(text)
-        self._feeds.after_step(self.trainer.step.state, state, not stats.skipped, self._last_event)
+        if self._generations is not None and self._generations.joiners and self._feeds is None:
+            self._feeds = StateFeeds(self._generations)
+        if self._feeds is not None:
+            self._feeds.after_step(self.trainer.step.state, state, not stats.skipped, self._last_event)
         if stats.keep and self.memory is not None:
             self.memory.keep(state, self.trainer.step.state)
 
@@ -292,14 +290,15 @@ class Run:
         evaluation = self._last_evaluation or self._evaluate(lambda: False)
         assert evaluation is not None
         top1 = {"top1_before_polish": evaluation.top1}
-        if self.trainer.step.state.average is not None:
-            self.trainer.step.state.write_to_model(self.state.step)
+        step_state = self.trainer.step.state
+        if step_state.average is not None:
+            step_state.write_to_model(self.state.step)
             without = self._classify()
             assert without is not None
             top1["top1_without_average"] = without.top1
             if self.telemetry is not None:
                 self.telemetry.say(f"without the average of the weights top-1 is {without.top1:.2%}")
-        with self.trainer.step.state.result_in_model(self.state.step):
+        with step_state.result_in_model(self.state.step):
             if self.job.recipe.polish is not None:
                 evaluation = self._polish()
             return self._leave_result(evaluation, top1)
@@ -320,8 +319,8 @@ class Run:
 
     def _leave_result(self, evaluation: Evaluation, top1: Mapping[str, float]) -> dict[str, Any]:
         """Writes what the model holds, and the summary, in which `top1` stands beside the evaluation."""
-        state = self.state
-        self.liveness.outside("the disk that takes the result", str(self.run_dir.path))
+        state, run_dir = self.state, self.kept.run_dir
+        self.liveness.outside("the disk that takes the result", str(run_dir.path))
         tensors = self.trainer.step.state.model.state_dict()
         summary = {
             "recipe": self.job.recipe.name,
@@ -334,15 +333,15 @@ class Run:
             **state.as_summary(),
             "weights_sha256": weights_sha256(tensors),
         }
-        if self.job.plan is not None and self._is_first:
-            summary["predicted"] = self.job.plan.beside(self.run_dir.events)
         if self._is_first:
-            write_result(self.run_dir, tensors, summary, self._metadata)
+            if self.job.plan is not None:
+                summary["predicted"] = self.job.plan.beside(run_dir.events)
+            write_result(run_dir, tensors, summary, self._metadata)
         return summary
 
     def _take_newest(self) -> Agreed:
         """Goes on from the newest state that there is."""
-        beginning = Beginning(self.job, self.trainer, self.run_dir.checkpoints, self.liveness, self.memory)
+        beginning = Beginning(self.job, self.trainer, self.kept.run_dir.checkpoints, self.liveness, self.memory)
         agreed = agree(self.kept, self.world, beginning)
         step = self.trainer.step
         if agreed.holders:
@@ -364,20 +363,22 @@ class Run:
     def _open_telemetry(self, agreed: Agreed) -> None:
         """Rank 0 begins to write and to show what the run does, or takes that over from a lost one."""
         # SIGKILL 13: a new rank 0 adds what a lost one may not have written, and drops what is done again.
-        state, path, recipe = self.state, self.run_dir.path, self.job.recipe
-        self.liveness.outside("the servers of --track", ", ".join(self.job.options.track))
+        state, path, job = self.state, self.kept.run_dir.path, self.job
+        if job.options.track:
+            self.liveness.outside("the servers of --track", ", ".join(job.options.track))
         trackers, about = self.kept.trackers, self.kept.about
-        trackers.open(path, {**about, "recipe": recipe.as_dict()})
+        trackers.open(path, {**about, "recipe": job.recipe.as_dict()})
         self.telemetry = Telemetry(path, self.schedule, self.steps, state.step, state.evaluated, about, trackers)
         if not agreed.holders:
-            greet(self.telemetry, self.job, self.trainer, state, agreed.origin)
+            greet(self.telemetry, job, self.trainer, state, agreed.origin)
             return
         if self._last_event is not None:
             self.telemetry.complete(self._last_event())
         for line in filter(None, (self.kept.news, agreed.others)):
             self.telemetry.say(line)
-        with suppress(OSError):
-            self.run_dir.sweep()
+        if agreed.saved is None:  # whoever wrote into the folder was killed
+            with suppress(OSError):
+                self.kept.run_dir.sweep()
 
     def _saved(self, agreed: Agreed) -> tuple[int, bool]:
         """The step of the newest checkpoint, and whether another one must be written at once: the same on all ranks."""
@@ -386,7 +387,7 @@ class Run:
         if not agreed.holders and self.memory is None:
             return self.state.step, False  # from which the run begins, or it begins with nothing
         # Rank 0 may have been lost before it had written its last.
-        saved = saved_on_disk(self.run_dir.checkpoints, self.world, self.state.step)
+        saved = saved_on_disk(self.kept.run_dir.checkpoints, self.world, self.state.step)
         return saved, saved < self.state.step
 
     @property
@@ -395,7 +396,7 @@ class Run:
         return self.world.rank == 0
 
     def _must_stop(self) -> bool:
-        return self.stop() or (self._is_first and self._asked.to_stop())
+        return self.stop() or (self._is_first and self.kept.requests.to_stop())
 
     def _boundaries(self, every: Duration | None, first: Duration | None = None) -> set[int]:
         return {step for step in self.schedule.boundaries(every, first) if step < self.steps} | {self.steps}
@@ -412,6 +413,7 @@ def _wait_for_ranks(world: Group, liveness: Liveness, step: int, stop_is_request
     """
     for number in count():
         liveness.progress("wait for ranks", step, number)
+        # By a vote, since ranks that left this loop after another number of turns would wait for each other.
         votes = torch.tensor([int(stop_is_requested()), int(liveness.ranks_change())], device=world.small_device)
         world.all_reduce(votes)
         stops, changes = votes.tolist()

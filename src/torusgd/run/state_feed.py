@@ -13,15 +13,16 @@ this file. All of it is ours; Elan and torchft, too, have a peer send the state,
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
-from ..comm.base import CommError, ConnectionLost, Liveness
+from ..comm.base import CommError, Liveness
 from ..comm.groups import Group, alone
+from ..ranks.generations import Generations
 from ..step.model_state import StepState
 from ..step.requests import Requests
 from ..weights import Tensors
@@ -39,35 +40,21 @@ Event = Mapping[str, Any]
 """the line of events.jsonl for what was done last"""
 
 
-Meet = Callable[[int, Callable[[], bool]], Group]
-
-
-def nobody(rank: int, is_given_up: Callable[[], bool]) -> Group:
-    """Of a run that no rank can join."""
-    raise ConnectionLost(f"rank {rank} can't join")
-
-
 class StateFeeds:
-    """What a rank at work sends to ranks that join; made anew whenever the ranks change.
+    """What a rank at work sends to ranks that join, its `generations.joiners`; made anew whenever the ranks change."""
 
-    Args:
-        joiners: Gives the ranks that want the state from this one.
-        meet: Forms the group of this rank, which is its first, and one that joins, unless the second argument says
-            that it is given up; called in a thread.
-    """
-
-    def __init__(self, joiners: Callable[[], Iterable[int]] = tuple, meet: Meet = nobody) -> None:
-        self._joiners, self._meet = joiners, meet
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
         self._feeds: dict[int, _Feed] = {}
 
     def after_step(self, tensors: StepState, state: RunState, is_updated: bool, event: Callable[[], Event]) -> None:
         """Sends on what a step has done, and the whole state to ranks that want it for the first time."""
         for feed in self._feeds.values():
             feed.send(tensors.change(is_updated), state, event())
-        for rank in self._joiners():
+        for rank in self._generations.joiners:
             if rank not in self._feeds:
                 whole = {name: t.detach().clone() for name, t in tensors.state_dict(state.step, keep=True).items()}
-                self._feeds[rank] = _Feed(rank, self._meet)
+                self._feeds[rank] = _Feed(rank, self._generations)
                 self._feeds[rank].send(whole, state, event(), is_whole=True)
 
     def end(self) -> None:
@@ -85,8 +72,8 @@ class StateFeeds:
 class _Feed:
     """A thread that sends to one rank."""
 
-    def __init__(self, rank: int, meet: Meet) -> None:
-        self._rank, self._meet = rank, meet
+    def __init__(self, rank: int, generations: Generations) -> None:
+        self._rank, self._generations = rank, generations
         self._messages: Queue[tuple[dict[str, Any], Tensors] | None] = Queue()
         self._group: Group | None = None
         self._is_over = False
@@ -120,7 +107,7 @@ class _Feed:
 
     def _run(self) -> None:
         with suppress(CommError):  # the rank is lost, or the feed is closed
-            group = self._group = self._meet(self._rank, lambda: self._is_over)
+            group = self._group = self._generations.meet_joiner(self._rank, lambda: self._is_over)
             while (message := self._messages.get()) is not None:
                 header, tensors = message
                 group.broadcast_text(json.dumps({**header, "behind": self._messages.qsize()}))

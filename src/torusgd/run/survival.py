@@ -26,7 +26,7 @@ from .job import Job
 from .network import draw_network, fingerprint_on_rank
 from .newest_state import Kept, nothing_yet
 from .run import Run
-from .state_feed import StateFeeds, StateFollower
+from .state_feed import StateFollower
 
 
 class TrainRank:
@@ -50,14 +50,19 @@ class TrainRank:
         self._follower = StateFollower(self._job, self._kept, heartbeat)
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
-        """See `Prepares`."""
+        """See `LastingFunction`."""
         assert self._follower is not None, "it was prepared"
         self._follower.follow(source, caught_up)
+
+    def close(self) -> None:
+        """See `LastingFunction`."""
+        if self._run is not None:
+            self._run.close()
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any] | RanksChange:
         # SIGKILL 9: in the process that lives on, what the last run stood on is closed, and its state is retained.
         if self._run is not None:
-            self._kept = self._run.keep()
+            self._kept, self._run = self._run.keep(), None
         if self._follower is not None:
             self._kept, self._follower = self._follower.keep(), None
         job, kept = self._job, self._kept or nothing_yet(self._job, world, liveness, self._began)
@@ -67,8 +72,7 @@ class TrainRank:
         assert isinstance(liveness, Heartbeat), "of a rank that is ours"
         generations = liveness.generations
         assert generations is not None, "likewise"
-        feeds = StateFeeds(lambda: generations.joiners, generations.meet_joiner)
-        self._run = Run(job, world, stop, restarts, liveness, kept, feeds)
+        self._run = Run(job, world, stop, restarts, liveness, kept, generations)
         if world.rank == 0 and kept.state is None:  # which ranks that join compare with their own
             liveness.store.set(keys.FINGERPRINT, json.dumps(self._run.trainer.fingerprint.as_dict()))
         result = self._run.run()

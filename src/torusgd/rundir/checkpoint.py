@@ -1,11 +1,8 @@
 """Checkpoints: atomic, checksummed, the newest few retained, written beside the training.
 
-A checkpoint is a folder `step-00000120` with the weights, the rest of the state, and a manifest of SHA-256 sums. It is
-written under another name, flushed, and renamed; a folder of the right name is whole unless the disk damaged it.
-
-Nothing good is ever deleted. A disk that can't be read at the moment says nothing about what is on it: reading is tried
-again, and then the run ends. What was read and is damaged is renamed, `step-00000120.damaged`. And a run that has
-left checkpoints never begins anew by itself, even if none of them is good.
+A checkpoint is a folder `step-00000120` with the weights, the rest of the state, and a manifest of SHA-256 sums.
+Nothing good is ever deleted: what was read and is damaged is renamed, `step-00000120.damaged`, and a run that has left
+checkpoints never begins anew by itself, even if none of them is good.
 """
 
 import hashlib
@@ -59,12 +56,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps done."""
         return int(self.progress["step"])
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, str]) -> Path:
     """Writes one checkpoint under `folder`, whole or not at all; OSError as it comes."""
+    # Written under another name, flushed, and renamed: a folder of the right name is whole unless the disk damaged it.
     final = folder / f"step-{checkpoint.step:08d}"
     temporary = _partial(final)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -86,12 +83,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads a checkpoint's folder.
-
-    Raises:
-        UserError: A file is missing or damaged; the line names it.
-        OSError: A file can't be read, as it comes: that says nothing about what it holds.
-    """
+    """Reads a checkpoint's folder; UserError names a file that is missing or damaged, OSError comes as it is."""
     try:
         for name in (MANIFEST, *FILES):
             check_regular(folder / name)
@@ -127,7 +119,7 @@ def step_on_disk(folder: Path, unread: int = 0) -> int:
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest good checkpoint, or None where there has never been one.
+    """The newest good checkpoint, or None if there has never been one.
 
     Args:
         folder: Of the checkpoints; there may be none.
@@ -256,9 +248,6 @@ class CheckpointTimes:
         seconds: From one to the next at most.
         writer: While it is slow, a checkpoint that is due is put off.
         last: When the last one was taken (time.monotonic); None: the time counts from now.
-
-    Attributes:
-        last: Likewise, up to date.
     """
 
     def __init__(
@@ -274,12 +263,12 @@ class CheckpointTimes:
         return self._is_due and not self._writer.is_slow
 
     def taken(self) -> None:
-        """One has been taken."""
         self.last, self._is_due = time.monotonic(), False
 
 
 def _patiently(read: Callable[[Path], T], path: Path) -> T:
     """What `read` gives for a path; after errors of the disk it is read again, and then the run ends."""
+    # A disk that can't be read at the moment says nothing about what is on it.
     try:
         return retry(lambda: read(path), READ_PAUSES, lambda error: isinstance(error, OSError))
     except OSError as error:
@@ -315,6 +304,7 @@ def _file_sha256(path: Path) -> str:
 
 
 def _flush_folder(folder: Path) -> None:
+    # Without it a power cut could undo a rename that has returned.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,10 +1,7 @@
 """A lock in a bucket: of launchers on several machines one at a time works on a run.
 
-Holders are numbered. The object of the next number is made on the condition that there is none yet, which the store
-decides, so of several that try one gets it. A holder writes its own object anew every few seconds. Where that stops for
-EXPIRES seconds, by the clock of whoever waits, the holder is gone and the next number is free: two clocks are never
-compared. A holder that was only held up finds the higher number before it writes anything else, and ends (leases: Gray
-and Cheriton, SOSP 1989; numbers that rise: Kleppmann, "How to do distributed locking", 2016).
+Holders are numbered, and a holder writes its own object anew every few seconds (leases: Gray and Cheriton, SOSP 1989;
+numbers that rise: Kleppmann, "How to do distributed locking", 2016).
 """
 
 import hashlib
@@ -63,25 +60,15 @@ def is_lease(name: str) -> bool:
 
 
 class Lease:
-    """The lock of a run in a bucket.
-
-    Args:
-        store: The run's.
-        folder: Where it works on this machine; whoever calls `acquire` holds that folder's own lock.
-    """
+    """The lock of a run in a bucket; whoever calls `acquire` holds the lock of its folder on this machine."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         self._store, self._folder = store, folder
 
     def acquire(self, tell: Callable[[str], None]) -> None:
-        """Takes the lock, from a holder that is gone if need be.
+        """Takes the lock, from a holder that is gone if need be; UserError if another one is at work.
 
-        Args:
-            tell: Gets a line before it waits for a sign of life.
-
-        Raises:
-            UserError: Another holder is at work.
-            OSError: The bucket can't be used.
+        `tell` gets a line before it waits for a sign of life.
         """
         last = self.newest()
         while True:
@@ -92,6 +79,7 @@ class Lease:
             mine = Holder(secrets.token_hex(8), _me())
             # Before the object: a start after a crash in between finds a number that nobody holds.
             (self._folder / TOKEN).write_text(f"{number + 1} {mine.token}")
+            # On the condition that there is none yet, which the store decides: of several that try one gets it.
             created = self._store.create(object_name(number + 1), _data(mine))
             last = self.newest()
             # The number may be free again because holders of it and of a higher one have come since it was looked up.
@@ -101,21 +89,18 @@ class Lease:
             self._store.delete(object_name(older))
 
     def check(self) -> None:
-        """Asks whether this folder's run still has the lock; RunError where another has taken it, OSError as it comes.
-
-        To be called before anything is written that a later holder may have written.
-        """
+        """RunError if another holder has taken the lock over, OSError as it comes."""
+        # Called before anything is written that a later holder may have written: one that was only held up finds the
+        # higher number, and ends.
         number, holder = self.newest()
         if holder is not None and (number, holder.token) != self._held():
             raise RunError(f"{self._store.url}: {holder.who} has taken over, since this machine gave no sign of life")
 
     @contextmanager
     def renewed(self, tell: Callable[[str], None], beside: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Gives a sign of life every RENEW seconds, and the lock back at the end.
+        """Gives a sign of life every RENEW seconds, each followed by `beside`, and the lock back at the end.
 
-        Args:
-            tell: Gets a line where the bucket doesn't take the lock back within GIVE_BACK seconds.
-            beside: Called after each; what it raises as an OSError is left aside.
+        `tell` gets a line if the bucket doesn't take the lock back within GIVE_BACK seconds.
         """
         is_done = threading.Event()
         # A thread that nobody has to wait for, since a store's library may take minutes until it gives up.
@@ -145,7 +130,7 @@ class Lease:
             self._store.write(object_name(number), _data(replace(holder, released=True)))
 
     def newest(self) -> tuple[int, Holder | None]:
-        """The highest number and what its object says; 0 and None where nobody has had the lock yet."""
+        """The highest number and what its object says; 0 and None if nobody has had the lock yet."""
         for number in self._numbers():
             try:
                 data = self._store.read(object_name(number))
@@ -158,6 +143,7 @@ class Lease:
         return 0, None
 
     def _outlive(self, number: int, holder: Holder) -> None:
+        # By the clock of whoever waits, and by whether the bytes change: two clocks are never compared.
         end = time.monotonic() + EXPIRES
         while time.monotonic() < end:
             time.sleep(POLL)

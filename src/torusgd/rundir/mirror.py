@@ -1,9 +1,6 @@
 """A run whose folder is in a bucket: it works in a folder of this machine, and what it must keep goes to the bucket.
 
-The bucket decides: another machine that is given the same URL goes on from the newest checkpoint there. A checkpoint's
-manifest is written last and deleted first, so a checkpoint with a manifest is whole, and its sums say whether what was
-fetched is. A name that the run drew when it began distinguishes what this machine has of it from what is left here of
-an earlier run.
+The bucket decides: another machine that is given the same URL goes on from the newest checkpoint there.
 """
 
 import secrets
@@ -23,22 +20,14 @@ from .run_dir import FILES, RunDir
 from .run_view import HEAD, REQUESTS, STATUS, working_folder
 
 NAME = ".run-name"
-"""what the run drew when it began"""
+"""file with a name that the run drew when it began: what is left here of an earlier run has another one"""
 _RECIPE, _SUMMARY = "recipe.yaml", "summary.json"
 _SMALL = (_RECIPE, *(name for name in FILES if name not in (STATUS, _SUMMARY)), _SUMMARY)
 """files beside the checkpoints, in the order in which they go there: the summary says that the rest is whole"""
 
 
 class Mirror:
-    """What a run has in a bucket, and the folder in which it works.
-
-    Args:
-        url: Of the run, as given by --out.
-        warn: Gets a line for a checkpoint in the bucket that is not whole.
-
-    Raises:
-        UserError: The package for that kind of bucket is missing.
-    """
+    """What a run has in a bucket, its --out, and the folder in which it works; `warn` gets lines for people."""
 
     def __init__(self, url: str, warn: Callable[[str], None] = lambda line: None) -> None:
         self.url = url
@@ -79,17 +68,14 @@ class Mirror:
         """Copies a checkpoint there, with the files beside it, and leaves the newest `keep`; OSError as it comes."""
         self._lease.check()
         self._put_small(but=_SUMMARY)
+        # The manifest is written last and deleted first: a checkpoint that has one is whole.
         for name in (*CHECKPOINT_FILES, MANIFEST):
             self._store.put(checkpoint / name, f"checkpoints/{checkpoint.name}/{name}")
         for old in [name for name in self._checkpoints() if name <= checkpoint.name][keep:]:
             self._delete(old)
 
     def put_result(self) -> None:
-        """Copies the events there, and the weights and the summary of a finished run.
-
-        Raises:
-            RunError: The bucket doesn't take them.
-        """
+        """Copies the events there, and the weights and the summary of a finished run; RunError if that can't be."""
         try:
             self._lease.check()
             self._exchange()
@@ -98,7 +84,7 @@ class Mirror:
             raise RunError(f"{self.url}: can't be written: {error}; the same command tries again") from error
 
     def _exchange(self) -> None:
-        """Now and then, while the run is at work: its status goes there, and requests to it come here."""
+        """While the run is at work its status goes there, and requests to it come here."""
         if (self.folder / STATUS).exists():
             if not self._is_seen:  # without them there is no run for others, and the first checkpoint may be far off
                 for name in (NAME, _RECIPE):

@@ -37,11 +37,7 @@ _LOCAL_LOCKS = {"nfs": {"nolock", "local_lock=all", "local_lock=flock"}, "lustre
 
 
 class RunDir:
-    """Paths of a run.
-
-    Args:
-        path: The folder; made by `lock`.
-    """
+    """The folder of a run, which `lock` makes, and paths in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,13 +75,10 @@ class RunDir:
     def claim(self, recipe: Recipe, fresh: bool, agents: Collection[int] = ()) -> None:
         """Makes the folder this recipe's (under `lock`); with `fresh` an earlier run in it is deleted.
 
-        Only what a run wrote is ever deleted, and only when `recipe.yaml` shows that a run wrote it.
-
         Args:
             recipe: Of the run.
             fresh: See above.
-            agents: Those of torchrun, by numbers of their own, that have started the ranks. They start them again with
-                the same words when one fails or the nodes change. So what ranks of one of them wrote is not deleted.
+            agents: Those of torchrun, by numbers of their own, that have started the ranks.
 
         Raises:
             UserError: It belongs to another recipe's run that has begun, or holds files that no run wrote.
@@ -93,6 +86,7 @@ class RunDir:
         """
         with self._telling():
             known = self._agents()
+            # They start the ranks again with the same words when one fails or the nodes change; then `--fresh` is old.
             fresh = fresh and known.isdisjoint(agents)
             if not self._is_run():
                 self._refuse_strangers(fresh)
@@ -121,20 +115,14 @@ class RunDir:
         return None
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The summary; None where there is none, or none that can be read."""
-        try:
+        """The summary; None if there is none, or none that can be read."""
+        with suppress(OSError, ValueError):
             summary = parse_json(read_text(self.summary))
-        except (OSError, ValueError):
-            return None
-        return summary if isinstance(summary, dict) else None
+            return summary if isinstance(summary, dict) else None
+        return None
 
     def data_revision(self) -> str:
-        """The commit of the hub's data set that the run here reads; empty where it reads none, or has just begun.
-
-        Raises:
-            UserError: The folder can't be one.
-            RunError: The disk is broken.
-        """
+        """The commit of the hub's data set that the run here reads; empty if it reads none, or has just begun."""
         for file in (self.summary, *self._states()):
             with suppress(OSError, ValueError, AttributeError):
                 tree = parse_json(read_text(file))
@@ -150,12 +138,10 @@ class RunDir:
         return None
 
     def _states(self) -> list[Path]:
-        """Of the checkpoints, the newest first."""
         with self._telling():
             return [checkpoint / STATE for checkpoint in list_checkpoints(self.checkpoints)]
 
     def _agents(self) -> set[int]:
-        """See `claim`; empty where none have started ranks here."""
         try:
             return set(parse_json(read_text(self.path / _AGENTS)))
         except (OSError, ValueError, TypeError):
@@ -195,7 +181,6 @@ class RunDir:
             )
 
     def _has_begun(self) -> bool:
-        """Whether a run here has come to its first step."""
         return any(path.exists() for path in (self.events, self.summary, self.model, self.checkpoints))
 
     def _remove(self, traces: Iterable[str], is_new: bool) -> None:
@@ -207,6 +192,7 @@ class RunDir:
                 self.path.rmdir()
 
     def _delete_run(self) -> None:
+        # Only what a run wrote, by its names, and only since `recipe.yaml` shows that a run wrote here.
         for part, patterns in PARTS.items():
             for path in [found for pattern in patterns for found in (self.path / part).glob(pattern)]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -237,20 +223,15 @@ class RunDir:
 
 
 def local_locks(path: Path, mounts: Iterable[str]) -> str:
-    """Why a lock under `path` does not bind other hosts; empty where it does.
-
-    Linux passes locks of NFS and Lustre to their server, unless the file system was mounted so that they stay local.
-    Where a file system knows no locks at all, `filelock` makes a lock of the file's existence, which binds all hosts.
-
-    Args:
-        path: Absolute.
-        mounts: Lines of /proc/mounts.
+    """Why a lock under an absolute path does not bind other hosts, by the lines of /proc/mounts; empty if it does.
 
     >>> local_locks(Path("/data/run"), ["server:/x /data nfs4 rw,local_lock=none 0 0", "y / ext4 rw 0 0"])
     ''
     >>> local_locks(Path("/data/run"), ["ost /data lustre rw,localflock 0 0", "y / ext4 rw 0 0"])
     '/data (lustre) is mounted with localflock, so locks bind this host only'
     """
+    # Linux passes locks of NFS and Lustre to their server, unless the file system was mounted so that they stay local.
+    # If a file system knows no locks at all, `filelock` makes a lock of the file's existence, which binds all hosts.
     fields = [line.split() for line in mounts]
     above = [each for each in fields if len(each) > 3 and path.is_relative_to(each[1])]
     if not above:
@@ -274,15 +255,12 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _first_difference(one: Any, other: Any, path: str = "") -> str:
+    pairs: list[tuple[Any, Any, Any]] = []
     if isinstance(one, dict) and isinstance(other, dict):
-        for key in one:
-            if one[key] != other.get(key):
-                return _first_difference(one[key], other.get(key), f"{path}.{key}" if path else key)
-        for key in other:
-            if key not in one:
-                return f"{path}.{key}" if path else key
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for index, (a, b) in enumerate(zip(one, other, strict=True)):
-            if a != b:
-                return _first_difference(a, b, f"{path}.{index}")
+        pairs = [(key, one.get(key), other.get(key)) for key in {**one, **other}]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = [*zip(range(len(one)), one, other, strict=True)]
+    for key, mine, its in pairs:
+        if mine != its:
+            return _first_difference(mine, its, f"{path}.{key}" if path else str(key))
     return path

@@ -1,15 +1,9 @@
-"""A run as other processes see it, by its folder or by its bucket: its status, its results, requests to it.
+"""What others see of a run and request of it, through its folder or its bucket alone: no run listens for anybody.
 
-Of a run in a bucket the files are copied here, to a folder of their own; where the run works on this very machine its
-own folder is looked at. Requests to a run elsewhere lie in the bucket until its launcher looks, every few
-seconds. This module imports no torch, as `status` doesn't.
-
-What others can see of a run and ask of it, through its folder alone: no run listens for anybody.
-
-Rank 0 writes `status.json` about once a second, whole or not at all. Who may write into the folder may ask the run to
-stop, or to go on with another number of ranks, by a small file; rank 0 or the launcher looks for it once a second. So
-both work from another terminal, and from another node that has the folder. This module imports no torch, since whoever
-asks should not wait for it.
+Rank 0 writes `status.json` about once a second. Who may write into the folder may have the run stop, or go on with
+another number of ranks, by a small file; rank 0 or the launcher looks for it once a second. So both work from another
+terminal, and from another node that has the folder. Of a run in a bucket the files are copied here, to a folder of
+their own. This module imports no torch, since whoever runs `status` should not wait for it.
 """
 
 import hashlib
@@ -43,12 +37,7 @@ REQUESTS = frozenset({STOP, WORKERS})
 
 
 class StatusFile:
-    """Writes a run's status; rank 0 has one.
-
-    Args:
-        folder: The run's.
-        about: What stays as it is, of plain JSON.
-    """
+    """Writes a run's status, in which `about`, plain JSON, stays as it is; rank 0 has one."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self._path = folder / STATUS
@@ -56,14 +45,12 @@ class StatusFile:
         self._written = 0.0
 
     def update(self, now: bool = False, **news: Any) -> None:
-        """Adds news, plain JSON by name; they are written once a second, or `now`.
-
-        A disk that takes no status at the moment ends no run.
-        """
+        """Adds news, plain JSON by name; they are written once a second, or `now`."""
         self._told |= news
         if now or time.monotonic() - self._written >= SECONDS:
             self._written = time.monotonic()
             temporary = self._path.with_name(f".{STATUS}.{secrets.token_hex(4)}")
+            # Whole or not at all, by a rename; and a disk that takes no status at the moment ends no run.
             with suppress(OSError):
                 try:
                     temporary.write_text(json.dumps(self._told, indent=1) + "\n")
@@ -73,11 +60,7 @@ class StatusFile:
 
 
 class RunRequests:
-    """Requests to a run since this was made.
-
-    Args:
-        folder: The run's.
-    """
+    """Requests to a run since this was made."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -132,19 +115,13 @@ class RunStatus:
     """seconds since it reported that"""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return {"state": self.state, "age": round(self.age, 1), **self.reported}
 
 
 def read_status(folder: Path, is_alive: bool | None = None) -> RunStatus:
-    """How a run is.
+    """How a run is, by its folder, or by a copy of what is in its bucket; UserError if it is none, or can't be read.
 
-    Args:
-        folder: The run's, or a copy of what is in its bucket.
-        is_alive: Whether somebody holds the run's lock; None: by the folder's lock.
-
-    Raises:
-        UserError: The folder holds no run, or one whose status can't be read.
+    `is_alive`: whether somebody holds the run's lock; None: by the folder's lock.
     """
     _check_run(folder)
     is_running = is_locked(folder) if is_alive is None else is_alive
@@ -204,14 +181,7 @@ _ALL = (*_SMALL, "events.jsonl", "journal.txt", _WEIGHTS)
 
 
 class RunView:
-    """A run to look at, and to send requests to.
-
-    Args:
-        path: Its folder or its URL.
-
-    Raises:
-        UserError: The package for that kind of bucket is missing.
-    """
+    """A run to look at, and to send requests to, by its folder or URL; UserError if the package for that is missing."""
 
     def __init__(self, path: Path) -> None:
         url = url_of(path)
@@ -222,11 +192,7 @@ class RunView:
         self._folder = path if url is None else working_folder(url) if self._store is None else _copy_of(url)
 
     def read(self) -> RunStatus:
-        """How the run is.
-
-        Raises:
-            UserError: There is no run, or its status can't be read.
-        """
+        """How the run is; UserError if there is none, or its status can't be read."""
         if self._store is None:
             return read_status(self._folder)
         _fetch(self._store, self._folder, _SMALL)
@@ -236,11 +202,7 @@ class RunView:
             raise UserError(f"{self.name}: can't be read: {error}") from error
 
     def running(self, to: str) -> RunStatus:
-        """The status of a run that is at work; UserError where it isn't.
-
-        Args:
-            to: The request, for the error.
-        """
+        """The status of a run that is at work; UserError if it isn't. `to`: the request, for the error."""
         status = self.read()
         if status.state == "finished":
             raise UserError(f"{self.name}: the run is finished; there is nothing to {to}")
@@ -261,11 +223,7 @@ class RunView:
 
 
 def local_run(path: Path) -> Path:
-    """The folder, checkpoint or weight file of a run on this machine; of one in a bucket a copy of what it left there.
-
-    Raises:
-        UserError: The URL holds no run and no weights, or can't be read.
-    """
+    """The folder, checkpoint or weight file of a run on this machine; of one in a bucket a copy."""
     url = url_of(path)
     if url is None:
         return path
@@ -297,7 +255,6 @@ def working_folder(url: str) -> Path:
 
 
 def _digest(url: str) -> str:
-    """A folder's name for a URL."""
     return hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
