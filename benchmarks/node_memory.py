@@ -22,7 +22,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.run.fingerprint import Fingerprint
 from torusgd.run.job import Job
 from torusgd.run.node_memory import BESIDE_FRACTION, LEAST_SECONDS, STEP_FRACTION, node_memory
-from torusgd.run.progress import RunState
+from torusgd.run.saving import RunState
 from torusgd.runtime import prepare_process
 
 TENSORS = 160

@@ -43,8 +43,7 @@ from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.run.fingerprint import Fingerprint
 from torusgd.run.newest_state import Kept, agree
-from torusgd.run.progress import RunState
-from torusgd.run.saving import LastSaved
+from torusgd.run.saving import LastSaved, RunState
 from torusgd.run.survival import fitting
 from torusgd.signals import StopFlag
 

@@ -16,7 +16,7 @@ from torusgd.run.fingerprint import Fingerprint
 from torusgd.run.job import Job
 from torusgd.run.newest_state import Choice, Offer, choose
 from torusgd.run.node_memory import NodeMemory, node_memory
-from torusgd.run.progress import RunState
+from torusgd.run.saving import RunState
 from torusgd.rundir.checkpoint import list_checkpoints
 
 

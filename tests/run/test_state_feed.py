@@ -20,7 +20,7 @@ from torusgd.run import state_feed
 from torusgd.run.job import Job
 from torusgd.run.network import draw_network
 from torusgd.run.newest_state import Kept, nothing_yet
-from torusgd.run.progress import RunState
+from torusgd.run.saving import RunState
 from torusgd.run.state_feed import StateFeeds, StateFollower
 
 STEPS = 16

@@ -24,8 +24,8 @@ from torusgd.run.build import Trainer, build
 from torusgd.run.job import Job
 from torusgd.run.newest_state import Kept, nothing_yet
 from torusgd.run.open_data import open_data
-from torusgd.run.progress import RunState
 from torusgd.run.run import Run
+from torusgd.run.saving import RunState
 from torusgd.rundir.run_dir import RunDir
 from torusgd.signals import StopFlag
 from torusgd.step.control_vector import ControlVector, Counts

@@ -28,7 +28,7 @@ from torusgd.recipe.schema import Model
 from torusgd.report.page import run_page
 from torusgd.report.read_run import read_run
 from torusgd.run.fingerprint import Fingerprint
-from torusgd.run.progress import RunState, resumed
+from torusgd.run.saving import RunState, resumed
 from torusgd.run.trained_weights import open_trained
 from torusgd.rundir.checkpoint import FILES, MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
 from torusgd.rundir.run_dir import dump_recipe

@@ -34,8 +34,7 @@ from .job import Job, images_at, setup_of
 from .network import Network
 from .node_memory import NodeMemory
 from .open_data import Data, HostShare, MappedArrays, open_data
-from .progress import RunState, resumed, share_tensors, tensors_of
-from .saving import LastSaved
+from .saving import LastSaved, RunState, resumed, share_tensors, tensors_of
 from .trained_weights import fit, read_initial
 
 _LARGE = ("model/", "optimizer/")

@@ -1,17 +1,10 @@
 """The newest state of a run in the memory of its nodes, for ranks that torchrun starts again.
 
-torchrun ends all its workers when one fails, and when a node joins or leaves, and starts them again. Memory that
-belongs to a process is lost with it. So the first rank of each node saves copies of the state in a folder of the
-node's shared memory (`/dev/shm`), which lies on no disk. When ranks begin, they take the newest copy that any node
-holds, or the newest checkpoint if that is newer (`newest_state`).
-
-A copy has the form of a checkpoint: hashed, renamed when it is whole, safetensors and JSON. All nodes save it after
-the same steps, rank 0's clock says which. So if two nodes hold a copy of one step, their hashes must be equal; if
-they aren't, nobody can tell which one is wrong, and the checkpoint is taken.
-
-The folder belongs to torchrun's agent on the node, which outlives its workers. It is removed at the end of the run.
-After an agent that was killed it stays until the next run under torchrun on this node removes it. Containers that share
-the node's memory number their processes apart, so each leaves the others' folders alone.
+torchrun ends all its workers when one fails, and when a node joins or leaves, and starts them again. So the first rank
+of each node saves copies of the state in a folder of the node's shared memory (`/dev/shm`), which lies on no disk and
+belongs to torchrun's agent there. When ranks begin, they take the newest copy that any node holds, or the newest
+checkpoint if that is newer (`newest_state`). All nodes save a copy after the same steps, rank 0's clock says which. So
+copies of one step must be equal.
 """
 
 import os
@@ -29,7 +22,7 @@ from ..rundir.checkpoint import Checkpoint, CheckpointWriter, list_checkpoints, 
 from ..step.model_state import StepState
 from ..text import byte_size
 from .job import Job, setup_of
-from .progress import RunState, as_checkpoint
+from .saving import RunState, as_checkpoint
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SECONDS = 1.0
@@ -40,12 +33,7 @@ _NAME = re.compile(r"torusgd-[0-9]+-([0-9]+)-([0-9]+)-([0-9]+)")
 
 
 class NodeMemory:
-    """This rank's view of the copies on its node.
-
-    Args:
-        folder: The folder of them; made by the rank that saves them.
-        saves: Whether this rank does; one of a node.
-    """
+    """This rank's view of the copies in a folder of its node, of which one rank `saves` them."""
 
     def __init__(self, folder: Path, saves: bool) -> None:
         self._folder, self._saves = folder, saves
@@ -129,6 +117,7 @@ def torchrun_agent() -> str:
 
 def _sweep() -> None:
     """Removes what agents of this user that have ended left behind."""
+    # Containers that share the node's memory number their processes apart, so each leaves the others' folders alone.
     for path in SHARED_MEMORY.glob(f"torusgd-{os.getuid()}-*"):
         found = _NAME.fullmatch(path.name)
         if found is not None and found[1] == _namespace() and start_of(int(found[2])) != int(found[3]):

@@ -30,8 +30,7 @@ from .build import Trainer, build
 from .job import Job
 from .newest_state import Agreed, Beginning, Kept, agree, greet, nothing_yet
 from .node_memory import NodeMemory, node_memory
-from .progress import RunState
-from .saving import RunResult, Saver, saved_on_disk, weights_metadata, write_result
+from .saving import RunResult, RunState, Saver, saved_on_disk, weights_metadata, write_result
 from .state_feed import StateFeeds
 from .watchers import ReplacedImages
 
@@ -45,7 +44,7 @@ def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liven
     try:
         return run.run()
     except CommError:
-        run.close()
+        run.close_files()
         raise
 
 
@@ -157,7 +156,7 @@ class Run:
 
     def keep(self) -> Kept:
         """What this rank has for those that are left, once its groups are aborted after a loss or a change."""
-        self._close_files()
+        self.close_files()
         self.trainer.close()
         trainer, generation = self.trainer, self.trainer.membership.generation
         kept = replace(self.kept, fingerprint=trainer.fingerprint, generation=generation, network=trainer.network)
@@ -171,11 +170,11 @@ class Run:
 
     def close(self) -> None:
         """Ends this rank's part in the run, whatever has become of the others."""
-        self._close_files()
+        self.close_files()
         self.kept.close()
 
-    def _close_files(self) -> None:
-        """Ends what writes and sends, after what is on its way."""
+    def close_files(self) -> None:
+        """Ends what writes and sends, after what is on its way; a checkpoint that is being written is completed."""
         for each in (self._feeds, self._saver, self.journal, self.telemetry):
             if each is not None:
                 each.close()

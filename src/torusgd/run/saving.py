@@ -1,29 +1,146 @@
-"""What a run leaves on its disk: checkpoints on the way and before an error, at the end its weights and its summary."""
+"""How far a run has come, and what it leaves on its disk: checkpoints, at the end its weights and its summary."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
 
 from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..data.file_lists import Once, make_here
 from ..data.registry import open_sources
-from ..errors import CorruptionError, RunError, warn
+from ..errors import CorruptionError, RunError, UserError, warn
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
-from ..rundir.checkpoint import CheckpointTimes, CheckpointWriter, step_on_disk
+from ..rundir.checkpoint import FORMAT, Checkpoint, CheckpointTimes, CheckpointWriter, step_on_disk
 from ..rundir.mirror import Mirror
 from ..rundir.run_dir import RunDir
 from ..signals import exit_code
+from ..step.journal import JournalHead
+from ..step.stats import StepStats, StepTotals
 from ..weights import Tensors, json_text, save_weights, write_text
 from .build import Trainer
-from .fingerprint import Fingerprint, fingerprint_of
+from .fingerprint import Conditions, Fingerprint, fingerprint_of
 from .job import Job
-from .progress import RunState, as_checkpoint
+from .trained_weights import Fit
+
+_MODEL = "model/"
+_Steps = Annotated[int, Field(ge=0)]
+
+
+@dataclass
+class RunState:
+    """How far a run has come; all of it plain JSON."""
+
+    fingerprint: Fingerprint
+    resumed_from: _Steps = 0
+    """the step of the checkpoint that this process began from; 0: none"""
+    step: _Steps = 0
+    """steps done"""
+    seconds: float = 0.0
+    """training time: steps, evaluations and waits for checkpoints, over all attempts"""
+    totals: StepTotals = field(default_factory=StepTotals)
+    evaluated: _Steps = 0
+    """step of the last evaluation"""
+    seconds_to_target: float | None = None
+    other_conditions: list[Conditions] = field(default_factory=list)
+    """conditions of earlier parts of the run, where they were not today's"""
+    mixed_conditions: list[Conditions] = field(default_factory=list)
+    """of ranks, in any part of the run, whose conditions were not rank 0's"""
+    initial: Fit | None = None
+    """what the network took of --init"""
+    journal: JournalHead | None = None
+    """up to where the run has come; None: its journal follows from the recipe"""
+
+    def count(self, stats: StepStats) -> None:
+        self.step = stats.step.index + 1
+        self.totals.add(stats)
+
+    def as_summary(self) -> dict[str, Any]:
+        """Its keys of summary.json."""
+        summary = {
+            "steps": self.step,
+            **self.totals.as_summary(),
+            "seconds": round(self.seconds, 3),
+            "resumed_from": self.resumed_from,
+            "seconds_to_target": self.seconds_to_target,
+            "recipe_sha256": self.fingerprint.recipe_sha256,
+            "train_images": self.fingerprint.train_images,
+            "data_sha256": self.fingerprint.data_sha256,
+            "data_revision": self.fingerprint.data_revision,
+            "init_sha256": self.fingerprint.init_sha256,
+            "init": None if self.initial is None else asdict(self.initial),
+            "replayed_sha256": self.fingerprint.replayed_sha256,
+            "conditions": self.fingerprint.conditions,
+            "other_conditions": self.other_conditions,
+            "mixed_conditions": self.mixed_conditions,
+        }
+        return summary if self.journal is None else {**summary, "journal": self.journal.as_summary(self.step)}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> "RunState":
+        """From what `as_dict` gave; ValueError, of one line, if a value is missing or of another type."""
+        known = {name: tree.get(name) for name in cls.__dataclass_fields__}
+        try:
+            return TypeAdapter(cls).validate_json(json.dumps(known), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def resumed(tree: Mapping[str, Any], fingerprint: Fingerprint) -> RunState:
+    """The state of a run that goes on from a checkpoint with this progress; UserError if it is not of this run."""
+    whose = f"the checkpoint of step {tree.get('step')}"
+    if tree.get("format") != FORMAT:
+        raise UserError(
+            f"{whose} has format {tree.get('format')}, this torusgd reads {FORMAT}; choose another --out, or give "
+            "--fresh"
+        )
+    try:
+        state = RunState.from_dict(tree)
+    except ValueError as error:
+        raise UserError(f"{whose} is damaged ({error}); remove it, or give --fresh") from None
+    fingerprint.check_same_run(state.fingerprint, whose)
+    if state.fingerprint.conditions != fingerprint.conditions:
+        state.other_conditions.append(state.fingerprint.conditions)
+    state.fingerprint, state.resumed_from = fingerprint, state.step
+    return state
+
+
+def as_checkpoint(state: RunState, tensors: Tensors) -> Checkpoint:
+    """A checkpoint of a run's progress and of `StepState.state_dict`, which it doesn't copy."""
+    model = {name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)}
+    rest = {name: t for name, t in tensors.items() if not name.startswith(_MODEL)}
+    return Checkpoint(model, rest, state.as_dict())
+
+
+def tensors_of(checkpoint: Checkpoint) -> Tensors:
+    """What `TrainStep.load_state_dict` takes, all tensors by name."""
+    return {f"{_MODEL}{name}": tensor for name, tensor in checkpoint.model.items()} | checkpoint.state
+
+
+def share_tensors(tensors: Mapping[str, Tensor], world: Group, source: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the rank at place `source` on every rank, one after the other; every rank calls it."""
+    # One at a time, and taken at once, so that no rank holds more than it needs.
+    shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    for name, (dtype, shape) in json.loads(world.broadcast_text(json.dumps(shapes), source)).items():
+        if world.rank == source:
+            tensor = tensors[name].to(world.device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
+        world.broadcast(tensor, source)
+        yield name, tensor
+
 
 SLOW_DISK = 60
 """seconds after which a checkpoint that is still being written is reported, again and again"""
@@ -76,8 +193,6 @@ class Saver:
         self._times = CheckpointTimes(steps, 60.0 * job.options.checkpoint_minutes, self._writer, last)
         self.saved = -1
         """step of the last checkpoint, the same on all ranks; below 0: not known yet"""
-        self.close = self._writer.close
-        """ends the writer's thread, after what it is writing"""
 
     def is_due(self, steps: int) -> bool:
         """Whether this rank wants a checkpoint after so many steps; called before the last of them is done."""
@@ -106,6 +221,10 @@ class Saver:
     def wait(self, step: int) -> None:
         """Returns when all that was saved is written."""
         self._writer.wait(self._writing(step))
+
+    def close(self) -> None:
+        """Ends the writer's thread, after what it is writing."""
+        self._writer.close()
 
     @contextmanager
     def before_errors(self, state: RunState, trainer: Trainer) -> Iterator[None]:

@@ -6,10 +6,8 @@
     3. Once it is hardly behind it says that it is ready. The ranks change after a later step. The thread sends what is
        left, and so all of them hold the same state when they meet.
 
-A mean gradient is half of what the step's own all-reduce has sent, or less, so a network that is quick enough for the
-steps is quick enough for this. If it is not, or a rank is lost meanwhile, the thread gives up. The ranks that meet send
-the whole state to those that don't hold it (`newest_state.agree`), so nothing but the length of the pause depends on
-this file. All of it is ours; Elan and torchft, too, have a peer send the state, which holds up its steps.
+Only the length of the pause depends on this file: ranks that meet send the whole state to those that don't hold it
+(`newest_state.agree`). All of it is ours; Elan and torchft, too, have a peer send the state, which holds up its steps.
 """
 
 import json
@@ -29,7 +27,7 @@ from ..weights import Tensors
 from .build import build
 from .job import Job
 from .newest_state import Kept
-from .progress import RunState, share_tensors
+from .saving import RunState, share_tensors
 
 HARDLY_BEHIND = 2
 """steps"""
@@ -86,7 +84,8 @@ class _Feed:
         if is_whole:
             self._most = max(self._most, 4 * size)
         elif self._messages.qsize() * size > self._most:
-            # The network is slower than the steps, so the queue would only grow; the ranks that meet send the state.
+            # A mean gradient is half of what the step's own all-reduce has sent, or less. So this network is slower
+            # than the steps, and the queue would only grow; the ranks that meet send the state.
             self.close()
         if not self._is_over:
             self._messages.put(({"state": state.as_dict(), "event": event, "is_whole": is_whole}, tensors))
@@ -120,13 +119,7 @@ class _Feed:
 
 
 class StateFollower:
-    """A rank that joins, which follows the ranks at work until it takes part.
-
-    Args:
-        job: Of the run.
-        kept: What this rank has by now (`survival.prepared`).
-        liveness: Learns of this rank's progress.
-    """
+    """A rank that joins, which follows the ranks at work until it takes part. `kept`: what it has by now."""
 
     def __init__(self, job: Job, kept: Kept, liveness: Liveness) -> None:
         options = job.options.model_copy(update={"audit": 0.0})  # nobody is there to compute anything twice
@@ -139,12 +132,7 @@ class StateFollower:
         )
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
-        """Takes what a `StateFeeds` sends, until it ends or is lost.
-
-        Args:
-            source: The group of the sending rank, which is its first, and this one.
-            caught_up: Called when this rank is hardly behind the others, any number of times.
-        """
+        """Takes what a `StateFeeds` sends, until it ends or is lost; see `LastingFunction.follow`."""
         step = self._trainer.step
         try:
             while text := source.broadcast_text(""):

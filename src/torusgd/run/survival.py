@@ -32,9 +32,7 @@ from .state_feed import StateFollower
 class TrainRank:
     """A run on one rank, called again in the same process with the ranks that are left; sent to it before it begins.
 
-    Args:
-        job: What to run.
-        workers: Ranks with which the attempt begins.
+    `workers`: ranks with which the attempt begins.
     """
 
     def __init__(self, job: Job, workers: int) -> None:
@@ -57,7 +55,7 @@ class TrainRank:
     def close(self) -> None:
         """See `LastingFunction`."""
         if self._run is not None:
-            self._run.close()
+            self._run.close_files()
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any] | RanksChange:
         # SIGKILL 9: in the process that lives on, what the last run stood on is closed, and its state is retained.
@@ -80,17 +78,7 @@ class TrainRank:
 
 
 def prepared(job: Job, liveness: Liveness, began: Sequence[int], run: Fingerprint) -> Kept:
-    """What a rank has that joins a run at work, once it knows that it belongs there.
-
-    Args:
-        job: Of the run, with the lists of images that this machine has made.
-        liveness: Learns of progress.
-        began: See `Kept`.
-        run: The run's fingerprint.
-
-    Raises:
-        UserError: This rank has another recipe, other data, or other conditions.
-    """
+    """What a rank has that joins a run at work; UserError if it has another fingerprint than the `run`."""
     device = torch.device(job.device)
     kept = nothing_yet(job, alone(device), liveness, began)
     network = draw_network(job, kept.data, device)
