@@ -5,11 +5,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from tests.polling import until
 from tests.run.processes import children, open_files
 
 CONFIGURATION = """
@@ -68,7 +68,7 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
         for command in (["slurmctld", "-D", "-i"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
             with open(folder / f"{command[-1].strip('-')}.out", "wb") as out:
                 daemons.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
-        wait_until(lambda: ask(environment, "sinfo", "-h", "-o", "%T %D") == "idle 2", 60, "the nodes are idle")
+        until(lambda: ask(environment, "sinfo", "-h", "-o", "%T %D") == "idle 2", "idle nodes", timeout=60, pause=0.5)
         yield environment
     finally:
         for daemon in daemons[::-1]:
@@ -96,10 +96,3 @@ def lose_node(folder: Path, environment: dict[str, str], name: str) -> None:
 def ask(environment: dict[str, str], *command: str) -> str:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     return (done.stdout or done.stderr).strip()
-
-
-def wait_until(is_so: object, seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():  # type: ignore[operator]
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.5)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.data.pictures import write_folder
+from tests.polling import until
 from tests.run.processes import (
     STEPS,
     Process,
@@ -24,7 +25,7 @@ from tests.run.processes import (
     results,
     summary,
     torusgd,
-    until,
+    wait_for_phase,
     wait_for_step,
 )
 from tests.run.runs import command
@@ -77,7 +78,7 @@ def test_ranks_are_lost_one_after_the_other_rank_0_first_then_in_an_evaluation_a
     first = process.rank(out, 0)
     kill(first)
     wait_for_step(out, 10, process)
-    time.sleep(0.05)  # in the evaluation, which lasts 0.3 s
+    wait_for_phase(out, "evaluate", process)
     writer = process.rank(out, 0)
     assert writer != first  # from here on by number: when ranks change, its file is closed for a moment
     kill(next(pid for pid in process.ranks() if pid != writer))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.run.processes import until
+from tests.polling import until
 
 from torusgd.comm import store_keys as keys
 from torusgd.comm.base import Liveness

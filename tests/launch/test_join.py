@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.polling import until
 from tests.run.processes import (
     LOOPBACK,
     Process,
@@ -29,7 +30,6 @@ from tests.run.processes import (
     results,
     summary,
     torusgd,
-    until,
 )
 from tests.run.runs import command
 
@@ -104,12 +104,8 @@ class Driven:
             self._error.append(error)
             gate_of(self.job).unlink(missing_ok=True)
 
-    def until(self, what: Callable[[], Any]) -> Any:
-        """Waits for something true."""
-        try:
-            return until(what, "what was waited for", timeout=240, pause=0.02)
-        except AssertionError:
-            raise AssertionError("\n".join([*self.lines, str(self.shares())])) from None
+    def until(self, check: Callable[[], Any]) -> Any:
+        return until(check, "what was waited for", state=lambda: "\n".join([*self.lines, str(self.shares())]))
 
     def line(self, text: str) -> str:
         """Waits for a line of the launcher that holds this text."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.polling import until
 from tests.run.processes import (
     LOOPBACK,
     RECIPE,
@@ -26,7 +27,7 @@ from tests.run.processes import (
     summary,
     torusgd,
     torusgd_words,
-    until,
+    wait_for_phase,
     wait_for_step,
 )
 
@@ -130,7 +131,7 @@ def test_a_stop_in_a_step_and_in_an_evaluation_then_the_same_results(
 
     process = with_pauses(tmp_path, recipe)
     wait_for_step(out, 10, process)
-    time.sleep(0.05)  # in the evaluation, which lasts 0.5 s
+    wait_for_phase(out, "evaluate", process)
     os.killpg(process.pid, signal.SIGINT)
     assert_stopped(process, 130, f"stopped by SIGINT{LINE}the checkpoint of step 10")
     assert '"evaluation"' not in (out / "events.jsonl").read_text()

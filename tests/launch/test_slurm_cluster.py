@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.slurm_cluster import ask, can_run, lose_node, slurm_cluster, wait_until
-from tests.run.processes import Process, results, summary, until
+from tests.launch.slurm_cluster import ask, can_run, lose_node, slurm_cluster
+from tests.polling import until
+from tests.run.processes import Process, results, summary
 from tests.run.runs import TINY, sets, train
 
 from torusgd.launch.local import TOKEN
@@ -78,7 +79,7 @@ def test_queued_again_at_the_time_limit(tmp_path: Path, slurm: dict[str, str]) -
     def state() -> str:
         return ask(slurm, "squeue", "-h", "-j", job, "-o", "%T")
 
-    wait_until(lambda: state() in ("COMPLETED", "FAILED", ""), 600, "the job is done")
+    until(lambda: state() in ("COMPLETED", "FAILED", ""), "the job is done", timeout=600, pause=0.5)
     record = ask(slurm, "scontrol", "show", "job", job)
     assert (out / "summary.json").exists(), log.read_text() + record
     told = summary(out)

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.polling import until
 from tests.run.processes import (
     STEPS,
     Process,
     assert_told_once,
     children,
-    free_port,
+    held_port,
     is_alive,
     last_step,
     pauses,
     results,
     summary,
     torusgd_words,
-    until,
     wait_for_step,
 )
 
@@ -33,21 +33,13 @@ from torusgd.ranks.liveness import Limits
 def torchrun(folder: Path, out: Path, recipe: Path, *options: str, flags: list[str]) -> Process:
     words = torusgd_words(out, recipe, *flags)
     assert words[1] == "-m"
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
-    return Process(folder, *launcher, *options, *words[1:])
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(held_port()))
+    return Process(folder, sys.executable, *launcher, *options, *words[1:])
 
 
 def by_hand(folder: Path, out: Path, recipe: Path, size: int, flags: list[str]) -> list[Process]:
     """Ranks whose variables a script has set."""
-    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port())}
     words = torusgd_words(out, recipe, *flags)
     return [Process(folder / str(rank), *words, environment=told | {"RANK": str(rank)}) for rank in range(size)]
 
@@ -132,7 +124,7 @@ def _meet_and_lose_rank_1(rank: int, port: str, told: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_lost_while_they_meet_ends_the_others_in_time(tmp_path: Path) -> None:
-    port, context = str(free_port()), multiprocessing.get_context("forkserver")
+    port, context = str(held_port()), multiprocessing.get_context("forkserver")
     ranks = [
         context.Process(target=_meet_and_lose_rank_1, args=(rank, port, tmp_path / str(rank))) for rank in range(2)
     ]
@@ -170,7 +162,7 @@ def test_one_rank_tells_why_all_end(tmp_path: Path, recipe: Path, flags: list[st
 def test_ranks_that_never_meet_end_with_one_line(tmp_path: Path, recipe: Path) -> None:
     impatient = tmp_path / "impatient.yaml"
     impatient.write_text(recipe.read_text().replace("runtime: {", "runtime: {start_timeout: 2, "))
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "1"}
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port()), "RANK": "1"}
     process = Process(tmp_path, *torusgd_words(tmp_path / "out", impatient), environment=told)
     assert process.end() == 1
     (line,) = process.err.splitlines()

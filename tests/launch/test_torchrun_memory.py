@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.polling import until
 from tests.run.processes import (
     STEPS,
     Process,
     assert_told_once,
     children,
-    free_port,
+    held_port,
     results,
     summary,
     torusgd_words,
-    until,
     wait_for_step,
 )
 from torch._C._distributed_c10d import HashStore
@@ -64,7 +64,7 @@ def test_after_a_lost_worker_all_go_on_from_memory_and_from_the_checkpoint_where
     tmp_path: Path, recipe: Path, undisturbed: dict[str, Any]
 ) -> None:
     out = tmp_path / "out"
-    options = ("--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(free_port()))
+    options = ("--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(held_port()))
     agent = Agent(tmp_path, out, recipe, *options)
     process = agent.process
     until(lambda: max(agent.copies(), default=0) % 4, "a copy of a step that has no checkpoint", process)
@@ -99,7 +99,7 @@ def test_a_node_joins_and_is_lost_and_the_other_goes_on_from_memory(
     # torch 2.13 never tells a node that joins later where the shared store is.
     apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     options = ("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--max-restarts", "3",
-               "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "last_call_timeout=2")  # fmt: skip
+               "--rdzv-endpoint", f"localhost:{held_port()}", "--rdzv-conf", "last_call_timeout=2")  # fmt: skip
     first = Agent(tmp_path / "1", out, rare, *options, **apart)
     until(first.copies, "a copy", first.process)
     second = Agent(tmp_path / "2", out, rare, *options, **apart)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.run.processes import until
+from tests.polling import until
 
 from torusgd.errors import RunError, UserError
 from torusgd.launch import node_agent

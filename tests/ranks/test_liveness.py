@@ -7,7 +7,7 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
-from tests.run.processes import until
+from tests.polling import until
 from torch.distributed import HashStore, Store
 
 from torusgd.comm.base import LateRank

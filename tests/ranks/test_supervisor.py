@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.polling import until
 from tests.run.processes import LOOPBACK, listening
 from tests.run.runs import TINY
+from torch.distributed.distributed_c10d import PrefixStore
 
+from torusgd.comm import store_keys as keys
 from torusgd.comm.base import Liveness
 from torusgd.comm.groups import Group
 from torusgd.errors import UserError
 from torusgd.ranks.failures import Failure, FailureKind
-from torusgd.ranks.liveness import Limits
+from torusgd.ranks.liveness import Heartbeat, Limits
 from torusgd.ranks.rank import RankFunction
 from torusgd.ranks.supervisor import RankFailed, Supervisor
 from torusgd.recipe.load import load_recipe
@@ -106,7 +109,9 @@ def end_the_fork_server(liveness: Liveness) -> None:
 
 
 def freeze(liveness: Liveness) -> None:
-    time.sleep(2.5)  # so that a beat tells where it is
+    assert isinstance(liveness, Heartbeat)
+    beats, mine = PrefixStore(keys.BEATS, liveness.store), keys.BEAT.format(rank=1)
+    until(lambda: '"unit": 1' in beats.get(mine).decode(), "a beat says where it is")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -6,11 +6,11 @@ import re
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from tests.polling import until
 from tests.run.runs import command
 from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe
@@ -21,8 +21,6 @@ from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
-
-T = TypeVar("T")
 
 STEPS = 30
 RECIPE = f"""
@@ -135,11 +133,17 @@ def torusgd_words(out: Path, recipe: Path, *arguments: str | Path) -> list[str]:
     return command("train", recipe, "--out", out, *arguments)
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def held_port() -> int:
+    """A port of 127.0.0.1 at which nothing listens, and which nobody else is given as long as this process lives."""
+    # Who is told this port may bind it too, as servers of a fixed port do (SO_REUSEADDR), since this one never listens.
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _HELD.append(held)
+    return int(held.getsockname()[1])
+
+
+_HELD: list[socket.socket] = []
 
 
 def run_alone(
@@ -164,19 +168,6 @@ def pauses(train: float, held_out: float = 0.0) -> list[str]:
     return ["--set", f"data.options.pause={train}", "--set", f"data.options.eval_pause={held_out}"]
 
 
-def until(
-    check: Callable[[], T], what: str, process: Process | None = None, timeout: float = 240, pause: float = 0.01
-) -> T:
-    """Waits until `check` gives something true."""
-    end = time.monotonic() + timeout
-    while not (found := check()):
-        told = process.output if process else ""
-        assert process is None or process.popen.poll() is None, f"ended before {what}\n{told}"
-        assert time.monotonic() < end, f"not within {timeout} s: {what}\n{told}"
-        time.sleep(pause)
-    return found
-
-
 def last_step(out: Path) -> int:
     """The last step that events.jsonl tells of."""
     try:
@@ -190,6 +181,11 @@ def last_step(out: Path) -> int:
 def wait_for_step(out: Path, step: int, process: Process) -> None:
     """Waits until events.jsonl tells of a step."""
     until(lambda: last_step(out) >= step, f"step {step}", process)
+
+
+def wait_for_phase(out: Path, phase: str, process: Process) -> None:
+    """Waits until status.json names a phase, such as `evaluate`."""
+    until(lambda: json.loads((out / "status.json").read_text()).get("phase") == phase, phase, process)
 
 
 def summary(out: Path) -> dict[str, Any]:

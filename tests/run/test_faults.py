@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.polling import until
 from tests.run.processes import (
     RECIPE,
     Process,
@@ -22,7 +23,6 @@ from tests.run.processes import (
     summary,
     torusgd,
     torusgd_words,
-    until,
     wait_for_step,
 )
 from tests.run.slow import Slow

@@ -1,7 +1,6 @@
 """The lock of a run in a bucket: fsspec's in memory here; slow tests have real servers, which decide by themselves."""
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 pytest.importorskip("fsspec")
 
-from tests.run.processes import until
+from tests.polling import until
 
 from torusgd.errors import RunError, UserError
 from torusgd.rundir import lease as module
@@ -145,18 +144,15 @@ def test_an_answer_that_was_lost_is_no_refusal(machine: Any, monkeypatch: pytest
 
 
 def test_what_lies_beside_is_called_and_may_fail(machine: Any) -> None:
-    first, calls = machine("a"), list[float]()
+    first, calls = machine("a"), list[None]()
 
     def beside() -> None:
-        calls.append(time.monotonic())
+        calls.append(None)
         raise OSError("503 Slow Down")
 
     first.acquire(lambda line: None)
     with first.renewed(print, beside):
-        end = time.monotonic() + 240
-        while len(calls) < 3 and time.monotonic() < end:
-            time.sleep(0.01)
-    assert len(calls) >= 3
+        until(lambda: len(calls) >= 3, "it is called three times")
     assert first.newest()[1].released
 
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ pytest.importorskip("fsspec")
 
 import torch
 from tests.data.buckets import KINDS, bucket
-from tests.run.processes import Process, until
+from tests.polling import until
+from tests.run.processes import Process
 from tests.run.runs import TINY, command, run_here, sets
 
 from torusgd.errors import RunError, UserError
@@ -179,10 +179,7 @@ def test_a_run_goes_on_from_a_bucket_on_another_machine(
         out = f"{root}/a run"
         run = slow_run(out, 0.1, "5st")
         first = subprocess.Popen(command(*run), env={**os.environ, "TORUSGD_CACHE": str(tmp_path / "machine 1")})
-        end = time.monotonic() + 240
-        while not any(name.endswith("manifest.json") for name in Store(out).sizes()):
-            assert time.monotonic() < end
-            time.sleep(0.5)
+        until(lambda: any(name.endswith("manifest.json") for name in Store(out).sizes()), "a checkpoint", pause=0.5)
         second = on("machine 2", *run)
         assert second.returncode == 2, second.stderr
         assert f"--out {out}: in use by process {first.pid} on " in second.stderr

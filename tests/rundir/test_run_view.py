@@ -1,6 +1,5 @@
 """Runs in a bucket, looked at and used from another machine; the bucket is fsspec's in memory."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 
 pytest.importorskip("fsspec")
 
+from tests.polling import until
 from tests.run.runs import run_here
 
 from torusgd.errors import UserError
@@ -88,17 +88,12 @@ def test_a_run_at_work_elsewhere_is_seen_and_asked(elsewhere: Any, monkeypatch: 
         with RunDir(mirror.folder).lock():
             assert RunView(Path(URL)).read().state == "running", "on the machine itself its folder's own lock tells"
         elsewhere("b")
-        end = time.monotonic() + 240
-        while STATUS not in Store(URL).sizes():
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        until(lambda: STATUS in Store(URL).sizes(), "its status is there")
         view = RunView(Path(URL))
         assert view.running("stop").reported["virtual_workers"] == 4
         view.request(STOP, "")
         view.request(WORKERS, "3")
-        while not ((mirror.folder / STOP).exists() and (mirror.folder / WORKERS).exists()):
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        until(lambda: all((mirror.folder / name).exists() for name in (STOP, WORKERS)), "requests are here")
         assert (mirror.folder / WORKERS).read_text() == "3"
         assert {STOP, WORKERS}.isdisjoint(Store(URL).sizes())
         assert not any(name.startswith("checkpoints/") for name in Store(URL).sizes()), "all that was before the first"

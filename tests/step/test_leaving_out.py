@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comm.gloo_world import run_ranks
-from tests.run.processes import last_step, until
+from tests.polling import until
+from tests.run.processes import last_step
 from tests.run.runs import TINY, events
 from torch import Tensor
 

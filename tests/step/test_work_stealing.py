@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from tests.comm.gloo_world import run_ranks
-from tests.run.processes import assert_told_once, last_step, results, run_alone, summary, torusgd, until
+from tests.polling import until
+from tests.run.processes import assert_told_once, last_step, results, run_alone, summary, torusgd
 from tests.run.runs import TINY, events, run_here
 from torch import Tensor
 
