@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
+from tests.messages import refused
 from torch.distributed import HashStore
 
 from torusgd.comm import groups
@@ -53,7 +54,7 @@ def test_every_launchers_variable_is_known(name: str, four_gpus: pytest.MonkeyPa
 
 def test_torchruns_variable_goes_first() -> None:
     assert local_rank({"SLURM_LOCALID": "0", "LOCAL_RANK": "2"}) == 2
-    with pytest.raises(UserError, match="SLURM_LOCALID = x: must be"):
+    with refused("a number on the machine that is none", "SLURM_LOCALID = x"):
         local_rank({"SLURM_LOCALID": "x"})
 
 
@@ -65,14 +66,14 @@ def test_a_rank_that_is_shown_one_gpu_takes_it(four_gpus: pytest.MonkeyPatch) ->
 
 def test_more_ranks_than_gpus_are_refused(four_gpus: pytest.MonkeyPatch) -> None:
     four_gpus.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "4")
-    with pytest.raises(UserError, match="rank 4 of this machine: it has 4 GPUs; start at most 4 ranks here"):
+    with refused("more ranks than GPUs", "rank 4 of this machine"):
         own_gpu(ranks_per_gpu=1)
 
 
 def test_ranks_on_one_gpu_are_named() -> None:
     check_own_gpus(dict(enumerate(["a", "b", "", ""])), ranks_per_gpu=1)
     check_own_gpus(dict(enumerate(["a", "b", "a", "b"])), ranks_per_gpu=2)
-    with pytest.raises(UserError, match=r"ranks 1, 5 have the same GPU \(b\): .*--set runtime.ranks_per_gpu=2"):
+    with refused("two ranks on one GPU", "ranks 1, 5"):
         check_own_gpus({0: "a", 1: "b", 4: "c", 5: "b"}, ranks_per_gpu=1)
 
 
@@ -102,7 +103,7 @@ def test_two_ranks_without_a_number_are_refused_when_they_meet(four_gpus: pytest
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
     rank_0_comes(store)
-    with pytest.raises(UserError, match=r"ranks 0, 1 have the same GPU \(GPU-0\)"):
+    with refused("two ranks without a number on the machine", "ranks 0, 1"):
         meet_within(store, 1, 2, "cuda", seconds=5)
 
 
@@ -111,8 +112,7 @@ def test_as_many_ranks_as_the_gpus_take(four_gpus: pytest.MonkeyPatch) -> None:
     assert resolve_workers(RuntimeOptions(), "cuda", recipe) == 4
     assert resolve_workers(RuntimeOptions(ranks_per_gpu=2), "cuda", recipe) == 8
     assert resolve_workers(RuntimeOptions(ranks_per_gpu=2, workers=7), "cuda", recipe) == 7
-    message = r"workers = 5: this machine has 4 GPUs; use at most 4, or --set runtime\.ranks_per_gpu=2"
-    with pytest.raises(UserError, match=message):
+    with refused("more workers than GPUs", "workers = 5"):
         resolve_workers(RuntimeOptions(workers=5), "cuda", recipe)
 
 
@@ -158,5 +158,5 @@ def test_two_ranks_on_the_gpu_that_is_here(ranks_per_gpu: int) -> None:
     if ranks_per_gpu == 2:
         check_shared_gpus(store, range(2), ranks_per_gpu)
     else:
-        with pytest.raises(UserError, match="ranks 0, 1 have the same GPU"):
+        with pytest.raises(UserError):
             check_shared_gpus(store, range(2), ranks_per_gpu)

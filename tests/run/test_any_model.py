@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.comm.gloo_world import run_ranks
+from tests.messages import refused
 from tests.run.runs import TINY
 from torusgd.comm.groups import group_of
 from torusgd.errors import UserError
@@ -131,11 +132,9 @@ def test_a_frozen_layer_keeps_its_weights_and_its_statistics(tmp_path: Path, ten
     assert after.keys() - same == {"fc.weight", "fc.bias"}
 
 
-@pytest.mark.parametrize(
-    ("freeze", "message"), [("[conf1]", "no parameter or module 'conf1'; did you mean conv1"), ("['*']", "nothing to")]
-)
-def test_freezing_what_is_not_there_is_refused(tmp_path: Path, freeze: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("freeze", ["[conf1]", "['*']"])
+def test_freezing_what_is_not_there_is_refused(tmp_path: Path, freeze: str) -> None:
+    with refused(f"model.freeze={freeze}", "model.freeze"):
         train(tmp_path, f"model.freeze={freeze}")
 
 
@@ -167,20 +166,20 @@ class TestInitialWeights:
         options = {"width": 5}
         model = build_model(Model(name="digits-net", options=options), classes=10, channels=1, image_size=8, seed=5)
         save_file(model.state_dict(), tmp_path / "w.safetensors")
-        with pytest.raises(UserError, match="is of shape"):
+        with pytest.raises(UserError, match=r"conv1\.weight"):
             train(tmp_path / "out", init=str(tmp_path / "w.safetensors"))
 
     def test_mistakes_are_told_in_one_line(self) -> None:
         recipe = load_recipe("digits").recipe
-        with pytest.raises(UserError, match=r"--init nowhere: no such file"):
+        with refused("initial weights that are not there", "--init nowhere"):
             check_initial("nowhere", recipe)
-        with pytest.raises(UserError, match=r"--init timm: needs model.name timm:NAME, not digits-net"):
+        with refused("weights of timm for another network", "--init timm"):
             check_initial("timm", recipe)
         for name in ("hf:", "hf:me/net/file", "hf:me/net@"):
-            with pytest.raises(UserError, match=f"--init {name}: write hf:ORG/NAME or hf:ORG/NAME@REVISION"):
+            with refused("no name of the hub", f"--init {name}", NAME=name):
                 check_initial(name, recipe)
 
     def test_the_hub_needs_its_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-        with pytest.raises(UserError, match=r"^--init hf:me/net: needs huggingface_hub .*pip install"):
+        with refused("the hub without its package", "--init hf:me/net"):
             read_initial("hf:me/net", load_recipe("digits").recipe)

@@ -124,8 +124,9 @@ def test_held_out_images_that_cannot_be_read(tmp_path: Path, recipe: Path, monke
         return read(self, index)
 
     monkeypatch.setattr(Slow, "read", broken)
-    with pytest.raises(RunError, match=r"evaluation: 1 of 1 ranks can't read held-out images: .*'/data/13.png'"):
+    with pytest.raises(RunError) as caught:
         run_alone(tmp_path / "out", recipe)
+    assert "'/data/13.png'" in str(caught.value)
     monkeypatch.undo()
     told = run_alone(tmp_path / "out", recipe)
     assert told["resumed_from"] == 10  # the step whose evaluation failed

@@ -85,15 +85,15 @@ def test_other_data_of_equal_count_and_other_initial_weights_are_refused(tmp_pat
     told = run_alone(out, recipe, data=first, max_steps=4)
     others = (arrays(tmp_path / "pixels.npz", seed=1), arrays(tmp_path / "labels.npz", shift=1))
     for other in others:
-        with pytest.raises(UserError, match=r"step 4 was trained with another data set \(data_sha256 '.*', now '.*'\)"):
+        with pytest.raises(UserError, match="data_sha256"):
             run_alone(out, recipe, data=other, max_steps=8)
 
     job = Job(resolve_auto(load_recipe(str(recipe), []).recipe, "cpu"), RuntimeOptions(), "cpu", out, first, None, 4)
     assert finished(job) == told
     for other in others:
-        with pytest.raises(UserError, match=r"the run in .* was trained with another data set \(data_sha256"):
+        with pytest.raises(UserError, match="data_sha256"):
             finished(replace(job, data=other))
-    with pytest.raises(UserError, match=r"the run in .* was trained with other initial weights \(--init\)"):
+    with pytest.raises(UserError, match="init_sha256"):
         finished(replace(job, init=str(out / "model.safetensors")))
 
 

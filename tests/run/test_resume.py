@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.messages import refused
 from tests.run.processes import STEPS, assert_told_once, results, run_alone
 from tests.run.runs import flip_a_byte
 from torusgd.errors import RunError, UserError
@@ -59,7 +60,7 @@ def test_a_run_without_a_good_checkpoint_begins_anew_only_when_told_to(
     shutil.copytree(half_way, out)
     for path in list_checkpoints(out / "checkpoints"):
         flip_a_byte(path / FILES[0])
-    with pytest.raises(RunError, match=r"no good checkpoint is left"):
+    with refused("damaged checkpoints alone", kind=RunError, TMP=out / "checkpoints"):
         run_alone(out, recipe)
     told = run_alone(out, recipe, fresh=True)
     assert (results(told), told["resumed_from"]) == (undisturbed, 0)
@@ -75,14 +76,14 @@ def test_checkpoints_come_by_the_clock_too(tmp_path: Path, recipe: Path) -> None
 def test_fewer_steps_than_done_are_refused(tmp_path: Path, recipe: Path, half_way: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(half_way, out)
-    with pytest.raises(UserError, match=r"--max-steps 10: the run in .* has done 15 steps already"):
+    with refused("fewer steps than done", "--max-steps 10", TMP=tmp_path):
         run_alone(out, recipe, max_steps=10)
 
 
 def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path, recipe: Path, half_way: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(half_way, out)
-    with pytest.raises(UserError, match=r"other initial weights \(--init\)"):
+    with pytest.raises(UserError, match="init_sha256"):
         run_alone(out, recipe, init=str(half_way / "model.safetensors"))
     progress = out / "checkpoints" / "step-00000015" / FILES[2]
     tree = json.loads(progress.read_text())
@@ -91,7 +92,7 @@ def test_a_checkpoint_of_other_data_or_initial_weights_is_refused(tmp_path: Path
     manifest = progress.with_name(MANIFEST)
     sums = json.loads(manifest.read_text()) | {FILES[2]: hashlib.sha256(progress.read_bytes()).hexdigest()}
     manifest.write_text(json.dumps(sums))
-    with pytest.raises(UserError, match=r"another data set \(train_images 97, now 96\)"):
+    with refused("a checkpoint of more images", "the checkpoint of step 15"):
         run_alone(out, recipe)
 
 
@@ -114,7 +115,7 @@ def test_a_state_that_lacks_a_tensor_is_refused(
     manifest = path.with_name(MANIFEST)
     sums = json.loads(manifest.read_text()) | {FILES[1]: hashlib.sha256(path.read_bytes()).hexdigest()}
     manifest.write_text(json.dumps(sums))
-    with pytest.raises(UserError, match=f"checkpoint of step 15: .*'{name}'"):
+    with pytest.raises(UserError, match=f"'{name}'"):
         run_alone(out, recipe)
 
 
@@ -143,9 +144,8 @@ def test_a_strangers_checkpoint_is_refused_in_one_line(
     out = tmp_path / "out"
     shutil.copytree(half_way, out)
     changed_progress(out, changes)
-    with pytest.raises(UserError, match=rf"the checkpoint of step 15 is damaged \({line}") as caught:
+    with refused(f"a checkpoint with {changes}", "the checkpoint of step 15"):
         run_alone(out, recipe)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_strangers_checkpoint_folder_leads_nowhere(
@@ -186,7 +186,7 @@ def test_init_of_another_model_is_refused(tmp_path: Path, recipe: Path, half_way
     for number, (word, tensors) in enumerate(wrong.items()):
         path = tmp_path / f"{number}.safetensors"
         save_file(tensors, path)
-        with pytest.raises(UserError, match=word):
+        with refused(f"initial weights of another model: {word}", f"--init {path}", TMP=tmp_path):
             run_alone(tmp_path / "out", recipe, init=str(path))
 
 
@@ -200,7 +200,7 @@ class Malicious:
 def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, recipe: Path) -> None:
     Malicious.mark = tmp_path / "executed"
     torch.save({"fc.weight": Malicious()}, tmp_path / "w.pth")
-    with pytest.raises(UserError, match=r"w.pth: can't be read as weights .*give a .safetensors or a .pth of tensors"):
+    with refused("a pickle that holds code", str(tmp_path / "w.pth"), TMP=tmp_path):
         run_alone(tmp_path / "out", recipe, init=str(tmp_path / "w.pth"))
     assert not Malicious.mark.exists()
     torch.load(tmp_path / "w.pth", weights_only=False)
@@ -221,7 +221,7 @@ def test_a_resumed_run_ends_as_the_undisturbed_one_with_every_reduction(
 
 def test_too_many_replaced_images_end_the_run_before_the_step_changes_anything(tmp_path: Path, recipe: Path) -> None:
     torn = ("data.source=tests.run.sources:Torn", "data.classes=4", "data.max_replaced=0.001", "polish=null")
-    with pytest.raises(RunError, match="could not be decoded"):
+    with pytest.raises(RunError, match=r"data\.max_replaced"):
         run_alone(tmp_path, recipe, *torn)
     newest = newest_checkpoint(tmp_path / "checkpoints", print)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -234,5 +234,5 @@ def test_a_finished_run_is_no_result_of_other_initial_weights(tmp_path: Path, re
     run_alone(out, recipe, max_steps=2)
     job = Job(read_run_recipe(out / "recipe.yaml"), RuntimeOptions(), "cpu", out, max_steps=2)
     assert finished(job)["steps"] == 2
-    with pytest.raises(UserError, match=r"other initial weights"):
+    with pytest.raises(UserError, match="init_sha256"):
         finished(replace(job, init=str(half_way / "model.safetensors")))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.messages import refused
 from tests.run.runs import flip_a_byte
 
 from torusgd.errors import RunError
@@ -87,7 +88,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
         flip_a_byte(tmp_path / f"step-{step:08d}" / FILES[1])
     told: list[str] = []
     for _ in range(2):  # the second time they have been set aside before
-        with pytest.raises(RunError, match=r"no good checkpoint is left, 2 damaged ones are set aside; .*--fresh"):
+        with refused("damaged checkpoints alone", str(tmp_path), RunError, TMP=tmp_path):
             newest_checkpoint(tmp_path, told.append)
     assert len(told) == 2
     assert sorted(os.listdir(tmp_path)) == ["step-00000004.damaged", "step-00000008.damaged"]
@@ -123,8 +124,9 @@ def test_a_disk_that_cannot_be_read_now_is_asked_again_and_then_ends_the_run(
     monkeypatch.setattr(os, "scandir", failing(os.scandir))
     for _ in ("the list of checkpoints", "a file"):
         errors[:] = [OSError(number, os.strerror(number))] * 3
-        with pytest.raises(RunError, match=r"can't be read: .*; 3 attempts in 0 s; nothing was changed"):
+        with pytest.raises(RunError) as caught:
             newest_checkpoint(tmp_path, pytest.fail)
+        assert str(tmp_path) in str(caught.value)
         monkeypatch.undo()
         monkeypatch.setattr(checkpoints, "READ_PAUSES", (0.0, 0.0))
         monkeypatch.setattr(Path, "read_bytes", failing(read))
@@ -202,7 +204,7 @@ def test_a_write_that_fails_leaves_nothing_and_is_told_at_the_next(tmp_path: Pat
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
         writer.save(large)
-        with pytest.raises(RunError, match=r"File too large; the last good one is .*step-00000004; free space"):
+        with refused("a checkpoint on a full disk", str(tmp_path), RunError, TMP=tmp_path):
             writer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

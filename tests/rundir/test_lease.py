@@ -1,6 +1,10 @@
 """The lock of a run in a bucket: fsspec's in memory here; slow tests have real servers, which decide by themselves."""
 
+import os
+import re
+import socket
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ import pytest
 
 pytest.importorskip("fsspec")
 
+from tests.messages import refused
 from tests.polling import until
 
 from torusgd.errors import RunError, UserError
@@ -32,12 +37,21 @@ def machine(memory_bucket: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return on
 
 
+def in_use() -> AbstractContextManager[object]:
+    me = f"process {os.getpid()} on {socket.gethostname()} since "
+    return pytest.raises(UserError, match=re.escape(f"--out {URL}: in use by {me}"))
+
+
+def taken_over() -> AbstractContextManager[object]:
+    return pytest.raises(RunError, match=re.escape(f"{URL}: process {os.getpid()} on "))
+
+
 def test_a_holder_at_work_keeps_others_out(machine: Any) -> None:
     lines: list[str] = []
     first, second = machine("a"), machine("b")
     first.acquire(lines.append)
     with first.renewed(print):
-        with pytest.raises(UserError, match=rf"--out {URL}: in use by process \d+ on .* since .*; wait"):
+        with in_use():
             second.acquire(lines.append)
         first.check()
     assert len(lines) == 1
@@ -57,7 +71,7 @@ def test_a_holder_that_is_gone_is_outlived_and_then_kept_from_writing(
     assert len(lines) == 2
     third.check()
     for late in (first, second):
-        with pytest.raises(RunError, match="has taken over, since this machine gave no sign of life"):
+        with taken_over():
             late.check()
     assert [name for name in Store(URL).sizes() if name.startswith(".lease")] == [".lease-00000003.json"]
 
@@ -74,7 +88,7 @@ def test_of_several_that_find_it_free_one_gets_it(machine: Any, monkeypatch: pyt
     found = second.newest()
     first.acquire(lambda line: None)
     monkeypatch.setattr(second, "newest", lambda: monkeypatch.undo() or found)
-    with first.renewed(print), pytest.raises(UserError, match="in use by"):
+    with first.renewed(print), in_use():
         second.acquire(lambda line: None)
 
 
@@ -88,7 +102,7 @@ def test_a_number_that_others_have_held_and_deleted_meanwhile_is_not_taken(
         pass
     second.acquire(lambda line: None)  # deletes the first's
     monkeypatch.setattr(slow, "newest", lambda: monkeypatch.undo() or found)
-    with second.renewed(print), pytest.raises(UserError, match="in use by"):
+    with second.renewed(print), in_use():
         slow.acquire(lambda line: None)
     assert second.newest()[0] == 2
 
@@ -107,7 +121,7 @@ def test_a_holder_of_another_version_is_waited_for_and_seen_at_work(machine: Any
     other.write(".lease-00000001.json", b'{"newer": 0}')
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
-    with pytest.raises(UserError, match="in use by a torusgd of another version"):
+    with refused("a lock of another version", f"--out {URL}"):
         here.acquire(lines.append)
     is_done.set()
     thread.join()

@@ -14,11 +14,12 @@ pytest.importorskip("fsspec")
 
 import torch
 from tests.data.buckets import KINDS, bucket
+from tests.messages import refused
 from tests.polling import until
 from tests.run.processes import Process
 from tests.run.runs import TINY, command, run_here, sets
 
-from torusgd.errors import RunError, UserError
+from torusgd.errors import RunError
 from torusgd.recipe.load import load_recipe
 from torusgd.rundir.checkpoint import Checkpoint, list_checkpoints, read_checkpoint, write_checkpoint
 from torusgd.rundir.lease import is_lease
@@ -94,7 +95,7 @@ def test_what_is_not_whole_is_not_taken(machines: Any) -> None:
     assert "step-00000002" in machines.lines[0]
     assert "is damaged" in machines.lines[0]
     Store(URL).delete("checkpoints/step-00000001/state.json")
-    with pytest.raises(RunError, match="none of its 2 checkpoints is good; put a good copy there, or begin anew"):
+    with refused("a bucket without a good checkpoint", URL, RunError):
         machines("c")
 
 
@@ -111,11 +112,11 @@ def test_a_run_that_was_begun_anew_elsewhere_is_another(machines: Any) -> None:
 
 def test_places_that_hold_something_else_are_refused(machines: Any) -> None:
     Store(URL).write("photo.jpg", b"x")
-    with pytest.raises(UserError, match=r"--out memory://runs/one: holds 'photo.jpg' but no run"):
+    with refused("a stranger's bucket", f"--out {URL}"):
         machines("a")
     machines("a", fresh=True)
     Store(URL).write("recipe.yaml", b"name: of somebody\n")
-    with pytest.raises(UserError, match="but no run; choose another place"):
+    with refused("a stranger's bucket with a recipe", f"--out {URL}"):
         machines("a", fresh=True)
     assert Store(URL).read("recipe.yaml") == b"name: of somebody\n"
 
@@ -131,12 +132,12 @@ def test_a_bucket_that_fails_is_told(machines: Any, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("503 Slow Down")
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", fails)
-    with pytest.raises(RunError, match="503 Slow Down"):
+    with refused("a bucket that takes no result", URL, RunError):
         mirror.put_result()
-    with pytest.raises(OSError, match="503 Slow Down"):
+    with pytest.raises(OSError, match="503"):
         advance(mirror, 2)
     monkeypatch.setattr(MemoryFileSystem, "find", fails)
-    with pytest.raises(UserError, match=r"--out memory://runs/one: can't be used: .*503 Slow Down"):
+    with refused("a bucket that can't be used", f"--out {URL}"):
         machines("a")
     assert (mirror.folder / NAME).exists()
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.messages import refused
 
 from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe, read_run_recipe
@@ -60,7 +61,7 @@ def test_another_recipe_is_refused_by_its_first_different_key(tmp_path: Path, ov
     folder = run_in(tmp_path)
     other = load_recipe("digits", [override]).recipe
     before = files(tmp_path)
-    with pytest.raises(UserError, match=rf"another recipe \(digits; {key} differs\).*--fresh"):
+    with refused("a folder of another recipe", f"--out {tmp_path}", TMP=tmp_path, KEY=key):
         folder.claim(other, fresh=False)
     assert files(tmp_path) == before
     folder.claim(other, fresh=True)
@@ -76,14 +77,14 @@ def test_a_run_that_ended_before_its_first_step_makes_room_for_its_mended_recipe
     assert read_run_recipe(folder.recipe) == mended
     assert files(tmp_path) == ["notes.txt", "recipe.yaml"]
     folder.events.write_text("")
-    with pytest.raises(UserError, match="holds a run of another recipe"):
+    with refused("a folder of another recipe", f"--out {tmp_path}", TMP=tmp_path, KEY="rate.lr"):
         folder.claim(RECIPE, fresh=False)
 
 
 def test_a_strangers_folder_is_refused_and_with_fresh_only_added_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     folder = RunDir(tmp_path)
-    with pytest.raises(UserError, match=r"holds 'thesis.tex' but no run; .*--fresh"):
+    with refused("a stranger's folder", f"--out {tmp_path}", TMP=tmp_path):
         folder.claim(RECIPE, fresh=False)
     folder.claim(RECIPE, fresh=True)
     assert files(tmp_path) == ["recipe.yaml", "thesis.tex"]
@@ -95,7 +96,7 @@ def test_what_only_has_the_name_of_a_runs_file_is_never_deleted(tmp_path: Path, 
     (tmp_path / name).write_text("flour: 500 g\n")
     (top,) = (path.name for path in tmp_path.iterdir())
     for fresh in (False, True):
-        with pytest.raises(UserError, match=f"holds '{top}', which no run of torusgd left there"):
+        with refused("a stranger's file of a run's name", f"--out {tmp_path}", TMP=tmp_path, NAME=top):
             RunDir(tmp_path).claim(RECIPE, fresh)
     assert (tmp_path / name).read_text() == "flour: 500 g\n"
 
@@ -140,10 +141,11 @@ with RunDir(pathlib.Path({str(tmp_path)!r})).lock():
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with (
-            pytest.raises(UserError, match=f"in use by process {holder.pid} on .*; wait for it"),
+            pytest.raises(UserError) as caught,
             RunDir(tmp_path).lock(),
         ):
             pass
+        assert f"--out {tmp_path}: in use by process {holder.pid} on " in str(caught.value)
         holder.kill()  # no word of farewell
     with RunDir(tmp_path).lock():
         assert (tmp_path / ".holder").read_text().startswith(f"process {os.getpid()} on ")
@@ -151,7 +153,7 @@ with RunDir(pathlib.Path({str(tmp_path)!r})).lock():
 
 
 def test_a_run_that_is_refused_before_its_first_step_leaves_no_trace(tmp_path: Path) -> None:
-    def refused(path: Path) -> None:
+    def begin_in_vain(path: Path) -> None:
         with RunDir(path).lock():
             RunDir(path).claim(RECIPE, fresh=True)
             raise UserError("no such images")
@@ -159,14 +161,14 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_no_trace(tmp_path: P
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     for path in (tmp_path / "above" / "new", tmp_path / "mine"):
-        with pytest.raises(UserError, match="no such images"):
-            refused(path)
+        with pytest.raises(UserError):
+            begin_in_vain(path)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
         "above", "mine", "mine/notes.txt",
     ]  # fmt: skip
     begun = run_in(tmp_path / "run")
     before = files(begun.path)
-    with pytest.raises(UserError, match="no such images"), begun.lock():
+    with pytest.raises(UserError), begun.lock():
         raise UserError("no such images")
     assert files(begun.path) == before
 
@@ -174,10 +176,10 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_no_trace(tmp_path: P
 def test_a_file_in_place_of_the_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
     for path in (tmp_path / "out", tmp_path / "out" / "below"):
-        with pytest.raises(UserError, match=r"can't be written: .*; choose another folder"), RunDir(path).lock():
-            pass
-        with pytest.raises(UserError, match=r"can't be written: .*; choose another folder"):
-            RunDir(path).data_revision()
+        for use in (lambda: RunDir(path).lock().__enter__(), RunDir(path).data_revision):  # noqa: B023
+            with pytest.raises(UserError) as caught:
+                use()
+            assert str(caught.value).startswith(f"--out {path}: ")
 
 
 def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
     if not full.exists():
         pytest.skip("needs /dev/full")
     (tmp_path / ".holder").symlink_to(full)
-    with pytest.raises(RunError, match="No space left on device; free space on that disk"), RunDir(tmp_path).lock():
+    with refused("a folder on a full disk", f"--out {tmp_path}", RunError, TMP=tmp_path), RunDir(tmp_path).lock():
         pass
     with RunDir(tmp_path).lock():  # the lock was given back
         pass

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("fsspec")
 
+from tests.messages import refused
 from tests.polling import until
 from tests.run.runs import run_here
 
-from torusgd.errors import UserError
 from torusgd.report.read_run import read_run
 from torusgd.rundir import lease
 from torusgd.rundir.mirror import Mirror
@@ -99,5 +99,5 @@ def test_a_run_at_work_elsewhere_is_seen_and_asked(elsewhere: Any, monkeypatch: 
         assert not any(name.startswith("checkpoints/") for name in Store(URL).sizes()), "all that was before the first"
     with Mirror(URL).held(fresh=False):
         pass  # another machine takes over a run that has no checkpoint yet
-    with pytest.raises(UserError, match=r"digits one: the run is not running, .*; there is nothing to scale"):
+    with refused("a request to a run that is gone", view.name):
         view.running("scale")
