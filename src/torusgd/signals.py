@@ -109,6 +109,7 @@ class StopFlag:
         return self.signal != 0 or self._also()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        # The first one counts: it decides the exit code.
         self.signal = self.signal or number
 
 
@@ -158,7 +159,7 @@ def die_with_agent() -> None:
     """Ends this rank at once when the agent of torchrun, its parent, is gone: torchrun's ranks would go on."""
     parent = os.getppid()
     _die_with_parent()
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it went between the two lines, and nothing would tell this process
         os._exit(1)
 
 

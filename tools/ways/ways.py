@@ -59,6 +59,7 @@ BESIDE_LOSS = {
     "CheckpointTimes": "checkpoints",
     "Telemetry": "events and status",
     "Trackers": "events and status",
+    "journal_of": "events and status",
     "StepStats.as_event": "events and status",
     "warn": "events and status",
     "Schedule": "recipe and schedule",

@@ -41,12 +41,7 @@ STOP_SECONDS = 120
 
 
 def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResult:
-    """Runs a job to its end on ranks of its own, and on those of other machines if there is an `entrance`.
-
-    Raises:
-        UserError: The job can't be run as given.
-        RunError: The run can't go on.
-    """
+    """Runs a job to its end on ranks of its own, and on those of other machines if there is an `entrance`."""
     folder = RunDir(job.out)
     check(setup_of(job, listens=entrance is not None), {RANGE, LISTENS})
     workers = resolve_workers(job.options, job.device, job.recipe, begins_alone=entrance is None)
@@ -54,6 +49,7 @@ def launch(job: Job, fresh: bool, entrance: "Entrance | None" = None) -> RunResu
         Profile.load(Path(job.options.profile))  # a mistake in it is found before ranks are started
     with folder.lock():
         folder.claim(job.recipe, fresh)
+        # The launcher lists the images, which outlives its ranks, so that none of them has to walk through them again.
         lists = KeptArrays()
         summary = finished(job, lists)
         job = replace(job, lists=tuple(lists.paths))
@@ -151,7 +147,7 @@ def _run_attempts(job: Job, folder: RunDir, supervisor: Supervisor, fewest: int)
                 results = [RunResult(**tree) for tree in trees]
         except RankFailed as error:
             failure, in_vain = error.failure, restarts.in_vain
-            if failure.is_loss and stop():
+            if failure.is_loss and stop():  # ranks end at their own pace after a stop, and lose each other
                 return _stopped(stop.signal, folder)
             again = restarts.pause(failure, last_checkpoint(folder))
             if again is None and failure.is_loss:

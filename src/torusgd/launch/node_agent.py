@@ -2,7 +2,7 @@
 
 The agent gets the job from the launcher, opens the data, and says that it is ready; the launcher says which ranks to
 start. They reach the common store through a port on loopback here, from which each connection is passed on to the
-launcher's listener (`listener`) over an authenticated one. When the launcher goes, so do they.
+launcher's listener over an authenticated one. When the launcher goes, so do they.
 """
 
 import os
@@ -49,16 +49,13 @@ CONNECT_SECONDS = 10.0
 
 
 def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers: int | None) -> int:
-    """Brings ranks to a run elsewhere, until it ends or they do.
+    """Brings ranks to a run elsewhere, until it ends or they do; the command's exit code.
 
     Args:
-        address: The address at which its launcher listens.
+        address: At which its launcher listens.
         token: Of the run.
         data: The data set on this machine; None: the one that the recipe names.
         workers: Ranks; None: as many as there are cores here.
-
-    Returns:
-        The command's exit code.
 
     Raises:
         UserError: The address, the token or the data are wrong, or this machine can't take part.
@@ -81,6 +78,7 @@ def join_run(address: tuple[str, int], token: bytes, data: Path | None, workers:
             with _understood():
                 channel.silent = float(welcome["silent"])
                 job = Job.from_dict(welcome["job"], data)
+            # From here on, since listing the images may take longer than the launcher waits for a word.
             threading.Thread(target=_beat, args=(channel,), daemon=True, name="torusgd-beat").start()
             lists = KeptArrays()
             open_sources(job.recipe.data, job.data, job.recipe.seed, lists)

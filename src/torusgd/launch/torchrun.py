@@ -1,8 +1,7 @@
 """A rank that torchrun or another launcher has started: it joins the others through env:// rendezvous.
 
 Ranks meet in the store that MASTER_ADDR and MASTER_PORT name: torchrun's agent holds it, or rank 0 if a script has set
-the variables. If a rank fails, exactly one rank prints why; the others end in silence with the same exit code.
-Which one it is, the store decides; a rank that can't reach the store any more can't agree with anybody and speaks too.
+the variables. If a rank fails, one rank prints why; the others end in silence with the same exit code.
 """
 
 import hashlib
@@ -109,9 +108,7 @@ def run_joined(
 def join(device: str, timeout: float) -> Group:
     """The ranks that the environment describes, for a short collective job without heartbeats; else this rank alone.
 
-    Args:
-        device: `cpu` or `cuda` (see `gpus.own_gpu`).
-        timeout: Seconds to meet, and for each message.
+    `timeout`: seconds to meet, and for each message.
 
     Raises:
         UserError: The variables of the environment are wrong.
@@ -139,7 +136,7 @@ class _Member:
             threading.Event().wait()  # the other thread ends the process
         is_reported = _within(STORE_SECONDS, lambda: self._failures.report(failure))
         self.heartbeat.fail(failure.text)  # after the report, by which the others know a cause from a loss
-        if not is_reported:
+        if not is_reported:  # it can't agree with anybody on who speaks
             _print(f"{self._name} can't reach the others, or rank 0 is lost: {failure.text}{self._remedy()}")
             code = failure.kind.exit_code
         else:
@@ -162,6 +159,7 @@ class _Member:
             write_exit(cause.kind.exit_code, cause.text)
             print(cause.trace, end="", file=sys.stderr)
             _print(f"{cause.text}, says {self._name}{self._remedy()}" if cause.is_loss else cause.text)
+        # With it the store would go, in which the others are about to agree; torchrun's agent has one that stays.
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self._outlast(lost)
         self.heartbeat.close()
@@ -183,7 +181,6 @@ class _Member:
         return replace(failure, text=f"the ranks lost each other: {failure.text}"), []
 
     def _outlast(self, lost: list[int]) -> None:
-        """Keeps this process, which holds the store, until the other ranks have agreed in it."""
         watch = self.heartbeat.watch
         assert isinstance(watch, Watch), "rank 0 calls the roll"
         while set(watch.present(3 * SILENT_SECONDS)) - {self._rank, *lost}:

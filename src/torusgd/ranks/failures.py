@@ -1,7 +1,7 @@
 """What ends a rank, and the one channel by which others learn it: the ranks' common store.
 
 A rank that fails writes a `Failure` under its rank. The launcher reads it, or the other ranks do if the launcher is
-somebody else's. Kinds go by the type of the exception, never by its text.
+somebody else's.
 """
 
 import json
@@ -128,6 +128,7 @@ class FailureChannel:
 
     def claim(self, rank: int) -> bool:
         """Whether this rank is the one to print why the run ends: the first that calls it, and no other."""
+        # The store compares and sets in one go, so that two ranks never both find the key empty.
         return self._store.compare_set(keys.SPEAKER, "", str(rank)).decode() == str(rank)
 
     def _read(self, key: str) -> Failure:
@@ -142,6 +143,7 @@ def cause_of(failures: Iterable[Failure]) -> Failure | None:
 
 
 def _kind_of(error: BaseException) -> FailureKind:
+    # By the type of the exception, never by its text; the kinds that are part of others come first.
     if isinstance(error, UserError):
         return FailureKind.USER_ERROR
     if isinstance(error, DiskError) or (isinstance(error, OSError) and is_transient(error)):

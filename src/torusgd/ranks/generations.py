@@ -83,26 +83,19 @@ class _Record(NamedTuple):
 
 
 class Generations:
-    """The generations of an attempt, as the launcher announces them and as a rank follows them.
-
-    Args:
-        store: Of the attempt, common to the launcher and all ranks; it outlives every rank.
-    """
+    """The generations of an attempt, as the launcher announces them and as a rank follows them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.number = -1
         """generation that this process has announced, or has joined"""
         self.lost: tuple[int, ...] = ()
-        """ranks that were lost until then"""
         self.waits = False
-        """its ranks are too few, and wait for others"""
         self.is_planned = False
         """there is a next generation, to be joined after the step under way"""
         self.joiners: tuple[int, ...] = ()
         """ranks that join and want the state from this one"""
-        self._sending: list[Group] = []
-        """groups by which this rank sends them the state"""
+        self._sending: list[Group] = []  # by which it sends them the state
         self._rank = -1
         self._looked = 0.0
 
@@ -129,13 +122,8 @@ class Generations:
     def wait_for_admission(self, rank: int, follow: Follow | None = None) -> None:
         """A rank that joins says that it is ready, and waits for the generation from which on it takes part.
 
-        Args:
-            rank: This process.
-            follow: Called with the group of a rank that sends the state and this one, and with what is to be called
-                once this rank is ready. None: it is ready as it is, and so it is if nobody can send the state.
-
-        Raises:
-            ConnectionLost: All ranks shall end.
+        Without `follow`, which takes the state, it is ready as it is, and so it is if nobody can send the state.
+        ConnectionLost if all ranks shall end.
         """
         if follow is not None:
             self._store.set(keys.WANTS_STATE.format(rank=rank), "")
@@ -152,11 +140,7 @@ class Generations:
             time.sleep(_POLL_SECONDS)
 
     def meet_joiner(self, rank: int, is_given_up: Callable[[], bool]) -> Group:
-        """The group of this rank and one of the `joiners`, in any thread; aborted once ranks are lost.
-
-        Raises:
-            ConnectionLost: It is given up, ranks are lost, or the rank doesn't want the state any more.
-        """
+        """The group of this rank and one of the `joiners`, in any thread, aborted once ranks are lost."""
         record = _Record.read(self._store)
         group = self._meet_for_state(record, self._rank, rank, is_given_up)
         self._sending.append(group)
@@ -177,15 +161,8 @@ class Generations:
     ) -> T:
         """Calls a function with the group of each generation, one after the other, until it returns a result.
 
-        A planned change and a loss go the same way: the group is aborted, and the ranks of the next generation meet.
-
-        Args:
-            function: Called with the group of all ranks, and the `arguments`; see `RanksChange`.
-            arguments: After the group.
-            rank: This process.
-            device: Where its tensors live, see `gpus.device_of`.
-            ranks_per_gpu: Consecutive ranks that share a GPU; above 1 nothing goes by NCCL.
-            liveness: Knows who is late.
+        A planned change (`RanksChange`) and a loss go the same way: the group is aborted, and the ranks of the next
+        generation meet.
 
         Raises:
             UserError: Ranks share a GPU without knowing.
@@ -230,13 +207,12 @@ class Generations:
                     raise
 
     def check(self) -> bool:
-        """Called between two pieces of work; finds out about changes, and says whether it has looked.
+        """Called between two pieces of work, which are in vain once ranks are lost (ConnectionLost).
 
-        Raises:
-            ConnectionLost: Ranks of this generation are lost, so that the work is in vain.
+        It finds out about all changes, now and then only, and says whether it has looked.
         """
-        # Now and then only: while one thread waits for an answer of the store the others of its process take their
-        # turn, which took a tenth of short steps.
+        # While one thread waits for an answer of the store the others of its process take their turn, which took a
+        # tenth of short steps.
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return False
         self._looked = time.monotonic()
@@ -308,8 +284,7 @@ def meet(
 ) -> Group:
     """The group of these ranks; each of them calls it once, with a prefix of a store that is theirs alone.
 
-    `wait` returns once `ALL_HERE` stands in the store. The other arguments and errors are those of `Generations.run`
-    and of `groups.build`.
+    `wait` returns once `ALL_HERE` stands there. See `groups.build`.
     """
     is_gpu = device.type == "cuda"
     if is_gpu:

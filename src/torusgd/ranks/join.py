@@ -1,7 +1,7 @@
 """Machines that join a run: how both sides know each other, what they say, and the launcher's listener.
 
-The listener exists only if the user wants it (`--listen`). A machine's agent (`launch/node_agent.py`) makes one
-connection for messages and one for each connection of its ranks to the common store, all to the listener's port.
+A machine's agent (`launch/node_agent.py`) makes one connection for messages and one for each connection of its ranks to
+the common store, all to the listener's port.
 
 Both sides prove that they know a token before anything else is said (challenge and response by HMAC-SHA256). What
 follows is neither encrypted nor signed: who can change packets on the way can change it. Messages are JSON on one line
@@ -78,6 +78,7 @@ class ChannelClosed(Exception):
 def make_token(path: Path) -> bytes:
     """The token in a file that only its owner may read; drawn and written if there is none; UserError if not so."""
     try:
+        # With these rights from its first moment on, and never into a file or a link that somebody has put there.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return read_token(path)
@@ -92,6 +93,7 @@ def read_token(path: Path) -> bytes:
     """The token in a file; UserError if there is none, or if others than the owner may read it."""
     try:
         with path.open("rb") as file:
+            # Of the file that is open, since the path may name another one a moment later.
             rights = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             token = file.read(_LINE).strip()
     except OSError as error:
@@ -106,8 +108,7 @@ def read_token(path: Path) -> bytes:
 def prove_to_client(connection: socket.socket, token: bytes) -> str:
     """The listening side of the handshake: what the connection is for, NODE or STORE.
 
-    Raises:
-        Refused: The other side doesn't know the token; all that it has got is a nonce.
+    `Refused` if the other side doesn't know the token; all that it has got is a nonce.
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     mine = secrets.token_hex(32)
@@ -133,6 +134,7 @@ def prove_to_listener(connection: socket.socket, token: bytes, purpose: str) -> 
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     mine = secrets.token_hex(32)
     try:
+        # A listener that doesn't know the token gets this proof, which is of its own nonce and serves nowhere else.
         theirs = _receive_line(connection, deadline)["nonce"]
         proof = _proof(token, "client", purpose, theirs, mine)
         _send(connection, {"purpose": purpose, "nonce": mine, "proof": proof})
@@ -147,9 +149,7 @@ def prove_to_listener(connection: socket.socket, token: bytes, purpose: str) -> 
 class Channel:
     """JSON messages over a connection after its handshake; both sides beat by empty ones.
 
-    Args:
-        connection: Taken over.
-        silent: Seconds without any message after which the other side counts as gone.
+    After `silent` seconds without any message the other side counts as gone.
     """
 
     def __init__(self, connection: socket.socket, silent: float) -> None:
@@ -159,7 +159,6 @@ class Channel:
         self._read, self._heard = b"", time.monotonic()
 
     def fileno(self) -> int:
-        """Readable once there is something to `receive`."""
         return self._connection.fileno()
 
     def send(self, **message: Any) -> None:
@@ -171,11 +170,7 @@ class Channel:
             raise ChannelClosed(_why(error)) from None
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """The messages that have come, once `fileno` is readable.
-
-        Raises:
-            ChannelClosed: The other side has gone, or sends what is no message.
-        """
+        """The messages that have come, once `fileno` is readable; ChannelClosed if the other side sends none."""
         try:
             data = self._connection.recv(_CHUNK)
         except OSError as error:
@@ -287,6 +282,7 @@ def _receive_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
     """One line of a side that is not known yet; OSError or ValueError if it sends something else, or too late."""
     read = b""
     while not read.endswith(b"\n"):
+        # One deadline for the whole line: a byte a second must not hold a thread for ever.
         connection.settimeout(max(1e-3, deadline - time.monotonic()))
         data = connection.recv(_LINE)
         read += data
@@ -322,6 +318,7 @@ class RemoteRank:
         """minus the signal's number if a signal ended it; None while it runs"""
         self.why = ""
         """how it ended, for people"""
+        # The supervisor waits for processes by what the kernel can watch, so this one has a pair of sockets.
         self._read, self._write = socket.socketpair()
         self.sentinel = self._read.fileno()
         """readable once it has ended"""
@@ -406,18 +403,15 @@ class JoinedNode:
 
 
 class Listener:
-    """Accepts machines that know the token.
+    """Accepts machines that know the token, gives them the job, and connects their ranks to the common store.
 
     Args:
-        address: One of this machine's, and a port; 0: any that is free.
+        address: One of this machine's, and a port; 0: any that is free; UserError if it can't be had.
         token: Of the run.
         store_port: Of the ranks' common store, on loopback.
         job: What they train, plain JSON.
         silent: Seconds without a message after which a machine counts as lost.
         report: Gets a line for people.
-
-    Raises:
-        UserError: The address is none of this machine, or the port is taken.
     """
 
     def __init__(

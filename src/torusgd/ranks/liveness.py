@@ -6,15 +6,9 @@ ranks and compares them with those it read before, by its own clock; the clocks 
 launcher watches its own ranks (`Watch`). If somebody else has launched them, rank 0 alone reads all beats and publishes
 what it found as one record, which the others read (`Follower`).
 
-Two rules say who is late:
-
-- A rank without a new beat for `Limits.beat` seconds is frozen or lost.
-- If no rank at all has made progress for ten times the longest unit of work that any has finished, and at least for
-  `Limits.stuck` seconds, the run is stuck. In synchronous training a hung rank stops all others within a step, so the
-  ranks to blame are those that do not wait for others; or all of them, if every rank waits for a message that nobody
-  sends.
-
-So healthy ranks may differ by hours, as long as one of them makes progress.
+Two rules say who is late. A rank without a new beat for `Limits.beat` seconds is frozen or lost. If no rank at all has
+made progress for ten times the longest unit of work that any has finished, and at least for `Limits.stuck` seconds, the
+run is stuck. So healthy ranks may differ by hours, as long as one of them makes progress.
 """
 
 import json
@@ -169,6 +163,7 @@ class Watch:
     def outside_wait(self) -> str:
         """A line that says for what the ranks have long waited outside the run; empty if there is no news."""
         working = self._working()
+        # As long as one rank makes progress, the others' disks hold up nobody.
         idle = min((beat.idle for beat in working.values()), default=0.0)
         blocked = {rank: beat for rank, beat in working.items() if not beat.waits}
         if idle < REPORTED or not blocked or not all(beat.what for beat in blocked.values()):
@@ -185,7 +180,8 @@ class Watch:
         known = self._working()
         if not known:
             return []
-        # A rank that waits for others is a victim. If all wait, nobody can be set apart, and all are named.
+        # In synchronous training a hung rank stops all others within a step. So a rank that waits for others is a
+        # victim. If all wait, for a message that nobody sends, nobody can be set apart, and all are named.
         blamed = {rank: beat for rank, beat in known.items() if not beat.waits}
         longest = max(beat.longest for beat in known.values())
         # By what this run has needed so far: a unit may be a millisecond or an hour.
@@ -280,7 +276,7 @@ class Heartbeat:
     Args:
         store: Common to all ranks of this attempt.
         rank: Of this process.
-        limits: See `Limits`.
+        limits: Seconds after which ranks are given up.
         watched: The ranks to watch: all, this one among them, if this rank calls the roll; else none.
         on_late: Called once, from the thread, if the main thread does not call `late` although ranks are late: it
             is blocked in a wait that looks at nothing.
@@ -316,7 +312,9 @@ class Heartbeat:
         self._outside = "", ""
         self._unit_began: float | None = None
         self._longest = 0.0
-        self._units = self._looks = 0  # the thread compares them with those of its last beat
+        # Counters in place of flags that somebody would have to reset: the thread compares them with those of its last
+        # beat, and so needs no lock.
+        self._units = self._looks = 0
         self._late: list[LateRank] = []
         self._forsaken = -1  # the last generation of which ranks are known to be lost
         self._is_known = False  # to the main thread, that ranks are late
@@ -393,6 +391,7 @@ class Heartbeat:
                 if line := self.watch.outside_wait():
                     self._report(line)
                 self._rounds = number
+                # The main thread may be in a wait that asks nobody; then this thread ends the process.
                 if lateness.seconds(bool(self._late)) > GRACE_SECONDS and self._late:
                     self._call_on_late()
                 self._stop.wait(BEAT_SECONDS)

@@ -1,9 +1,8 @@
 """Ranks of our own on this machine: started from the fork server, met in one store, and watched until they end.
 
-The supervisor has one table of its ranks: the process of each, on this machine or on one that has joined, and its part
-in the run (`Part`). Ranks that are lost leave the others to go on, in the same processes and as the next generation, if
-the function can; any other failure ends all ranks. If another number of ranks is requested in mid-run, or a machine
-joins, ranks are started beside those at work, or let go, which is a new generation as well.
+Ranks that are lost leave the others to go on, in the same processes and as the next generation, if the function can;
+any other failure ends all ranks. If another number of ranks is requested in mid-run, or a machine joins, ranks are
+started beside those at work, or let go, which is a new generation as well.
 """
 
 import json
@@ -150,8 +149,7 @@ class Supervisor:
         """Runs `function` on all ranks.
 
         Args:
-            function: Found by its name in a module, or a `functools.partial` of such; pickled between our own
-                processes, through a pipe.
+            function: Pickled between our own processes, through a pipe.
             attempt: Its third argument; another one than any time before.
             quorum: When others die, freeze or hang, it is called again in the processes of those that are left, with
                 their group. None: all ranks are needed.
@@ -173,12 +171,14 @@ class Supervisor:
         ended: list[Exit] = []  # exits of members in this generation
         while any(rank.runs for rank in self._table.values()):
             exits, late = self.wait()
+            # Kept from one turn to the next: the ranks of one loss may end one after the other.
             ended += self._of_members(exits)
             failed = [exit for exit in ended if exit.code or not self._has_result(exit.rank)]
             # Three ways: nothing is wrong, ranks were lost and the others go on, or all end with one reason.
             if not late and not failed:
                 if ended and (self._generations.number or self._in(Part.JOINS)):
-                    self._generations.announce([])  # some may wait for more ranks, in vain
+                    # Members have results, so the run is over; those that are about to join would wait in vain.
+                    self._generations.announce([])
                     self._end_within(EXPLAIN_SECONDS)
                     break
                 self._resize(function, None if self._in(Part.JOINS) else requested())
@@ -205,7 +205,6 @@ class Supervisor:
         self._root.set(keys.STOP, "")
 
     def kill(self) -> None:
-        """Ends all ranks as they are."""
         self._end(rank.number for rank in self._table.values())
 
     def _open_attempt(self, attempt: int) -> None:
@@ -220,7 +219,7 @@ class Supervisor:
         self._generations.announce(range(self.size), waits=self.size < self._quorum.wanted)
 
     def _start(self, part: Part, function: RankFunction) -> int:
-        """Starts the process of another rank on this machine, in the attempt that is open."""
+        """Starts the process of another rank on this machine; its number."""
         number = len(self._table)
         local = free_local_rank({rank.local for rank in self._table.values() if rank.runs and not rank.is_remote})
         interface = self.listener.interface if self.listener is not None else LOOPBACK_INTERFACE
@@ -249,6 +248,7 @@ class Supervisor:
     def _end(self, ranks: Iterable[int]) -> None:
         """Kills processes, all at the same time, and waits for their end."""
         running = [self._table[rank] for rank in ranks if self._table[rank].runs]
+        # First all of them, else one that is left would report the loss of another.
         for rank in running:
             rank.process.kill()
         for rank in running:
@@ -272,6 +272,7 @@ class Supervisor:
         members, joining = self._members, self._in(Part.JOINS)
         self._generations.invite(joining)
         if requested is not None and requested != len(members):
+            # The last ones leave, so that rank 0, which writes, stays.
             if leaving := members[requested:]:
                 self._turn(leaving, Part.LEAVES)
                 self._announce(planned=True)
@@ -300,6 +301,7 @@ class Supervisor:
         if members >= most:
             node.end(1, f"has {members} ranks, and takes no more")
             return
+        # Numbers of ranks that are gone are not used again: their keys still stand in the store.
         numbers = [*range(len(self._table), len(self._table) + min(most - members, node.workers))]
         for number, process in zip(numbers, node.start(numbers, self.size, self._attempt), strict=True):
             self._table[number] = RankEntry(number, process, Part.JOINS)
@@ -318,6 +320,7 @@ class Supervisor:
     def _lose_joiner(self, exit: Exit) -> None:
         """A rank has ended before it took part: it goes alone, or with those of its machine; a line says why."""
         early = FailureChannel(PrefixStore(keys.JOINING, self._store), len(self._table)).reported()
+        # What it has reported, such as other data, holds for all ranks of its machine.
         failure, node, gone = early.get(exit.rank), self._table[exit.rank].node, [exit.rank]
         if node is not None and (failure is not None or node.gone):
             gone = [rank for rank in self._in(Part.JOINS) if self._table[rank].node is node]
@@ -399,7 +402,6 @@ class Supervisor:
         return exits
 
     def _end_within(self, seconds: float) -> None:
-        """Waits for ranks that end by themselves."""
         end = time.monotonic() + seconds
         while any(rank.runs for rank in self._table.values()) and time.monotonic() < end:
             self._exits(max(0.0, end - time.monotonic()))

@@ -1,10 +1,10 @@
 """Puts a run together on one rank, once for each generation of ranks.
 
-images      `open_data`   what a virtual worker computes with
-network     `network`     the weights that the seed gives, their update, forward and backward passes
-sums        `summing`     all-reduce and reducer: from a gradient to the sum over ranks
-watchers    `watchers`    what looks at a step
-step        `build`       joins them
+images      `open_data`       what a virtual worker computes with
+network     `network_parts`   the weights that the seed gives, their update, forward and backward passes
+sums        `summing`         all-reduce and reducer: from a gradient to the sum over ranks
+watchers    `watchers`        what looks at a step
+step        `build`           joins them
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from ..step.watch import StepWatch
 from ..step.work_stealing import work_stealing
 from .fingerprint import Conditions, Fingerprint, check_ranks_agree
 from .job import Job, check_job, images_at
-from .network import Network, draw_network, fingerprint_on_rank, passes_of, state_of, thread_of
+from .network_parts import Network, draw_network, fingerprint_on_rank, passes_of, state_of, thread_of
 from .open_data import Data
 from .summing import Sums, explanations, sums_of
 from .watchers import drift_of, watches_of
@@ -101,6 +101,7 @@ def build(
     network = network or draw_network(job, data, world.device)
     fingerprint = fingerprint or fingerprint_on_rank(job, data, network, world.device)
     runtime = {**options.model_dump(mode="json"), "max_steps": job.max_steps}
+    # Before any group but the first is made: ranks with other options would make others, and wait for each other.
     mixed_conditions = check_ranks_agree(fingerprint, runtime, world, options.mixed)
     form, monitor = _gpu_form(job, world), Monitor(liveness)
     sums = sums_of(network.model, recipe, options, world, monitor, form.make_sum if form is not None else None)

@@ -206,16 +206,10 @@ def fingerprint_of(
 
 
 def check_ranks_agree(mine: Fingerprint, options: Mapping[str, object], world: Group, mixed: bool) -> list[Conditions]:
-    """Compares all ranks' fingerprints and options with rank 0's; every rank calls it.
+    """Compares all ranks' fingerprints, and options, which decide what messages there are, with rank 0's.
 
-    Args:
-        mine: Of this rank.
-        options: Runtime options of this rank, which decide what messages there are; plain JSON.
-        world: All ranks.
-        mixed: Ranks may have other conditions than rank 0.
-
-    Returns:
-        The conditions of ranks that have others than rank 0, each once.
+    Every rank calls it. Returns the conditions of ranks that have others than rank 0, each once, if they may be
+    `mixed`.
 
     Raises:
         UserError: On every rank, naming the first rank that differs, its host, the key and both values.

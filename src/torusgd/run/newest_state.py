@@ -31,7 +31,7 @@ from ..weights import Tensors, match_weights, weights_sha256
 from .build import Trainer
 from .fingerprint import Fingerprint, changes
 from .job import Job, images_at, setup_of
-from .network import Network
+from .network_parts import Network
 from .node_memory import NodeMemory
 from .open_data import Data, HostShare, MappedArrays, open_data
 from .saving import LastSaved, RunState, resumed, share_tensors, tensors_of
@@ -78,7 +78,6 @@ class Kept:
     """line for people: what the change of ranks has changed"""
 
     def close(self) -> None:
-        """At the end of this rank's part in the run."""
         self.trackers.close()
         self.data.close()
 
@@ -181,15 +180,7 @@ def holders_of(steps: Sequence[int]) -> frozenset[int]:
 
 
 class Beginning:
-    """What a run begins with, if no rank has begun: a copy in its node's memory, the disk, --init, or the seed.
-
-    Args:
-        job: Of the run.
-        trainer: Takes the state.
-        checkpoints: The folder of them.
-        liveness: Learns that the disk takes its time.
-        memory: Of this node; None: no node retains a state.
-    """
+    """What a run begins with, if no rank has begun: a copy in its node's memory, the disk, --init, or the seed."""
 
     def __init__(
         self, job: Job, trainer: Trainer, checkpoints: Path, liveness: Liveness, memory: NodeMemory | None
@@ -214,12 +205,7 @@ class Beginning:
         self._wait()
 
     def read(self, is_copy: bool) -> Found:
-        """The state, on the rank that gives it.
-
-        Raises:
-            UserError: What was found does not fit the job.
-            RunError: It can't be read, or no good checkpoint is left.
-        """
+        """The state, on the rank that gives it; errors as of `agree`."""
         checkpoint = self._copy if is_copy else newest_checkpoint(self._checkpoints, warn)
         state, tensors = self._fitting(checkpoint) if checkpoint is not None else self._initial()
         known = state.mixed_conditions
@@ -257,15 +243,13 @@ class Beginning:
 def agree(kept: Kept, world: Group, beginning: Beginning | None = None) -> Agreed:
     """Finds the newest state, and has one rank send it to all; every rank calls it.
 
-    Args:
-        kept: What this rank holds.
-        world: All ranks.
-        beginning: Where to look if no rank holds a state; None: one does.
+    `beginning` says where to look if no rank holds a state; None: one does.
 
     Raises:
         UserError: On every rank: what was found does not fit the job.
         RunError: On every rank: it can't be read, or no good checkpoint is left.
     """
+    # One small message of each rank, from which each finds the same choice: nobody has to announce it.
     offer = beginning.offer(world.rank == 0) if beginning is not None else Offer()
     if kept.state is not None:
         offer = offer._replace(progress=2 * kept.state.step + (kept.state.evaluated == kept.state.step))

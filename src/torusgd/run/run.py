@@ -8,13 +8,13 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..comm.base import CommError, Liveness, NoLiveness
 from ..comm.groups import Group
-from ..errors import UserError
+from ..errors import CorruptionError, RunError, UserError
 from ..observe.events import Telemetry, evaluation_event
 from ..ranks.generations import Generations
 from ..recipe.section import Duration
@@ -33,6 +33,8 @@ from .node_memory import NodeMemory, node_memory
 from .saving import RunResult, RunState, Saver, saved_on_disk, weights_metadata, write_result
 from .state_feed import StateFeeds
 from .watchers import ReplacedImages
+
+T = TypeVar("T")
 
 _LOOK_SECONDS = 0.2
 """from one look to the next while ranks wait for others"""
@@ -194,8 +196,7 @@ class Run:
             if trainer.trace is not None:
                 trainer.trace.between_steps(state.step)
             if state.step in self._evaluations and state.evaluated < state.step and not is_stopping:
-                with saver.before_errors(state, trainer):
-                    is_stopping = not self._evaluate_and_report()
+                is_stopping = not self._saved_before_errors(self._evaluate_and_report)
             self._count_seconds()
             if is_stopping or is_due or state.step == self.steps:
                 saver.save(state, trainer)
@@ -215,14 +216,26 @@ class Run:
                 is_changing = _wait_for_ranks(self.world, self.liveness, state.step, self._must_stop)
                 is_stopping = not is_changing
                 continue
-            with saver.before_errors(state, trainer):
-                # SIGKILL 14: after a loss this is the step that was cut off, with the same samples and the same bits.
-                stats = (trainer.ahead or trainer.step).run(self.membership, closing.next(state.step))
+            # SIGKILL 14: after a loss this is the step that was cut off, with the same samples and the same bits.
+            take = partial((trainer.ahead or trainer.step).run, self.membership, closing.next(state.step))
+            stats = self._saved_before_errors(take)
             if stats is None:  # a rank was requested to stop between two virtual workers: the step is not taken
                 is_stopping = True
                 continue
             self._note(stats, closing.observe(as_seconds(stats.finished), stats.times.seconds))
             is_stopping, is_due, is_changing = stats.stop, stats.save, stats.change
+
+    def _saved_before_errors(self, call: Callable[[], T]) -> T:
+        """What a call gives. If it ends the run it has changed nothing: first the last good step is saved."""
+        try:
+            return call()
+        except CorruptionError:  # these weights may be the wrong ones: no checkpoint is made of them
+            self._saver.wait(self.state.step)
+            raise
+        except RunError:
+            self._saver.save(self.state, self.trainer)
+            self._saver.wait(self.state.step)
+            raise
 
     def _note(self, stats: StepStats, news: str) -> None:
         """Counts a step that was taken, and writes what is to be written of it."""

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..data.file_lists import Once, make_here
 from ..data.registry import open_sources
-from ..errors import CorruptionError, RunError, UserError, warn
+from ..errors import RunError, UserError, warn
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..rundir.checkpoint import FORMAT, Checkpoint, CheckpointTimes, CheckpointWriter, step_on_disk
@@ -167,13 +166,7 @@ def saved_on_disk(checkpoints: Path, world: Group, reached: int) -> int:
 class Saver:
     """Writes the checkpoints of a run; every rank has one and calls it after the same steps, rank 0 alone writes.
 
-    Args:
-        job: Of the run.
-        world: All ranks.
-        liveness: Learns that the disk takes its time, which ends no run.
-        metadata: Written into each file of weights.
-        steps: After which a checkpoint is due.
-        last: When the last one was taken (time.monotonic); None: now.
+    `metadata` goes into each file of weights; `steps` and `last`: see `CheckpointTimes`.
     """
 
     def __init__(
@@ -199,7 +192,7 @@ class Saver:
         return self._is_first and self._times.is_due(steps)
 
     def begin(self, saved: int) -> None:
-        """Learns the step of the newest checkpoint, before the first step."""
+        """Takes the step of the newest checkpoint, before the first step."""
         self.saved = saved
 
     def save(self, state: RunState, trainer: Trainer) -> None:
@@ -219,25 +212,10 @@ class Saver:
         return None if self.saved < 0 else LastSaved(self.saved, self._world.ranks[0], self._times.last)
 
     def wait(self, step: int) -> None:
-        """Returns when all that was saved is written."""
         self._writer.wait(self._writing(step))
 
     def close(self) -> None:
-        """Ends the writer's thread, after what it is writing."""
         self._writer.close()
-
-    @contextmanager
-    def before_errors(self, state: RunState, trainer: Trainer) -> Iterator[None]:
-        """What ends the run has changed nothing: the last good step stands in a checkpoint before it does."""
-        try:
-            yield
-        except CorruptionError:  # these weights may be the wrong ones: no checkpoint is made of them
-            self.wait(state.step)
-            raise
-        except RunError:
-            self.save(state, trainer)
-            self.wait(state.step)
-            raise
 
     def _writing(self, step: int) -> Callable[[float], None]:
         """What is called once a second while rank 0 waits for its disk."""

@@ -23,7 +23,7 @@ from ..recipe.runtime_options import RuntimeOptions
 from ..signals import StopFlag
 from .fingerprint import Fingerprint
 from .job import Job
-from .network import draw_network, fingerprint_on_rank
+from .network_parts import draw_network, fingerprint_on_rank
 from .newest_state import Kept, nothing_yet
 from .run import Run
 from .state_feed import StateFollower
@@ -65,13 +65,14 @@ class TrainRank:
             self._kept, self._follower = self._follower.keep(), None
         job, kept = self._job, self._kept or nothing_yet(self._job, world, liveness, self._began)
         if kept.began != world.ranks:
-            options, news = fitting(job.options, world.size)
+            options, news = fitting(job.options, len(world.ranks))
             job, kept = replace(job, options=options), replace(kept, news=news)
         assert isinstance(liveness, Heartbeat), "of a rank that is ours"
         generations = liveness.generations
         assert generations is not None, "likewise"
         self._run = Run(job, world, stop, restarts, liveness, kept, generations)
-        if world.rank == 0 and kept.state is None:  # which ranks that join compare with their own
+        if world.rank == 0 and kept.state is None:
+            # Ranks that join compare it with their own before they take part, and need no group for that.
             liveness.store.set(keys.FINGERPRINT, json.dumps(self._run.trainer.fingerprint.as_dict()))
         result = self._run.run()
         return RanksChange() if result.ranks_change else asdict(result)

@@ -83,7 +83,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, metadata: dict[str, s
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads a checkpoint's folder; UserError names a file that is missing or damaged, OSError comes as it is."""
+    """What a checkpoint's folder holds; UserError names a file that is missing or damaged, OSError comes as it is."""
     try:
         for name in (MANIFEST, *FILES):
             check_regular(folder / name)
@@ -184,7 +184,6 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the last checkpoint is not written yet."""
         return self._pending is not None and not self._pending.done()
 
     @property
@@ -193,13 +192,9 @@ class CheckpointWriter:
         return self.is_writing and time.monotonic() - self._began > WRITE_PATIENCE
 
     def wait(self, progress: Callable[[float], object] = lambda seconds: None) -> None:
-        """Returns when nothing is being written.
+        """Returns when nothing is being written; RunError if the last write failed.
 
-        Args:
-            progress: Called about once a second with the seconds waited: a disk may take its time.
-
-        Raises:
-            RunError: The last write failed (`DiskError` where another attempt may help).
+        `progress` is called about once a second with the seconds waited: a disk may take its time.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -220,7 +215,6 @@ class CheckpointWriter:
             ) from None
 
     def close(self) -> None:
-        """Ends the background thread, after what it is writing."""
         self._pool.shutdown()
 
     def _last_good(self) -> str:

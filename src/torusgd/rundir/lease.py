@@ -85,6 +85,7 @@ class Lease:
             # The number may be free again because holders of it and of a higher one have come since it was looked up.
             if created and last == (number + 1, mine):
                 break
+        # The newest stays, which keeps late holders from writing.
         for older in self._numbers()[1:]:
             self._store.delete(object_name(older))
 

@@ -45,10 +45,7 @@ class Mirror:
 
     @contextmanager
     def held(self, fresh: bool) -> Iterator[None]:
-        """Takes the run's lock and makes the working folder one of the run in the bucket; gives the lock back.
-
-        Args:
-            fresh: The run there is deleted.
+        """Takes the run's lock and makes the working folder one of the run in the bucket, or with `fresh` of a new one.
 
         Raises:
             UserError: The bucket can't be reached, holds what no run left there, or another machine is at work.
@@ -71,6 +68,7 @@ class Mirror:
         # The manifest is written last and deleted first: a checkpoint that has one is whole.
         for name in (*CHECKPOINT_FILES, MANIFEST):
             self._store.put(checkpoint / name, f"checkpoints/{checkpoint.name}/{name}")
+        # Nothing newer than this one is deleted, as on a disk.
         for old in [name for name in self._checkpoints() if name <= checkpoint.name][keep:]:
             self._delete(old)
 
@@ -109,6 +107,7 @@ class Mirror:
         there, is_run = self._there()
         if fresh and is_run:
             self._clear(list(there))
+        # Another name: what lies here is of an earlier run of this URL, and would be taken for a newer checkpoint.
         if fresh or not is_run or self._name_here() != self._store.read(NAME).decode():
             self._forget()
         if fresh or not is_run:

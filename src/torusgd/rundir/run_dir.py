@@ -52,14 +52,13 @@ class RunDir:
     def lock(self) -> Iterator[None]:
         """Makes the folder and keeps other runs out of it; a run that is refused before its first step leaves no trace.
 
-        Raises:
-            UserError: Another run, which is named, holds it for 10 s; or it can't be written.
-            RunError: The disk is full or broken.
+        UserError if another run, which is named, holds it for 10 s, or it can't be written.
         """
         with self._telling():
             is_new, traces = not self.path.exists(), [] if (self.path / LOCK).exists() else [LOCK]
             self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            # Errors of the disk inside the block that the lock is for are not the lock's.
             with self._telling():
                 stack.enter_context(held(self.path, f"--out {self.path}"))
             if why := local_locks(self.path.resolve(), _mounts()):
@@ -82,7 +81,6 @@ class RunDir:
 
         Raises:
             UserError: It belongs to another recipe's run that has begun, or holds files that no run wrote.
-            RunError: The disk is full or broken.
         """
         with self._telling():
             known = self._agents()
