@@ -15,14 +15,14 @@ from .recipe.compatibility import WORKERS, Setup, check
 from .recipe.runtime_options import RuntimeOptions
 from .recipe.schema import Recipe
 
+# Numbers of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""numbers of glibc's malloc.h"""
+# Precision by (GPU's name, torch's version without its build), if benchmarks/gpu.py has found the faster one.
 _FASTEST_ON_GPU: Mapping[tuple[str, str], str] = {}
-"""precision by (GPU's name, torch's version without its build), if benchmarks/gpu.py has found the faster one"""
+# Compute capability of Ampere: before it there are no bfloat16 tensor cores, and torch only emulates the type.
 _BFLOAT16_FROM = (8, 0)
-"""compute capability of Ampere: before it there are no bfloat16 tensor cores, and torch only emulates the type"""
+# Most bytes of a freed block that stays in the process.
 _LARGEST = 1 << 30
-"""most bytes of a freed block that stays in the process"""
 _NEVER = -1
 
 

@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.run.runs import TINY, events, run_here
+from torusgd.errors import RunError, UserError
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.schema import SIMULATED, Recipe
 from torusgd.simulate import Setting, simulate
@@ -198,7 +199,7 @@ def seen(out: Path, *overrides: str) -> Any:
         return simulate(Setting(recipe, "", recipe.virtual_workers, "exponential", lr=0.1), images=48)
     try:
         summary, plan = run_here(out, *overrides)
-    except Exception as error:
+    except (UserError, RunError) as error:  # any other is a defect
         return str(error)
     told = [{k: v for k, v in event.items() if "seconds" not in k} for event in events(out)]
     kept = {k: v for k, v in summary.items() if "second" not in k and "share" not in k and k not in HASHED}

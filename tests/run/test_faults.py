@@ -133,24 +133,6 @@ def test_held_out_images_that_cannot_be_read(tmp_path: Path, recipe: Path, monke
     assert results(told) == results(run_alone(tmp_path / "undisturbed", recipe))
 
 
-def test_other_data_of_the_same_recipe_are_refused_by_the_ranks(tmp_path: Path) -> None:
-    def arrays(path: Path, count: int) -> Path:
-        images = np.random.default_rng(0).integers(0, 256, (count, 8, 8), dtype=np.uint8)
-        labels = np.arange(count) % 4
-        np.savez(path, train_images=images, train_labels=labels, eval_images=images[:24], eval_labels=labels[:24])
-        return path
-
-    recipe, out = tmp_path / "arrays.yaml", tmp_path / "out"
-    recipe.write_text(RECIPE.replace("tests.run.slow:Slow", "numpy"))
-    run_alone(out, recipe, data=arrays(tmp_path / "a.npz", 96), max_steps=4)
-    process = torusgd(tmp_path, out, recipe, "--workers", "2", "--data", arrays(tmp_path / "b.npz", 100))
-    assert process.end() == 2, process.output
-    assert one_line(process) == (
-        "torusgd: the checkpoint of step 4 was trained with another data set (train_images 96, now 100); choose "
-        "another --out, or give --fresh"
-    )
-
-
 def test_a_finished_run_shows_its_result_again(tmp_path: Path, recipe: Path, run_cli: Callable[..., Any]) -> None:
     out = tmp_path / "out"
     told = run_alone(out, recipe)

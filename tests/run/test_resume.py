@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,8 @@ from tests.messages import refused
 from tests.run.processes import STEPS, assert_told_once, results, run_alone
 from tests.run.runs import flip_a_byte
 from torusgd.errors import RunError, UserError
-from torusgd.recipe.load import read_run_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.section import Duration
-from torusgd.run.job import Job
-from torusgd.run.saving import finished
 from torusgd.rundir.checkpoint import FILES, MANIFEST, list_checkpoints, newest_checkpoint
 from torusgd.weights import load_weights
 
@@ -227,12 +223,3 @@ def test_too_many_replaced_images_end_the_run_before_the_step_changes_anything(t
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     steps = [event["step"] for event in events if "event" not in event]
     assert (newest.step if newest is not None else 0) == (steps[-1] if steps else 0)
-
-
-def test_a_finished_run_is_no_result_of_other_initial_weights(tmp_path: Path, recipe: Path, half_way: Path) -> None:
-    out = tmp_path / "out"
-    run_alone(out, recipe, max_steps=2)
-    job = Job(read_run_recipe(out / "recipe.yaml"), RuntimeOptions(), "cpu", out, max_steps=2)
-    assert finished(job)["steps"] == 2
-    with pytest.raises(UserError, match="init_sha256"):
-        finished(replace(job, init=str(half_way / "model.safetensors")))

@@ -10,8 +10,8 @@ import time
 from ..errors import UserError
 from ..signals import held_back
 
+# For the kernel to report the end of a process whose pipes are closed.
 _END_SECONDS = 2.0
-"""for the kernel to report the end of a process whose pipes are closed"""
 
 
 def start_forkserver() -> None:

@@ -29,12 +29,12 @@ T = TypeVar("T")
 GROUP_SECONDS = 7 * 24 * 3600.0
 """timeout of a run's groups: no message is given up for its age, since liveness knows which ranks are late"""
 _POLL_SECONDS = 0.01
+# For the launcher to find out that a rank is lost, and to announce the next generation.
 _ANNOUNCE_SECONDS = 30.0
-"""for the launcher to find out that a rank is lost, and to announce the next generation"""
+# For which a rank that joins waits for another one to send it the state, when the first is lost.
 _SOURCE_SECONDS = 5.0
-"""for which a rank that joins waits for another one to send it the state, when the first is lost"""
+# From one question whether ranks were lost to the next, while a rank computes.
 _LOOK_SECONDS = 0.1
-"""from one question whether ranks were lost to the next, while a rank computes"""
 
 
 class Released(Exception):

@@ -45,25 +45,25 @@ NODE, STORE = "node", "store"
 """what a connection is for: messages of a machine's agent, or bytes for the ranks' common store"""
 MOST_RANKS = 1 << 10
 """that one machine may bring"""
+# Bytes of a line before the other side is known.
 _LINE = 1024
-"""bytes of a line before the other side is known"""
+# Bytes of a message after that.
 _MESSAGE = 1 << 20
-"""bytes of a message after that"""
+# Characters of a token.
 _SHORTEST = 32
-"""characters of a token"""
 _CHUNK = 1 << 16
+# Seconds after a connection that could not be taken.
 _PAUSE = 1.0
-"""seconds after a connection that could not be taken"""
+# Seconds without an answer of the other side's kernel after which a connection that is passed on is closed.
 _GONE = 60
-"""seconds without an answer of the other side's kernel after which a connection that is passed on is closed"""
 MOST_STRANGERS = 16
 """connections at a time that have not authenticated yet"""
 CLOSE_SECONDS = 2.0
 """for the agents to hang up once all is over"""
 STRANGER_SECONDS = 10.0
 """from one line about strangers to the next"""
+# The call that lists addresses, and the bytes of each row.
 _SIOCGIFCONF, _IFREQ = 0x8912, 40
-"""the call that lists addresses, and the bytes of each row"""
 _MOST_ADDRESSES = 1 << 10
 
 

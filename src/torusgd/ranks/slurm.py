@@ -12,8 +12,8 @@ from collections.abc import MutableMapping
 
 from ..errors import RunError, UserError
 
+# Below the ports that the kernel gives to connections.
 _FIRST_PORT, _PORTS = 15000, 15000
-"""below the ports that the kernel gives to connections"""
 _SECONDS = 30.0
 
 

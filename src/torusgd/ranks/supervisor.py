@@ -31,8 +31,8 @@ from .rank import LOOPBACK_INTERFACE, RankFunction, RankSpec, serve_store, start
 
 EXPLAIN_SECONDS = 5.0
 """for the other ranks to say why they end as well, before they are killed"""
+# Exit code that multiprocessing gives to a process whose fork server has gone before it.
 _WITHOUT_PARENT = 255
-"""exit code that multiprocessing gives to a process whose fork server has gone before it"""
 
 
 class Quorum(NamedTuple):
@@ -213,8 +213,8 @@ class Supervisor:
         self._table: dict[int, RankEntry] = {}
         self._watch = Watch(self._store, range(self.size), self._limits)
         self._joining_since = 0.0
+        # Step of the last rank that was called in.
         self._called_in_at = -1
-        """step of the last rank that was called in"""
         self._generations = Generations(self._store)
         self._generations.announce(range(self.size), waits=self.size < self._quorum.wanted)
 

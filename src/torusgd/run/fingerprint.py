@@ -36,14 +36,14 @@ Conditions = dict[str, str | int]
 Differences = dict[str, tuple[str, str]]
 """by key, both values as they are shown"""
 
+# Of a processor's flags those of which kernels make a choice; others come and go with the version of the kernel.
 _ARITHMETIC_FLAG = re.compile(r"\d*s?sse|avx|fma|f16c|amx|vnni|bf16|asimd|sve|sme|fp|i8mm|neon")
-"""of a processor's flags those of which kernels make a choice; others come and go with the version of the kernel"""
 _LIBRARY_VARIABLE = re.compile(
     r"(DNNL|ONEDNN|MKL|ATEN|OPENBLAS|NPY|CUBLAS|CUBLASLT|CUDNN|NVIDIA|TORCH_(MKLDNN|CUDNN|ALLOW|BLAS))_"
     r"|(OMP_DYNAMIC|OMP_THREAD_LIMIT|KMP_DETERMINISTIC_REDUCTION)$"
 )
+# A recipe says how many threads there are, whatever the environment says.
 _HARMLESS = re.compile(r"_(VERBOSE|NUM_THREADS|VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_CUDA|CUDA_VERSION)")
-"""a recipe says how many threads there are, whatever the environment says"""
 _DECODERS = ("simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
 _GPU_DECODERS = ("torchvision", "nvidia-nvjpeg", "nvidia-nvjpeg-cu12")
 
@@ -84,8 +84,8 @@ def _cpu() -> Conditions:
     }
 
 
+# Lines of /proc/cpuinfo, on x86 and on ARM.
 _DESIGN = (("cpu family", "CPU implementer"), ("model", "CPU part"), ("stepping", "CPU revision"))
-"""lines of /proc/cpuinfo, on x86 and on ARM"""
 
 
 def _caches() -> str:
@@ -139,8 +139,8 @@ _WHAT = {
     "init_sha256": "other initial weights (--init)",
     "replayed_sha256": "another journal",
 }
+# Characters of two values that are shown whole.
 _LONG = 160
-"""characters of two values that are shown whole"""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from .open_data import Data, HostShare, MappedArrays, open_data
 from .saving import LastSaved, RunState, resumed, share_tensors, tensors_of
 from .trained_weights import fit, read_initial
 
+# Names of tensors that are equal on all ranks after the same step; the others may have been measured again.
 _LARGE = ("model/", "optimizer/")
-"""names of tensors that are equal on all ranks after the same step; the others may have been measured again"""
 
 Found = tuple[RunState, Tensors]
 

@@ -36,8 +36,8 @@ from .watchers import ReplacedImages
 
 T = TypeVar("T")
 
+# From one look to the next while ranks wait for others.
 _LOOK_SECONDS = 0.2
-"""from one look to the next while ranks wait for others"""
 
 
 def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:

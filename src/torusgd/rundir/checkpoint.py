@@ -172,8 +172,8 @@ class CheckpointWriter:
         self._metadata = metadata
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
+        # `seconds`: that the last one took to be written.
         self._began = self.seconds = 0.0
-        """`seconds`: that the last one took to be written"""
 
     def save(self, checkpoint: Checkpoint, progress: Callable[[float], object] = lambda seconds: None) -> None:
         """Takes a snapshot now and writes it later; first it waits for the one before, as `wait` does."""

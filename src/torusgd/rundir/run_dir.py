@@ -32,8 +32,8 @@ PARTS = {
 """sub-folders, and what a run writes into them"""
 OWN = ("recipe.yaml", *FILES, *PARTS)
 _AGENTS = ".agents"
+# By file system, options of its mount that keep locks on one host.
 _LOCAL_LOCKS = {"nfs": {"nolock", "local_lock=all", "local_lock=flock"}, "lustre": {"localflock"}}
-"""by file system, options of its mount that keep locks on one host"""
 
 
 class RunDir:
