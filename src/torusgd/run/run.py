@@ -172,8 +172,10 @@ class Run:
 
     def close(self) -> None:
         """Ends this rank's part in the run, whatever has become of the others."""
-        self.close_files()
-        self.kept.close()
+        try:
+            self.close_files()
+        finally:
+            self.kept.close()
 
     def close_files(self) -> None:
         """Ends what writes and sends, after what is on its way; a checkpoint that is being written is completed."""
