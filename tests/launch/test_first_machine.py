@@ -37,13 +37,16 @@ class Losing:
         self._cue, self._prepares = cue, prepares
 
     def prepare(self, heartbeat: Heartbeat) -> None:
-        """See `Prepares`."""
+        """See `LastingFunction`."""
         self._prepares()
         self._cue.touch()
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
-        """See `Prepares`."""
+        """See `LastingFunction`."""
         raise AssertionError("nobody sends the state")
+
+    def close(self) -> None:
+        """See `LastingFunction`."""
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
         me = world.ranks[world.rank]
@@ -58,12 +61,15 @@ class Handing:
     """Rank 0 sends the state to one that joins, and is lost as soon as that one could take part."""
 
     def prepare(self, heartbeat: Heartbeat) -> None:
-        """See `Prepares`."""
+        """See `LastingFunction`."""
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
-        """See `Prepares`."""
+        """See `LastingFunction`."""
         source.broadcast_text("")
         caught_up()
+
+    def close(self) -> None:
+        """See `LastingFunction`."""
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> list[int]:
         if world.ranks == (0,):
