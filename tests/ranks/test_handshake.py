@@ -54,7 +54,7 @@ def test_both_sides_prove_that_they_know_the_token() -> None:
         prove_to_listener(pair.here, KEY, purpose)
         assert pair.end() == purpose
     pair = Pair()
-    with refused("a token that the listener does not know", kind=Refused):
+    with pytest.raises(Refused):
         prove_to_listener(pair.here, b"x" * 64, NODE)
     assert str(pair.end()) == "a wrong token"
 
@@ -143,7 +143,7 @@ def test_a_token_is_for_its_owner_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["7000", "host:", ":7000", "host:port", "host:70000"])
 def test_an_address_has_a_host_and_a_port(text: str) -> None:
-    with refused("no address", f"--listen {text}", ADDRESS=text):
+    with refused(f"no address: {text}", f"--listen {text}"):
         parse_address(text, "--listen")
 
 

@@ -176,7 +176,7 @@ class TestInitialWeights:
         with refused("weights of timm for another network", "--init timm"):
             check_initial("timm", recipe)
         for name in ("hf:", "hf:me/net/file", "hf:me/net@"):
-            with refused("no name of the hub", f"--init {name}", NAME=name):
+            with refused(f"no name of the hub: {name}", f"--init {name}"):
                 check_initial(name, recipe)
 
     def test_the_hub_needs_its_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
