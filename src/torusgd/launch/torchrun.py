@@ -94,7 +94,7 @@ def run_joined(
     except UserError as error:
         member.end(Failure.of(error, rank))
     stop = StopFlag()
-    stop.install()
+    stop.install()  # from here on there may be something to save
     try:
         result = function(world, stop, _restarts(), member.heartbeat)
         world.barrier()

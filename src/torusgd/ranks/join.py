@@ -8,8 +8,6 @@ follows is neither encrypted nor signed: who can change packets on the way can c
 each, bounded in size and time. The agent says how many ranks it brings (`workers`), gets the job, says that it is
 `ready` and later how each of its ranks ended (`exit`); the launcher says which ranks to `start`, which to `kill`, and
 that it is over (`end`). Both beat by empty messages.
-
-To the supervisor a rank over there is a process like those here (`RemoteRank`).
 """
 
 import fcntl
@@ -309,7 +307,7 @@ def _why(error: OSError) -> str:
 
 
 class RemoteRank:
-    """The process of a rank on another machine, `node`, with what the supervisor needs of a process."""
+    """The process of a rank on another machine, `node`: to the supervisor one like those here."""
 
     def __init__(self, node: "JoinedNode", number: int) -> None:
         # The number of its start among all starts there: a later attempt uses the ranks' numbers again.

@@ -1,8 +1,6 @@
 """Who is late: the heartbeats of all ranks, and the roll call by which they are read.
 
-Each rank beats about once a second from a thread of its own, whatever its main thread is doing: a short JSON record in
-the ranks' common store (`Beat`) says that it is alive and what it is doing. Whoever watches reads the beats of all
-ranks and compares them with those it read before, by its own clock; the clocks of the hosts need not agree. The
+Each rank beats about once a second: a short JSON record in the ranks' common store (`Beat`) says what it is doing. The
 launcher watches its own ranks (`Watch`). If somebody else has launched them, rank 0 alone reads all beats and publishes
 what it found as one record, which the others read (`Follower`).
 
@@ -110,6 +108,8 @@ class Watch:
         records = self._store.multi_get([names[r] for r in present]) if present else []
         for rank, record in zip(present, records, strict=True):
             self.beats[rank] = Beat(**json.loads(record))
+        # By whether a beat is another one than before, and by the clock of this process: those of the hosts need not
+        # agree.
         for rank, beat in self.beats.items():
             self._seconds[rank] = self._silence[rank].seconds(beat)
         self._last = (self._silent() or self._stuck())[:MOST_NAMED]
@@ -370,6 +370,7 @@ class Heartbeat:
             self._unit_began = None
 
     def _run(self) -> None:
+        # A thread, so that a rank beats whatever its main thread is doing.
         idle, lateness, looks, worked = Unchanged(), Unchanged(), 0, time.process_time()
         try:
             for number in count(1):

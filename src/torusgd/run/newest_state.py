@@ -158,6 +158,7 @@ def choose(offers: Sequence[Offer]) -> Choice | None:
     newest = max(offer.copy for offer in offers)
     if newest < max(0, offers[0].disk):
         return Choice(source=0)
+    # All nodes save a copy after the same steps, rank 0's clock says which. So copies of one step must be equal.
     copies = [index for index, offer in enumerate(offers) if offer.copy == newest]
     if len({offers[index].digest for index in copies}) > 1:
         return None
@@ -186,14 +187,14 @@ class Beginning:
         self, job: Job, trainer: Trainer, checkpoints: Path, liveness: Liveness, memory: NodeMemory | None
     ) -> None:
         self._job, self._trainer, self._checkpoints, self._memory = job, trainer, checkpoints, memory
-        self._wait = lambda: liveness.outside("the checkpoint", str(checkpoints))
+        self._liveness = liveness
         self._copy: Checkpoint | None = None
 
     def offer(self, is_first: bool) -> Offer:
         """What this rank could give from outside the ranks."""
         if self._memory is None:  # then the disk has no rival, and the others need not know its step
             return Offer()
-        self._wait()
+        self.wait()
         self._copy = self._own_copy(self._memory)
         disk = step_on_disk(self._checkpoints) if is_first else 0
         if self._copy is None:
@@ -202,7 +203,7 @@ class Beginning:
 
     def wait(self) -> None:
         """Every rank calls it before one of them reads."""
-        self._wait()
+        self._liveness.outside("the checkpoint", str(self._checkpoints))
 
     def read(self, is_copy: bool) -> Found:
         """The state, on the rank that gives it; errors as of `agree`."""

@@ -1,10 +1,9 @@
 """The newest state of a run in the memory of its nodes, for ranks that torchrun starts again.
 
 torchrun ends all its workers when one fails, and when a node joins or leaves, and starts them again. So the first rank
-of each node saves copies of the state in a folder of the node's shared memory (`/dev/shm`), which lies on no disk and
-belongs to torchrun's agent there. When ranks begin, they take the newest copy that any node holds, or the newest
-checkpoint if that is newer (`newest_state`). All nodes save a copy after the same steps, rank 0's clock says which. So
-copies of one step must be equal.
+of each node saves copies of the state in a folder of the node's shared memory, which lies on no disk and belongs to
+torchrun's agent there. When ranks begin, they take the newest copy that any node holds, or the newest checkpoint if
+that is newer (`newest_state`).
 """
 
 import os

@@ -1,10 +1,7 @@
 """The state of a run for ranks that join: sent to each by a rank at work, beside the steps that it goes on taking.
 
-    1. Between two steps the rank at work copies its state. A thread sends the copy over a connection of its own.
-    2. After each further step it copies that step's mean gradient, and the thread sends it. The rank that joins makes
-       the same update by it as all others, with the same bits: it follows the run, and computes and sums nothing.
-    3. Once it is hardly behind it says that it is ready. The ranks change after a later step. The thread sends what is
-       left, and so all of them hold the same state when they meet.
+Between two steps the rank at work copies its state, and after each further step that step's mean gradient; a thread
+sends them. The rank that joins makes the same updates as all others, with the same bits, and computes and sums nothing.
 
 Only the length of the pause depends on this file: ranks that meet send the whole state to those that don't hold it
 (`newest_state.agree`). All of it is ours; Elan and torchft, too, have a peer send the state, which holds up its steps.
@@ -47,6 +44,7 @@ class StateFeeds:
 
     def after_step(self, tensors: StepState, state: RunState, is_updated: bool, event: Callable[[], Event]) -> None:
         """Sends on what a step has done, and the whole state to ranks that want it for the first time."""
+        # Copies, since the next step changes them while the thread sends.
         for feed in self._feeds.values():
             feed.send(tensors.change(is_updated), state, event())
         for rank in self._generations.joiners:
@@ -145,6 +143,8 @@ class StateFollower:
                 else:
                     step.state.follow(step.schedule[state.step - 1], dict(tensors))
                 self._state, self._event = state, header["event"]
+                # The ranks change after a later step, until which the thread sends what is left: all of them hold the
+                # same state when they meet.
                 if header["behind"] <= HARDLY_BEHIND:
                     caught_up()
             source.barrier()

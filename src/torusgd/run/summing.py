@@ -51,6 +51,7 @@ def sums_of(
     watched = monitor.over(allreduce)
     tail = shared_tail(model, recipe, options, world, monitor.watch)
     own = parameter_slots(model, wide_norms=recipe.has_wide_norms)
+    # Shards and column blocks have channels of their own, by how many ranks share a layer.
     channels, close_groups = channels_of(options, allreduce, watched, monitor, tail)
 
     def maximum_over_ranks(maxima: Tensor) -> None:

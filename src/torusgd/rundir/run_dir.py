@@ -93,7 +93,7 @@ class RunDir:
             else:
                 self._make_room(recipe)
             self.sweep()
-            forget_requests(self.path)
+            forget_requests(self.path)  # they were of an earlier run, which may have ended before it saw them
             if not self.recipe.exists():
                 write_text(self.recipe, dump_recipe(recipe))
             if agents:
