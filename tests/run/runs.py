@@ -18,6 +18,7 @@ from torusgd.comm.groups import group_of
 from torusgd.observe.events import plan_table
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schema import Recipe
 from torusgd.run.job import Job
 from torusgd.run.run import Run
 from torusgd.rundir.run_dir import RunDir
@@ -52,6 +53,19 @@ def run_here(
         return run.run().summary, console.export_text()
     finally:
         torch.set_num_threads(threads)
+
+
+def train_on_ranks(out: Path, recipe: Recipe, options: RuntimeOptions | None = None, **job: Any) -> dict[str, Any]:
+    """Trains on the ranks of this process' group, each of which calls it; the summary. `job`: more of its fields."""
+    ranks = group_of()
+    if ranks.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        RunDir(out).claim(recipe, fresh=False)
+    ranks.barrier()
+    run = Run(Job(recipe, options or RuntimeOptions(), "cpu", out, **job), ranks, StopFlag(), restarts=0)
+    summary = run.run().summary
+    ranks.barrier()  # before another run in the same folder
+    return summary
 
 
 def around_steps(run: Run, call: Callable[..., Any]) -> None:

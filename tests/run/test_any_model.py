@@ -8,23 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.comm.gloo_world import run_ranks
 from tests.messages import refused
-from tests.run.runs import TINY
-from torusgd.comm.groups import group_of
+from tests.run.runs import TINY, train_on_ranks
 from torusgd.errors import UserError
 from torusgd.models import build_model
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Model
-from torusgd.run.job import Job
-from torusgd.run.run import Run
 from torusgd.run.trained_weights import check_initial, read_initial
-from torusgd.rundir.run_dir import RunDir
-from torusgd.signals import StopFlag
 
 # case -> overrides of the tiny digits recipe, whether from the weights of other classes, and the runtime options
 CASES: dict[str, tuple[tuple[str, ...], bool, dict[str, Any]]] = {
@@ -60,16 +54,9 @@ def train(
     out: Path, *overrides: str, init: str | None = None, max_steps: int | None = None, **options: Any
 ) -> dict[str, Any]:
     """One run on the ranks of this process's group; rank 0's summary."""
-    world = group_of()
     recipe = load_recipe("digits", [*TINY, *overrides]).recipe
     recipe = recipe.resolve(precision="float32", memory_format="channels_last")
-    if world.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        RunDir(out).claim(recipe, fresh=False)
-    if world.size > 1:
-        dist.barrier()
-    job = Job(recipe, RuntimeOptions(**options), "cpu", out, init=init, max_steps=max_steps)
-    return Run(job, world, StopFlag(), restarts=0).run().summary
+    return train_on_ranks(out, recipe, RuntimeOptions(**options), init=init, max_steps=max_steps)
 
 
 def train_cases(out: str, init: str, names: Iterable[str] = tuple(CASES)) -> dict[str, str]:

@@ -13,14 +13,11 @@ from tests.comm.gloo_world import run_ranks
 from tests.data.pictures import write_folder
 from tests.data.tables import write_lists, write_parquet
 from tests.data.tars import write_shards
+from tests.run.runs import train_on_ranks
 from torusgd.comm.groups import group_of
 from torusgd.data.tar_index import FILE, make_index, write_index
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.job import Job
-from torusgd.run.run import Run
-from torusgd.rundir.run_dir import RunDir
-from torusgd.signals import StopFlag
 
 RECIPE = (
     "virtual_workers=3",
@@ -43,19 +40,12 @@ def write_images(root: Path) -> None:
 
 
 def train_cases(images: str, out: str) -> None:
-    ranks, threads = group_of(), torch.get_num_threads()
+    ranks, threads = group_of().size, torch.get_num_threads()
     for source, folder in CASES.items():
         recipe = load_recipe("digits", [*RECIPE, f"data={{source: {source}, {DATA}}}"]).recipe
         recipe = recipe.resolve(precision="float32", memory_format="channels_last")
-        path = Path(out) / source
-        if ranks.rank == 0:
-            path.mkdir(parents=True)
-            RunDir(path).claim(recipe, fresh=False)
-        ranks.barrier()
-        options = RuntimeOptions(drift_every=1, loader_processes=2 if ranks.size == 1 else 0)
-        job = Job(recipe, options, "cpu", path, Path(images) / folder)
-        Run(job, ranks, StopFlag(), restarts=0).run()
-        ranks.barrier()
+        options = RuntimeOptions(drift_every=1, loader_processes=2 if ranks == 1 else 0)
+        train_on_ranks(Path(out) / source, recipe, options, data=Path(images) / folder)
     torch.set_num_threads(threads)
 
 

@@ -5,17 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.comm.gloo_world import run_ranks
-from tests.run.runs import events
-from torusgd.comm.groups import group_of
+from tests.run.runs import events, train_on_ranks
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.job import Job
-from torusgd.run.run import Run
-from torusgd.rundir.run_dir import RunDir
-from torusgd.signals import StopFlag
 
 # Real digits over a change of stage, with dropout, shifts, batch norm, LARS, and a polish of uneven batches.
 BASE = (
@@ -88,19 +82,10 @@ COMPARED = (
 
 
 def train_cases(out: str, cases: list[str]) -> None:
-    ranks = group_of()
     for name in cases:
         given = load_recipe(name, NETWORKS[name]) if name in NETWORKS else load_recipe("digits", [*BASE, *CASES[name]])
         recipe = given.recipe.resolve(precision="float32", memory_format="channels_last")
-        path = Path(out) / name
-        if ranks.rank == 0:
-            path.mkdir()
-            RunDir(path).claim(recipe, fresh=False)
-        dist.barrier()
-        Run(
-            Job(recipe, RUNTIME.get(name, RuntimeOptions(drift_every=1)), "cpu", path), ranks, StopFlag(), restarts=0
-        ).run()
-        dist.barrier()
+        train_on_ranks(Path(out) / name, recipe, RUNTIME.get(name, RuntimeOptions(drift_every=1)))
 
 
 def run_world(size: int, out: Path, cases: list[str]) -> dict[str, Any]:

@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.comm.gloo_world import run_ranks
+from tests.run.runs import train_on_ranks
 from torusgd.comm import exact_sum
-from torusgd.comm.groups import group_of
 from torusgd.gradients import integer_sum as gradients
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.job import Job
-from torusgd.run.run import Run
-from torusgd.rundir.run_dir import RunDir
-from torusgd.signals import StopFlag
 
 # Wide enough that norms have several blocks and a shard ends within a tensor; dropout, batch norm, two stages, polish.
 BASE = (
@@ -51,20 +46,9 @@ def train(
     out: Path, overrides: tuple[str, ...], options: dict[str, Any], max_steps: int | None = None
 ) -> dict[str, Any]:
     """One run on these ranks; every rank has the summary."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    ranks = group_of()
     plain = {"precision": "float32", "memory_format": "channels_last"}
     recipe = load_recipe("digits", [*BASE, *overrides]).recipe.resolve(**plain)
-    if ranks.rank == 0:
-        out.mkdir(exist_ok=True)
-        RunDir(out).claim(recipe, fresh=False)
-    if size > 1:
-        dist.barrier()
-    job = Job(recipe, RuntimeOptions(**{"drift_every": 1, **options}), "cpu", out, max_steps=max_steps)
-    summary = Run(job, ranks, StopFlag(), restarts=0).run().summary
-    if size > 1:
-        dist.barrier()
-    return summary
+    return train_on_ranks(out, recipe, RuntimeOptions(**{"drift_every": 1, **options}), max_steps=max_steps)
 
 
 def train_case(out: Path, name: str, **more: Any) -> dict[str, Any]:

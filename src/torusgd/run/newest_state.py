@@ -304,7 +304,7 @@ def _found(
             f"the copy in the memory of {socket.gethostname()}" if choice.is_copy else "the checkpoint",
         )
     assert kept.state is not None, "it holds it"
-    if len(choice.holders) < world.size:
+    if len(choice.holders) < len(world.ranks):
         return kept.state, kept.tensors, ""
     # All have the weights; scales of gradients may differ if one rank has measured again.
     return kept.state, {name: each for name, each in kept.tensors.items() if not name.startswith(_LARGE)}, ""
