@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")])
 
-from tests.run.processes import Process, last_step, until
+from tests.polling import until
+from tests.run.processes import Process, last_step
 
 from torusgd.data.registry import open_sources
 from torusgd.launch.local import TOKEN

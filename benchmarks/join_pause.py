@@ -24,7 +24,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from tests.run.processes import Process, last_step, torusgd, until, wait_for_step
+from tests.polling import until
+from tests.run.processes import Process, last_step, torusgd, wait_for_step
 from tests.run.runs import command
 
 AFTER = 4

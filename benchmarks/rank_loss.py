@@ -27,8 +27,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
+from tests.polling import until
 from tests.rehearse.test_join_in_lab import COMMAND
-from tests.run.processes import last_step, summary, torusgd, until, wait_for_step
+from tests.run.processes import last_step, summary, torusgd, wait_for_step
 
 from changes import GO_ON, LONGEST
 from torusgd.ranks.join import make_token

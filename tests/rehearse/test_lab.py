@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.messages import refused
+from tests.polling import until
 from tests.rehearse.marks import needs_lab
-from tests.run.processes import is_alive, until
+from tests.run.processes import is_alive
 from torusgd.comm.algorithms import parse_algorithm
 from torusgd.errors import RunError
 from torusgd.rehearse.lab import Host, Lab

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.polling import until
 from tests.rehearse.marks import needs_lab
-from tests.run.processes import RECIPE, last_step, results, run_alone, summary, until
+from tests.run.processes import RECIPE, last_step, results, run_alone, summary
 from torusgd.rehearse.lab import Host, Lab
 
 pytestmark = needs_lab
