@@ -6,14 +6,20 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from .arithmetic import is_portable, portable
 from .errors import RunError, UserError
 from .recipe.schema import Recipe
 
-_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": None, "portable": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_SCALE = 2.0**24
 """largest loss scale, as in NVIDIA's Apex: with gradients that are all zero nothing else would stop its growth"""
 _MOST_STATE = 2.0**64
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+def arithmetic_of(recipe: Recipe) -> AbstractContextManager[object]:
+    """The context of every thread that computes something of a recipe: portable rules, or torch's own operators."""
+    return portable() if recipe.precision == "portable" else nullcontext()
 
 
 class Precision:
@@ -29,6 +35,7 @@ class Precision:
         """memory format of the activations, and so of the images"""
         self._device = device
         self._is_scaling = recipe.precision == "float16"
+        self._is_portable = recipe.precision == "portable"
         self._interval = recipe.loss_scale.growth_interval
         self.loss_scale = recipe.loss_scale.initial if self._is_scaling else 1.0
         self.accepted_in_a_row = 0
@@ -39,7 +46,11 @@ class Precision:
         return self._dtype or torch.float32
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context of a forward pass."""
+        """The context of a forward pass, in a thread that is inside of `arithmetic_of` the recipe."""
+        if self._is_portable and not is_portable():
+            raise RunError(
+                "precision = portable: a pass outside of portable arithmetic; its bits would be the machine's"
+            )
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)

@@ -26,6 +26,7 @@ Run = Callable[..., tuple[int, str, str]]
 GPU = {"device": "cuda"}
 CUTOFF, LOCAL = "synchrony={form: cutoff, count: 3}", "synchrony={form: local, local_steps: 2}"
 BY_DELAYS = "synchrony={form: cutoff, count: 3, delays: lognormal}"
+PORTABLE = "precision=portable"
 INEXACT, BLOCKS, SHARDED = "reduction=float32", "column_blocks=2", "runtime.update=sharded"
 GRAPHS, STREAMS, STEALING = "runtime.cuda_graphs=true", "runtime.cuda_streams=2", "runtime.work_stealing=true"
 FIRST, RANGE = "runtime.weights_first=true", "runtime.workers_range=[1, 4]"
@@ -43,6 +44,7 @@ BROKEN: list[list[str]] = [
     [LOCAL, "optimizer={name: adamw}"],
     [CUTOFF, INEXACT],
     [CUTOFF, BLOCKS],
+    *([PORTABLE, other] for other in ("compile=true", INEXACT, "data.decoder=nvjpeg", BY_DELAYS, "data.resize=9")),
 ]
 """overrides of digits, for each rule of recipes in their order"""
 REFUSED: list[tuple[list[str], dict[str, Any]]] = [
@@ -69,6 +71,7 @@ REFUSED: list[tuple[list[str], dict[str, Any]]] = [
             STEALING,
         )
     ),
+    ([GRAPHS, PORTABLE], GPU),
     (["data.decoder=nvjpeg"], {}),
     (["data.decoder=nvjpeg", "runtime.loader_processes=2"], GPU),
     ([], {"listens": True, "launcher": "other"}),

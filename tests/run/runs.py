@@ -16,6 +16,7 @@ from rich.console import Console
 
 from torusgd.comm.groups import group_of
 from torusgd.observe.events import plan_table
+from torusgd.precision import arithmetic_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schema import Recipe
@@ -38,19 +39,25 @@ TINY = (
 
 
 def run_here(
-    out: Path, *overrides: str, tiny: bool = True, options: RuntimeOptions | None = None, **job: Any
+    out: Path,
+    *overrides: str,
+    recipe: str = "digits",
+    tiny: bool = True,
+    options: RuntimeOptions | None = None,
+    **job: Any,
 ) -> tuple[dict[str, Any], str]:
     """Trains in this process on one rank; the summary and the printed plan. `job`: more of its fields."""
-    recipe = resolve_auto(load_recipe("digits", [*(TINY if tiny else ()), *overrides]).recipe, "cpu")
+    loaded = resolve_auto(load_recipe(recipe, [*(TINY if tiny else ()), *overrides]).recipe, "cpu")
     folder = RunDir(out)
     out.mkdir(parents=True, exist_ok=True)
-    folder.claim(recipe, fresh=False)
+    folder.claim(loaded, fresh=False)
     threads = torch.get_num_threads()
     try:
-        run = Run(Job(recipe, options or RuntimeOptions(), "cpu", out, **job), group_of(), StopFlag(), restarts=0)
-        console = Console(width=200, record=True, file=io.StringIO())
-        console.print(plan_table(recipe, run.schedule, 1))
-        return run.run().summary, console.export_text()
+        with arithmetic_of(loaded):
+            run = Run(Job(loaded, options or RuntimeOptions(), "cpu", out, **job), group_of(), StopFlag(), restarts=0)
+            console = Console(width=200, record=True, file=io.StringIO())
+            console.print(plan_table(loaded, run.schedule, 1))
+            return run.run().summary, console.export_text()
     finally:
         torch.set_num_threads(threads)
 

@@ -122,6 +122,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "compile": ([], "compile=true"),
     "reduction": ([], "reduction=float16"),
     "float32_norms": (["reduction=float16"], "float32_norms=true"),
+    "arithmetic": ([], "arithmetic=2"),
     # Two threads wait busily for each other where processors are few.
     "threads": (["stages=[{until: 2st, images_per_worker: 3}]", "evaluate.every=null"], "threads=2"),
     "evaluate.every": ([], "evaluate.every=1st"),

@@ -3,8 +3,9 @@
 `portable` is a context in which torch's operators run by rules of this folder; it works in anyone's training loop.
 """
 
+from .contraction import price
 from .draws import beta
 from .methods import METHODS
-from .mode import VERSION, portable
+from .mode import VERSION, is_portable, portable
 
-__all__ = ["METHODS", "VERSION", "beta", "portable"]
+__all__ = ["METHODS", "VERSION", "beta", "is_portable", "portable", "price"]

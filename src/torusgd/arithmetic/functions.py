@@ -122,10 +122,15 @@ def sine_and_cosine64(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def elementwise(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """A function of float64 tensors for float32 ones of one shape, block by block: float32, laid out like the first."""
+    """A function of float64 tensors for float32 ones of one shape, block by block: float32, laid out like the first.
+
+    Of float64 tensors it is the function itself.
+    """
     first = inputs[0]
+    if first.dtype == torch.float64:
+        return function(*inputs)
     if first.dtype != torch.float32:
-        raise UserError(f"portable arithmetic: a function of {first.dtype}; it takes torch.float32 alone")
+        raise UserError(f"portable arithmetic: a function of {first.dtype}; it takes torch.float32 and float64")
     if first.numel() <= _BLOCK:
         return function(*(x.double() for x in inputs)).float()
     result = torch.empty_like(first)

@@ -239,9 +239,9 @@ def _scattered(function: Callable[[Tensor, Tensor], Tensor], zeros: Tensor, valu
 @RULES.of(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Tensor:
     if not accumulate or not x.is_floating_point():
-        return x.index_put(indices, values, accumulate)
+        return aten.index_put.default(x, indices, values, accumulate)
     zeros = torch.zeros_like(x)
-    return x + _scattered(lambda z, v: z.index_put_(indices, v, accumulate=True), zeros, values)
+    return x + _scattered(lambda z, v: aten.index_put_.default(z, indices, v, True), zeros, values)
 
 
 for _overload in (aten.index_put_.default, aten._index_put_impl_.default):

@@ -154,7 +154,7 @@ _is_exact: dict[tuple[Any, ...], bool] = {}
 
 @contextmanager
 def only_methods(names: Sequence[str] | None) -> Any:
-    """Uses these methods inside, in this order; None: all that are exact here, the fastest first.
+    """Uses these methods inside, in this order; None: those chosen outside, or all, the fastest first.
 
     Raises:
         UserError: A name that is none of METHODS.
@@ -162,7 +162,7 @@ def only_methods(names: Sequence[str] | None) -> Any:
     for name in names or ():
         if name not in METHODS:
             raise UserError(f"methods: {name!r} is none of {', '.join(METHODS)}")
-    token = _chosen.set(None if names is None else tuple(names))
+    token = _chosen.set(_chosen.get() if names is None else tuple(names))
     try:
         yield
     finally:

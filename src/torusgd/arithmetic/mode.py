@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..errors import UserError
 from . import layers, operations
 from .methods import only_methods
-from .rules import PASSING
+from .rules import EXACT_OF_INTEGERS, PASSING
 
 _RULES = {**layers.RULES, **operations.RULES}
 
@@ -43,9 +43,18 @@ def portable(methods: Sequence[str] | None = None) -> Iterator[None]:
     ...     layer = torch.nn.Linear(2, 2)
     ...     layer(torch.ones(1, 2)).sum().backward()
     """
-    torch.set_flush_denormal(False)
-    with only_methods(methods), _Attention(), PortableMode():
-        yield
+    with only_methods(methods):
+        if is_portable():  # a second mode would look for rules of what the first one's rules do
+            yield
+            return
+        torch.set_flush_denormal(False)
+        with _Attention(), PortableMode():
+            yield
+
+
+def is_portable() -> bool:
+    """Whether this thread is inside of `portable`."""
+    return any(isinstance(mode, PortableMode) for mode in _get_current_dispatch_mode_stack())
 
 
 class PortableMode(TorchDispatchMode):
@@ -55,7 +64,7 @@ class PortableMode(TorchDispatchMode):
         """The result of an operator; torch calls this."""
         with torch._C.DisableTorchFunction():  # a rule's own calls need no `_Attention`
             found = _RULES.get(func)
-            if found is not None:
+            if found is not None and not (func in EXACT_OF_INTEGERS and not args[0].is_floating_point()):
                 return found(*args, **kwargs) if kwargs else found(*args)
             result = func(*args, **kwargs) if kwargs else func(*args)
         if func not in PASSING and any(_floats(value) for value in (*args, *(kwargs or {}).values(), result)):

@@ -204,6 +204,39 @@ for _name, _forms in _LISTED.items():
                 RULES[getattr(_packet, _which)] = _each(_form, bool(_suffix))
 
 
+@RULES.of(aten._fused_sgd_.default)
+def _sgd_step(
+    weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], *, weight_decay: float, momentum: float,
+    lr: float, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool, **unused: Any,
+) -> None:  # fmt: skip
+    """SGD as torch has it, each operation rounded: g + w * decay; b * momentum + g * (1 - dampening); w - b * lr."""
+    for number, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+        step = gradient.neg() if maximize else gradient
+        if weight_decay:
+            step = step + weight * weight_decay
+        if momentum:
+            buffer = buffers[number]
+            if is_first_step:
+                buffer.copy_(step)
+            else:
+                buffer.mul_(momentum).add_(step * (1 - dampening))
+            step = step + buffer * momentum if nesterov else buffer
+        weight.sub_(step * lr)
+
+
+# Messages
+
+_LARGEST_AND_LEAST = (3, 4)
+"""torch.distributed's numbers of reductions that have no order"""
+
+
+@RULES.of(torch.ops.c10d.allreduce_.default)
+def _all_reduce(tensors: list[Tensor], group: Any, operation: Any, *args: Any) -> Any:
+    if any(x.is_floating_point() for x in tensors) and operation.op() not in _LARGEST_AND_LEAST:
+        raise UserError("portable arithmetic: a sum of floats over ranks has their order; use exact_all_reduce")
+    return torch.ops.c10d.allreduce_.default(tensors, group, operation, *args)
+
+
 # Draws
 
 

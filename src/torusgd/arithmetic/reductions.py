@@ -4,6 +4,7 @@ The grid of a sum lies 22 bits below the smallest power of two above the largest
 (`scales.grid_offset`); each sum has its own. At most 2**30 such terms add in float64 without rounding, in any order.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from ..errors import UserError
 from .scales import amax_over, grid_offset
 
 _MOST_TERMS = 1 << 30
+_MOST_FLOAT64 = 4096
 
 
 def on_grid(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -20,16 +22,30 @@ def on_grid(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def grid_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
-    """The exact sum of float32 values rounded to their grid: float64.
+    """The exact sum of float32 values rounded to their grid: float64. Of float64 values, that in row order.
 
     >>> grid_sum(torch.tensor([1.0, 2.0**-21, 2.0**-23]), (0,)).item() - 1 == 2.0**-21
     True
     """
     if x.numel() == 0:
         return x.double().sum(dims, keepdim)
+    if x.dtype == torch.float64:
+        return _in_row_order(x, dims, keepdim)
     if x.numel() > _MOST_TERMS:
         raise UserError(f"portable arithmetic: a sum over a tensor of {x.numel()} elements; there may be {_MOST_TERMS}")
     return on_grid(x, dims).sum(dims, keepdim)
+
+
+def _in_row_order(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """The sum of a few float64 values, one after the other."""
+    rest = [dim for dim in range(x.dim()) if dim not in dims]
+    terms = x.permute(*dims, *rest).reshape(count_of(x, dims), *(x.shape[dim] for dim in rest))
+    if len(terms) > _MOST_FLOAT64:
+        raise UserError(f"portable arithmetic: a sum of {len(terms)} float64 values; there may be {_MOST_FLOAT64}")
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total.add_(term)
+    return total.view([1 if dim in dims else x.shape[dim] for dim in range(x.dim())]) if keepdim else total
 
 
 def all_dims(x: Tensor, dims: int | list[int] | tuple[int, ...] | None = None) -> tuple[int, ...]:
@@ -63,17 +79,23 @@ def mean(x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The correctly rounded square root of float32 values.
+    """The correctly rounded square root of float32 or float64 values, in their dtype.
 
-    torch's own is off for 16 % of float32 values on x86. That of float64, off by a unit, still rounds right: a root
-    is never as near to the middle of two float32 values.
+    torch's own is off for 16 % of float32 values and 1 % of float64 on x86. That of float64, off by a unit, still
+    rounds right for float32 values: a root is never as near to the middle of two of them.
     """
-    return x.double().sqrt_().float()
+    return x.double().sqrt_().float() if x.dtype == torch.float32 else _square_root64(x)
+
+
+def _square_root64(x: Tensor) -> Tensor:
+    if x.is_cuda:
+        return x.sqrt()  # IEEE's there
+    return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))  # the processor's own instruction
 
 
 def norm(x: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
     """The Euclidean norm: the root of the grid sum of float32 squares."""
-    return grid_sum(x * x, dims, keepdim).sqrt_().float()
+    return _square_root64(grid_sum(x * x, dims, keepdim)).float()
 
 
 def variance(x: Tensor, dims: tuple[int, ...], correction: float = 1, keepdim: bool = False) -> tuple[Tensor, Tensor]:

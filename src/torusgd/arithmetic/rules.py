@@ -30,23 +30,41 @@ _MOVES = """
 _COMPARISONS = """
     _unique2 all amax amin aminmax any argmax argmin bitwise_and bitwise_not bitwise_or clamp clamp_ clamp_max
     clamp_max_ clamp_min clamp_min_ eq equal fmax fmin ge gt hardtanh hardtanh_ hardtanh_backward heaviside
-    is_nonzero is_same_size isfinite isin isinf isnan le logical_and logical_and_ logical_not logical_or
-    logical_xor lt max maximum min minimum ne relu relu6 relu_ searchsorted sign signbit threshold
-    threshold_backward
+    is_nonzero is_same_size isfinite isin isinf isneginf isposinf isnan le logical_and logical_and_ logical_not
+    logical_or logical_xor lt max maximum min minimum nan_to_num nan_to_num_ ne relu relu6 relu_ searchsorted
+    sign signbit threshold threshold_backward
 """
 """of equal values the first index is given (`argmax`, `max`); `sort` and `topk` promise no order, so they don't pass"""
-_SINGLE_OPERATIONS = "abs abs_ ceil ceil_ floor floor_ mul mul_ neg neg_ round round_ trunc trunc_ frac copysign sgn"
+_SINGLE_OPERATIONS = (
+    "abs abs_ ceil ceil_ floor floor_ frexp mul mul_ neg neg_ round round_ trunc trunc_ frac copysign sgn"
+)
 
+
+_MESSAGES = """
+    _allgather_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ alltoall_ alltoall_base_ barrier
+    broadcast_ gather_ monitored_barrier_ recv_ recv_any_source_ scatter_ send
+"""
+"""of torch.distributed, that move values"""
 
 PASSING = frozenset(
     getattr(packet, overload)
-    for name in (_MOVES + _COMPARISONS + _SINGLE_OPERATIONS).split()
-    if (packet := getattr(aten, name, None)) is not None
+    for space, names in ((aten, _MOVES + _COMPARISONS + _SINGLE_OPERATIONS), (torch.ops.c10d, _MESSAGES))
+    for name in names.split()
+    if (packet := getattr(space, name, None)) is not None
     for overload in packet.overloads()
     # Those of `scatter` that add, and a rounding to decimals, which is a product, a rounding and a quotient.
     if "reduce" not in overload and "decimals" not in overload
-)
+) | {aten.median.default}
 """by overload"""
+
+
+EXACT_OF_INTEGERS = frozenset(
+    getattr(packet, overload)
+    for name in ["addmm", "baddbmm", "bmm", "dot", "index_add", "index_add_", "mm", "mv", "scatter_add", "scatter_add_"]
+    for packet in (getattr(aten, name),)
+    for overload in packet.overloads()
+)
+"""operators with a rule that integers don't need, by overload"""
 
 
 class Rules(dict[Any, Rule]):

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..comm.allreduce import NativeAllReduce
 from ..data.pipeline import Pipeline
 from ..launch.torchrun import join
-from ..precision import Precision
+from ..precision import Precision, arithmetic_of
 from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schema import Recipe
 from ..run.trained_weights import open_trained
@@ -39,7 +39,8 @@ class Assessment:
         """Classifies every held-out image; `observe` takes the logits and targets of each chunk."""
         pipeline = Pipeline(self.trained.held_out, self.recipe.held_out_data, self.recipe.seed)
         settings, allreduce = self.recipe.evaluate, NativeAllReduce(self.world)
-        result = evaluate(self.model, pipeline, settings, self.world, allreduce, self.precision, observe=observe)
+        with arithmetic_of(self.recipe):
+            result = evaluate(self.model, pipeline, settings, self.world, allreduce, self.precision, observe=observe)
         assert result is not None, "no assessment is stopped"
         return result
 
@@ -56,6 +57,6 @@ class Assessment:
     def polish(self) -> int:
         """Sets the batch-norm statistics over training images; their number."""
         pipeline = Pipeline(self.trained.train, self.recipe.data, self.recipe.seed)
-        return polish_by_recipe(
-            self.model, pipeline, self.recipe, self.world, NativeAllReduce(self.world), self.precision
-        )
+        allreduce = NativeAllReduce(self.world)
+        with arithmetic_of(self.recipe):
+            return polish_by_recipe(self.model, pipeline, self.recipe, self.world, allreduce, self.precision)

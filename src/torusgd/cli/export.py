@@ -74,6 +74,8 @@ def export(
             assert trained is not None
             worst = (export_onnx if name == "onnx" else export_torch)(trained, path)
             found = f": logits as the network's, within {worst:.1e} of the largest"
+            if trained.recipe.precision == "portable":
+                found += "; its weights are portable, its arithmetic is that of whatever runs it"
         terminal.print(f"wrote {path}{found}", markup=False)
 
 

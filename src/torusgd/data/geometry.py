@@ -86,7 +86,9 @@ def draw_warps(augment: Augment, channels: int, seed: int, epochs: Int64, indice
 
     widest = power(math.e, augment.distortion)
     distortions = [power(widest * widest, u) / widest - 1 for u in draw(_DISTORTION).tolist()]
-    contrast = [[power(augment.contrast**2, u) / augment.contrast for u in row] for row in by_channel(_CONTRAST)]
+    contrast = [
+        [power(augment.contrast * augment.contrast, u) / augment.contrast for u in row] for row in by_channel(_CONTRAST)
+    ]
     return Warps(
         angles=augment.rotation * (2 * draw(_ROTATION) - 1),
         distortions=np.array(distortions),

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from .. import arithmetic
 from ..recipe.data_schema import Augment
 from ..rng import ERASE, MIX, keyed_uniform
 from .geometry import log_uniform
@@ -72,7 +73,8 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
     partners = images[::-1].copy()
     shares = np.empty(len(images), dtype=np.float32)
     for i in range(len(images)):
-        share = beta(augment.cutmix if pasted[i] else augment.mixup, draws[i, _SHARE:])
+        alpha, key = augment.cutmix if pasted[i] else augment.mixup, (seed, int(epochs[i]), int(indices[i]))
+        share = beta(alpha, draws[i, _SHARE:]) if is_by_products(alpha) else arithmetic.beta(alpha, MIX, *key)
         if pasted[i]:
             rows, columns = (
                 _span(side, math.sqrt(1 - share), float(draws[i, number]))
@@ -89,11 +91,20 @@ def mix(images: Float32, augment: Augment, seed: int, epochs: Int64, indices: In
     return shares
 
 
+def is_by_products(alpha: float) -> bool:
+    """Whether u ** (1 / alpha) is a product of u's, and needs no library's power.
+
+    >>> is_by_products(0.2), is_by_products(0.8)
+    (True, False)
+    """
+    return alpha <= 1 and abs(round(1 / alpha) - 1 / alpha) <= 1e-9
+
+
 def beta(alpha: float, draws: Float64) -> float:
     """A draw from Beta(alpha, alpha) by Johnk's method.
 
     Args:
-        alpha: 1, or one over a whole number: then u ** (1 / alpha) is a product of u's, and needs no library's power.
+        alpha: 1, or one over a whole number (`is_by_products`).
         draws: Uniform in [0, 1), two for each attempt.
 
     >>> beta(1.0, np.array([0.25, 0.5]))

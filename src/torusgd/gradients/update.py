@@ -56,7 +56,7 @@ class Update:
         model: Of the reducer.
         optimizer: Of `torusgd.optim`, over whole parameters, or column blocks: its class, groups and values are taken.
         reducer: Puts the mean into the `grad` of `owned`.
-        sum_over_ranks: Sums a float32 tensor over all ranks, in place.
+        sum_over_ranks: Sums an int32 tensor over all ranks, in place.
         columns: The layers in column blocks; None: there are none.
         take_step: Takes the optimizer's steps in its place; replicated updates only.
         follows_schedule: Whether the schedule's rates are for this optimizer; with local steps they are for that of the
@@ -98,13 +98,13 @@ class Update:
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """The norm of the mean gradient over all parameters; every rank calls it, since shards send block norms."""
-        # It is the root of the sum, by the parameters' names, of the squares of `optim.norms`' layer norms, so that it
-        # has the same bits however the gradient is spread.
+        # It is the root of the exact sum of the squares of `optim.norms`' layer norms, so that it has the same bits
+        # however the gradient is spread.
         owned, grads = self._reducer.owned, self._reducer.means
         norms = self._norms([*owned, *grads])[len(owned) :].tolist()
         # Blocks of one parameter all have the whole parameter's norm.
         by_name = dict(zip((slot.parameter for slot in self._reducer.layout.held), norms, strict=True))
-        return math.sqrt(sum(by_name[name] ** 2 for name in sorted(by_name)))
+        return math.sqrt(math.fsum(norm * norm for norm in by_name.values()))
 
     def set_rates(self, step: Step) -> None:
         if self._follows_schedule:
@@ -315,7 +315,7 @@ class BlockNorms:
 
     Args:
         reducer: Its layout has the slots that this rank updates.
-        complete: Function that sums a float32 tensor, in place, over ranks that together own every block once.
+        complete: Function that sums an int32 tensor, in place, over ranks that together own every block once.
     """
 
     def __init__(self, reducer: Reducer, complete: Callable[[Tensor], object]) -> None:
@@ -341,15 +341,15 @@ class BlockNorms:
         shared = list(dict.fromkeys(run.parameter for run in runs if run is not None))
         if shared:
             counts = [self._counts[parameter] for parameter in shared]
-            # Zeros for the blocks of other ranks: adding zero is exact, so that the sum of the tables is a copy of each
-            # owner's norms, whatever algorithm adds them.
+            # Zeros for the blocks of other ranks, and the bits of the norms as integers: so the sum of the tables is a
+            # copy of each owner's norms, whatever algorithm adds them.
             table = torch.zeros(2, sum(counts), device=norms[0].device)
             rows = [dict(zip(shared, row.split(counts), strict=True)) for row in table]
             for number, own in enumerate(norms):
                 half, run = number // len(params), runs[number % len(params)]
                 if run is not None and run.is_owner:
                     rows[half][run.parameter][run.first : run.first + len(own)].copy_(own)
-            self._complete(table.view(-1))
+            self._complete(table.view(-1).view(torch.int32))
             for number in range(len(norms)):
                 run = runs[number % len(params)]
                 if run is not None:

@@ -5,13 +5,13 @@ small residual nets (ours) for images of 8x8 and 28x28 pixels train on a CPU in 
 positions before the classifier, so they take other sizes of images, too.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..scalars import logarithm
 from .pooling import Blur2d, MaxPool2d
 
 
@@ -119,7 +119,7 @@ def init_residual(
             nn.init.kaiming_normal_(module.weight, mode="fan_in" if fan_in else "fan_out", nonlinearity="relu")
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.01)
-            nn.init.constant_(module.bias, -math.log(module.out_features) if rare else 0.0)
+            nn.init.constant_(module.bias, -logarithm(module.out_features) if rare else 0.0)
         elif isinstance(module, nn.BatchNorm2d) and uniform_gamma:
             nn.init.uniform_(module.weight)
     # After the loop above, which may have drawn these gammas.

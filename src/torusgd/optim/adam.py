@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import UserError
+from ..scalars import power
 from .lars import Norms
 from .norms import layer_norms
 from .sgd import add_param_group, value_of
@@ -75,8 +76,8 @@ class AdamW(Optimizer):
         state["exp_avg"].mul_(beta1).add_(gradient * (1 - beta1))
         state["exp_avg_sq"].mul_(beta2).add_(gradient.square().mul_(1 - beta2))
         # The bias corrections are Python floats, so that the step's number never waits for a device.
-        denominator = state["exp_avg_sq"].div(1 - beta2**number).sqrt_().add_(group["eps"])
-        return state["exp_avg"].div(1 - beta1**number).div_(denominator)
+        denominator = state["exp_avg_sq"].div(1 - power(beta2, number)).sqrt_().add_(group["eps"])
+        return state["exp_avg"].div(1 - power(beta1, number)).div_(denominator)
 
     def _apply(self, group: dict[str, Any], params: list[Tensor], directions: list[Tensor]) -> None:
         for param, direction in zip(params, directions, strict=True):

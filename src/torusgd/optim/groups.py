@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..recipe import schema as recipe
+from ..scalars import power
 from .adam import AdamW, Lamb
 from .lars import Lars, Norms
 from .norms import layer_norms
@@ -59,7 +60,9 @@ def rate_factors(settings: recipe.Optimizer, model: nn.Module, head: Collection[
         if layer in weighty:
             last = numbers.setdefault(layer, len(numbers))
         of_parameter[name] = last
-    factors = {name: settings.layer_decay ** (max(len(numbers), 1) - number) for name, number in of_parameter.items()}
+    factors = {
+        name: power(settings.layer_decay, max(len(numbers), 1) - number) for name, number in of_parameter.items()
+    }
     return {name: factors.get(name, settings.head_lr) for name, _ in model.named_parameters()}
 
 

@@ -29,6 +29,9 @@ from .forecast import Workload, longest_share, with_communication
 from .roofline import matched
 from .timeline import step_time
 
+_PORTABLE_SLOWDOWN = 2.5
+"""of a step, over float32's: ResNet-18 on a CPU without int8 dot products (docs/methods/portable-arithmetic.md)"""
+
 
 def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, software: Software) -> Software:
     """The program that trains a recipe on `runtime.workers` devices, for `forecast`, `step_time` and rehearsals.
@@ -56,6 +59,10 @@ def program_for(recipe: Recipe, runtime: RuntimeOptions, cluster: Cluster, softw
         changes["linear_groups"] = _groups(runtime, runtime.workers)
     first = runtime.weights_first if "weights_first" in given else software.weights_first
     precision = software.precision if recipe.precision == "auto" else recipe.precision
+    if precision == "portable":  # float32's passes with slower kernels
+        precision, slowdown = "float32", _PORTABLE_SLOWDOWN
+        kernels = {"math": software.math / slowdown, "memory": software.memory / slowdown}
+        software = software.model_copy(update={**kernels, "launch": software.launch * slowdown})
     program = with_communication(software, **changes)
     shares = "even" if obstacle(BY_SPEED, Setup(recipe)) else runtime.shares if "shares" in given else software.shares
     update = {"precision": precision, "sharded_update": sharded, "shares": shares, "weights_first": first}

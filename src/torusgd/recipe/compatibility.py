@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 _DEFAULTS = RuntimeOptions()
+_SOURCES_OF_PIXELS = ("digits", "mnist", "numpy")
+"""that are bytes of pixels as they lie in files"""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,13 @@ def _is_disallowed(setup: Setup) -> bool:
     return setup.ranks is not None and setup.options.model_parallel not in allowed_parallel(setup.ranks, blocks)
 
 
+def _resamples(setup: Setup) -> bool:
+    recipe = setup.recipe
+    resized = (recipe.data.resize, recipe.evaluate.resize, *(stage.resize for stage in recipe.stages))
+    is_resampled = any(size is not None for size in resized) or recipe.data.augment.crop == "resized"
+    return is_resampled or recipe.data.source not in _SOURCES_OF_PIXELS
+
+
 # Values of a recipe.
 INEXACT = Part("reduction", "`reduction` other than exact", lambda s: s.recipe.reduction != "exact")
 IN_BLOCKS = Part("column_blocks", "`column_blocks` above 1", lambda s: s.recipe.column_blocks > 1)
@@ -148,6 +157,7 @@ LOCAL = Part("synchrony.form", "`synchrony.form: local`", lambda s: s.recipe.syn
 FLOAT16 = Part("precision", "`precision: float16`", lambda s: s.recipe.precision == "float16")
 NO_FLOAT16 = Part("precision", "`precision` other than float16", lambda s: s.recipe.precision != "float16")
 SCALED_LOSS = Part("loss_scale", "`loss_scale`", lambda s: s.recipe.loss_scale != type(s.recipe.loss_scale)())
+PORTABLE = Part("precision", "`precision: portable`", lambda s: s.recipe.precision == "portable")
 COMPILED = Part("compile", "`compile: true`", lambda s: s.recipe.compile)
 BINARY = Part("loss", "`loss: binary-cross-entropy`", lambda s: s.recipe.loss != "cross-entropy")
 FROZEN = Part("model.freeze", "`model.freeze`", lambda s: bool(s.recipe.model.freeze))
@@ -159,6 +169,9 @@ OTHER_RULE = Part("optimizer.name", "`optimizer.name` other than sgd or lars",
 OTHER_UPDATE = Part("optimizer", "`optimizer` other than sgd or lars, or with rates by layer",
                     lambda s: s.recipe.optimizer.needs_head or OTHER_RULE.is_in(s))  # fmt: skip
 NVJPEG = Part("data.decoder", "`data.decoder: nvjpeg`", lambda s: s.recipe.data.decoder == "nvjpeg")
+
+DELAYED = Part("synchrony.delays", "`synchrony.delays`", lambda s: s.recipe.synchrony.delays is not None)
+RESAMPLED = Part("data", "images that are decoded or resampled", _resamples)
 
 # Options of the runtime, flags, and circumstances of a run.
 WORKERS = Part("workers", "`workers`", lambda s: s.ranks is not None)
@@ -204,7 +217,13 @@ RECIPE_RULES = (
     Rule(OTHER_UPDATE, LOCAL, "copies take sgd or lars, with one rate for all layers", "choose another form or rule"),
     Rule(RELAXED, INEXACT, "needs exact sums, so that a replay has the same bits", "set reduction: exact"),
     Rule(RELAXED, IN_BLOCKS, "ranks that share layers wait for one another", "set column_blocks: 1"),
-)
+    Rule(COMPILED, PORTABLE, "a compiler joins products and sums as the machine has them", "set it to false"),
+    Rule(INEXACT, PORTABLE, "a sum of floats depends on the order of its addends", "set reduction: exact"),
+    Rule(NVJPEG, PORTABLE, "each version of a GPU's decoder has bits of its own", "set it to libjpeg"),
+    Rule(DELAYED, PORTABLE, "they are drawn by a library's logarithm", "leave it out"),
+    Rule(PORTABLE, RESAMPLED, "decoders and resampling have other bits on other machines",
+         "take a source digits, mnist or numpy at its own size, or precision: float32"),
+)  # fmt: skip
 _TOO_MANY = "the recipe has {0.recipe.virtual_workers} virtual workers to share"
 _UNEVEN_SHARES = (
     (INEXACT, "sums that are not exact depend on who computes what"),
@@ -256,6 +275,7 @@ RUN_RULES = (
         (AUDITED, "an audit looks at each pass"),
         (STEALING, "stolen work is settled during the step"),
     )),
+    Rule(CUDA_GRAPHS, PORTABLE, "a replayed graph has no Python that could choose a rule", "set it to false"),
     Rule(NVJPEG, ON_CPU, "needs a GPU", "use --device cuda, or set it to libjpeg"),
     Rule(LOADER_PROCESSES, NVJPEG, "nvjpeg decodes in the rank itself", "set it to 0"),
     Rule(LISTENS, JOINED, "another launcher has started these ranks, and brings others", "leave it out"),

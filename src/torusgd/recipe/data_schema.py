@@ -46,8 +46,8 @@ class Augment(Section):
     erase: Fraction = 0.0
     """probability that a box of the normalised image, of 2 to 33 % of its area, is set to zero (random erasing)"""
     mixup: NotNegative = 0.0
-    """alpha of Beta(alpha, alpha), 1 or one over a whole number, for the fraction of an image that is blended with
-    another of its virtual worker, and of its target; 0: none is"""
+    """alpha of Beta(alpha, alpha), from 0.05 to 10, for the fraction of an image that is blended with another of its
+    virtual worker, and of its target; 0: none is"""
     cutmix: NotNegative = 0.0
     """alpha, likewise, for the area of the box that an image takes from another; with mixup, each image draws which"""
     repeats: Count = 1
@@ -67,8 +67,8 @@ class Augment(Section):
                 raise ValueError(f"{key}: has a meaning for policy: randaugment only")
         for key in ("mixup", "cutmix"):
             alpha = getattr(self, key)
-            if alpha and (alpha > 1 or abs(round(1 / alpha) - 1 / alpha) > 1e-9):
-                raise ValueError(f"{key}: 0, 1, or one over a whole number, such as 0.5, 0.25, 0.2 or 0.1")
+            if alpha and not 0.05 <= alpha <= 10:
+                raise ValueError(f"{key}: 0, or from 0.05 to 10")
         if self.area[1] > 1:
             raise ValueError("area: a fraction of the image, at most 1.0")
         if (self.crop == "shift") != (self.shift > 0):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..errors import UserError
+from ..scalars import cosine, power
 from .schema import Recipe, Stage
 from .section import Duration, ImageSizes
 
@@ -229,15 +230,15 @@ class Schedule:
         warmup, decay = self.recipe.rate.warmup, self.recipe.rate.decay
         if warmup is not None and samples < self._warmup_end:
             progress = samples / self._warmup_end
-            return (progress if warmup.shape == "linear" else progress**2), warmup.start
+            return (progress if warmup.shape == "linear" else progress * progress), warmup.start
         if decay.shape == "step":
-            return decay.factor ** sum(samples >= milestone for milestone in self._milestones), 0.0
+            return power(decay.factor, sum(samples >= milestone for milestone in self._milestones)), 0.0
         if decay.shape == "constant":
             return 1.0, 0.0
         span = self._decay_end - self._decay_start
         progress = min(max((samples - self._decay_start) / span, 0.0), 1.0)
         is_cosine = decay.shape == "cosine"
-        falling = 0.5 * (1 + math.cos(math.pi * progress)) if is_cosine else (1 - progress) ** decay.power
+        falling = 0.5 * (1 + cosine(math.pi * progress)) if is_cosine else power(1 - progress, decay.power)
         return decay.floor + (1 - decay.floor) * falling, 0.0
 
     def _length(self) -> str:

@@ -357,8 +357,12 @@ class Recipe(Section):
     2110.00476)"""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """fraction of the target spread evenly over all classes"""
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """precision of the passes (autocast); auto: the fastest of the device, written to the recipe of the run"""
+    precision: Literal["auto", "float32", "bfloat16", "float16", "portable"] = "float32"
+    """precision of the passes (autocast); auto: the fastest of the device, written to the recipe of the run; portable:
+    the same weights from any processor, instruction set, number of threads and build of a library, at 2 to 6 times
+    float32's time (docs/methods/portable-arithmetic.md)"""
+    arithmetic: Literal[1] = 1
+    """version of the portable arithmetic, with precision: portable; another one gives other bits"""
     compile: bool = False
     """each block of the network compiled by torch (Inductor): fewer and larger kernels, other bits; it needs a C++
     compiler on a CPU, Triton on a GPU"""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..data.pipeline import Pipeline
 from ..data.to_device import place
-from ..precision import Precision
+from ..precision import Precision, arithmetic_of
 from ..recipe.schema import Recipe
 from ..runtime import loader_threads
 from ..step.evaluate import Confusion, read_ahead
@@ -90,7 +90,7 @@ def find_mistakes(
     for chunk, batch in zip(chunks, read_ahead(pipeline, chunks, loader_threads(device)), strict=True):
         if not len(batch.targets):
             continue
-        with precision.autocast():
+        with arithmetic_of(recipe), precision.autocast():
             logits = model(place(batch, device, precision.memory_format)).float()
         targets = batch.targets.to(device)
         confusion.add(logits, targets)

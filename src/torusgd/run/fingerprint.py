@@ -50,6 +50,9 @@ _GPU_DECODERS = ("torchvision", "nvidia-nvjpeg", "nvidia-nvjpeg-cu12")
 
 def conditions(recipe: Recipe, device: torch.device) -> Conditions:
     """Of this process, once `runtime.prepare_process` has prepared it; plain JSON, recorded with a run."""
+    # Portable arithmetic has the same bits under all conditions but another version of itself.
+    if recipe.precision == "portable":
+        return {"arithmetic": recipe.arithmetic}
     # A floating-point kernel is chosen by the processor's instructions and caches, by the build of a library, and by
     # variables of the environment. Equal conditions are to mean equal bits, so all of these are in them. What has no
     # part in the arithmetic (clock speeds, the kernel's version, where threads are placed) is not.

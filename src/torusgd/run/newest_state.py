@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arithmetic import price
 from ..comm.base import Liveness
 from ..comm.groups import Group
 from ..errors import RunError, UserError, warn
@@ -315,6 +316,8 @@ def greet(telemetry: Telemetry, job: Job, trainer: Trainer, state: RunState, ori
     telemetry.console.print(plan_table(job.recipe, trainer.step.schedule, trainer.step.world.size))
     if trainer.explanation:
         telemetry.say(trainer.explanation)
+    if job.recipe.precision == "portable":
+        telemetry.say(f"{price(trainer.step.world.device)} time; whole steps: docs/methods/portable-arithmetic.md")
     if state.initial is not None and not state.step:
         telemetry.initial(asdict(state.initial), str(state.initial))
     if state.step:

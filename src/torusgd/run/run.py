@@ -16,6 +16,7 @@ from ..comm.base import CommError, Liveness, NoLiveness
 from ..comm.groups import Group
 from ..errors import CorruptionError, RunError, UserError
 from ..observe.events import Telemetry, evaluation_event
+from ..precision import arithmetic_of
 from ..ranks.generations import Generations
 from ..recipe.section import Duration
 from ..signals import StopFlag
@@ -42,12 +43,13 @@ _LOOK_SECONDS = 0.2
 
 def train(job: Job, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> RunResult:
     """Trains on a rank of somebody else's launcher, which starts all ranks again if one is lost."""
-    run = Run(job, world, stop, restarts, liveness, memory=node_memory(job))
-    try:
-        return run.run()
-    except CommError:
-        run.close_files()
-        raise
+    with arithmetic_of(job.recipe):
+        run = Run(job, world, stop, restarts, liveness, memory=node_memory(job))
+        try:
+            return run.run()
+        except CommError:
+            run.close_files()
+            raise
 
 
 class End(Enum):

@@ -17,6 +17,7 @@ from ..comm.algorithms import parse_algorithm
 from ..comm.base import Liveness
 from ..comm.groups import Group, alone
 from ..errors import UserError
+from ..precision import arithmetic_of
 from ..ranks.generations import RanksChange
 from ..ranks.liveness import Heartbeat
 from ..recipe.runtime_options import RuntimeOptions
@@ -44,13 +45,15 @@ class TrainRank:
     def prepare(self, heartbeat: Heartbeat) -> None:
         """Opens the images of a rank that joins, and finds out whether it belongs to the run at work."""
         run = Fingerprint.from_dict(json.loads(heartbeat.store.get(keys.FINGERPRINT)))
-        self._kept = prepared(self._job, heartbeat, self._began, run)
-        self._follower = StateFollower(self._job, self._kept, heartbeat)
+        with arithmetic_of(self._job.recipe):
+            self._kept = prepared(self._job, heartbeat, self._began, run)
+            self._follower = StateFollower(self._job, self._kept, heartbeat)
 
     def follow(self, source: Group, caught_up: Callable[[], object]) -> None:
         """See `LastingFunction`."""
         assert self._follower is not None, "it was prepared"
-        self._follower.follow(source, caught_up)
+        with arithmetic_of(self._job.recipe):
+            self._follower.follow(source, caught_up)
 
     def close(self) -> None:
         """See `LastingFunction`."""
@@ -58,6 +61,10 @@ class TrainRank:
             self._run.close_files()
 
     def __call__(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any] | RanksChange:
+        with arithmetic_of(self._job.recipe):
+            return self._train(world, stop, restarts, liveness)
+
+    def _train(self, world: Group, stop: StopFlag, restarts: int, liveness: Liveness) -> dict[str, Any] | RanksChange:
         # SIGKILL 9: in the process that lives on, what the last run stood on is closed, and its state is retained.
         if self._run is not None:
             self._kept, self._run = self._run.keep(), None

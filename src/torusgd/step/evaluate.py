@@ -101,7 +101,7 @@ def evaluate(
                     targets = pinned(batch.targets, world.device).to(world.device, non_blocking=True)
                     counts[:2] += count_correct(logits, targets)
                     observe(logits, targets)
-                    loss += encode(_loss_sum(logits, targets))
+                    loss += encode(F.cross_entropy(logits, targets, reduction="none")).sum(dim=1)
                 counts[2] += len(batch.targets)
                 counts[3] += size - len(batch.targets)
     except OSError as error:
@@ -151,10 +151,6 @@ def read_ahead(
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-
-
-def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits, targets, reduction="none").to(torch.float64).sum()
 
 
 class Confusion:

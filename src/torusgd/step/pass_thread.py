@@ -11,7 +11,7 @@ new weights before a step's first virtual worker. A pass that is not wanted any 
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,6 +71,7 @@ class PassThread:
         batch_norm: Of the copy.
         arrivals: Over all ranks.
         delay: Seconds to sleep before the passes of (step, virtual worker).
+        arithmetic: The context of the thread.
     """
 
     def __init__(
@@ -82,13 +83,14 @@ class PassThread:
         batch_norm: BatchNormStatistics,
         arrivals: Arrivals,
         delay: Callable[[int, int], float],
+        arithmetic: AbstractContextManager[object],
     ) -> None:
         self._parameters: list[Tensor] = list(model.parameters())
         self._sources: list[Tensor] = list(source.parameters())
         named = dict(model.named_parameters())
         self._slots = [named[name] for name in slots]
         self._forward_backward, self._batch_norm = forward_backward, batch_norm
-        self._arrivals, self._delay = arrivals, delay
+        self._arrivals, self._delay, self._arithmetic = arrivals, delay, arithmetic
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Passed | Exception] = queue.SimpleQueue()
         self._unwanted = threading.Event()
@@ -184,11 +186,12 @@ class PassThread:
         self._thread.join(END_SECONDS)
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                self._done.put(self._passes(work))
-            except Exception as error:
-                self._done.put(error)
+        with self._arithmetic:
+            while (work := self._work.get()) is not None:
+                try:
+                    self._done.put(self._passes(work))
+                except Exception as error:
+                    self._done.put(error)
 
     def _passes(self, work: _Work) -> Passed:
         if self._unwanted.wait(self._delay(work.step.index, work.worker)):

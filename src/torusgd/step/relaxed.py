@@ -7,7 +7,7 @@ from ..comm.groups import Group
 from ..gradients.reducer import Reducer
 from ..gradients.update import Update
 from ..optim import build_optimizer
-from ..precision import Precision
+from ..precision import Precision, arithmetic_of
 from ..recipe.schema import Optimizer as OptimizerSettings
 from ..recipe.schema import Recipe
 from ..synchrony.delays import delay_model
@@ -45,6 +45,7 @@ def pass_thread(
         copied,
         Arrivals(world),
         lambda step, worker: 0.0 if model_of_delays is None else model_of_delays.seconds(worker, step, 0),
+        arithmetic_of(recipe),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..recipe.schedule import Step
 from ..recipe.schema import WeightAverage
+from ..scalars import power
 
 
 class MovingAverage:
@@ -59,9 +60,9 @@ class MovingAverage:
         """The fraction of the average that stays: a half to the power of the half-lives since the last update."""
         length, steps = self._settings.half_life, self._settings.every
         if length.unit == "st":
-            return float(2 ** -(steps / length.value))
+            return power(2.0, -(steps / length.value))
         images = length.value * (self._train_images if length.unit == "ep" else 1)
-        return float(2 ** -(steps * step.batch / images))
+        return power(2.0, -(steps * step.batch / images))
 
     @contextmanager
     def in_model(self) -> Iterator[None]:

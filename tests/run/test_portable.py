@@ -1,0 +1,193 @@
+"""Runs by portable arithmetic: one hash on any machine, and nothing of a run beside its rules."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
+
+from tests.run.runs import command, run_here, sets
+from torusgd.arithmetic import portable
+from torusgd.arithmetic.mode import PortableMode
+from torusgd.errors import RunError
+
+STEPS = 6
+GOLDEN = "78aaee783219be474864b96aaeb97b4504262c988bd28d8be30d6a76ec1882bc"
+"""of `digits-portable` after six steps, on every machine; it changes with `arithmetic.VERSION` only"""
+
+DATA = (
+    "precision=portable",
+    "data={source: digits, train_images: 60, eval_images: 20, image_size: 8, channels: 1, mean: [0.3], std: [0.4], "
+    "augment: {crop: shift, shift: 1, flip: 0.5, rotation: 0.2, noise: 0.1, mixup: 0.8, erase: 0.3}}",
+    "virtual_workers=2",
+)
+WHOLE = (*DATA, "clip_grad_norm=0.5", "average={half_life: 2st}", "label_smoothing=0.1")
+
+
+def test_a_pass_outside_of_portable_arithmetic_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.run.runs.arithmetic_of", lambda recipe: nullcontext())
+    with pytest.raises(RunError, match="outside of portable arithmetic"):
+        run_here(tmp_path, *DATA)
+
+
+_NAMES = """
+    _has_compatible_shallow_copy_type _local_scalar_dense _reshape_alias _to_copy _unsafe_view abs add add_ alias
+    amax amin aminmax as_strided ceil_ clamp clamp_ clamp_min_ clone constant_pad_nd contiguous copy_ detach detach_
+    div dropout empty_like eq expand fill_ flatten frexp full_like gather gt index isfinite isnan item lift_fresh lt
+    masked_fill masked_fill_ max maximum mul mul_ nan_to_num narrow ne neg neg_ new_empty new_empty_strided new_ones
+    new_zeros ones_like pad permute relu_ reshape resolve_conj resolve_neg round round_ rsub scatter_ select set_
+    slice split split_with_sizes squeeze sub sub_ t threshold_backward to transpose trunc unbind unflatten unsqueeze
+    view where zero_ zeros_like
+"""
+SINGLE = set(_NAMES.split())
+"""ATen operators that move floats, compare them, or are one IEEE operation"""
+OF_RULES = SINGLE | {"mm", "matmul", "bmm", "sum", "sqrt_"}
+"""those that rules call: products and sums of integers, and a root of float64"""
+
+
+def test_no_floating_operator_of_a_whole_run_is_beside_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch = PortableMode.__torch_dispatch__
+
+    def marked(self: PortableMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with record_function("a rule"):
+            return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(PortableMode, "__torch_dispatch__", marked)
+    monkeypatch.setattr("torusgd.run.newest_state.price", lambda device: "")  # it times float32's own product
+    every_thread = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=every_thread) as found:
+        run_here(tmp_path / "run", *WHOLE, max_steps=2)
+    found.export_chrome_trace(str(tmp_path / "trace.json"))
+    outside, inside = floating_operators(json.loads((tmp_path / "trace.json").read_text()))
+    assert inside, "rules were profiled"
+    assert not outside - SINGLE
+    assert not inside - OF_RULES
+
+
+def floating_operators(trace: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Names of ATen operators with a floating argument: those that go by no rule, and the last ones within rules."""
+    threads: dict[int, list[dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") in ("cpu_op", "user_annotation") and event.get("ph") == "X":
+            threads.setdefault(event["tid"], []).append(event)
+    outside, inside = set[str](), set[str]()
+    for events in threads.values():
+        events.sort(key=lambda event: (event["ts"], -event["dur"]))
+        around: list[dict[str, Any]] = []
+        for event in events:
+            while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"]:
+                around.pop()
+            event["is_inside"] = any(each["name"] == "a rule" for each in around)
+            if event["name"] == "a rule":
+                for each in around:
+                    each["has_rule"] = True
+            around.append(event)
+        for event in events:
+            types = event.get("args", {}).get("Input type", ())
+            name = event["name"].removeprefix("aten::")
+            if name != event["name"] and not event.get("has_rule") and {"float", "double"} & set(types):
+                (inside if event["is_inside"] else outside).add(name)
+    return outside, inside
+
+
+@pytest.mark.parametrize("method", ["float64", "float32", pytest.param("int8", marks=pytest.mark.slow)])
+def test_the_golden_hash_by_every_method(tmp_path: Path, method: str) -> None:
+    with portable([method]):
+        found, _ = run_here(tmp_path, "data.eval_images=60", recipe="digits-portable", tiny=False, max_steps=STEPS)
+    assert found["weights_sha256"] == GOLDEN
+
+
+# One hash over ways to divide the work, and over what one machine can show of others.
+
+FAR = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
+"""under which this machine's libraries choose other kernels"""
+
+
+def trained(out: Path, *words: str, recipe: str = "digits-portable", **environment: str) -> str:
+    """The hash of a run of `torusgd train` over the golden hash's steps."""
+    words = (*words, "--max-steps", str(STEPS), "--out", str(out))
+    known = {name: value for name, value in os.environ.items() if name not in FAR}
+    done = subprocess.run(
+        command("train", recipe, *words),
+        env=known | environment,
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(json.loads((out / "summary.json").read_text())["weights_sha256"])
+
+
+def test_ranks_under_other_conditions_train_together_and_go_on_elsewhere(tmp_path: Path) -> None:
+    """Three steps by two ranks, of which one has other kernels; then one rank with a third kind."""
+    out, few = tmp_path / "run", sets("data.eval_images=60")
+    train = shlex.join(command("train", "digits-portable", "--max-steps", "3", "--out", str(out), *few))
+    kernels = " ".join(f"{name}={value}" for name, value in FAR.items())
+    each = f"if [ $RANK = 1 ]; then export {kernels}; fi; exec {train}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    done = subprocess.run([*launcher, "sh", "-c", each], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert trained(out, "--workers", "1", *few, MKL_CBWR="COMPATIBLE") == GOLDEN
+    assert not json.loads((out / "summary.json").read_text())["other_conditions"]
+
+
+WAYS = {
+    "2 workers": ["--workers", "2"],
+    "3 workers": ["--workers", "3"],
+    "5 workers, unequal": ["--workers", "5"],
+    "ring": ["--workers", "3", "--allreduce", "ring"],
+    "halving-doubling": ["--workers", "2", "--allreduce", "halving-doubling"],
+    "torus": ["--workers", "4", "--allreduce", "torus", "--grid", "2x2"],
+    "sharded": ["--workers", "3", "--update", "sharded"],
+    "work stealing": ["--workers", "2", "--work-stealing"],
+    "weights first": ["--workers", "2", *sets("runtime.weights_first=true")],
+    "audited": ["--workers", "2", "--audit", "1.0"],
+    "2 threads": sets("threads=2"),
+    "3 threads": sets("threads=3"),
+    "4 threads": sets("threads=4"),
+    "contiguous": sets("memory_format=contiguous"),
+    "channels last": sets("memory_format=channels_last"),
+}
+MACHINES: list[dict[str, str]] = [
+    *({"ATEN_CPU_CAPABILITY": value} for value in ("default", "avx2")),
+    *({"ONEDNN_MAX_CPU_ISA": value} for value in ("SSE41", "AVX", "AVX2")),
+    *({"MKL_ENABLE_INSTRUCTIONS": value} for value in ("SSE4_2", "AVX", "AVX2")),
+    *({"MKL_CBWR": value} for value in ("COMPATIBLE", "SSE4_2", "AVX2")),
+    {"NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3"},
+    FAR,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_one_hash_however_a_run_is_divided(tmp_path: Path, way: str) -> None:
+    assert trained(tmp_path / "run", *WAYS[way]) == GOLDEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda found: " ".join(map("=".join, found.items())))
+def test_one_hash_on_other_machines(tmp_path: Path, machine: dict[str, str]) -> None:
+    assert trained(tmp_path / "run", "--workers", "2", **machine) == GOLDEN
+
+
+@pytest.mark.slow
+def test_column_blocks_have_one_hash_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    blocks = sets("column_blocks=2")
+    alone = trained(tmp_path / "one", "--workers", "1", *blocks)
+    pair = trained(tmp_path / "two", "--workers", "2", "--model-parallel", "2", *blocks, **FAR)
+    assert alone == pair != GOLDEN
+
+
+@pytest.mark.slow
+def test_float32_has_several_hashes_on_these_machines(tmp_path: Path) -> None:
+    found = {trained(tmp_path / str(n), recipe="digits", **each) for n, each in enumerate(({}, *MACHINES[:6], FAR))}
+    assert len(found) > 1, "one hash of portable arithmetic would prove nothing"
