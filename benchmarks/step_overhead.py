@@ -5,6 +5,11 @@
 For each case: a bare hand-written loop (same model, batch, precision, memory format; torch's fused SGD), our step with
 reduction float32, and our step with reduction exact. Prints the median, the spread and two ratios: exact against
 float32 reduction, and our exact step against the bare loop. The images are ready in memory in all three.
+
+    python benchmarks/step_overhead.py --noise-scale --case fashion --images 64 --workers 4 --rounds 20
+
+compares exact steps with and without the gradient noise scale, which is measured in every tenth step: in processor time
+of this process, since the difference is smaller than what other work on a machine adds to the clock's.
 """
 
 import argparse
@@ -31,9 +36,11 @@ from torusgd.run.job import Job
 from torusgd.run.open_data import open_data
 from torusgd.runtime import resolve_auto
 from torusgd.step.journal import synchronous
+from torusgd.step.noise_scale import EVERY, NoiseScale
 
 CASES = {
     "resnet50": dict(model="resnet50", size=224, channels=3, classes=1000, images=16, precision="auto"),
+    "resnet50-64px": dict(model="resnet50", size=64, channels=3, classes=1000, images=16, precision="auto"),
     "fashion": dict(model="fashion-net", size=28, channels=1, classes=10, images=256, precision="bfloat16"),
     "resnet18-32px": dict(model="resnet18", size=32, channels=3, classes=10, images=16, precision="auto"),
 }
@@ -70,14 +77,18 @@ def make_recipe(case: dict[str, object], reduction: str, workers: int) -> Recipe
     return resolve_auto(load_recipe("digits", overrides).recipe, "cpu")
 
 
-def our_step(case: dict[str, object], reduction: str, batch: Batch, workers: int) -> Callable[[int], object]:
-    """The trainer's own step, put together as `torusgd train` does, but for the loader."""
+def our_step(
+    case: dict[str, object], reduction: str, batch: Batch, workers: int, noise_scale: bool = True
+) -> Callable[[int], object]:
+    """The trainer's own step, put together as `torusgd train` does, but for the loader and maybe the noise scale."""
     nowhere = Path()  # a step writes nothing
     job = Job(make_recipe(case, reduction, workers), RuntimeOptions(), "cpu", nowhere)
     world, liveness = alone(), NoLiveness()
     data = replace(open_data(job, world.device, liveness), loader=Ready(batch))
     trainer = build(job, data, world, liveness)
-    return lambda index: trainer.step.run(trainer.membership, synchronous(index, workers))
+    watchers = [each for each in trainer.step.watchers if noise_scale or not isinstance(each, NoiseScale)]
+    step = replace(trainer.step, watchers=watchers)
+    return lambda index: step.run(trainer.membership, synchronous(index, workers))
 
 
 def bare_step(case: dict[str, object], batch: Batch, workers: int) -> Callable[[int], None]:
@@ -114,9 +125,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each, in turn")
     parser.add_argument("--steps", type=int, default=2, help="steps of a round")
     parser.add_argument("--workers", type=int, default=1, help="virtual workers of a step, all on this rank")
+    parser.add_argument("--images", type=int, help="of a virtual worker; default: the case's")
+    parser.add_argument("--noise-scale", action="store_true", help="compare steps with and without the noise scale")
     args = parser.parse_args()
+    if args.noise_scale and args.workers < 2:
+        parser.error("--noise-scale needs --workers of 2 at least")
     torch.set_num_threads(1)
-    case = CASES[args.case]
+    case = CASES[args.case] | ({"images": args.images} if args.images else {})
     images, size = case["images"], case["size"]
     generator = torch.Generator().manual_seed(0)
     batch = Batch(
@@ -125,19 +140,29 @@ def main() -> None:
         np.arange(images),
         0,
     )
-    steps = {
-        "bare loop": bare_step(case, batch, args.workers),
-        "torusgd float32": our_step(case, "float32", batch, args.workers),
-        "torusgd exact": our_step(case, "exact", batch, args.workers),
-    }
+    if args.noise_scale:
+        args.steps, clock = EVERY, time.process_time
+        steps = {
+            f"{word} noise scale": our_step(case, "exact", batch, args.workers, word == "with")
+            for word in ("without", "with")
+        }
+        ratios = [("with noise scale", "without noise scale")]
+    else:
+        clock = time.perf_counter
+        steps = {
+            "bare loop": bare_step(case, batch, args.workers),
+            "torusgd float32": our_step(case, "float32", batch, args.workers),
+            "torusgd exact": our_step(case, "exact", batch, args.workers),
+        }
+        ratios = [("torusgd exact", "torusgd float32"), ("torusgd exact", "bare loop")]
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(args.rounds + 1):
-        for name, step in steps.items():
-            started = time.perf_counter()
+        for name, step in list(steps.items())[:: 1 if round_number % 2 else -1]:
+            started = clock()
             for i in range(args.steps):
                 step(round_number * args.steps + i)
             if round_number:  # the first round warms up
-                times[name].append((time.perf_counter() - started) / args.steps)
+                times[name].append((clock() - started) / args.steps)
     print(
         f"{args.case}: {images} images of {size} px, {args.workers} virtual workers, {case['precision']}, 1 thread, "
         f"n = {args.rounds} rounds of {args.steps} steps"
@@ -145,10 +170,10 @@ def main() -> None:
     for name, values in times.items():
         low, middle, high = min(values), statistics.median(values), max(values)
         rate = images * args.workers / middle
-        print(f"  {name:16} {1e3 * middle:9.2f} ms a step ({1e3 * low:.2f} to {1e3 * high:.2f}), {rate:,.1f} images/s")
-    for name, base in (("torusgd exact", "torusgd float32"), ("torusgd exact", "bare loop")):
-        ratios = [a / b for a, b in zip(times[name], times[base], strict=True)]
-        print(f"  {name} / {base}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        print(f"  {name:19} {1e3 * middle:9.2f} ms a step ({1e3 * low:.2f} to {1e3 * high:.2f}), {rate:,.1f} images/s")
+    for name, base in ratios:
+        found = [a / b for a, b in zip(times[name], times[base], strict=True)]
+        print(f"  {name} / {base}: {statistics.median(found):.4f} ({min(found):.4f} to {max(found):.4f})")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ ONE_NAME_FOR_A_REASON = {
     "fingerprint.py": "of the images in data/, of the whole run in run/",
     "groups.py": "process groups in comm/, parameter groups in optim/: both are torch's word",
     "registry.py": "of sources in data/, of networks in models/",
-    "relaxed.py": "what relaxed synchrony adds to a step in step/, a plan of it in plan/",
 }
 
 

@@ -11,8 +11,8 @@ from .errors import RunError, UserError
 from .recipe.schema import Recipe
 
 _DTYPES = {"float32": None, "portable": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# As in NVIDIA's Apex: with gradients that are all zero nothing else would stop the growth of the loss scale.
 MOST_SCALE = 2.0**24
-"""largest loss scale, as in NVIDIA's Apex: with gradients that are all zero nothing else would stop its growth"""
 _MOST_STATE = 2.0**64
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -25,19 +25,19 @@ def arithmetic_of(recipe: Recipe) -> AbstractContextManager[object]:
 class Precision:
     """Autocast and dynamic loss scaling; the scale is a power of two and part of a checkpoint.
 
-    With float16 the loss is scaled up, a step with a non-finite gradient is skipped and halves the scale, and
-    `growth_interval` accepted steps in a row double it, up to 2^24 (as in Apex).
+    With float16 (`is_scaling`) the loss is scaled up, a step with a non-finite gradient is skipped and halves the
+    scale, and `growth_interval` accepted steps in a row double it, up to 2^24 (as in Apex). `memory_format` is that of
+    the activations, and so of the images.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self._dtype = _DTYPES[recipe.precision]
         self.memory_format = _FORMATS[recipe.memory_format]
-        """memory format of the activations, and so of the images"""
         self._device = device
-        self._is_scaling = recipe.precision == "float16"
+        self.is_scaling = recipe.precision == "float16"
         self._is_portable = recipe.precision == "portable"
         self._interval = recipe.loss_scale.growth_interval
-        self.loss_scale = recipe.loss_scale.initial if self._is_scaling else 1.0
+        self.loss_scale = recipe.loss_scale.initial if self.is_scaling else 1.0
         self.accepted_in_a_row = 0
 
     @property
@@ -57,15 +57,13 @@ class Precision:
 
     def accept(self, parameters: Sequence[Tensor]) -> None:
         """Divides the gradients by the loss scale, and lets it grow after enough good steps."""
-        if not self._is_scaling:
-            return
         gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
         self.grow()
 
     def grow(self) -> None:
         """Counts a good step; the loss scale doubles after enough of them."""
-        if not self._is_scaling:
+        if not self.is_scaling:
             return
         self.accepted_in_a_row += 1
         if self.accepted_in_a_row == self._interval:
@@ -74,7 +72,7 @@ class Precision:
 
     def skip(self, step: int, names: Sequence[str]) -> None:
         """Halves the loss scale after a non-finite gradient; RunError if no scale is to blame."""
-        if not self._is_scaling or self.loss_scale < 2.0**-14:
+        if not self.is_scaling or self.loss_scale < 2.0**-14:
             raise RunError(
                 f"step {step}: the gradient of {names[0]} is not finite ({len(names)} parameters); the run "
                 "has diverged: lower rate.lr or lengthen rate.warmup.length"

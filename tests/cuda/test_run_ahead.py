@@ -46,8 +46,7 @@ from torusgd.run import open_data as data_module
 from torusgd.run.build import Trainer
 from torusgd.run.job import Job
 from torusgd.run.open_data import open_data
-from torusgd.step.requests import Requests
-from torusgd.step.watch import StepView, StepWatch
+from torusgd.step.watch import Requests, StepView, StepWatch
 
 MOMENTA = "stages=[{until: 4st, images_per_worker: 3}, {until: 10st, images_per_worker: 3, momentum: 0.5}]"
 GROWING = (

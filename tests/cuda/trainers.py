@@ -19,9 +19,8 @@ from torusgd.run.build import Trainer, build
 from torusgd.run.job import Job
 from torusgd.run.open_data import open_data
 from torusgd.step.journal import synchronous
-from torusgd.step.requests import Requests
 from torusgd.step.stats import StepStats
-from torusgd.step.watch import StepWatch
+from torusgd.step.watch import Requests, StepWatch
 from torusgd.weights import weights_sha256
 
 STEPS = 7

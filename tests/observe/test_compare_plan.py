@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.run.runs import run_here
+from tests.messages import refused
+from tests.run.runs import events, run_here
 
 from torusgd.cli.train import show_result
-from torusgd.errors import UserError
 from torusgd.observe.compare_plan import PlanComparison
 
 
@@ -34,15 +34,15 @@ def test_steps_are_weighed_by_their_batch(tmp_path: Path) -> None:
 def test_a_plan_of_something_else_is_refused(tmp_path: Path) -> None:
     planned = PlanComparison.load(plan(tmp_path / "plan.json"))
     planned.check("digits", [96, 192], 1)
-    wrong = [("fashion", [96], 1, "not of fashion"), ("digits", [100], 1, "of 100"), ("digits", [96], 2, "2 ranks")]
-    for recipe, batches, ranks, words in wrong:
-        with pytest.raises(UserError, match=words):
-            planned.check(recipe, batches, ranks)
+    wrong = {"recipe": ("fashion", [96], 1), "batch": ("digits", [100], 1), "number of ranks": ("digits", [96], 2)}
+    for what, job in wrong.items():
+        with refused(f"a plan of another {what}", "--plan FOLDER/plan.json", FOLDER=tmp_path):
+            planned.check(*job)
     for text in ("{}", "no", "[1]"):
         (tmp_path / "other.json").write_text(text)
-        with pytest.raises(UserError, match="is no plan"):
+        with refused("a file that is no plan", "--plan FOLDER/other.json", FOLDER=tmp_path):
             PlanComparison.load(tmp_path / "other.json")
-    with pytest.raises(UserError, match="torusgd plan"):
+    with refused("a plan that is missing", "--plan FOLDER/none.json", FOLDER=tmp_path):
         PlanComparison.load(tmp_path / "none.json")
 
 
@@ -56,8 +56,7 @@ def test_the_summary_holds_both(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert beside["step_seconds_error"] == pytest.approx(0.1 / beside["measured_step_seconds"] - 1)
     show_result(summary, out)
     assert "the plan said 100.0 ms" in capsys.readouterr().out
-    told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    steps = [event for event in told if "event" not in event]
+    steps = [event for event in events(out) if "event" not in event]
     assert len(steps) == 4
     for step in steps:
         assert 0 < step["update_seconds"] < step["step_seconds"] - step["data_seconds"]

@@ -16,14 +16,14 @@ LINES = [
 
 
 @pytest.mark.parametrize("block", [1, 7, 4096])
-@pytest.mark.parametrize(("step", "kept"), [(0, 0), (3, 3), (7, 8), (9, 11), (99, 11)])
+@pytest.mark.parametrize(("step", "count"), [(0, 0), (3, 3), (7, 8), (9, 11), (99, 11)])
 @pytest.mark.parametrize("cut", ["", '{"step": 10, "lo', "\n"])
 def test_later_events_are_dropped_from_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, kept: int, cut: str, block: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, count: int, cut: str, block: int
 ) -> None:
     monkeypatch.setattr(events, "_BLOCK", block)
     path = tmp_path / "events.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + cut)
     events._drop_later_events(path, step, evaluated=step)
-    assert path.read_text() == "".join(json.dumps(line) + "\n" for line in LINES[:kept])
+    assert path.read_text() == "".join(json.dumps(line) + "\n" for line in LINES[:count])
     events._drop_later_events(tmp_path / "none", step, evaluated=step)

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 from tests.comm.gloo_world import run_ranks
-from tests.run.runs import TINY, run_here, train
+from tests.messages import refused
+from tests.run.processes import summary
+from tests.run.runs import train
+from tests.step.trainers import job_of, run_of
 
-from torusgd.errors import UserError
 from torusgd.observe.trace import TracedSteps, merged
 
 
 @pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "1:", "-1", "1" * 12])
 def test_what_is_no_span_of_steps_is_one_line(text: str) -> None:
-    with pytest.raises(UserError, match="such as 10:12"):
+    with refused("a span of steps that is none", "TEXT", TEXT=f"--trace {text}:"):
         TracedSteps.parse(text)
 
 
@@ -64,36 +66,23 @@ def check(trace: dict[str, Any], ranks: int, steps: int, workers: int) -> None:
 
 def traced_here(out: str, steps: TracedSteps = TracedSteps(2, 3)) -> None:  # noqa: B008 - it is frozen
     """One rank of a traced run."""
-    from torusgd.comm.groups import group_of
-    from torusgd.recipe.load import load_recipe
-    from torusgd.recipe.runtime_options import RuntimeOptions
-    from torusgd.run.job import Job
-    from torusgd.run.run import Run
-    from torusgd.runtime import resolve_auto
-    from torusgd.signals import StopFlag
-
-    recipe = resolve_auto(load_recipe("digits", list(TINY)).recipe, "cpu")
-    job = Job(recipe, RuntimeOptions(), "cpu", Path(out), trace=steps)
-    Run(job, group_of(), StopFlag(), restarts=0).run()
+    run_of(job_of(out=Path(out), trace=steps)).run()
 
 
 def test_a_trace_has_the_steps_and_changes_no_bit(tmp_path: Path) -> None:
-    alone, _ = run_here(tmp_path / "alone")
-    (tmp_path / "run").mkdir()
+    run_of(job_of(out=tmp_path / "alone")).run()
     traced_here(str(tmp_path / "run"))
     check(json.loads((tmp_path / "run" / "trace.json").read_text()), ranks=1, steps=2, workers=4)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["weights_sha256"] == alone["weights_sha256"]
+    assert summary(tmp_path / "run")["weights_sha256"] == summary(tmp_path / "alone")["weights_sha256"]
 
 
 def test_steps_beyond_the_run_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--trace 3:5: the run has 4 steps"):
+    with refused("a trace of steps beyond the run", "--trace 3:5"):
         traced_here(str(tmp_path), TracedSteps(3, 5))
 
 
 @pytest.mark.slow
 def test_a_trace_has_the_steps_of_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
     run_ranks(2, traced_here, str(tmp_path / "run"))
     trace = json.loads((tmp_path / "run" / "trace.json").read_text())
     check(trace, ranks=2, steps=2, workers=4)

@@ -7,10 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torusgd.optim import BLOCK, block_norms, layer_norms, norm_from_blocks, norms, norms_from_blocks
+from torusgd.optim import BLOCK, layer_norms, norms, norms_from_blocks
+from torusgd.optim import block_norms as block_norms_of
 from torusgd.optim.norms import norms_by_lanes
 
 SIZES = st.one_of(st.sampled_from([1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]), st.integers(1, 40 * BLOCK))
+
+
+def block_norms(tensor: torch.Tensor) -> torch.Tensor:
+    return block_norms_of([tensor])[0]
 
 
 def random_tensor(size: int, seed: int) -> torch.Tensor:
@@ -27,7 +32,7 @@ def test_shards_at_block_edges_have_the_bits_of_the_whole(size: int, cuts: list[
     shards = [block_norms(moved[start:stop]) for start, stop in itertools.pairwise(edges)]
     joined = torch.cat(shards)
     assert torch.equal(joined, block_norms(whole))
-    assert torch.equal(norm_from_blocks(joined), layer_norms([whole])[0])
+    assert torch.equal(norms_from_blocks([joined])[0], layer_norms([whole])[0])
 
 
 @settings(deadline=None, max_examples=40)
@@ -44,7 +49,7 @@ def test_a_norm_does_not_depend_on_the_tensors_beside_it(sizes: list[int], seed:
     tensors = [random_tensor(size, seed + i) for i, size in enumerate(sizes)]
     together = layer_norms(tensors)
     assert together.dtype == torch.float64
-    assert torch.equal(together, torch.stack([norm_from_blocks(block_norms(t)) for t in tensors]))
+    assert torch.equal(together, torch.stack([norms_from_blocks([block_norms(t)])[0] for t in tensors]))
 
 
 def test_threads_change_nothing() -> None:
@@ -73,7 +78,7 @@ def test_one_value_that_is_not_finite_shows_in_its_block_and_in_the_norm(size: i
         tensor[position] = value
         blocks = block_norms(tensor)
         assert (~blocks.isfinite()).nonzero().flatten().tolist() == [position // BLOCK]
-        assert not norm_from_blocks(blocks).isfinite()
+        assert not norms_from_blocks([blocks])[0].isfinite()
 
 
 def test_small_shapes() -> None:
@@ -81,7 +86,7 @@ def test_small_shapes() -> None:
     assert block_norms(torch.zeros(0)).shape == (0,)
     assert layer_norms([torch.zeros(0), torch.ones(2, 2), torch.zeros(5)]).tolist() == [0.0, 2.0, 0.0]
     assert norms_from_blocks([]).shape == (0,)
-    assert norm_from_blocks(torch.zeros(0)).item() == 0.0
+    assert norms_from_blocks([torch.zeros(0)])[0].item() == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

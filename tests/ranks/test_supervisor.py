@@ -32,7 +32,7 @@ from torusgd.run.open_data import open_data
 from torusgd.runtime import resolve_auto
 from torusgd.signals import StopFlag
 from torusgd.step.journal import synchronous
-from torusgd.step.requests import Requests
+from torusgd.step.watch import Requests
 
 SIZE = 2
 BEAT = 3.0

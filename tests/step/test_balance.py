@@ -11,24 +11,17 @@ import pytest
 import torch
 from tests.comm.gloo_world import run_ranks
 from tests.run.runs import TINY, events, run_here
+from tests.step.trainers import job_of, run_of, trainer_of, weights_of
 
-from torusgd.comm.base import NoLiveness
 from torusgd.comm.groups import Group, group_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import best_counts
 from torusgd.rng import keyed_uniform
-from torusgd.run.build import build
-from torusgd.run.job import Job
-from torusgd.run.open_data import open_data
-from torusgd.run.run import Run
-from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto
-from torusgd.signals import StopFlag
-from torusgd.step.balance import SpeedWatch, balance, follows_speed
 from torusgd.step.journal import synchronous
 from torusgd.step.membership import Membership, even_shares, with_counts
-from torusgd.weights import weights_sha256
+from torusgd.step.rank_times import SpeedWatch, balance, follows_speed
 
 
 @pytest.mark.parametrize(
@@ -100,19 +93,16 @@ def shuffled(membership: Membership, step: int) -> Membership:
     size, workers = len(membership.ranks), sum(membership.counts)
     order = np.argsort(keyed_uniform(7, step, np.arange(workers))).tolist()
     owners = [*range(size), *(int(size * u) for u in keyed_uniform(8, step, np.arange(workers - size)))]
-    shares = tuple(tuple(w for w, o in zip(order, owners, strict=True) if o == place) for place in range(size))
+    shares = tuple(tuple(w for w, o in zip(order, owners, strict=True) if o == rank) for rank in range(size))
     return replace(membership, shares=shares)
 
 
 def hash_of_shuffled_steps(world: Group, options: RuntimeOptions) -> str:
-    given = [*TINY, "virtual_workers=8", "optimizer={name: lars, momentum: 0.9, weight_decay: 1.0e-4, trust: 0.01}"]
-    recipe = load_recipe("digits", given).recipe.resolve(precision="float32", memory_format="contiguous")
-    job, liveness = Job(recipe, options, "cpu", Path("nowhere")), NoLiveness()
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness)
+    lars = "optimizer={name: lars, momentum: 0.9, weight_decay: 1.0e-4, trust: 0.01}"
+    trainer = trainer_of(job_of("virtual_workers=8", lars, options=options), world)
     for index in range(len(trainer.step.schedule)):
-        trainer.step.run(shuffled(trainer.membership, index), synchronous(index, recipe.virtual_workers))
-    trainer.step.state.write_to_model(len(trainer.step.schedule))
-    found = weights_sha256(trainer.step.state.model.state_dict())
+        trainer.step.run(shuffled(trainer.membership, index), synchronous(index, 8))
+    found = weights_of(trainer)
     trainer.close()
     return found
 
@@ -137,10 +127,7 @@ def train_at_other_speeds(out: str) -> dict[str, Any]:
     """42 steps on 3 ranks; a virtual worker takes rank 2 twice as long, from step 23 on rank 0 three times."""
     world = group_of()
     recipe = resolve_auto(load_recipe("digits", [*TINY, *LONG]).recipe, "cpu")
-    if world.rank == 0:
-        RunDir(Path(out)).claim(recipe, fresh=False)
-    world.barrier()
-    run = Run(Job(recipe, RuntimeOptions(), "cpu", Path(out)), world, StopFlag(), restarts=0)
+    run = run_of(job_of(recipe=recipe, out=Path(out)), world)
     (speeds,) = (watcher for watcher in run.trainer.step.watchers if isinstance(watcher, SpeedWatch))
     measured, steps = speeds._speed, count()
 
@@ -155,11 +142,10 @@ def train_at_other_speeds(out: str) -> dict[str, Any]:
 
 
 def test_a_run_moves_work_away_from_a_slow_rank_and_back_and_says_so(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
     summary = run_ranks(3, train_at_other_speeds, str(tmp_path / "out"))[0]
-    told = {e["step"]: e["shares"] for e in events(tmp_path / "out") if "shares" in e}
-    # The message of the 31st step tells of other speeds in its later half only.
-    assert told == {
+    shares = {e["step"]: e["shares"] for e in events(tmp_path / "out") if "shares" in e}
+    # The message of the 31st step has other speeds in its later half only.
+    assert shares == {
         11: {"counts": {"0": 3, "1": 2, "2": 1}, "moved": 1, "gain": 0.25, "slow": {"2": 2.0}},
         41: {"counts": {"0": 1, "1": 3, "2": 2}, "moved": 2, "gain": 0.6667, "slow": {"0": 3.0}},
     }

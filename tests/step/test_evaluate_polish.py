@@ -1,25 +1,24 @@
 """Evaluation counts every image once; polish gives the float64 statistics of the same batches."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.run.runs import TINY
+from tests.step.trainers import recipe_of
 from torch import nn
 
+from torusgd import polish
 from torusgd.comm.allreduce import NativeAllReduce
 from torusgd.comm.groups import group_of
-from torusgd.data.pipeline import Pipeline
+from torusgd.data.pipeline import Batch, Pipeline
 from torusgd.data.registry import open_sources
 from torusgd.models import build_model
 from torusgd.precision import Precision
 from torusgd.recipe.data_schema import Evaluate
-from torusgd.recipe.load import load_recipe
-from torusgd.step.evaluate import count_correct, evaluate
-from torusgd.step.polish import polish, refresh
+from torusgd.step.evaluate import Evaluation, count_correct, evaluate
+from torusgd.step.polish import refresh
 
 
 def test_counts_are_those_of_torch_on_distinct_logits() -> None:
@@ -34,43 +33,30 @@ def test_equal_logits_count_for_the_lower_class_and_nan_for_none() -> None:
     assert count_correct(logits, torch.tensor([0, 1, 1, 1])).tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 24, 100])
-def test_every_image_is_counted_once(chunk: int) -> None:
-    recipe = load_recipe("digits", TINY).recipe.resolve(precision="float32", memory_format="contiguous")
-    _, held_out = open_sources(recipe.data, None, 0)
+def evaluated(settings: Evaluate, stop: bool = False) -> tuple[Evaluation | None, nn.Module, Batch]:
+    """What is found with a network, which images it has, and the network."""
+    recipe, device = recipe_of(), torch.device("cpu")
+    pipeline = Pipeline(open_sources(recipe.data, None, 0)[1], recipe.data, 0)
     model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
-    device = torch.device("cpu")
-    settings, precision = Evaluate(images_per_chunk=chunk), Precision(recipe, device)
-    result = evaluate(model, Pipeline(held_out, recipe.data, 0), settings, group_of(), NativeAllReduce(), precision)
+    found = evaluate(model, pipeline, settings, group_of(), NativeAllReduce(), Precision(recipe, device), lambda: stop)
+    return found, model, pipeline.validation_batch(torch.arange(24).numpy())
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 24, 100])
+def test_every_image_is_counted_once_by_the_mean_logits_of_image_and_mirror_image(chunk: int, flip: bool) -> None:
+    result, model, batch = evaluated(Evaluate(images_per_chunk=chunk, flip=flip))
     assert result is not None
     assert (result.images, result.excluded) == (24, 0)
-    batch = Pipeline(held_out, recipe.data, 0).validation_batch(torch.arange(24).numpy())
     logits = model(batch.images)
+    if flip:
+        logits = (logits + model(batch.images.flip(-1))) / 2
     assert result.top1 == float((logits.argmax(1) == batch.targets).float().mean())
     assert result.loss == pytest.approx(nn.functional.cross_entropy(logits, batch.targets).item(), rel=1e-5)
 
 
 def test_a_stop_during_evaluation_gives_no_result() -> None:
-    recipe = load_recipe("digits", TINY).recipe.resolve(precision="float32", memory_format="contiguous")
-    _, held_out = open_sources(recipe.data, None, 0)
-    model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
-    device = torch.device("cpu")
-    pipeline = Pipeline(held_out, recipe.data, 0)
-    settings, precision = Evaluate(images_per_chunk=5), Precision(recipe, device)
-    assert evaluate(model, pipeline, settings, group_of(), NativeAllReduce(), precision, lambda: True) is None
-
-
-def test_with_a_flip_logits_are_the_mean_over_image_and_mirror_image() -> None:
-    recipe = load_recipe("digits", TINY).recipe.resolve(precision="float32", memory_format="contiguous")
-    _, held_out = open_sources(recipe.data, None, 0)
-    model = build_model(recipe.model, classes=4, channels=1, image_size=8, seed=0)
-    pipeline, precision = Pipeline(held_out, recipe.data, 0), Precision(recipe, torch.device("cpu"))
-    result = evaluate(model, pipeline, Evaluate(flip=True), group_of(), NativeAllReduce(), precision)
-    batch = pipeline.validation_batch(torch.arange(24).numpy())
-    logits = (model(batch.images) + model(batch.images.flip(-1))) / 2
-    assert result is not None
-    assert result.loss == pytest.approx(nn.functional.cross_entropy(logits, batch.targets).item(), rel=1e-5)
-    assert result.top1 == float((logits.argmax(1) == batch.targets).float().mean())
+    assert evaluated(Evaluate(images_per_chunk=5), stop=True)[0] is None
 
 
 def small_net() -> nn.Sequential:
@@ -130,12 +116,6 @@ def test_polish_leaves_the_model_whole_when_a_batch_fails() -> None:
     assert model[1].momentum == 0.1
     assert model.training
     assert not model[1]._forward_pre_hooks
-
-
-def test_polish_is_public(tmp_path: Path) -> None:
-    import torusgd
-
-    assert torusgd.polish is polish
 
 
 def test_extra_forward_passes_are_the_running_average_of_training() -> None:

@@ -5,17 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.run.runs import TINY
 from tests.step.test_leaving_out import run_world
+from tests.step.trainers import job_of, take_all, trainer_of
 
-from torusgd.comm.base import NoLiveness
-from torusgd.comm.groups import group_of
-from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.build import Trainer, build
-from torusgd.run.job import Job
-from torusgd.run.open_data import open_data
-from torusgd.step.journal import synchronous
+from torusgd.run.build import Trainer
 
 SGD = ("optimizer={name: sgd, momentum: 0.0, weight_decay: 1.0e-3}", "stages=[{until: 4st, images_per_worker: 6}]")
 PLAIN_SUM = "{form: local, local_steps: 1, outer: {lr: 1.0, momentum: 0.0, nesterov: false}}"
@@ -23,13 +17,8 @@ DILOCO = "{form: local, local_steps: 3}"
 
 
 def trained(*overrides: str) -> Trainer:
-    recipe = load_recipe("digits", [*TINY, *SGD, "rate.lr=0.2", *overrides]).recipe
-    recipe = recipe.resolve(precision="float32", memory_format="contiguous")
-    job, world, liveness = Job(recipe, RuntimeOptions(), "cpu", Path("nowhere")), group_of(), NoLiveness()
-    trainer = build(job, open_data(job, world.device, liveness), world, liveness)
-    for index in range(len(trainer.step.schedule)):
-        trainer.step.run(trainer.membership, synchronous(index, recipe.virtual_workers))
-    trainer.step.state.write_to_model(index + 1)
+    trainer = trainer_of(job_of(*SGD, "rate.lr=0.2", *overrides))
+    trainer.step.state.write_to_model(len(take_all(trainer)))
     return trainer
 
 

@@ -5,23 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.run.runs import TINY, events, run_here
+from tests.run.runs import events, run_here
+from tests.step.trainers import job_of, recipe_of, run_of
 from torch import nn
 
-from torusgd.comm.groups import group_of
-from torusgd.recipe.load import load_recipe
-from torusgd.recipe.runtime_options import RuntimeOptions
 from torusgd.recipe.schedule import Schedule
 from torusgd.recipe.schema import WeightAverage
 from torusgd.recipe.section import Duration
-from torusgd.run.job import Job
-from torusgd.run.run import Run
-from torusgd.rundir.run_dir import RunDir
-from torusgd.signals import StopFlag
-from torusgd.step.weight_average import MovingAverage
+from torusgd.step.model_state import MovingAverage
 from torusgd.weights import load_weights
 
-SCHEDULE = Schedule(load_recipe("digits", TINY).recipe, 96)
+SCHEDULE = Schedule(recipe_of(), 96)
 
 
 def average_of(half_life: str, every: int, model: nn.Module, running: torch.Tensor) -> MovingAverage:
@@ -29,13 +23,13 @@ def average_of(half_life: str, every: int, model: nn.Module, running: torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("half_life", "every", "kept"),
+    ("half_life", "every", "fraction"),
     [("100st", 20, 2**-0.2), ("1st", 1, 0.5), ("24sa", 2, 0.5), ("0.5ep", 4, 0.5), ("12sa", 1, 0.5)],
 )
-def test_a_half_life_halves(half_life: str, every: int, kept: float) -> None:
+def test_a_half_life_halves(half_life: str, every: int, fraction: float) -> None:
     found = average_of(half_life, every, nn.Linear(2, 2), torch.zeros(0))
     assert SCHEDULE[0].batch == 12
-    assert found.remains(SCHEDULE[0]) == pytest.approx(kept)
+    assert found.remains(SCHEDULE[0]) == pytest.approx(fraction)
 
 
 def test_it_averages_weights_and_statistics_and_gives_the_model_its_own_back() -> None:
@@ -47,7 +41,7 @@ def test_it_averages_weights_and_statistics_and_gives_the_model_its_own_back() -
         model.weight += 4.0
         running += 8.0
     own = model.weight.detach().clone()
-    average.update(SCHEDULE[1])  # two steps are two half-lives: a quarter is kept
+    average.update(SCHEDULE[1])  # two steps are two half-lives: a quarter remains
     with average.in_model():
         assert torch.allclose(model.weight, first + 3.0)
         assert torch.equal(running, torch.full((4,), 6.0))
@@ -58,7 +52,7 @@ def test_it_averages_weights_and_statistics_and_gives_the_model_its_own_back() -
         assert torch.equal(model.weight, own)
 
 
-def test_training_never_sees_it_and_both_results_are_told(tmp_path: Path) -> None:
+def test_training_never_sees_it_and_both_results_are_reported(tmp_path: Path) -> None:
     plain, _ = run_here(tmp_path / "plain")
     averaged, _ = run_here(tmp_path / "averaged", "average={half_life: 2st}")
     losses = [[event["loss"] for event in events(tmp_path / name) if "lr" in event] for name in ("plain", "averaged")]
@@ -70,12 +64,7 @@ def test_training_never_sees_it_and_both_results_are_told(tmp_path: Path) -> Non
 
 def test_a_resumed_run_has_the_same_average(tmp_path: Path) -> None:
     def train(out: Path, max_steps: int | None) -> dict[str, Any]:
-        recipe = load_recipe("digits", [*TINY, "average={half_life: 2st, every: 2}"]).recipe
-        recipe = recipe.resolve(precision="float32", memory_format="contiguous")
-        out.mkdir(exist_ok=True)
-        RunDir(out).claim(recipe, fresh=False)
-        job = Job(recipe, RuntimeOptions(), "cpu", out, max_steps=max_steps)
-        return Run(job, group_of(), StopFlag(), restarts=0).run().summary
+        return run_of(job_of("average={half_life: 2st, every: 2}", out=out, max_steps=max_steps)).run().summary
 
     train(tmp_path / "twice", 3)
     twice, once = train(tmp_path / "twice", None), train(tmp_path / "once", None)

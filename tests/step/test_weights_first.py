@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.run.runs import TINY
+from tests.run.runs import run_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torusgd.comm.groups import group_of
-from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.job import Job
-from torusgd.run.run import Run
-from torusgd.runtime import resolve_auto
-from torusgd.signals import StopFlag
 from torusgd.step.weights_first import Context, WeightsFirst, order_of_gradients
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
@@ -94,10 +88,7 @@ def test_a_layers_weight_gradient_leaves_before_its_input_gradient_is_begun() ->
 
 
 def weights(out: Path, *overrides: str, first: bool) -> str:
-    recipe = resolve_auto(load_recipe("digits", [*TINY, *overrides]).recipe, "cpu")
-    options = RuntimeOptions(weights_first=first, device="cpu")
-    out.mkdir()
-    return str(Run(Job(recipe, options, "cpu", out), group_of(), StopFlag(), 0).run().summary["weights_sha256"])
+    return run_here(out, *overrides, options=RuntimeOptions(weights_first=first))[0]["weights_sha256"]
 
 
 @pytest.mark.parametrize("overrides", [(), ("column_blocks=2",)], ids=["whole", "column blocks"])

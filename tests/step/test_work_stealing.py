@@ -1,9 +1,7 @@
-"""Idle ranks take over what a late one has not begun: the same weights, each virtual worker once, and told."""
+"""Idle ranks take over what a late one has not begun: the same weights, each virtual worker once, in the events."""
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,13 @@ from tests.comm.gloo_world import run_ranks
 from tests.polling import until
 from tests.run.processes import assert_told_once, last_step, results, run_alone, summary, torusgd
 from tests.run.runs import TINY, events, run_here
+from tests.step.trainers import job_of, run_of
 from torch import Tensor
 
 from torusgd.comm.groups import group_of
 from torusgd.recipe.load import load_recipe
 from torusgd.recipe.runtime_options import RuntimeOptions
-from torusgd.run.job import Job
-from torusgd.run.run import Run
-from torusgd.rundir.run_dir import RunDir
 from torusgd.runtime import resolve_auto
-from torusgd.signals import StopFlag
 from torusgd.step.work_stealing import TakenOver, work_stealing
 
 LONG = ("stages=[{until: 8st, images_per_worker: 2}]", "virtual_workers=12", "evaluate.every=8st")
@@ -32,42 +27,32 @@ LATE_STEPS = (0, 2, 5)
 def train_with_a_late_rank(out: str) -> dict[str, Any]:
     world = group_of()
     recipe = resolve_auto(load_recipe("digits", [*TINY, *LONG]).recipe, "cpu")
-    if world.rank == 0:
-        RunDir(Path(out)).claim(recipe, fresh=False)
-    world.barrier()
     options = RuntimeOptions(work_stealing=True, shares="even", drift_every=1)
-    run = Run(Job(recipe, options, "cpu", Path(out)), world, StopFlag(), restarts=0)
+    run = run_of(job_of(recipe=recipe, options=options, out=Path(out)), world)
     passes, stealing = run.trainer.step.forward_backward, run.trainer.step.stealing
     assert stealing is not None
     claims, forward = stealing.claims, passes.forward
 
     def late(step: Any, worker: int, *more: Any) -> Tensor:
         if world.rank == 2 and worker == 8 and step.index in LATE_STEPS:
-            wait_until_taken(lambda: int(claims._store.get(claims._name(2))) >> 32)
+            row = claims._name(2)
+            until(lambda: claims._add(row, 0) >> 32 >= 3, "others have taken the rest", timeout=240)
         return forward(step, worker, *more)
 
     passes.forward = late  # type: ignore[method-assign]
     return run.run().summary
 
 
-def wait_until_taken(others: Callable[[], int], pieces: int = 3, seconds: float = 240) -> None:
-    end = time.monotonic() + seconds
-    while others() < pieces:
-        assert time.monotonic() < end, "nobody helps"
-        time.sleep(0.002)
-
-
-def test_a_late_ranks_work_is_done_by_others_with_the_same_weights_and_told(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
+def test_a_late_ranks_work_is_done_by_others_with_the_same_weights(tmp_path: Path) -> None:
     summary = run_ranks(3, train_with_a_late_rank, str(tmp_path / "out"))[0]
     alone, _ = run_here(tmp_path / "alone", *LONG)
     assert summary["weights_sha256"] == alone["weights_sha256"]
     assert alone["taken_over_workers"] == 0
-    told = {each["step"] - 1: each["taken_over"] for each in events(tmp_path / "out") if "taken_over" in each}
+    taken_over = {each["step"] - 1: each["taken_over"] for each in events(tmp_path / "out") if "taken_over" in each}
     # On a busy machine more may be taken over, also from the other ranks.
     for step in LATE_STEPS:
-        assert told[step]["late"]["2"] == 3
-        assert sum(told[step]["helpers"].values()) == sum(told[step]["late"].values())
+        assert taken_over[step]["late"]["2"] == 3
+        assert sum(taken_over[step]["helpers"].values()) == sum(taken_over[step]["late"].values())
     assert summary["late_ranks"]["2"] >= 9
     assert summary["taken_over_workers"] == sum(summary["late_ranks"].values())
     assert summary["taken_over_saved_seconds"] >= 0

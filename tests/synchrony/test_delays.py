@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from tests.messages import refused
 
-from torusgd.errors import UserError
 from torusgd.synchrony.delays import delay_model
 
 PARTS = 12
@@ -66,5 +66,5 @@ def test_times_add_without_rounding() -> None:
      "shifted-exponential:2", "exponential++pause", "lognormal@inf", "pause:nan"],
 )  # fmt: skip
 def test_a_wrong_text_is_one_line(text: str) -> None:
-    with pytest.raises(UserError, match=r"^delays: [^\n]*$"):
+    with refused(f"delays {text}", "delays: "):
         delay_model(text, seed=0)

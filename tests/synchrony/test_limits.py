@@ -1,4 +1,4 @@
-"""What closes a step, by the times of the steps before; and steps in virtual time."""
+"""What closes a step, by the times of the steps before; steps in virtual time; DropCompute's automatic threshold."""
 
 from math import inf
 from typing import Any
@@ -7,16 +7,24 @@ import numpy as np
 import pytest
 
 from torusgd.synchrony.delays import delay_model
-from torusgd.synchrony.limits import Limit, Limits, VirtualStep, VirtualSteps, each_alone
+from torusgd.synchrony.limits import (
+    Limit,
+    Limits,
+    VirtualStep,
+    VirtualSteps,
+    choose_threshold,
+    each_alone,
+    threshold_at,
+)
 
 
-def limits(workers: int, **asked: Any) -> Limits:
-    given = {"count": None, "threshold": None, "warmup": 2, "warm": 2} | asked
+def limits(workers: int, **settings: Any) -> Limits:
+    given = {"count": None, "threshold": None, "warmup": 2, "warm": 2} | settings
     return Limits(each_alone(workers), seed=0, **given)
 
 
-def virtual(workers: int, delays: str, **asked: Any) -> VirtualSteps:
-    return VirtualSteps(limits(workers, **asked), workers, delay_model(delays, seed=0), compute=1.0)
+def virtual(workers: int, delays: str, **settings: Any) -> VirtualSteps:
+    return VirtualSteps(limits(workers, **settings), workers, delay_model(delays, seed=0), compute=1.0)
 
 
 def test_the_predicted_count_brings_nearly_what_the_best_one_does() -> None:
@@ -69,7 +77,7 @@ def test_a_threshold_is_measured_once_and_then_closes_the_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "taken"),
+    ("settings", "taken"),
     [
         ({"count": 2}, VirtualStep((0, 1), 1.0)),
         ({"threshold": 2.0}, VirtualStep((0, 1), 2.0)),
@@ -77,9 +85,9 @@ def test_a_threshold_is_measured_once_and_then_closes_the_steps() -> None:
         ({"threshold": 0.5}, VirtualStep((0,), 1.0)),
     ],
 )
-def test_a_step_takes_the_first_in_the_order_of_time_and_number(asked: dict[str, Any], taken: VirtualStep) -> None:
+def test_a_step_takes_the_first_in_the_order_of_time_and_number(settings: dict[str, Any], taken: VirtualStep) -> None:
     """Two of three workers that take 1 s, the third 4 s; somebody is always taken."""
-    steps = VirtualSteps(limits(3, **asked), 3, LateThird, compute=1.0)  # type: ignore[arg-type]
+    steps = VirtualSteps(limits(3, **settings), 3, LateThird, compute=1.0)  # type: ignore[arg-type]
     assert [steps.at(step) for step in (0, 1)] == 2 * [VirtualStep((0, 1, 2), 4.0)]
     assert steps.at(2) == taken
 
@@ -90,3 +98,36 @@ class LateThird:
     @staticmethod
     def table(workers: int, step: int, parts: int) -> Any:
         return np.array([[0.0], [0.0], [3.0]])
+
+
+MICRO_BATCHES = 12
+LOOKED_AT = 44  # steps by which a threshold is chosen, as many as the authors'
+
+
+def times(ranks: int, first: int, stop: int) -> np.ndarray:
+    """Micro-batches of 1 s with the noise of the paper's simulations, in these steps."""
+    noise, steps = delay_model("lognormal", seed=0), np.arange(first, stop)[:, None, None]
+    return 1 + noise.at(np.arange(ranks)[:, None], steps, np.arange(MICRO_BATCHES))
+
+
+@pytest.mark.parametrize(("ranks", "gain", "step"), [(8, 13, 21.1), (32, 24, 23.3), (64, 29, 24.1), (200, 37, 25.7)])
+def test_gain_of_the_automatic_threshold(ranks: int, gain: int, step: float) -> None:
+    """Chosen by some steps, and judged by enough others to know a gain to half a point."""
+    chosen = choose_threshold(times(ranks, 0, LOOKED_AT))
+    assert chosen.seconds == pytest.approx(16, abs=1)
+    coming = times(ranks, LOOKED_AT, LOOKED_AT + 40000 // ranks)
+    found = threshold_at(chosen.seconds, coming)
+    assert abs(100 * found.gain - gain) <= 1
+    assert 0.13 < found.dropped < 0.17
+    assert coming.sum(axis=2).max(axis=1).mean() == pytest.approx(step, abs=0.25)
+
+
+def test_nothing_is_left_out_where_nothing_is_late() -> None:
+    found = choose_threshold(np.ones((3, 4, 8)))
+    assert (found.seconds, found.dropped, found.gain) == (8, 0, 0)
+
+
+def test_overhead_makes_dropping_dearer() -> None:
+    seconds = times(32, 0, LOOKED_AT)
+    assert choose_threshold(seconds, overhead=10.0).gain < choose_threshold(seconds).gain
+    assert choose_threshold(seconds, overhead=10.0).dropped < choose_threshold(seconds).dropped

@@ -37,6 +37,7 @@ BESIDE_GRADIENT = {
     **BESIDE,
     "Audit": "watchers",
     "DriftWatch": "watchers",
+    "NoiseScale": "watchers",
     "ReplacedImages": "watchers",
     "Requests": "watchers",
     "SpeedWatch": "watchers",

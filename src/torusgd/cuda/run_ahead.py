@@ -22,14 +22,13 @@ from ..comm.monitor import Monitor
 from ..errors import first_line
 from ..gradients.integer_hash import IntegerHash
 from ..recipe.schedule import Step
-from ..step.closing import Open
 from ..step.control_vector import VERSION, Counts
+from ..step.deadlines import StepDeadline
 from ..step.journal import JournalEntry, synchronous
 from ..step.membership import Membership
-from ..step.requests import Requests
 from ..step.stats import StepStats
 from ..step.step import TrainStep
-from ..step.watch import StepView
+from ..step.watch import Requests, StepView
 from .flat_weights import FlatUpdate
 from .graphs import Capture, Graph
 from .sums import ACCEPTED, LOSS, REPORT, UNDERFLOW, DeviceControl, DeviceGradientSum
@@ -123,7 +122,7 @@ class RunAhead:
         self._step, self._update, self._monitor = step, update, monitor
         self._launched: deque[_Launched] = deque()
 
-    def run(self, membership: Membership, wanted: JournalEntry | Open) -> StepStats | None:
+    def run(self, membership: Membership, wanted: JournalEntry | StepDeadline) -> StepStats | None:
         """See `TrainStep.run`; afterwards the device may have gone on, up to the next look at the weights."""
         self._step.clock.start()
         self._step.clock.passes_done()

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from ..comm.base import Work
 from ..optim import AdamW, Lamb, Lars, layer_norms, set_hyperparameters
 from ..optim.lars import Norms
-from ..optim.norms import BLOCK, all_block_norms, norms_from_blocks
+from ..optim.norms import BLOCK, block_norms, norms_from_blocks
 from ..recipe.schedule import Step
 from .reducer import Reducer
 
@@ -337,7 +337,7 @@ class BlockNorms:
         """Norms of parameters, then of their gradients: float64 [len(tensors)]. Every rank calls it alike."""
         params = tensors[: len(tensors) // 2]
         runs = [self._owned.get(id(param)) for param in params]
-        norms = all_block_norms(tensors)
+        norms = block_norms(tensors)
         shared = list(dict.fromkeys(run.parameter for run in runs if run is not None))
         if shared:
             counts = [self._counts[parameter] for parameter in shared]

@@ -23,7 +23,7 @@ class PlanComparison:
 
     @classmethod
     def load(cls, path: Path) -> "PlanComparison":
-        """Reads a plan; UserError where it is none."""
+        """Reads a plan; UserError if it is none."""
         try:
             tree = parse_json(read_text(path))
             seconds = {int(stage["batch"]): float(stage["seconds"]) for stage in tree["stages"]}
@@ -46,7 +46,7 @@ class PlanComparison:
         """Predicted and measured step time and throughput of the steps in `events.jsonl`, and relative errors.
 
         A measured step is the median of its batch, without the run's first step, so that evaluations, checkpoints and
-        warming up are left out as in the plan. Empty where there are no two steps.
+        warming up are left out as in the plan. Empty without two steps.
         """
         steps: dict[int, list[float]] = {}
         for line in events.read_text().splitlines():

@@ -23,26 +23,21 @@ from ..step.stats import StepStats
 from ..weights import json_text
 from .trackers import Trackers
 
+# Between progress lines if the output is no terminal.
 PLAIN_SECONDS = 5.0
-"""between progress lines where the output is no terminal"""
+# Columns of a terminal in which the progress line fits; in others it is cut in two.
 WIDE = 150
-"""columns of a terminal in which the progress line fits; in others it is cut in two"""
-_TOLD = 0.005
-"""share of the images from which on the line says how many are left out"""
+# Fraction of the images from which on the line says how many are left out.
+_LEFT_OUT_FROM = 0.005
 _BLOCK = 1 << 12
 
 
 class Telemetry:
-    """Writes events and shows progress.
+    """Writes events and shows progress of a run that takes the first `steps` steps of its schedule.
 
-    Args:
-        folder: The run's folder.
-        schedule: Of the run.
-        steps: Of them the run takes so many.
-        first_step: Steps done before; later events of an earlier attempt are dropped.
-        evaluated: The last step that was evaluated; later evaluations are dropped.
-        about: What `status.json` holds from the first to the last step.
-        trackers: Also take every event, opened if there are any; they stay open.
+    `first_step` steps were done before, and `evaluated` was the last one that was evaluated; later events of an earlier
+    attempt are dropped. `status.json` holds `about` from the first to the last step. The trackers, which were opened,
+    also take every event, and stay open.
     """
 
     def __init__(
@@ -57,15 +52,13 @@ class Telemetry:
     ) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self._schedule, self._steps = schedule, steps
-        self._stop = schedule[steps - 1].start + schedule[steps - 1].batch
-        """images after the last step"""
+        self._stop_images = schedule[steps - 1].start + schedule[steps - 1].batch
         self._path = folder / "events.jsonl"
         _drop_later_events(self._path, first_step, evaluated)
         self._trackers = trackers
         trackers.catch_up(self._path)
         self._file = self._path.open("ab", buffering=0)  # one write a line: what was written survives a killed process
         self.status = StatusFile(folder, about)
-        """the run's status, for what is no step"""
         self.status.update(now=True, phase="start", step=first_step, steps=steps)
         self._progress: Progress | None = None
         self._last_line = time.perf_counter()
@@ -79,13 +72,7 @@ class Telemetry:
             self._progress.start()
 
     def step(self, stats: StepStats, seconds: float, membership: Membership) -> None:
-        """One step.
-
-        Args:
-            stats: What it did.
-            seconds: The training time so far.
-            membership: Who takes the next one.
-        """
+        """One step, after so many seconds of training; `membership` takes the next one."""
         step = stats.step
         event = stats.as_event(self._schedule.train_images, seconds)
         self._write(event)
@@ -110,7 +97,7 @@ class Telemetry:
             loss=event["loss"],
             seconds=event["seconds"],
             images_per_second=round(self._entering, 1),
-            seconds_left=round(self._left(step)),
+            seconds_left=round(self._seconds_left(step)),
             shares=dict(zip(membership.ranks, membership.counts, strict=True)),
         )
 
@@ -125,7 +112,8 @@ class Telemetry:
         """Writes the last event of a run whose rank 0 was lost, unless that rank has written it itself."""
         with self._path.open("rb") as file:
             last = _line_before(file, file.seek(0, os.SEEK_END))
-        if not last or _name_of(json.loads(last)) != _name_of(event):
+        written = json.loads(last) if last else {}
+        if (written.get("step"), written.get("event")) != (event["step"], event.get("event")):
             self._write(event)
 
     def initial(self, fit: Mapping[str, Any], line: str) -> None:
@@ -163,12 +151,12 @@ class Telemetry:
         data, sync = stats.times.data_seconds / stats.times.seconds, stats.times.sync_seconds / stats.times.seconds
         share = stats.hidden_share
         hidden = "" if share is None else f", {share:.0%} hidden"
-        left_out = f"  left out {self._left_out:.0%}" if self._left_out >= _TOLD else ""
+        left_out = f"  left out {self._left_out:.0%}" if self._left_out >= _LEFT_OUT_FROM else ""
         return (
             f"stage {step.stage + 1}/{len(schedule.spans)}  epoch {self._schedule_epoch(step.index + 1):.2f}"
-            f"/{self._stop / schedule.train_images:.4g}  step {step.index + 1}/{self._steps}  "
+            f"/{self._stop_images / schedule.train_images:.4g}  step {step.index + 1}/{self._steps}  "
             f"loss {stats.loss:.4f}  lr {step.lr:.4g}{gap}{self._entering:,.0f} images/s  "
-            f"data {data:.0%}  sync {sync:.0%}{hidden}{left_out}  {clock(self._left(step))} left{self._slowest}"
+            f"data {data:.0%}  sync {sync:.0%}{hidden}{left_out}  {clock(self._seconds_left(step))} left{self._slowest}"
         )
 
     @property
@@ -176,9 +164,8 @@ class Telemetry:
         """Images a second whose gradients enter updates."""
         return self._speed * (1 - self._left_out)
 
-    def _left(self, step: Step) -> float:
-        """Seconds."""
-        return (self._stop - step.start - step.batch) / self._speed
+    def _seconds_left(self, step: Step) -> float:
+        return (self._stop_images - step.start - step.batch) / self._speed
 
     def _schedule_epoch(self, step: int) -> float:
         last = self._schedule[step - 1]
@@ -214,14 +201,8 @@ def plan_table(recipe: Recipe, schedule: Schedule, ranks: int) -> Table:
         f"{recipe.virtual_workers} virtual workers on {ranks} ranks, {recipe.optimizer.name}, {recipe.precision}, "
         f"reduction {recipe.reduction}, seed {recipe.seed}{target}"
     )
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.title_justify = table.caption_justify = "left"
     has_plain = any(not span.stage.augment for span in schedule.spans)
     columns = ["stage", "steps", "epochs", "images", "batch", "rate", "last", "momentum"]
     for column in [*columns, *(["augment"] if has_plain else [])]:
@@ -252,11 +233,10 @@ def _drop_later_events(path: Path, first_step: int, evaluated: int) -> None:
     """Drops the events of steps that a resumed run takes again, and a last line that was cut off in writing.
 
     The polish of `first_step` goes as well, since it is done again, and so does its evaluation, if it is done again.
-    Events stand in the order of their steps, so the file is read from its end, and only as far as there is something to
-    drop.
     """
     if not path.exists():
         return
+    # Events stand in the order of their steps, so the file is read from its end, as far as there is something to drop.
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         while end and not _stays(line := _line_before(file, end), first_step, evaluated):
@@ -281,7 +261,3 @@ def _stays(line: bytes, first_step: int, evaluated: int) -> bool:
         return line.endswith(b"\n") and event["step"] <= others.get(event.get("event"), first_step)
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def _name_of(event: Mapping[str, Any]) -> tuple[int, str]:
-    return event["step"], event.get("event", "step")

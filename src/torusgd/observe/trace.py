@@ -2,9 +2,7 @@
 
 Each rank records its steps with `torch.profiler`: torch's operators, kernels of a GPU, and the spans that the code
 names by `record_function`: step, forward and backward of each virtual worker, waits for images and for messages,
-update. The first rank puts the records on one clock and into one file. On Linux all processes of a host have one clock.
-Clocks of hosts differ, so the records of another host are moved by the difference of the clocks when all have just left
-a barrier: right to within the time that a barrier takes.
+update. The first rank puts the records on one clock and into one file.
 """
 
 import json
@@ -25,8 +23,8 @@ from ..errors import UserError
 from ..rundir.run_dir import TRACE
 from ..weights import write_text
 
+# Process numbers from here on stand for the devices of a rank, which torch numbers from 0 on every host.
 _DEVICES = 1_000_000
-"""process numbers from here on stand for the devices of a rank, which torch numbers from 0 on every host"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class TracedSteps:
 
     @classmethod
     def parse(cls, text: str) -> "TracedSteps":
-        """From `10:12`, or `10` for a single step; UserError where it is neither.
+        """From `10:12`, or `10` for a single step; UserError if it is neither.
 
         >>> TracedSteps.parse("10:12")
         TracedSteps(first=10, last=12)
@@ -57,13 +55,7 @@ def check_trace(trace: TracedSteps | None, steps: int) -> None:
 
 
 class StepTrace:
-    """This rank's part of a trace; all ranks have one.
-
-    Args:
-        steps: Which steps.
-        world: All ranks.
-        folder: Of the run, into which the first rank writes.
-    """
+    """This rank's part of a trace; all ranks have one, and the first writes it into the run's folder."""
 
     def __init__(self, steps: TracedSteps, world: Group, folder: Path) -> None:
         self._steps, self._world, self._path = steps, world, folder / TRACE
@@ -82,7 +74,6 @@ class StepTrace:
             self._profile = None
 
     def _write(self, recorded: profile) -> None:
-        """Gathers the records of all ranks; collective."""
         world = self._world
         with tempfile.TemporaryDirectory() as folder:
             recorded.export_chrome_trace(f"{folder}/rank.json")
@@ -101,16 +92,17 @@ class StepTrace:
 
 
 def merged(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """One trace on one clock.
+    """One trace on one clock, from the part of each rank.
 
-    Args:
-        parts: By rank its host, process number, when it left the barrier, what its times count from (both in
-            nanoseconds of its host's clock), and its events as torch exports them, with times in microseconds.
+    A part has host, process, when it left the barrier and what its times count from (both in nanoseconds of its host's
+    clock), and the events as torch exports them, with times in microseconds.
     """
     left = {part["host"]: part["left_barrier"] for part in list(parts.values())[::-1]}  # the first rank of each host
     first = next(iter(parts.values()))
     events: list[dict[str, Any]] = []
     for rank, part in parts.items():
+        # On Linux all processes of a host have one clock. Clocks of hosts differ, so the records of another host are
+        # moved by the difference of the clocks when all have just left a barrier: right to within a barrier's time.
         # Whole nanoseconds: a float64 of today's nanoseconds has lost the last two digits.
         shift = part["base"] - first["base"] + first["left_barrier"] - left[part["host"]]
         name = {"name": f"rank {rank} ({part['host']})"}

@@ -1,15 +1,9 @@
 """Experiment trackers, all fed from one stream: the lines of events.jsonl. TensorBoard, Weights & Biases, MLflow.
 
 A run that is resumed goes back to its last checkpoint and takes the steps after it again, and a killed process may not
-have sent its last ones. So a tracker is never trusted to be where the run is. When it is opened, events.jsonl, which
-the run has cut to its checkpoint, is read from the start, and every event that the tracker does not have yet is sent;
-from then on the run's events follow, again without those that it has. A server says what it has (MLflow, W&B). Files
-(TensorBoard, W&B offline) are written anew.
-
-When ranks are lost or join, the process that is rank 0 keeps its trackers open: to begin anew would cost seconds, while
-all ranks wait, and a look through all events. Only if that very process is lost does another one open them.
-
-A tracker that fails later is switched off with one line: nothing is lost, since the next resume finds what it lacks.
+have sent its last ones. So a tracker is never trusted to be where the run is. A server says what it has (MLflow, W&B);
+files (TensorBoard, W&B offline) are written anew. A tracker that fails later is switched off with one line: nothing is
+lost, since the next resume finds what it lacks.
 """
 
 import os
@@ -26,61 +20,53 @@ from ..rundir.run_dir import TRACKING_ID
 from ..untrusted import parse_json
 from ..weights import write_text
 
+# Of W&B, and the experiment of MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set.
 PROJECT = "torusgd"
-"""of W&B and the experiment of MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set"""
 _TRAIN = ("loss", "lr", "momentum", "batch", "epoch")
 _EVALUATED = ("top1", "top5", "loss")
 
 
 class Tracker(Protocol):
-    """Where figures go; see the module."""
-
     def has(self, kind: str, step: int) -> bool:
         """Whether figures of this kind (train, eval, polished) and step have been sent before."""
-        ...
 
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         """Takes figures, by their name without the kind."""
-        ...
 
     def flush(self) -> None:
         """Sends what is still under way, as far as this process holds it; more may follow."""
-        ...
 
     def close(self) -> None:
         """Sends what is still under way, and ends."""
-        ...
 
 
 class Trackers:
-    """The trackers of a run; the process that is rank 0 opens them, and keeps them when the ranks change.
+    """The trackers of a run, by the names of --track; `warn` takes a line if one fails.
 
-    Args:
-        names: Those of --track.
-        warn: Takes a line where one fails.
+    The process that is rank 0 opens them, and keeps them open when the ranks change.
     """
+
+    # To begin anew then would cost seconds, while all ranks wait, and a look through all events. Only if that very
+    # process is lost does another one open them.
 
     def __init__(self, names: Sequence[str] = (), warn: Callable[[str], object] = lambda line: None) -> None:
         self._names, self._warn = tuple(dict.fromkeys(names)), warn
         self._open: dict[str, Tracker] | None = None
+        # The last step of each kind that this process has handed over.
         self._fed: dict[str, int] = {}
-        """the last step of each kind that this process has handed over"""
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Opens all of them, unless that was done before.
+        """Opens all of them, unless they are open; `config` is plain JSON.
 
-        Args:
-            folder: The run's.
-            config: The recipe and more, as plain JSON.
-
-        Raises:
-            UserError: One is not installed, or its server doesn't answer.
+        UserError if one is not installed, or its server doesn't answer.
         """
         if self._open is None:
-            self._open = {name: _opened(name, folder, config) for name in self._names}
+            self._open = {name: MAKERS[name](folder, config) for name in self._names}
 
     def catch_up(self, events: Path) -> None:
         """Sends what is missing of a run's events so far."""
+        # The run has cut events.jsonl to its checkpoint. It is read from the start, and what a tracker lacks is sent;
+        # from then on the run's events follow, again without those that it has.
         if self._open and events.exists():
             with events.open() as file:
                 for line in file:
@@ -117,19 +103,16 @@ class Trackers:
             try:
                 call(tracker)
             except Exception as error:  # of any library: a run does not end because its tracker does
-                self._leave_aside(name, error)
-
-    def _leave_aside(self, name: str, error: Exception) -> None:
-        assert self._open is not None
-        del self._open[name]
-        self._warn(
-            f"--track {name}: switched off, since it failed: {first_line(error)}; events.jsonl holds everything, and "
-            "the next resume sends what is missing"
-        )
+                assert self._open is not None
+                del self._open[name]
+                self._warn(
+                    f"--track {name}: switched off, since it failed: {first_line(error)}; events.jsonl holds "
+                    "everything, and the next resume sends what is missing"
+                )
 
 
 def figures_of(event: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:
-    """Kind and figures of a line of events.jsonl; None where it has none.
+    """Kind and figures of a line of events.jsonl; None if it has none.
 
     >>> figures_of({"event": "evaluation", "step": 3, "top1": 0.5, "top5": 1.0, "loss": None})
     ('eval', {'top1': 0.5, 'top5': 1.0})
@@ -153,7 +136,7 @@ def figures_of(event: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:
 class TensorBoard:
     """Files under `folder/tensorboard`, written anew whenever the run is resumed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -163,20 +146,16 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def has(self, kind: str, step: int) -> bool:
-        """See `Tracker`."""
         return False
 
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         for name, value in figures.items():
             self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def flush(self) -> None:
-        """See `Tracker`."""
         self._writer.flush()
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._writer.close()
 
 
@@ -215,18 +194,15 @@ class WeightsAndBiases:
         self._sent = {kind: int(self._run.summary.get(f"{kind}/step") or 0) for kind in ("train", "eval", "polished")}
 
     def has(self, kind: str, step: int) -> bool:
-        """See `Tracker`."""
         return step <= self._sent[kind]
 
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         self._run.log({f"{kind}/step": step, **{f"{kind}/{name}": value for name, value in figures.items()}})
 
     def flush(self) -> None:
-        """See `Tracker`; a process of W&B's own has everything already."""
+        pass  # a process of W&B's own has everything already
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._run.finish()
 
 
@@ -258,24 +234,20 @@ class MLflow:
             ) from None
 
     def has(self, kind: str, step: int) -> bool:
-        """See `Tracker`."""
         return step <= self._sent[kind]
 
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         now = int(1e3 * time.time())
         metrics = [self._metric(f"{kind}/{name}", value, now, step) for name, value in figures.items()]
         # A thread of MLflow's own sends them in their order, so that no step waits for a server.
         self._client.log_batch(self._id, metrics=metrics, synchronous=False)
 
     def flush(self) -> None:
-        """See `Tracker`."""
         import mlflow
 
         mlflow.flush_async_logging()
 
     def close(self) -> None:
-        """See `Tracker`."""
         self.flush()
         self._client.set_terminated(self._id)
 
@@ -295,10 +267,8 @@ class MLflow:
 
 @contextmanager
 def _few_attempts() -> Iterator[None]:
-    """Asks a server of MLflow three times, in some 10 s, unless the environment says otherwise.
-
-    MLflow's own eight, in four minutes, are meant for a busy server; a wrong address should be reported at once.
-    """
+    # MLflow would try eight times, in four minutes, which is meant for a busy server; a wrong address should be
+    # reported at once. So it tries three times, in some 10 s, unless the environment says otherwise.
     name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
     is_ours = name not in os.environ
     os.environ.setdefault(name, "2")
@@ -309,14 +279,15 @@ def _few_attempts() -> Iterator[None]:
             del os.environ[name]
 
 
+# Of each kind a figure that every event has.
 _MARKS = {"train": "lr", "eval": "top1", "polished": "top1"}
-"""of each kind a figure that every event has"""
 
 
-def _opened(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
-    if name == "tensorboard":
-        return TensorBoard(folder)
-    return WeightsAndBiases(folder, config) if name == "wandb" else MLflow(folder, config)
+MAKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
 
 
 def _run_id(folder: Path) -> str:

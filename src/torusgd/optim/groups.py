@@ -52,17 +52,12 @@ def rate_factors(settings: recipe.Optimizer, model: nn.Module, head: Collection[
     kinds = {name: kind for name, kind in parameter_kinds(model).items() if name not in head}
     # Only layers with a weight count: a norm between two layers is no step of its own.
     weighty = {_layer(name) for name, kind in kinds.items() if kind == "weight"}
-    numbers: dict[str, int] = {}
-    last = 0
-    of_parameter: dict[str, int] = {}
+    layers, last, layer_of = dict[str, int](), 0, dict[str, int]()
     for name in kinds:
-        layer = _layer(name)
-        if layer in weighty:
-            last = numbers.setdefault(layer, len(numbers))
-        of_parameter[name] = last
-    factors = {
-        name: power(settings.layer_decay, max(len(numbers), 1) - number) for name, number in of_parameter.items()
-    }
+        if (layer := _layer(name)) in weighty:
+            last = layers.setdefault(layer, len(layers))
+        layer_of[name] = last
+    factors = {name: power(settings.layer_decay, max(len(layers), 1) - layer) for name, layer in layer_of.items()}
     return {name: factors.get(name, settings.head_lr) for name, _ in model.named_parameters()}
 
 
@@ -76,11 +71,10 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of a recipe over a model's trainable parameters.
 
+    Groups are by weight decay, trust and factor on the rate. `lr` is the recipe's highest; each step sets its own
+    (`set_hyperparameters`).
+
     Args:
-        settings: The recipe's `optimizer` section.
-        model: Its parameters become groups by weight decay, trust and factor on the rate: a few, unless layers have
-            rates of their own. Each has `base_weight_decay` and `rate_factor`, which `set_hyperparameters` reads.
-        lr: The recipe's highest rate (`rate.lr`); each step sets its own.
         blocks: Column blocks, maybe none, that this rank updates in place of the parameter of that name.
         norms: Norms of whole layers for LARS and LAMB, if the groups hold blocks of them.
         head: Names of the tensors that depend on the number of classes; `head_lr` and `layer_decay` need them.
@@ -99,12 +93,11 @@ def build_optimizer(
     described: list[dict[str, Any]] = []
     for (decays, trusts, factor), params in groups.items():
         decay = settings.weight_decay if decays else 0.0
-        group = {"params": params, "weight_decay": decay, "base_weight_decay": decay, "rate_factor": factor}
-        if settings.name == "lars":
-            group["trust"] = settings.trust if trusts else None
-        if settings.name == "lamb":
-            group["trust"] = trusts
-        described.append(group)
+        trust = {"lars": settings.trust if trusts else None, "lamb": trusts}
+        described.append({
+            "params": params, "weight_decay": decay, "base_weight_decay": decay, "rate_factor": factor,
+            **({"trust": trust[settings.name]} if by_layer else {}),
+        })  # fmt: skip
     if settings.name == "sgd":
         return Sgd(described, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov)
     if settings.name == "lars":

@@ -65,9 +65,8 @@ VARIANTS: Mapping[str, Variant] = {
     "nnabla": Variant(eps_is_threshold=True, zero_gradient_is_plain=False),
 }
 
-
+# The values of a group that are arguments of `lars`.
 _HYPER = ("lr", "momentum", "weight_decay", "trust", "eps", "variant", "peak_lr", "foreach")
-"""the values of a group that are arguments of `lars`"""
 
 
 class Lars(Optimizer):

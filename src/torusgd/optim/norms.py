@@ -19,33 +19,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+# Elements of a block.
 BLOCK = 4096
-"""number of elements of a block"""
+# Parts of a block on a GPU that are summed side by side.
 LANES = 256
-"""of a block on a GPU"""
+# Blocks whose squares, 128 MiB, are added at a time.
 _BLOCKS_AT_A_TIME = 4096
-"""whose squares, 128 MiB, are added at a time"""
 
 
-def block_norms(tensor: Tensor) -> Tensor:
-    """Euclidean norms of the blocks of a tensor in logical (row-major) order: float32 [ceil(numel / BLOCK)].
+def block_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Euclidean norms of the blocks of each tensor in logical (row-major) order: float32 [ceil(numel / BLOCK)].
 
-    Any shape and floating dtype; another memory format is copied first. The last block may be shorter. A NaN makes its
-    block's norm NaN; on a CPU an element above 1.8e19
-    makes it infinite.
+    Any shape and floating dtype, all on one device; another memory format is copied first. The last block may be
+    shorter. A NaN makes its block's norm NaN; on a CPU an element above 1.8e19 makes it infinite.
 
-    >>> block_norms(torch.ones(2 * BLOCK + 9))
-    tensor([64., 64.,  3.])
+    >>> block_norms([torch.ones(2 * BLOCK + 9)])
+    [tensor([64., 64.,  3.])]
     """
-    return all_block_norms([tensor])[0]
-
-
-def all_block_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`block_norms` of each of several tensors on one device."""
-    if not tensors:
-        return []
     flats = [tensor.detach().reshape(-1).float() for tensor in tensors]
-    if not flats[0].is_cuda:
+    if not flats or not flats[0].is_cuda:
         return [_norms_of_blocks(flat) for flat in flats]
     return list(norms_by_lanes(flats).split([-(-flat.numel() // BLOCK) for flat in flats]))
 
@@ -54,17 +46,18 @@ def norms_by_lanes(flats: Sequence[Tensor]) -> Tensor:
     """The block norms of 1-D float32 tensors on a GPU, one tensor after another: float32 [all blocks].
 
     A library's reduction may choose its order by the number of blocks, so that a shard would have other bits than the
-    whole. Here element i of a block belongs to lane i modulo LANES. Each lane adds its squares in float64, in which the
-    square of a float32 is exact, one after another; then the upper half of the lanes is added to the lower half, until
-    one is left. All of it is elementwise additions, in which no library chooses an order.
+    whole. Elementwise additions, of which this is made, have no order to choose.
     """
     padded = torch.cat([pad(flat, (0, -flat.numel() % BLOCK)) for flat in flats])
+    # Element i of a block belongs to lane i modulo LANES.
     blocks = padded.view(padded.numel() // BLOCK, BLOCK // LANES, LANES)
     norms = []
     for part in blocks.split(_BLOCKS_AT_A_TIME):
+        # Each lane adds its squares one after another, in float64, in which the square of a float32 is exact.
         lanes, *others = part.double().square_().unbind(1)
         for row in others:
             lanes += row
+        # Then the upper half of the lanes is added to the lower half, until one is left.
         while lanes.shape[1] > 1:
             lower, upper = lanes.chunk(2, dim=1)
             lanes = lower + upper
@@ -81,15 +74,10 @@ def _norms_of_blocks(flat: Tensor) -> Tensor:
     return torch.cat([rows, rest]) if whole else rest
 
 
-def norm_from_blocks(blocks: Tensor) -> Tensor:
-    """Norm of a tensor from all its block norms in order: float32 [blocks] -> float64 []; zero when there are none."""
-    return norms_from_blocks([blocks])[0]
-
-
 def norms_from_blocks(blocks: Sequence[Tensor]) -> Tensor:
-    """Norms of several tensors, float64 [len(blocks)], from the block norms of each, float32, all on one device.
+    """Norms of several tensors, float64 [len(blocks)], from all block norms of each in order, float32, on one device.
 
-    The bits are those of `norm_from_blocks`.
+    A tensor without blocks has the norm 0, and the bits of a norm don't depend on the tensors beside it.
     """
     if not blocks:
         return torch.zeros(0, dtype=torch.float64)
@@ -104,4 +92,4 @@ def norms_from_blocks(blocks: Sequence[Tensor]) -> Tensor:
 
 def layer_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Euclidean norm of each tensor by blocks, without a host sync: float64 [len(tensors)], tensors on one device."""
-    return norms_from_blocks(all_block_norms(tensors))
+    return norms_from_blocks(block_norms(tensors))

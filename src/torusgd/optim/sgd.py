@@ -9,6 +9,7 @@ handles both, so that the result is a function of the logical order alone.
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,15 +17,15 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.sgd import sgd
 
+# Elements of the kernel's widest vectors, 64 bytes: it rounds a rest of fewer elements otherwise.
 _VECTOR = 16
-"""number of elements of the kernel's widest vectors, 64 bytes: it rounds a rest of fewer elements otherwise"""
 
 # torch's own, without the wrapper that imports torch._dynamo only to disable it: 2 s in every process.
 add_param_group = inspect.unwrap(Optimizer.add_param_group)
 
 
 def value_of(closure: Callable[[], Any] | None) -> Any:
-    """The value of an optimizer's closure, which computes the gradients anew; None without one."""
+    """The value of an optimizer's closure, which computes the gradients anew."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -83,16 +84,15 @@ def momentum_step(
         lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
     )  # fmt: skip
     layers = list(zip(params, grads, buffers, strict=True))
-    direct = [layer for layer in layers if not on_cpu or _walk_alike(layer)]
-    if direct:
-        step([p for p, _, _ in direct], [g for _, g, _ in direct], [b for _, _, b in direct])
-    if len(direct) < len(layers):
-        for layer in layers:
-            if not _walk_alike(layer):  # by copies in logical order
-                param, grad, buffer = (tensor.contiguous() for tensor in layer)
-                step([param], [grad], [buffer])
-                layer[0].copy_(param)
-                layer[2].copy_(buffer)
+    direct = [not on_cpu or _walk_alike(layer) for layer in layers]
+    if any(direct):
+        step(list(compress(params, direct)), list(compress(grads, direct)), list(compress(buffers, direct)))
+    for layer, is_direct in zip(layers, direct, strict=True):
+        if not is_direct:  # by copies in logical order
+            param, grad, buffer = (tensor.contiguous() for tensor in layer)
+            step([param], [grad], [buffer])
+            layer[0].copy_(param)
+            layer[2].copy_(buffer)
 
 
 def _walk_alike(tensors: Sequence[Tensor]) -> bool:

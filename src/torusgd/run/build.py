@@ -24,10 +24,9 @@ from ..step.drift import DriftWatch
 from ..step.images import ImageReader
 from ..step.membership import Membership, even_shares
 from ..step.model_state import StepState
-from ..step.requests import Requests
 from ..step.stats import StepClock
 from ..step.step import TrainStep
-from ..step.watch import StepWatch
+from ..step.watch import Requests, StepWatch
 from ..step.work_stealing import work_stealing
 from .fingerprint import Conditions, Fingerprint, check_ranks_agree
 from .job import Job, check_job, images_at

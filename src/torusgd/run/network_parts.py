@@ -17,11 +17,9 @@ from ..precision import Precision
 from ..recipe.compatibility import BY_CLOCKS
 from ..runtime import prepare_process
 from ..step.batchnorm import BatchNormStatistics
-from ..step.forward_backward import ForwardBackward, SharedTail, WholeNetwork
-from ..step.model_state import StepState
+from ..step.forward_backward import ForwardBackward, LocalSteps, SharedTail, WholeNetwork, outer_optimizer
+from ..step.model_state import MovingAverage, StepState
 from ..step.pass_thread import PassThread
-from ..step.relaxed import local_steps, outer_optimizer, pass_thread
-from ..step.weight_average import MovingAverage
 from ..step.weights_first import order_of_gradients
 from ..weights import weights_sha256
 from .fingerprint import Fingerprint, conditions, fingerprint_of
@@ -89,21 +87,16 @@ def state_of(job: Job, data: Data, network: Network, sums: Sums, world: Group, f
 
 def passes_of(job: Job, network: Network, state: StepState, sums: Sums, world: Group) -> ForwardBackward:
     """The forward and backward pass of a virtual worker: of the whole network, or of a tail that ranks share."""
-    recipe, model, update, precision = job.recipe, state.model, state.update, state.precision
+    recipe, order = job.recipe, order_of_gradients(job.options)
     if recipe.synchrony.local_steps is not None and network.own_copy is not None:
-        own = copy.deepcopy(network.own_copy)
-        return local_steps(recipe, own, model, state.reducer, update, precision, state.batch_norm)
-    order = order_of_gradients(job.options)
+        return LocalSteps(recipe, copy.deepcopy(network.own_copy), state)
     if sums.tail is None:
-        return WholeNetwork(model, recipe, precision, state.batch_norm, world.device, order=order)
-    return SharedTail(
-        model, sums.tail, state.reducer, update.wait_weights, recipe, precision, state.batch_norm, world, order
-    )
+        return WholeNetwork(state.model, recipe, state.precision, state.batch_norm, world.device, order=order)
+    return SharedTail(recipe, state, sums.tail, world, order)
 
 
 def thread_of(job: Job, network: Network, state: StepState, world: Group) -> PassThread | None:
     """The thread that takes the passes of steps that time decides; None: every step waits for all of its passes."""
     if network.own_copy is None or not BY_CLOCKS.is_in(setup_of(job)):
         return None
-    own = copy.deepcopy(network.own_copy)
-    return pass_thread(job.recipe, own, state.model, state.reducer.names, state.precision, world, job.delays)
+    return PassThread(job.recipe, copy.deepcopy(network.own_copy), state, world, job.delays)

@@ -20,12 +20,12 @@ from ..precision import arithmetic_of
 from ..ranks.generations import Generations
 from ..recipe.section import Duration
 from ..signals import StopFlag
-from ..step.closing import as_seconds, closing_of
+from ..step.deadlines import as_seconds, deadlines_of
 from ..step.evaluate import Evaluation, evaluate
 from ..step.journal import Journal, journal_of
 from ..step.polish import polish_by_recipe
-from ..step.requests import Requests
 from ..step.stats import StepStats
+from ..step.watch import Requests
 from ..weights import weights_sha256
 from .build import Trainer, build
 from .job import Job
@@ -194,7 +194,7 @@ class Run:
         """
         state, trainer, saver = self.state, self.trainer, self._saver
         saver.begin(saved)
-        closing = closing_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
+        deadlines = deadlines_of(self.job.recipe, self.job.replay, trainer.membership.shares, state.step)
         is_stopping = is_changing = False
         while True:
             if trainer.trace is not None:
@@ -221,12 +221,12 @@ class Run:
                 is_stopping = not is_changing
                 continue
             # SIGKILL 14: after a loss this is the step that was cut off, with the same samples and the same bits.
-            take = partial((trainer.ahead or trainer.step).run, self.membership, closing.next(state.step))
+            take = partial((trainer.ahead or trainer.step).run, self.membership, deadlines.next(state.step))
             stats = self._saved_before_errors(take)
             if stats is None:  # a rank was requested to stop between two virtual workers: the step is not taken
                 is_stopping = True
                 continue
-            self._note(stats, closing.observe(as_seconds(stats.finished), stats.times.seconds))
+            self._note(stats, deadlines.observe(as_seconds(stats.finished), stats.times.seconds))
             is_stopping, is_due, is_changing = stats.stop, stats.save, stats.change
 
     def _saved_before_errors(self, call: Callable[[], T]) -> T:

@@ -19,7 +19,7 @@ from ..comm.base import CommError, Liveness
 from ..comm.groups import Group, alone
 from ..ranks.generations import Generations
 from ..step.model_state import StepState
-from ..step.requests import Requests
+from ..step.watch import Requests
 from ..weights import Tensors
 from .build import build
 from .job import Job

@@ -8,13 +8,12 @@ from ..recipe.runtime_options import RuntimeOptions
 from ..recipe.schedule import Schedule
 from ..recipe.schema import Recipe
 from ..step.audit import Audit
-from ..step.balance import SpeedWatch, follows_speed
 from ..step.control_vector import ControlVector
 from ..step.drift import DriftWatch, steps_between
 from ..step.model_state import StepState
 from ..step.noise_scale import NoiseScale
+from ..step.rank_times import LinkProbe, SpeedWatch, Stragglers, follows_speed
 from ..step.stats import StepClock
-from ..step.stragglers import LinkProbe, Stragglers
 from ..step.watch import StepView, StepWatch
 from .summing import Sums
 

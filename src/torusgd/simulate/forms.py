@@ -19,38 +19,102 @@ from dataclasses import dataclass
 from itertools import count, groupby
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from ..data import Pipeline, StreamOrder
+from ..models import model_of
 from ..optim.sgd import Sgd
-from ..recipe.schema import Outer
-from ..rng import PEER, keyed_integer, keyed_uniform
+from ..recipe.schema import Outer, Recipe
+from ..rng import DROPOUT, PEER, keyed_integer, keyed_uniform, seed_torch
 from ..synchrony.barriers import Barrier, passages
 from ..synchrony.delays import DelayModel
 from ..synchrony.limits import Limits, VirtualSteps
-from .passes import Passes
+
+_CHUNK = 500
+# Batches of _CHUNK training images from which batch norm takes its statistics in evaluations.
+_STATISTICS = 4
+
+
+class Passes:
+    """Gradients and accuracy of a recipe's network as functions of its weights, float32 [weights].
+
+    The workers of a simulation have different weights at the same moment, so the network is only where a pass puts
+    those that it is given. A gradient is over the first stage's images of a virtual worker, or of one local step.
+    """
+
+    def __init__(self, recipe: Recipe, train: Pipeline, held_out: Pipeline) -> None:
+        self._recipe, self._train = recipe, train
+        self._order = StreamOrder(len(train.source), recipe.seed)
+        self.images = recipe.stages[0].images_per_worker // (recipe.synchrony.local_steps or 1)
+        self._model = model_of(recipe, len(train.source.classes))
+        self._norms = [layer for layer in self._model.modules() if isinstance(layer, _BatchNorm)]
+        self.initial = parameters_to_vector(self._model.parameters()).detach().clone()
+        known = min(_CHUNK * _STATISTICS, len(train.source))
+        self._known = train.training_batch(np.arange(known), np.zeros(known, dtype=np.int64), augment=False)
+        self._held_out = held_out.validation_batch(np.arange(len(held_out.source)))
+
+    def gradient(self, weights: Tensor, number: int) -> Tensor:
+        """The mean gradient over the stream's batch of that number."""
+        indices, epochs = self._order.at(number * self.images, self.images)
+        batch = self._train.training_batch(indices, epochs, augment=self._recipe.stages[0].augment)
+        self._put(weights)
+        self._model.train()
+        seed_torch(self.initial.device, DROPOUT, self._recipe.seed, number)
+        logits = self._model(batch.images)
+        loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._recipe.label_smoothing)
+        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(self._model.parameters()))])
+
+    @torch.no_grad()
+    def error(self, weights: Tensor) -> float:
+        """The fraction of held-out images that are classified wrongly."""
+        self._put(weights)
+        self._model.train()
+        # Workers see different images with different weights, so there are no running statistics that were theirs all:
+        # batch norm takes those of fixed training images with the weights that are judged.
+        momenta = [layer.momentum for layer in self._norms]
+        for layer in self._norms:
+            layer.reset_running_stats()
+            layer.momentum = None  # a plain average over the passes that follow
+        for images in self._known.images.split(_CHUNK):
+            self._model(images)
+        for layer, momentum in zip(self._norms, momenta, strict=True):
+            layer.momentum = momentum
+        self._model.eval()
+        found = torch.cat([self._model(images).argmax(dim=1) for images in self._held_out.images.split(_CHUNK)])
+        return float((found != self._held_out.targets).double().mean())
+
+    def tensors(self, weights: Tensor) -> dict[str, Tensor]:
+        self._put(weights)
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def _put(self, weights: Tensor) -> None:
+        # Views of the vector, not copies; nothing writes through them.
+        vector_to_parameters(weights, self._model.parameters())
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Who computes, and how long it takes."""
+    """Who computes, at which rate, and how long it takes: `compute` virtual seconds a gradient, and its delay."""
 
     passes: Passes
     count: int
     delays: DelayModel
     compute: float
-    """seconds of a gradient without its delay"""
     lr: float
     seed: int
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The state after an update."""
+    """The state after an update, at a virtual time in seconds."""
 
     time: float
-    """virtual seconds"""
     gradients: int
-    """gradients in the weights so far"""
+    """number of gradients in the weights so far"""
     weights: Callable[[], Tensor]
     """maker of the weights to evaluate now, float32 [weights]; valid until the next moment is taken"""
 
@@ -85,7 +149,7 @@ def threshold(workers: Workers, parts: int, tau: float) -> Iterator[Moment]:
         ends = np.cumsum(workers.compute + workers.delays.table(workers.count, step, parts), axis=1)
         time += min(tau, float(ends.max()))
         first = step * workers.count * parts
-        arrived = [workers.passes.gradient(weights, first + int(place)) for place in np.flatnonzero(ends <= tau)]
+        arrived = [workers.passes.gradient(weights, first + int(part)) for part in np.flatnonzero(ends <= tau)]
         if arrived:
             gradients += len(arrived)
             weights.sub_(_mean(arrived), alpha=workers.lr)
@@ -131,8 +195,7 @@ def local(workers: Workers, steps: int, outer: Outer) -> Iterator[Moment]:
 def gossip(workers: Workers, chance: float) -> Iterator[Moment]:
     """Each worker steps on weights of its own and then, by chance, takes the mean of them and another worker's.
 
-    Nobody waits for anybody. Workers that end at one moment all step before any of them takes a mean, each of the
-    weights as they were after the steps. The mean of all workers' weights is what is evaluated.
+    Nobody waits for anybody. The mean of all workers' weights is what is evaluated.
     """
     own = [workers.passes.initial.clone() for _ in range(workers.count)]
     gradients = 0
@@ -140,7 +203,7 @@ def gossip(workers: Workers, chance: float) -> Iterator[Moment]:
         for worker, step in ended:
             own[worker] = own[worker] - workers.lr * _gradient(workers, own[worker], worker, step)
         gradients += len(ended)
-        # All take means of the weights after the steps, or the order of workers would matter.
+        # Workers that end at one moment take means of the weights after all their steps, or their order would matter.
         stepped = list(own)
         for worker, step in ended:
             if workers.count > 1 and keyed_uniform(PEER, workers.seed, worker, step, 0) < chance:

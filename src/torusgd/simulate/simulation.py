@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..data import Pipeline, open_sources
@@ -16,8 +17,7 @@ from ..synchrony.limits import Limits, each_alone
 from ..text import listed
 from ..weights import weights_sha256
 from . import forms
-from .forms import Moment, Workers
-from .passes import Passes
+from .forms import Moment, Passes, Workers
 
 FORMS = {
     "bsp": "everybody waits for all",
@@ -33,11 +33,10 @@ FORMS = {
     "gossip:P": "after a step, with probability P the mean with another worker's weights",
     "elastic:T": "every T steps a pull towards the centre",
 }
-"""forms, by the text that names them"""
+# The pull of all workers together, and DiLoCo's outer SGD, are the authors'.
 ELASTIC_BETA = 0.9
-"""pull of all workers together; the authors' value"""
 OUTER = {"local": Outer(lr=1.0, momentum=0.0, nesterov=False), "diloco": Outer()}
-"""outer SGD by form; DiLoCo's is the authors'"""
+# Of the text of a form the key of a recipe's `synchrony` that its value stands for.
 _KEYS: dict[str, tuple[str, type]] = {
     "backup": ("backups", int),
     "cutoff": ("count", int),
@@ -46,7 +45,6 @@ _KEYS: dict[str, tuple[str, type]] = {
     "gossip": ("probability", float),
     "elastic": ("pull_every", int),
 }
-"""key of a recipe's `synchrony` that the text of a form gives, and its type"""
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,10 @@ class Setting:
 
     recipe: Recipe
     form: str
-    """one of FORMS; empty: the recipe's `synchrony`"""
+    """text of one of FORMS; empty: the recipe's `synchrony`"""
     workers: int
     delays: str
-    """delays of a gradient, in units of `compute` seconds (`torusgd.synchrony.delays`)"""
+    """model of a gradient's delays, in units of `compute` (`torusgd.synchrony.delays`)"""
     lr: float
     compute: float = 1.0
     """virtual seconds of a gradient without its delay"""
@@ -66,47 +64,31 @@ class Setting:
 
 @dataclass(frozen=True)
 class Point:
-    """The state at one moment."""
+    """By a virtual time in seconds, the images whose gradients were computed, and the fraction classified wrongly."""
 
     time: float
-    """virtual seconds"""
     images: int
-    """images whose gradients were computed"""
     error: float
-    """fraction of held-out images that are classified wrongly"""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated run leaves."""
+    """What a simulated run leaves; the hash is of its last weights, without batch-norm statistics."""
 
     points: tuple[Point, ...]
     weights_sha256: str
-    """hash of the weights at the end, without batch-norm statistics"""
 
 
 def simulate(
-    setting: Setting,
-    data: Path | None = None,
-    *,
-    seconds: float = math.inf,
-    images: float = math.inf,
-    points: int = 10,
+    setting: Setting, data: Path | None = None, *, seconds: float = math.inf, images: float = math.inf, points: int = 10
 ) -> Simulation:
     """Trains in virtual time up to the first update at which `seconds` or `images` are used up, or the recipe's stages.
 
     The same setting gives the same bits each time on one machine: gradients are computed in the total order (time,
     worker), and all that is random is drawn by key.
 
-    Args:
-        setting: What to simulate.
-        data: Of the recipe's images; None if its source needs none.
-        seconds: Virtual time.
-        images: Of all gradients. If neither is given, it ends after those of the recipe's stages.
-        points: How many errors to take, evenly over what limits the run, and at its end.
-
-    Raises:
-        UserError: The setting, or the data, is not what can be used.
+    `data` has the recipe's images, and `points` is the number of errors to take, evenly over what limits the run.
+    UserError if setting or data can't be used.
     """
     recipe = setting.recipe
     if min(seconds, images) <= 0:
@@ -118,11 +100,9 @@ def simulate(
     train, held_out = open_sources(recipe.data, data, recipe.seed)
     if seconds == images:
         images = Schedule(recipe, len(train)).stop
-    passes = Passes(
-        recipe, Pipeline(train, recipe.data, recipe.seed), Pipeline(held_out, recipe.held_out_data, recipe.seed)
-    )
+    judged = Pipeline(held_out, recipe.held_out_data, recipe.seed)
+    passes = Passes(recipe, Pipeline(train, recipe.data, recipe.seed), judged)
     workers = Workers(passes, setting.workers, delays, setting.compute, setting.lr, recipe.seed)
-
     found = [Point(0.0, 0, passes.error(passes.initial))]
     for moment in run(workers):
         drawn = moment.gradients * passes.images
@@ -146,16 +126,13 @@ def recipe_moments(form: Synchrony) -> Callable[[Workers], Iterator[Moment]]:
         "asynchronous": Barrier(math.inf),
     }
     if form.form in rules:
-        return lambda workers: forms.barrier(workers, rules[form.form])
+        return partial(forms.barrier, rule=rules[form.form])
     if form.probability is not None:
-        chance = form.probability
-        return lambda workers: forms.gossip(workers, chance)
+        return partial(forms.gossip, chance=form.probability)
     if form.pull_every is not None:
-        every = form.pull_every
-        return lambda workers: forms.elastic(workers, every, ELASTIC_BETA)
+        return partial(forms.elastic, every=form.pull_every, beta=ELASTIC_BETA)
     if form.local_steps is not None:
-        steps = form.local_steps
-        return lambda workers: forms.local(workers, steps, form.outer)
+        return partial(forms.local, steps=form.local_steps, outer=form.outer)
     return lambda workers: forms.leaving_out(workers, _limits(form, workers))
 
 
@@ -165,31 +142,20 @@ def _limits(form: Synchrony, workers: Workers) -> Limits:
         raise UserError(
             f"simulate: synchrony.form = {form.form}: there are {most} workers; wait for 1 to {most} of them"
         )
-    return Limits(
-        each_alone(most),
-        workers.seed,
-        count=count,
-        threshold=form.threshold,
-        warmup=form.warmup,
-        warm=form.warmup,
-    )
+    warmup = form.warmup
+    return Limits(each_alone(most), workers.seed, count=count, threshold=form.threshold, warmup=warmup, warm=warmup)
 
 
 def moments(form: str) -> Callable[[Workers], Iterator[Moment]]:
-    """What a form does with workers, from its text.
-
-    Raises:
-        UserError: It is no form.
-    """
-    if form in ("bsp", "asp") or form.partition(":")[0] in ("ssp", "pbsp", "pssp"):
-        rule = barrier(form)
-        return lambda workers: forms.barrier(workers, rule)
+    """What a form does with workers, from its text; UserError if it is none."""
+    name, _, value = form.partition(":")
+    if form in ("bsp", "asp") or name in ("ssp", "pbsp", "pssp"):
+        return partial(forms.barrier, rule=barrier(form))
     with suppress(ValueError):  # of a number that is none, and of a value that the recipe's key doesn't take
-        name, _, value = form.partition(":")
         if name == "threshold":
             parts, _, seconds = value.partition("x")
             if int(parts) > 0 and float(seconds) > 0:
-                return lambda workers: forms.threshold(workers, int(parts), float(seconds))
+                return partial(forms.threshold, parts=int(parts), tau=float(seconds))
         elif name in _KEYS:
             key, kind = _KEYS[name]
             outer = {"outer": OUTER[name]} if name in OUTER else {}

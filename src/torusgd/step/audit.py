@@ -4,14 +4,6 @@ Any rank can compute any virtual worker, and must get the same integers. So some
 again on another rank, and 64-bit hashes of the integers (`gradients.integer_hash`) are compared before the step is
 accepted. Where they differ a third rank computes too, and the one that stands alone is named. Ours; that processors
 compute wrongly in silence is reported by Hochschild et al., "Cores that don't count" (HotOS 2021).
-
-Which ones: a *turn* is the n-th virtual worker of every rank. A keyed draw takes a share of a step's turns, and the
-virtual workers of such a turn are computed again by the ranks that are a keyed distance further. So all ranks audit at
-the same time, none waits for another, and each audits and is audited as often as any other.
-
-What travels in a good step is one number, whatever the number of ranks: each rank adds the hashes of its own virtual
-workers, each times an odd key, and takes away those of the ones that it computed again. All in all they cancel out,
-modulo 2**64. One hash that differs never does, and several do with a chance of 2**-64. Only then all hashes are sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..comm.base import AllReduce, CommError, Work
 from ..comm.groups import Group
@@ -38,46 +31,33 @@ _SHIFT, _TURN, _KEY = range(3)
 
 @dataclass(frozen=True)
 class Check:
-    """A virtual worker that is computed twice."""
+    """A virtual worker that is computed twice, with the indices of two ranks."""
 
     worker: int
     owner: int
-    """the place whose gradients enter the sum"""
+    """rank whose gradients enter the sum"""
     auditor: int
-    """the place that computes them again"""
+    """rank that computes them again"""
 
 
 class Audit(StepWatch):
-    """Decides what is audited, and compares.
-
-    Args:
-        share: Of the virtual workers that is computed twice, from 0 (none) to 1.
-        seed: The recipe's.
-        world: All ranks.
-        allreduce: Over all ranks.
-    """
+    """Decides what is audited, a `share` of the virtual workers from 0 (none) to 1, and compares."""
 
     def __init__(self, share: float, seed: int, world: Group, allreduce: AllReduce) -> None:
         self._share, self._seed, self._world, self._allreduce = share, seed, world, allreduce
         self._step = -1
+        # The hashes of this rank's virtual workers that are audited in this step, and of those that it computed again.
         self._own: dict[int, IntegerHash] = {}
-        """of this rank's virtual workers that are audited in this step"""
         self._again: dict[int, int] = {}
-        """of those that this rank has computed again"""
+        # The keyed sum of the hashes, how many were compared, and how many could not be for want of images.
         self._sent = torch.zeros(0, dtype=torch.int64)
-        """the keyed sum of the hashes, how many were compared, and how many could not be for want of images"""
         self._work: Work | None = None
         self._compared = 0
-        """virtual workers that were computed twice in this step"""
-        self._membership: Membership | None = None
-        self._most = 0
-        """virtual workers of the rank that has most of them in `_membership`"""
 
     def due(self, step: int) -> bool:
         return self._share > 0
 
     def reads_too(self, step: int, membership: Membership) -> list[int]:
-        """The virtual workers that this rank computes again in a step, after its own."""
         if not self._share:
             return []
         turns, distance = self._turns(step, membership)
@@ -106,16 +86,19 @@ class Audit(StepWatch):
                 self._again[worker], failed = _value(view.recompute, worker)
                 unread += failed
         own = {worker: found.value() for worker, found in self._own.items()}
+        # What travels in a good step is one number, whatever the number of ranks: each rank adds the hashes of its own
+        # virtual workers, each times an odd key, and takes away those of the ones that it computed again. All in all
+        # they cancel out, modulo 2**64. One hash that differs never does, and several do with a chance of 2**-64.
         balance = _keyed_sum(self._seed, step, own) - _keyed_sum(self._seed, step, self._again)
-        self._sent = torch.tensor([_signed(balance), len(own), unread], device=self._world.device)
+        balance = (balance + 2**63) % 2**64 - 2**63  # as int64 has it
+        self._sent = torch.tensor([balance, len(own), unread], device=self._world.device)
         self._work = self._allreduce.start(self._sent)
 
     def before_accept(self, view: StepView, control: ControlVector) -> None:
         """Compares what all ranks sent after their passes.
 
-        Raises:
-            CorruptionError: Two ranks found other integers. Every rank raises it, naming rank and host.
-            RunError: The images can't be read a second time.
+        CorruptionError, on every rank, if two ranks found other integers: names rank and host. RunError if the images
+        can't be read a second time.
         """
         step = view.step.index
         self._compared = 0
@@ -126,7 +109,7 @@ class Audit(StepWatch):
         balance, self._compared, unread = self._sent.tolist()
         if unread:
             raise RunError(f"step {step}: {unread} audited virtual workers' images can't be read again")
-        if balance:
+        if balance:  # only now all hashes are sent
             self._blame(step, *self._first_difference(step, view.membership), view.recompute)
 
     def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
@@ -134,9 +117,10 @@ class Audit(StepWatch):
 
     def _turns(self, step: int, membership: Membership) -> tuple[list[int], int]:
         """The turns of a step that are audited, and how far from its owner a virtual worker is computed again."""
-        if membership is not self._membership:
-            self._membership, self._most = membership, max(map(len, membership.shares))
-        return _draw(self._share, self._seed, step, self._most, len(membership.ranks))
+        # A turn is the n-th virtual worker of every rank. A keyed draw takes a share of a step's turns, and the virtual
+        # workers of such a turn are computed again by the ranks that are a keyed distance further. So all ranks audit
+        # at the same time, none waits for another, and each audits and is audited as often as any other.
+        return _draw(self._share, self._seed, step, membership.most, len(membership.ranks))
 
     def _first_difference(self, step: int, membership: Membership) -> tuple[Check, int, int]:
         """The first virtual worker of which two ranks found different hashes, and these; all hashes are sent for it."""
@@ -153,24 +137,27 @@ class Audit(StepWatch):
             if check.auditor == self._world.rank:
                 hashes[1, number] = self._again[check.worker]
         sent = hashes.to(self._world.device).reshape(-1)
-        try:
-            self._allreduce.start(sent).wait()
-        except CommError as error:  # the step must not be taken by those who are left: one of them may be the wrong one
-            raise CorruptionError(
-                f"step {step}: two ranks found other integers for the same virtual worker, and ranks were lost before "
-                f"they could be named{_REMEDY}"
-            ) from error
+        self._sum(
+            sent, f"step {step}: two ranks found other integers for the same virtual worker", "they could be named"
+        )
         first, second = sent.cpu().view(2, -1)
         number = int((first != second).nonzero()[0])
         return checks[number], int(first[number]), int(second[number])
+
+    def _sum(self, tensor: Tensor, what: str, purpose: str) -> None:
+        """Sums over ranks; if some are lost, those that are left must not take the step: one may be the wrong one."""
+        try:
+            self._allreduce.start(tensor).wait()
+        except CommError as error:
+            raise CorruptionError(f"{what}, and ranks were lost before {purpose}{_REMEDY}") from error
 
     def _blame(self, step: int, check: Check, first: int, second: int, recompute: Callable[[int], IntegerHash]) -> None:
         """Has a third rank compute the virtual worker, and raises what it finds."""
         pair, size = [check.owner, check.auditor], self._world.size
         what = f"step {step}: {{}} other integers than {{}} for the same virtual worker ({check.worker})"
-        third = next((place for place in range(size) if place not in pair), None)
+        third = next((index for index in range(size) if index not in pair), None)
         if third is None:
-            one, two = map(self._name, pair)
+            one, two = (named_with_host(self._world, index) for index in pair)
             raise CorruptionError(
                 f"{what.format(f'{one} found', two)}: one of them computes wrongly, and it takes a third rank to say "
                 f"which{_REMEDY}"
@@ -178,38 +165,31 @@ class Audit(StepWatch):
         answer = torch.zeros(2, dtype=torch.int64, device=self._world.device)
         if third == self._world.rank:
             answer.copy_(torch.tensor(_value(recompute, check.worker)))
-        try:
-            self._allreduce.start(answer).wait()
-        except CommError as error:  # the step must not be taken by those who are left: one of them may be the wrong one
-            two = " and ".join(f"rank {self._world.ranks[place]}" for place in pair)
-            raise CorruptionError(
-                f"step {step}: {two} found other integers for the same virtual worker ({check.worker}), and ranks "
-                f"were lost before a third could say which is right{_REMEDY}"
-            ) from error
+        two = " and ".join(f"rank {self._world.ranks[index]}" for index in pair)
+        both = f"step {step}: {two} found other integers for the same virtual worker ({check.worker})"
+        self._sum(answer, both, "a third could say which is right")
         value, unread = answer.tolist()
-        alone = [place for place, found in zip(pair, (first, second), strict=True) if found != value or unread]
-        names = [self._name(place) for place in [*alone, *(place for place in (*pair, third) if place not in alone)]]
+        alone = [index for index, found in zip(pair, (first, second), strict=True) if found != value or unread]
+        others = [index for index in (*pair, third) if index not in alone]
+        names = [named_with_host(self._world, index) for index in [*alone, *others]]
         if len(alone) > 1:
             raise CorruptionError(f"{what.format(', '.join(names) + ' each found', 'the others')}{_REMEDY}")
         raise CorruptionError(
             f"{what.format(f'{names[0]} computes wrongly: it found', f'{names[1]} and {names[2]}')}{_REMEDY}"
         )
 
-    def _name(self, place: int) -> str:
-        return named_with_host(self._world, place)
-
 
 def _value(recompute: Callable[[int], IntegerHash], worker: int) -> tuple[int, int]:
-    """The hash of a virtual worker that this rank computes again, and 0; or 0 and 1 where it can't read the images."""
+    """The hash of a virtual worker that this rank computes again, and 0; or 0 and 1 if it can't read the images."""
     try:
         return recompute(worker).value(), 0
     except (OSError, RunError):  # of this rank alone: the others must learn of it before any of them ends
         return 0, 1
 
 
+# Cached: the draw of a step is wanted several times a step, and by the loader for the steps that follow.
 @lru_cache(maxsize=64)
 def _draw(share: float, seed: int, step: int, most: int, ranks: int) -> tuple[list[int], int]:
-    """The draw of a step, cached: it is wanted several times a step, and by the loader for the steps that follow."""
     turns = np.arange(most)
     distance = 1 + int(keyed_integer(ranks - 1, AUDIT, seed, step, _SHIFT))
     return turns[keyed_uniform(AUDIT, seed, step, _TURN, turns) < share].tolist(), distance
@@ -221,11 +201,6 @@ def _at(turns: Sequence[int], workers: Sequence[int]) -> list[int]:
 
 
 def _keyed_sum(seed: int, step: int, hashes: Mapping[int, int]) -> int:
-    """The sum of hashes by virtual worker, each times an odd key of the virtual worker and the step."""
+    """The sum of hashes, each times an odd key of its virtual worker and the step."""
     keys = keyed_hash(AUDIT, seed, step, _KEY, np.array([*hashes], dtype=np.int64)) | np.uint64(1)
     return sum(key * value for key, value in zip(keys.tolist(), hashes.values(), strict=True))
-
-
-def _signed(number: int) -> int:
-    """A whole number modulo 2**64, as int64 has it."""
-    return (number + 2**63) % 2**64 - 2**63

@@ -1,7 +1,6 @@
 """Batch norm over virtual workers: one moving-average update a step, from the mean over all of them.
 
-Each virtual worker normalises with its own batch statistics, as the records did on each GPU. The layers' buffers are
-views of one flat scratch tensor, and with momentum 1 a forward pass leaves the batch's statistics there.
+Each virtual worker normalises with its own batch statistics, as the records did on each GPU.
 """
 
 from collections.abc import Iterator
@@ -16,16 +15,14 @@ from ..models.freeze import is_frozen
 
 
 class BatchNormStatistics:
-    """The running statistics of a model's batch-norm layers, kept aside from its passes.
+    """The running statistics of a model's batch-norm layers, stored apart from its passes.
 
-    After `write_to_model` the model's buffers hold the running statistics, for evaluation and saving; `begin_pass`
-    gives them back to the passes.
+    The layers are changed in place, but for frozen ones. After `write_to_model` the model's buffers hold the running
+    statistics, for evaluation and saving; `begin_pass` gives them back to the passes. UserError if a layer averages
+    cumulatively (momentum null), which has no meaning over virtual workers.
 
-    Args:
-        model: Its batch-norm layers are changed in place, but for frozen ones, which keep their statistics.
-
-    Raises:
-        UserError: A layer averages cumulatively (momentum null), which has no meaning over virtual workers.
+    `running` is float32 [n], mean and variance of each layer, `momenta` the fraction of a step's statistics in each,
+    and `batch` the flat scratch of the last training pass: the batch's mean and unbiased variance of each layer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,22 +35,21 @@ class BatchNormStatistics:
             if isinstance(layer.running_mean, Tensor) and not is_frozen(layer)
         }
         device = next(model.parameters()).device
-        running, shares = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
+        running, momenta = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
         for name, layer in self.layers.items():
             if layer.momentum is None:
                 raise UserError(f"model: batch norm {name!r} has momentum null; give it a number such as 0.1")
             assert isinstance(layer.running_mean, Tensor)
             assert isinstance(layer.running_var, Tensor)
             running += [layer.running_mean.float(), layer.running_var.float()]
-            shares += [torch.full_like(layer.running_mean, layer.momentum)] * 2
+            momenta += [torch.full_like(layer.running_mean, layer.momentum)] * 2
         self.running = torch.cat(running)
-        self.momenta = torch.cat(shares)
-        """of each running value, the share of a step's statistics in it"""
+        self.momenta = torch.cat(momenta)
+        # The layers' buffers are views of one flat scratch tensor: with momentum 1 a pass leaves its statistics there.
         for layer in self.layers.values():
             layer.momentum = 1.0
         self._scratch = self.running.clone()
         self.batch = self._scratch
-        """the flat scratch of the last training pass: the batch's mean and unbiased variance of each layer"""
         self._use(self._scratch)
 
     @contextmanager
@@ -104,7 +100,7 @@ class BatchNormStatistics:
         self.running.copy_(self._scratch)
 
     def name_of(self, index: int) -> str:
-        """The layer that a position of the flat tensors belongs to."""
+        """The layer of an element of the flat tensors."""
         for name, layer in self.layers.items():
             index -= 2 * layer.num_features
             if index < 0:

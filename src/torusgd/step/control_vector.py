@@ -16,18 +16,16 @@ from ..comm.exact_sum import NARROW, decode, encode
 from ..data.to_device import pinned
 from ..errors import RunError
 
+# Of the record: ranks with programs that would read each other's fields otherwise find out at the first step.
 VERSION = 5
-"""of the record: ranks with programs that would read each other's fields otherwise find out at the first step"""
-
 _NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass
 class Counts:
-    """What each rank counts, in the order in which it travels."""
+    """What each rank counts, in the order in which it travels; `version` is summed over ranks as well."""
 
     version: int = VERSION
-    """times the ranks"""
     ranks: int = 1
     contributions: int = 0
     """virtual workers whose gradients are in the step's sum: what its mean divides by"""
@@ -39,7 +37,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ControlVector:
-    """What all ranks said together; the same on every rank."""
+    """What all ranks have sent together; the same on every rank."""
 
     counts: Counts
     loss: float
@@ -63,28 +61,20 @@ class ControlVector:
 class ControlMessage:
     """Collects one rank's part of a step's control vector, and sums it over ranks.
 
-    Args:
-        width: Values of the batch-norm statistics of a virtual worker.
-        device: Where the values live.
-        to_host: Gives a tensor's values on the host (`comm.monitor.Monitor.to_host`); called once a step.
+    `width` is the number of batch-norm statistics; `counts` are this rank's, to be added to; `to_host` copies a tensor
+    to the host (`comm.monitor.Monitor.to_host`), once a step.
     """
 
-    def __init__(
-        self,
-        width: int,
-        device: torch.device,
-        to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
-    ) -> None:
+    def __init__(self, width: int, device: torch.device, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> None:
         self._to_host = to_host
         self._rows = (NARROW.rows, width + 1)
+        self._length = NARROW.rows * (width + 1)
         # The sums of the passes, then what `send` puts behind them.
-        length = NARROW.rows * (width + 1) + len(fields(Counts))
-        self._memory = torch.zeros(length, dtype=torch.int64, device=device)
+        self._memory = torch.zeros(self._length + len(fields(Counts)), dtype=torch.int64, device=device)
         self._message = self._memory
+        # Of the message that was sent last, the length of each section.
         self._words: dict[str, int] = {}
-        """of the message that was sent last, the length of each section"""
         self.counts = Counts()
-        """of this rank, to be added to"""
 
     def clear(self) -> None:
         """Begins the passes of a step, also when they are repeated."""
@@ -96,12 +86,7 @@ class ControlMessage:
         self.counts.contributions += 1
 
     def send(self, allreduce: AllReduce, sections: Mapping[str, Tensor]) -> Work:
-        """Begins the sum over ranks.
-
-        Args:
-            allreduce: Over all ranks.
-            sections: int64, by name, each on one device and of one length on all ranks, in one order.
-        """
+        """Begins the sum over ranks; sections are int64, on one device and of one length and order on all ranks."""
         device, length = self._memory.device, self._length
         if not self.counts.contributions:
             self._values.zero_()
@@ -124,39 +109,26 @@ class ControlMessage:
         """int64 [NARROW.rows, values + 1]: the sums of this rank's passes."""
         return self._memory[: self._length].view(self._rows)
 
-    @property
-    def _length(self) -> int:
-        rows, columns = self._rows
-        return rows * columns
-
     def read(self) -> ControlVector:
-        """The summed record, after its work has been waited for; one transfer to the host.
-
-        Raises:
-            RunError: The ranks' programs have other records.
-        """
+        """The summed record, after `send`'s work; one transfer to the host. RunError if the ranks' programs differ."""
         length = self._length
         sums = decode(self._message[:length].view(self._rows), NARROW)
         floats = torch.cat([sums[-1:], sums[:-1].isfinite().all().double().reshape(1)])
         small = self._to_host(torch.cat([floats.view(torch.int64), self._message[length:]]))
         loss, is_finite = struct.unpack("2d", struct.pack("2q", *small[:2].tolist()))
-        many = 2 + len(fields(Counts))
-        counts = Counts(*small[2:many].tolist())
+        behind = 2 + len(fields(Counts))
+        counts = Counts(*small[2:behind].tolist())
         if counts.version != VERSION * counts.ranks:
             raise RunError("the ranks run different versions of torusgd; install the same on all machines")
         workers = max(counts.contributions, 1)
-        sections = dict(zip(self._words, small[many:].split([*self._words.values()]), strict=True))
+        sections = dict(zip(self._words, small[behind:].split([*self._words.values()]), strict=True))
         return ControlVector(counts, loss / workers, (sums[:-1] / workers).float(), is_finite > 0, sections)
 
 
 def add_statistics(sums: Tensor, statistics: Tensor, loss: Tensor, is_first: bool) -> None:
-    """Adds the batch statistics and the loss of a pass to exact sums, or begins them.
+    """Adds the batch statistics, float32 [values], and the loss, float32 [], of a pass to exact sums, or begins them.
 
-    Args:
-        sums: int64 [NARROW.rows, values + 1].
-        statistics: float32 [values].
-        loss: float32 [].
-        is_first: The sums are overwritten.
+    `sums` are int64 [NARROW.rows, values + 1].
     """
     limbs = encode(torch.cat([statistics, loss.reshape(1)]), NARROW)
     sums.copy_(limbs if is_first else sums + limbs)

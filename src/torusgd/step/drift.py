@@ -5,9 +5,6 @@ memory, or a processor that computes wrongly, ends that in silence: from then on
 weights. So every few steps each rank makes a 64-bit fingerprint of what it holds, which travels in the step's first
 message, and before each checkpoint they are compared once more, so that none is written from weights that differ.
 
-A fingerprint is a sum modulo 2**64 over the 64-bit words of all tensors, each times an odd random factor of its place
-(`gradients.integer_hash.keyed_sum`). No order of the additions changes it, and a single flipped bit always does.
-
 What it can't see: in a sharded update the gather overwrites a rank's copy of the others' shards after every step, so a
 flip there is found in steps that are compared only, and one in a rank's own shard reaches all ranks alike.
 """
@@ -30,20 +27,16 @@ from .control_vector import ControlVector
 from .watch import NO_WORDS, StepView, StepWatch
 
 _MOST_NAMED = 8
+# After so many images a comparison costs a thousandth of them, an update counting as _OF_UPDATE of them.
 _IMAGES = 15_000
-"""after so many a comparison costs a thousandth of them, an update counting as _OF_UPDATE of them"""
 _OF_UPDATE = 100
 
 
 class DriftWatch(StepWatch):
-    """Compares what the ranks hold in common. Every rank makes one, and calls it at the same time.
+    """Compares what the ranks hold in common, every so many steps (0: never). Every rank makes one.
 
-    Args:
-        slots: All, as the reducer has them: what this rank holds is compared with the ranks that hold the same.
-        others: More tensors (float32) that all ranks hold alike, such as running statistics.
-        world: All ranks.
-        every: Steps from one comparison to the next; 0: never.
-        wait_weights: Returns when this rank has the new weights of the last step.
+    What this rank holds of the reducer's `slots` is compared with the ranks that hold the same; `others` are more
+    float32 tensors that all ranks hold alike. `wait_weights` returns when the new weights of the last step are there.
     """
 
     name = "fingerprints"
@@ -72,71 +65,58 @@ class DriftWatch(StepWatch):
         self.words = world.size * len(self._held)
 
     def due(self, step: int) -> bool:
-        """Whether the ranks compare in this step."""
         return self._every > 0 and step % self._every == 0
 
     def before_send(self, view: StepView) -> Tensor:
-        """This rank's fingerprints at its index among all."""
         return self._section() if self.due(view.step.index) else NO_WORDS
 
     def check(self, view: StepView, control: ControlVector) -> None:
-        """Compares all ranks' fingerprints.
-
-        Raises:
-            CorruptionError: On every rank, naming those that differ from the majority, or without one all.
-        """
+        """CorruptionError, on every rank, if fingerprints differ: names the minority, or all if there is none."""
         section = control.section(self.name)
         if section.numel():
             self._compare(section, view.step.index, None)
 
-    def _compare(self, message: Tensor, step: int, places: Collection[int] | None) -> None:
+    def _compare(self, message: Tensor, step: int, members: Collection[int] | None) -> None:
         columns = message.view(self._world.size, -1).T.tolist()
         suspects, is_clear = set[int](), True
-        compared = set(range(self._world.size) if places is None else places)
+        compared = set(range(self._world.size) if members is None else members)
         for parallel, found in zip(self._held, columns, strict=True):
             for first in range(parallel):
                 group = compared.intersection(range(first, self._world.size, parallel))
-                odd, by_majority = differing({place: found[place] for place in sorted(group)})
+                odd, by_majority = differing({index: found[index] for index in sorted(group)})
                 suspects |= odd
                 is_clear &= by_majority
         if suspects:
             raise CorruptionError(self._blamed(sorted(suspects), is_clear, step))
 
-    def compare(self, steps: int, allreduce: AllReduce, places: Collection[int] | None = None) -> None:
-        """Compares at once, before what so many steps left is saved; every rank calls it.
+    def compare(self, steps: int, allreduce: AllReduce, members: Collection[int] | None = None) -> None:
+        """Compares at once, before what so many steps left is saved; every rank calls it. Raises as `check`.
 
-        Args:
-            steps: Done.
-            allreduce: Over all ranks.
-            places: Indices of the ranks that should hold the same; None: all. Others only without column blocks.
-
-        Raises:
-            CorruptionError: As `check`.
+        `members` are the indices of the ranks that should hold the same; None: all. Others only without column blocks.
         """
         if self._every:
             message = self._section()
             allreduce.start(message).wait()
-            self._compare(message.cpu(), steps, places)
+            self._compare(message.cpu(), steps, members)
 
     def _section(self) -> Tensor:
         """int64: the fingerprints of all ranks, of which this rank fills in its own."""
         self._wait_weights()
-        places = torch.zeros(self._world.size, len(self._held), dtype=torch.int64, device=self._world.device)
-        places[self._world.rank] = torch.stack([self._fingerprint(held) for held in self._held.values()])
-        return places.reshape(-1)
+        rows = torch.zeros(self._world.size, len(self._held), dtype=torch.int64, device=self._world.device)
+        rows[self._world.rank] = torch.stack([self._fingerprint(held) for held in self._held.values()])
+        return rows.reshape(-1)
 
     def _fingerprint(self, tensors: Sequence[Tensor]) -> Tensor:
-        """int64 []."""
-        sums = []
-        for tensor in tensors:
-            for run in tensor.detach().reshape(-1).split(self._run):
-                sums.append(keyed_sum(run, self._keys))
+        # A sum modulo 2**64 over the 64-bit words of all tensors, each times an odd random factor of its position: no
+        # order of the additions changes it, and a single flipped bit always does.
+        runs = (run for tensor in tensors for run in tensor.detach().reshape(-1).split(self._run))
+        sums = [keyed_sum(run, self._keys) for run in runs]
         if not sums:
             return torch.zeros((), dtype=torch.int64, device=self._world.device)
         return (torch.stack(sums) * self._run_keys[: len(sums)]).sum()
 
     def _blamed(self, suspects: Sequence[int], is_clear: bool, step: int) -> str:
-        named = [named_with_host(self._world, place) for place in suspects[:_MOST_NAMED]]
+        named = [named_with_host(self._world, index) for index in suspects[:_MOST_NAMED]]
         more = f" and {len(suspects) - _MOST_NAMED} more" if len(suspects) > _MOST_NAMED else ""
         who = ", ".join(named) + more
         what = "other weights than most ranks: its memory or processor has failed" if is_clear else (
@@ -149,31 +129,26 @@ class DriftWatch(StepWatch):
         )
 
 
-def named_with_host(world: Group, place: int) -> str:
-    """A rank to blame, for people; every rank calls it. Without its host where ranks are lost at that very moment.
-
-    A corruption that is found must be reported all the same: else the ranks that are left would go on with it.
-    """
-    name = f"rank {world.ranks[place]}"
+def named_with_host(world: Group, index: int) -> str:
+    """A rank to blame, for people; every rank calls it. Without its host if ranks are lost at that very moment."""
+    name = f"rank {world.ranks[index]}"
     try:
-        return f"{name} on {world.broadcast_text(socket.gethostname(), place)}"
-    except CommError:
+        return f"{name} on {world.broadcast_text(socket.gethostname(), index)}"
+    except CommError:  # a corruption must be reported all the same: else the ranks that are left would go on with it
         return name
 
 
 def steps_between(images: int) -> int:
     """Steps from one comparison to the next that cost less than a thousandth of a step's time, by measurement.
 
-    A comparison reads each weight once. A step does at least ten times as much with it when it rounds, sums and
-    updates, and each image multiplies by it three times or more. So neither the network's size nor the machine's speed
-    matters, and no clock is read: all ranks find the same (ours; docs/benchmarks.md has what it costs).
-
-    Args:
-        images: That a rank computes in a step.
+    `images` are those that a rank computes in a step (ours; docs/benchmarks.md has what it costs).
 
     >>> [steps_between(images) for images in (1, 32, 1000, 20_000)]
     [149, 114, 14, 1]
     """
+    # A comparison reads each weight once. A step does at least ten times as much with it when it rounds, sums and
+    # updates, and each image multiplies by it three times or more. So neither the network's size nor the machine's
+    # speed matters, and no clock is read: all ranks find the same.
     return -(-_IMAGES // (_OF_UPDATE + images))
 
 
@@ -185,7 +160,7 @@ def differing(fingerprints: dict[int, int]) -> tuple[set[int], bool]:
     """
     ((usual, count),) = Counter(fingerprints.values()).most_common(1)
     if 2 * count > len(fingerprints):
-        return {place for place, value in fingerprints.items() if value != usual}, True
+        return {index for index, value in fingerprints.items() if value != usual}, True
     return set(fingerprints), False
 
 

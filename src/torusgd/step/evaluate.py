@@ -1,8 +1,6 @@
 """Exact evaluation: every held-out image once, in fixed chunks, with integer counts summed over ranks.
 
 Logits depend on the size of a batch, so chunks are cut by image index, never by rank: chunk i goes to rank i mod N.
-
-Which classes a network takes for which: counted image by image, summed over ranks as integers.
 """
 
 from collections import deque
@@ -11,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +23,8 @@ from ..errors import DiskError, RunError, is_transient
 from ..precision import Precision
 from ..recipe.data_schema import Evaluate
 from ..runtime import loader_threads
+
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class Evaluation:
     """undecodable images, which count nowhere"""
 
     def as_summary(self) -> dict[str, float | int]:
-        """Its keys of summary.json."""
         return {
             "top1": self.top1,
             "top5": self.top5,
@@ -62,21 +62,10 @@ def evaluate(
     progress: Callable[[int], object] = lambda chunk: None,
     observe: Callable[[Tensor, Tensor], object] = lambda logits, targets: None,
 ) -> Evaluation | None:
-    """Classifies all images of a source; None if a stop was requested meanwhile.
+    """Classifies all images of a source; None if a stop was requested meanwhile, RunError if images can't be read.
 
-    Args:
-        model: In any mode; left in evaluation mode.
-        pipeline: Of the held-out images.
-        settings: Images of a forward pass, and whether each is seen mirrored too.
-        world: All ranks.
-        allreduce: Sums the counts.
-        precision: As in training.
-        stop_requested: Called before every chunk.
-        progress: Called before every chunk with its place among this rank's.
-        observe: Called with the logits and the targets of each of this rank's chunks.
-
-    Raises:
-        RunError: Images can't be read.
+    The model is left in evaluation mode. `stop_requested` is called before every chunk, and `progress` with its index
+    among this rank's; `observe` with the logits and the targets of each of this rank's chunks.
     """
     model.eval()
     counts = torch.zeros(6, dtype=torch.int64, device=world.device)  # top-1, top-5, seen, excluded, stop, failed
@@ -133,19 +122,16 @@ def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def read_ahead(
-    pipeline: Pipeline,
-    chunks: Iterable["np.ndarray[tuple[int], np.dtype[np.int64]]"],
-    threads: int,
-    progress: Callable[[int], object] = lambda chunk: None,
+    pipeline: Pipeline, chunks: Iterable[Indices], threads: int, progress: Callable[[int], object] = lambda chunk: None
 ) -> Iterator[Batch]:
     """The validation batches of index chunks, in order, prepared by so many threads while the ones before are used.
 
-    `progress` is called with the place of each chunk before it is prepared.
+    `progress` is called with the index of each chunk before it is prepared.
     """
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[Batch]] = deque()
-        for place, chunk in enumerate(chunks):
-            progress(place)
+        for index, chunk in enumerate(chunks):
+            progress(index)
             pending.append(pool.submit(pipeline.validation_batch, chunk))
             if len(pending) > threads:
                 yield pending.popleft().result()
@@ -155,10 +141,6 @@ def read_ahead(
 
 class Confusion:
     """Counts of images by their class and by the class with the highest logit.
-
-    Args:
-        classes: C.
-        device: Of the counts.
 
     >>> confusion = Confusion(3, torch.device("cpu"))
     >>> confusion.add(torch.tensor([[9.0, 0.0, 1.0], [9.0, 0.0, 1.0]]), torch.tensor([0, 2]))
@@ -173,18 +155,15 @@ class Confusion:
         """int64 [C, C]: row, the class of the image; column, the class that the network chose"""
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
-        """Counts images, by logits [n, C] and targets [n]; of equal logits the lower class wins, as in top-1.
-
-        An image whose logits hold a nan is wrong in top-1, and is counted as the class after its own.
-        """
+        """Counts images, by logits [n, C] and targets [n]; of equal logits the lower class wins, as in top-1."""
         classes = len(self.counts)
+        # An image whose logits hold a nan is wrong in top-1, and is counted as the class after its own.
         chosen = torch.where(logits.isnan().any(dim=1), (targets + 1) % classes, logits.argmax(dim=1))
         self.counts += torch.bincount(targets * classes + chosen, minlength=classes**2).view_as(self.counts)
 
     def sum_over_ranks(self, allreduce: AllReduce) -> None:
         """Adds the counts of all ranks; every rank calls it."""
-        flat = self.counts.view(-1)
-        allreduce.start(flat).wait()
+        allreduce.start(self.counts.view(-1)).wait()
 
     def accuracies(self) -> list[float | None]:
         """Of each class the fraction of its images that are right; None without images."""

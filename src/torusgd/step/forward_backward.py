@@ -1,4 +1,14 @@
-"""The forward and backward pass of one virtual worker: through a whole network, or with a tail that ranks share."""
+"""The forward and backward pass of a virtual worker: through a whole network, with a tail that ranks share, or in
+local steps.
+
+A step of local steps is a round (local SGD: Stich, arXiv 1805.09767; with an outer optimizer DiLoCo, arXiv 2311.08105):
+
+    each virtual worker i    w_i = w; then H times w_i = w_i - SGD or LARS on the next part of its images
+    all of them              d = mean over i of (w - w_i), an exact sum like that of gradients
+    outer SGD                w = w - its step with d as the gradient
+
+The messages of a round are those of one synchronous step, so a link carries them once in H updates.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,33 +18,37 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from ..comm.groups import Group
 from ..data.pipeline import Batch
 from ..data.to_device import pinned, place
-from ..gradients.reducer import Reducer
+from ..optim import build_optimizer, set_hyperparameters
 from ..precision import Precision
 from ..recipe.schedule import Step
+from ..recipe.schema import Optimizer as OptimizerSettings
 from ..recipe.schema import Recipe
 from ..rng import DROPOUT, seed_torch
 from ..tensor_parallel.column_pass import ColumnPass
 from ..tensor_parallel.tail import ParallelTail
 from .batchnorm import BatchNormStatistics
 from .membership import Membership
+from .model_state import StepState
 from .weights_first import Context
 
 
 class ForwardBackward(Protocol):
     """How a virtual worker goes through a network and back."""
 
-    in_step: bool
-    """the ranks of a group work in step: one that has no images goes on with blank ones"""
-    control_follows: bool
-    """on every rank alike: the gradients may leave in `forward`, so the control vector leaves after them"""
+    in_step: bool = False
+    """whether the ranks of a group work in step, so that one that has no images goes on with blank ones"""
+    control_follows: bool = False
+    """whether the gradients may leave in `forward`, so that the control vector leaves after them; alike on all ranks"""
 
     @property
     def is_added(self) -> bool:
-        """The last `forward` has added its statistics and its loss to the control vector itself."""
+        """Whether the last `forward` has added its statistics and its loss to the control vector itself."""
+        return False
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
         """The loss, float32 []."""
@@ -43,21 +57,11 @@ class ForwardBackward(Protocol):
         """Back from the loss of the last `forward`; the reducer gets the gradients."""
 
 
-class WholeNetwork:
+class WholeNetwork(ForwardBackward):
     """Each rank computes all of the network for its own virtual workers; the reducer's hooks take the gradients.
 
-    Args:
-        model: Gives the logits of images; its modes are `batch_norm`'s to set.
-        recipe: Its seed and label smoothing.
-        precision: Of the pass.
-        batch_norm: Of the model.
-        device: Of the model.
-        order: Of gradients; a context of the network's forward pass.
+    `model` gives the logits of images, and `batch_norm` sets its modes; `order` is the context of its forward pass.
     """
-
-    in_step = False
-    control_follows = False
-    is_added = False
 
     def __init__(
         self,
@@ -73,19 +77,19 @@ class WholeNetwork:
         self._loss: Tensor | None = None
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership, part: int = 0) -> Tensor:
-        """See `ForwardBackward`; `part` counts the passes of a virtual worker in a step (`local_steps`)."""
         # Batch 6: the batch goes to the device.
         self.begin(step, worker, part)
         self._loss = self.loss_of_images(place(batch, self._device, self.precision.memory_format), batch)
         return self._loss
 
     def begin(self, step: Step, worker: int, part: int = 0) -> None:
-        """Before a pass: dropout's draws belong to the virtual worker, whichever rank computes it."""
+        """Before a pass, the `part`-th of the virtual worker in a step."""
+        # Dropout's draws belong to the virtual worker, whichever rank computes it.
         keys = (worker, part) if part else (worker,)
         seed_torch(self._device, DROPOUT, self._recipe.seed, step.index, *keys)
 
     def loss_of_images(self, images: Tensor, batch: Batch) -> Tensor:
-        """The loss of a batch whose images lie on the device; batch norm's statistics of this pass are left aside."""
+        """The loss of a batch whose images lie on the device; leaves this pass's statistics in `BatchNorm.batch`."""
         self._batch_norm.begin_pass()
         targets = pinned(batch.targets, self._device).to(self._device, non_blocking=True)
         with self.precision.autocast(), self._order():
@@ -93,7 +97,6 @@ class WholeNetwork:
         return loss_of(self._recipe, logits.float(), targets, batch)
 
     def backward(self) -> None:
-        """See `ForwardBackward`."""
         assert self._loss is not None
         loss, self._loss = self._loss, None
         # Gradient 2: autograd runs. In float16 small gradients would underflow; `accept` takes the factor out again.
@@ -101,104 +104,132 @@ class WholeNetwork:
         (loss if scale == 1.0 else loss * scale).backward()
 
 
-class SharedTail:
+class SharedTail(ForwardBackward):
     """The front of the network for this rank's own virtual worker, the tail in column blocks with its group.
 
-    Args:
-        model: Whole.
-        tail: Shared with the ranks of a group.
-        reducer: Takes the tail's gradients, those of the whole group's virtual workers.
-        wait_weights: Returns when this rank has the new weights of its column blocks.
-        recipe: Its seed, label smoothing and virtual workers.
-        precision: Of the pass.
-        batch_norm: Of the model.
-        world: All ranks.
-        order: Of the front's gradients; a context of its forward pass.
+    The reducer takes the tail's gradients, those of the whole group's virtual workers.
     """
 
     in_step = True
-    control_follows = False
-    is_added = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        tail: ParallelTail,
-        reducer: Reducer,
-        wait_weights: Callable[[], None],
-        recipe: Recipe,
-        precision: Precision,
-        batch_norm: BatchNormStatistics,
-        world: Group,
-        order: Context = nullcontext,
+        self, recipe: Recipe, state: StepState, tail: ParallelTail, world: Group, order: Context = nullcontext
     ) -> None:
-        self._order = order
-        self._model, self._front, self._recipe, self._precision = model, tail.tail.front, recipe, precision
-        self._wait_weights, self._batch_norm, self._world = wait_weights, batch_norm, world
-        slots = tail.held_slots()
+        self._recipe, self._state, self._front, self._world, self._order = recipe, state, tail.tail.front, world, order
+        slots, add = tail.held_slots(), state.reducer.add
 
         def take(layer: int, block: int, weight: Tensor, bias: Tensor | None) -> None:
             if bias is not None:
-                reducer.add(slots[layer, block, True], bias)
-            reducer.add(slots[layer, block, False], weight)
+                add(slots[layer, block, True], bias)
+            add(slots[layer, block, False], weight)
 
         self._columns = ColumnPass(
             tail.tail,
             tail.parallel,
             world.rank,
             tail.groups,
-            precision,
+            state.precision,
             recipe.label_smoothing,
             recipe.seed,
             take,
         )
 
     def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
-        """See `ForwardBackward`."""
-        self._batch_norm.begin_pass()
-        targets = pinned(batch.targets, self._world.device)
-        self._columns.begin(targets.to(self._world.device, non_blocking=True))
-        seed_torch(self._world.device, DROPOUT, self._recipe.seed, step.index, worker)
-        images = place(batch, self._world.device, self._precision.memory_format)
-        with self._precision.autocast(), self._order():
+        device, precision = self._world.device, self._state.precision
+        self._state.batch_norm.begin_pass()
+        self._columns.begin(pinned(batch.targets, device).to(device, non_blocking=True))
+        seed_torch(device, DROPOUT, self._recipe.seed, step.index, worker)
+        images = place(batch, device, precision.memory_format)
+        with precision.autocast(), self._order():
             features = self._front(images)
-        self._wait_weights()
-        # Ranks that share layers work in step: each is at the same place of its own share.
+        self._state.update.wait_weights()
+        # Ranks that share layers work in step: each is at the same position of its own share.
         turn = membership.mine.index(worker)
-        return self._columns.forward(features, step.index, lambda place: membership.shares[place][turn])
+        return self._columns.forward(features, step.index, lambda rank: membership.shares[rank][turn])
 
     def backward(self) -> None:
-        """See `ForwardBackward`."""
         self._columns.backward()
 
 
-def loss_of(recipe: Recipe, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
-    """The mean loss of images, float32 [].
+class LocalSteps(ForwardBackward):
+    """`forward` takes a virtual worker's local steps on a copy of the network, `backward` hands over its change.
 
-    Args:
-        recipe: Its loss and label smoothing.
-        logits: float32 [n, classes].
-        targets: int64 [n], those of the batch on the logits' device.
-        batch: Where its images are mixed, each target is mixed too. Both losses are linear in the target, so that mixed
-            targets need no table of all classes.
+    The network that is trained keeps its weights meanwhile; `state.update` has the outer optimizer.
     """
+
+    def __init__(self, recipe: Recipe, copy: nn.Module, state: StepState) -> None:
+        assert recipe.synchrony.local_steps is not None
+        self._state, self._local_steps = state, recipe.synchrony.local_steps
+        self._copied = BatchNormStatistics(copy)
+        device = state.batch_norm.running.device
+        self._passes = WholeNetwork(copy, recipe, state.precision, self._copied, device)
+        self._optimizer = build_optimizer(recipe.optimizer, copy, recipe.rate.lr)
+        own, common = dict(copy.named_parameters()), dict(state.model.named_parameters())
+        self._own: list[Tensor] = [own[name] for name in state.reducer.names]
+        self._common: list[Tensor] = [common[name] for name in state.reducer.names]
+
+    def forward(self, step: Step, worker: int, batch: Batch, membership: Membership) -> Tensor:
+        """The mean loss of the local steps, float32 []."""
+        # A virtual worker begins every round with the common weights and without momentum ("reset" among the buffer
+        # strategies of SlowMo, Wang et al., arXiv 1910.00643). DiLoCo keeps each worker's own state instead; here that
+        # would bind virtual workers to ranks, while so the result is free of the number of ranks, one copy at a time is
+        # enough, and a checkpoint holds nothing of it.
+        self._state.update.wait_weights()
+        with torch.no_grad():
+            torch._foreach_copy_(self._own, self._common)
+        self._optimizer.state.clear()
+        set_hyperparameters(
+            self._optimizer, lr=step.lr, momentum=step.momentum, weight_decay_factor=step.weight_decay_factor
+        )
+        losses, statistics = [], torch.zeros_like(self._copied.batch)
+        for part in range(self._local_steps):
+            loss = self._passes.forward(step, worker, _part(batch, part, self._local_steps), membership, part)
+            self._passes.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            losses.append(loss.detach())
+            statistics += self._copied.batch
+        self._state.batch_norm.batch.copy_(statistics / self._local_steps)
+        return torch.stack(losses).mean()
+
+    def backward(self) -> None:
+        # The last layer's change first, as a backward pass has it.
+        with torch.no_grad():
+            for slot, (own, common) in enumerate(zip(self._own, self._common, strict=True)):
+                self._state.reducer.add(slot, common - own)
+
+
+def outer_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """SGD over the network's weights, which takes the mean changes of local steps as gradients."""
+    outer = recipe.synchrony.outer
+    return build_optimizer(OptimizerSettings(momentum=outer.momentum, nesterov=outer.nesterov), model, outer.lr)
+
+
+def _part(batch: Batch, part: int, parts: int) -> Batch:
+    images = len(batch.images) // parts
+    own = slice(part * images, (part + 1) * images)
+    return Batch(batch.images[own], batch.targets[own], batch.kept[own], replaced=0, table=batch.table)
+
+
+def loss_of(recipe: Recipe, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+    """The mean loss of a batch, float32 [], from its logits, float32 [n, classes], and its targets, int64 [n]."""
     if batch.partners is None or batch.shares is None:
         return _loss(recipe, logits, targets, "mean")
+    # If images are mixed, so is each target.
     partners, shares = (
         pinned(each, logits.device).to(logits.device, non_blocking=True) for each in (batch.partners, batch.shares)
     )
+    # Both losses are linear in the target, so that mixed targets need no table of all classes.
     own, other = (_loss(recipe, logits, each, "none") for each in (targets, partners))
     return (shares * own + (1 - shares) * other).mean()
 
 
 def _loss(recipe: Recipe, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """The mean loss, float32 [], or with reduction "none" that of each image, float32 [n].
-
-    Binary cross-entropy takes each class for itself and is summed over classes: a mean over them would be a thousandth
-    of it on ImageNet, and with it the gradient.
-    """
+    """The mean loss, float32 [], or with reduction "none" that of each image, float32 [n]."""
     if recipe.loss == "cross-entropy":
         return F.cross_entropy(logits, targets, label_smoothing=recipe.label_smoothing, reduction=reduction)
+    # Binary cross-entropy takes each class for itself and is summed over classes: a mean over them would be a
+    # thousandth of it on ImageNet, and with it the gradient.
     classes = logits.shape[1]
     smoothed = torch.full_like(logits, recipe.label_smoothing / classes)
     smoothed.scatter_(1, targets[:, None], 1 - recipe.label_smoothing + recipe.label_smoothing / classes)

@@ -17,21 +17,11 @@ from .watch import StepWatch
 class ImageReader:
     """Takes batches from the loader and says which ones follow.
 
-    Args:
-        loader: Of the training images.
-        schedule: Of the run.
-        liveness: Learns for what this rank waits.
-        location: Of the training images, for people.
-        watchers: Of the steps; some compute virtual workers besides this rank's own.
+    `location` of the images is for people; some watchers compute virtual workers besides this rank's own.
     """
 
     def __init__(
-        self,
-        loader: Loader,
-        schedule: Schedule,
-        liveness: Liveness,
-        location: str,
-        watchers: Sequence[StepWatch],
+        self, loader: Loader, schedule: Schedule, liveness: Liveness, location: str, watchers: Sequence[StepWatch]
     ) -> None:
         self._loader, self._schedule, self._liveness = loader, schedule, liveness
         self._location, self._watchers = location, watchers

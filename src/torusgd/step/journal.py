@@ -31,8 +31,8 @@ from ..untrusted import read_text
 
 FORMAT = "torusgd-journal-1"
 _MOST_BYTES = 1 << 30
+# Hexadecimal digits of each digest that are written; the chain goes on from the whole one.
 _CHECK = 8
-"""hexadecimal digits of each digest that are written; the chain goes on from the whole one"""
 _LINE = re.compile(r"(?P<step>\d{1,9}) (?P<left_out>-|\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*) (?P<check>[0-9a-f]{8})")
 
 
@@ -42,7 +42,7 @@ class JournalEntry:
 
     step: int
     workers: Collection[int]
-    """the virtual workers that take part, a range or a frozenset: nothing is made for each of them in a step"""
+    """virtual workers that take part, as a range or a frozenset: nothing is made for each of them in a step"""
 
 
 def synchronous(step: int, virtual_workers: int) -> JournalEntry:
@@ -55,37 +55,25 @@ def synchronous(step: int, virtual_workers: int) -> JournalEntry:
 
 
 def entry_of(step: int, workers: Iterable[int]) -> JournalEntry:
-    """These virtual workers."""
     return JournalEntry(step, frozenset(workers))
 
 
 @dataclass(frozen=True)
 class JournalHead:
-    """How far a journal has come; plain JSON values."""
+    """How far a journal has come: its bytes, its last line and that line's digest, which stands for all before it."""
 
     size: int
-    """bytes up to here"""
     sha256: str
-    """of the last line, which stands for all lines before it"""
     last: str
-    """the last line"""
 
     def as_summary(self, updates: int) -> dict[str, Any]:
-        """Of a run that is done."""
-        return {
-            "sha256": self.sha256,
-            "bytes": self.size,
-            "bytes_per_update": round(self.size / max(updates, 1), 1),
-        }
+        """Keys of the summary of a run with so many updates."""
+        each = round(self.size / max(updates, 1), 1)
+        return {"sha256": self.sha256, "bytes": self.size, "bytes_per_update": each}
 
 
 class Journal:
-    """A journal as it grows: every rank keeps its head, and rank 0 the file.
-
-    Args:
-        recipe_sha256: Of the run.
-        virtual_workers: V.
-        head: Up to where the run has come; None: it begins.
+    """A journal as it grows: every rank has its head, up to where the run has come, and rank 0 writes the file.
 
     >>> journal = Journal("ab" * 32, virtual_workers=4)
     >>> journal.add(entry_of(0, [0, 3]))
@@ -103,9 +91,7 @@ class Journal:
     def open(self, path: Path) -> None:
         """Goes on in a file, from the head on: what an earlier attempt wrote behind it is dropped.
 
-        Raises:
-            UserError: The file up to the head is not what the run wrote.
-            RunError: The disk doesn't take it.
+        UserError if the file up to the head is not what the run wrote; RunError if the disk doesn't take it.
         """
         head, self._path = self.head, path
         try:
@@ -152,7 +138,7 @@ class Journaled:
     """A journal as it was read."""
 
     left_out: tuple[tuple[range, ...], ...]
-    """of each update, from step 0 on, runs of virtual workers"""
+    """runs of virtual workers that each update, from step 0 on, has left out"""
     virtual_workers: int
     head: JournalHead
 
@@ -163,14 +149,7 @@ class Journaled:
 
 
 def journal_of(recipe: Recipe, recipe_sha256: str, head: JournalHead | None, path: Path | None) -> Journal | None:
-    """The journal of a run that keeps one, to go on with; with a path also in the file.
-
-    Args:
-        recipe: Of the run.
-        recipe_sha256: Of the run, as it began.
-        head: See `Journal`.
-        path: Of the file; None on ranks that don't write it.
-    """
+    """The journal of a run, if its recipe needs one, from its head on; in a file on the rank that has its path."""
     if not recipe.synchrony.keeps_journal:
         return None
     journal = Journal(recipe_sha256, recipe.virtual_workers, head)
@@ -193,11 +172,9 @@ def read_journal(
         recipe_sha256: Of the run that wrote it.
         virtual_workers: Of that run.
         head: As the summary has it (`JournalHead.as_summary`); None: the run is not done.
-        reached: A `JournalHead` as the newest checkpoint has it: a journal that was cut before it is refused. None:
-            there is none, and a cut is not seen.
+        reached: A `JournalHead` as the newest checkpoint has it; None: there is none, and a cut is not seen.
 
-    Raises:
-        UserError: It is missing, of another recipe, or was cut, edited or reordered; one line says where.
+    UserError if it is missing, of another recipe, or was cut, edited or reordered; one line says where.
     """
     try:
         text = read_text(path, _MOST_BYTES)
@@ -266,7 +243,7 @@ def _text(numbers: Iterable[int]) -> str:
 
 
 def _runs(text: str, workers: int) -> tuple[range, ...] | None:
-    """The runs of a text that `_text` has made of some of so many virtual workers, not all; None where it has not.
+    """The runs of a text that `_text` has made of some of so many virtual workers, not all; None: it has not.
 
     >>> _runs("2,8-10", workers=16)
     (range(2, 3), range(8, 11))

@@ -6,7 +6,8 @@ and in another way at the next step, without a bit of difference in the weights.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import accumulate, islice, pairwise
 
 from ..recipe.schedule import even_counts
 
@@ -18,11 +19,11 @@ class Membership:
     generation: int
     """counts the groups that the run has built: a message of an earlier one reaches nobody"""
     ranks: tuple[int, ...]
-    """in the order of the group's places"""
+    """rank numbers by index in the group"""
     me: int
-    """this process' place among them"""
+    """index of this process among them"""
     shares: tuple[tuple[int, ...], ...]
-    """of each place its virtual workers"""
+    """virtual workers of each rank, by index"""
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -31,8 +32,13 @@ class Membership:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Of each place the number of its virtual workers."""
+        """The number of virtual workers of each rank, by index."""
         return tuple(map(len, self.shares))
+
+    @cached_property
+    def most(self) -> int:
+        """Virtual workers of the rank that has most of them."""
+        return max(map(len, self.shares))
 
 
 def even_shares(ranks: Sequence[int], me: int, virtual_workers: int, generation: int = 0) -> Membership:
@@ -52,10 +58,7 @@ def with_counts(membership: Membership, counts: Sequence[int]) -> Membership:
     >>> with_counts(even_shares([0, 1, 2], me=0, virtual_workers=12), [5, 5, 2]).shares
     ((0, 1, 2, 3, 10), (4, 5, 6, 7, 11), (8, 9))
     """
-    kept = [share[:count] for share, count in zip(membership.shares, counts, strict=True)]
-    given = [each for share, count in zip(membership.shares, counts, strict=True) for each in share[count:]]
-    freed = iter(sorted(given))
-    shares = tuple(
-        (*share, *(next(freed) for _ in range(count - len(share)))) for share, count in zip(kept, counts, strict=True)
-    )
+    pairs = list(zip(membership.shares, counts, strict=True))
+    freed = iter(sorted(each for share, count in pairs for each in share[count:]))
+    shares = tuple((*share[:count], *islice(freed, max(0, count - len(share)))) for share, count in pairs)
     return replace(membership, shares=shares)

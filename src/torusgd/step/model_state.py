@@ -14,9 +14,74 @@ from ..gradients.reducer import Reducer
 from ..gradients.update import Update
 from ..precision import Precision
 from ..recipe.schedule import Step
+from ..recipe.schema import WeightAverage
+from ..scalars import power
 from .batchnorm import BatchNormStatistics
 from .watch import StepWatch
-from .weight_average import MovingAverage
+
+
+class MovingAverage:
+    """A moving average of a model's weights and of its running statistics: what is evaluated and saved as the result.
+
+    The average of the last steps' weights lies nearer to the middle of where they wander, and is the more accurate the
+    higher the rate still is (Polyak and Juditsky, SIAM J. Control Optim. 30, 1992; as an exponential average in
+    Tarvainen and Valpola, arXiv 1703.01780). Training itself never sees it.
+
+    `values` is float32: all parameters in the model's order, then the statistics; those of now until an update. An
+    epoch has `train_images`.
+    """
+
+    # Every rank holds the whole average and updates it from the same weights by the same operations, so it has the same
+    # bits on all of them, and nothing travels but the weights that a sharded update would gather for the next step.
+
+    def __init__(self, settings: WeightAverage, train_images: int, model: nn.Module, running: Tensor) -> None:
+        self._settings, self._train_images = settings, train_images
+        self._sources = [*model.parameters(), running]
+        self.values = torch.cat([source.detach().reshape(-1) for source in self._sources])
+        parts = self.values.split([source.numel() for source in self._sources])
+        self._parts = [part.view_as(source) for part, source in zip(parts, self._sources, strict=True)]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begins anew with the model's weights and statistics as they are."""
+        for part, source in zip(self._parts, self._sources, strict=True):
+            part.copy_(source)
+
+    def is_due(self, step: Step) -> bool:
+        """Whether the average takes what a step leaves."""
+        return (step.index + 1) % self._settings.every == 0
+
+    @torch.no_grad()
+    def update(self, step: Step) -> None:
+        """Takes the weights and statistics after a step; the model holds all of them."""
+        remains = self.remains(step)
+        for part, source in zip(self._parts, self._sources, strict=True):
+            part.mul_(remains).add_(source, alpha=1 - remains)
+
+    def remains(self, step: Step) -> float:
+        """The fraction of the average that stays: a half to the power of the half-lives since the last update."""
+        length, steps = self._settings.half_life, self._settings.every
+        if length.unit == "st":
+            return power(2.0, -(steps / length.value))
+        images = length.value * (self._train_images if length.unit == "ep" else 1)
+        return power(2.0, -(steps * step.batch / images))
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """The model holds the average; afterwards its own weights and statistics again."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for part, source in zip(self._parts, self._sources, strict=True):
+            own = source.clone()
+            source.copy_(part)
+            part.copy_(own)
+
 
 _MODEL, _OPTIMIZER, _AVERAGE, _BOUNDS = "model/", "optimizer/", "average", "gradient_bounds"
 _MEAN, _RUNNING, _WATCHERS = "mean", "running", "watchers/"
@@ -24,7 +89,7 @@ _MEAN, _RUNNING, _WATCHERS = "mean", "running", "watchers/"
 
 @dataclass(frozen=True)
 class StepState:
-    """The parts of a `TrainStep` that have a state."""
+    """The parts of a `TrainStep` that have a state; the same tensors go into a checkpoint and to ranks that join."""
 
     model: nn.Module
     reducer: Reducer
@@ -41,7 +106,7 @@ class StepState:
 
     @contextmanager
     def result_in_model(self, steps: int) -> Iterator[None]:
-        """The model holds what the run would leave now, the average where there is one; every rank calls it.
+        """The model holds what the run would leave now, the average if there is one; every rank calls it.
 
         Inside it may be evaluated, polished and saved. Afterwards weights and running statistics are training's again.
         """
@@ -57,19 +122,19 @@ class StepState:
         blocks are gathered from the ranks that own them (`Update.state`).
         """
         self.write_to_model(steps)
-        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in self.update.state(keep).items()}
         model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.state_dict().items()}
-        bounds = {} if self.reducer.sum.needs_measure else {_BOUNDS: self.reducer.sum.state()}
+        bounds = None if self.reducer.sum.needs_measure else self.reducer.sum.state()
+        return model | self._beside_model(self.update.state(keep), bounds)
+
+    def _beside_model(self, state: Mapping[str, Tensor], bounds: Tensor | None) -> dict[str, Tensor]:
+        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in state.items()}
         average = {_AVERAGE: self.average.values} if self.average is not None else {}
-        return model | optimizer | average | bounds | self.precision.state_dict() | self._watched()
+        found = {_BOUNDS: bounds} if bounds is not None else {}
+        return optimizer | average | found | self.precision.state_dict() | self._watched()
 
     def expected_state(self, is_updated: bool) -> dict[str, Tensor]:
         """Tensors shaped like those of `state_dict` beside the model's; the optimizer's once weights are updated."""
-        state = self.update.expected_state() if is_updated else {}
-        optimizer = {f"{_OPTIMIZER}{name}": tensor for name, tensor in state.items()}
-        average = {_AVERAGE: self.average.values} if self.average is not None else {}
-        bounds = {_BOUNDS: self.reducer.sum.state()}
-        return optimizer | average | bounds | self.precision.state_dict() | self._watched()
+        return self._beside_model(self.update.expected_state() if is_updated else {}, self.reducer.sum.state())
 
     def load_state_dict(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Takes this rank's part of what `state_dict` gave, a tensor at a time."""
@@ -97,20 +162,14 @@ class StepState:
     def change(self, is_updated: bool) -> dict[str, Tensor]:
         """Copies of what another rank needs to take the step that was just taken here (`follow`).
 
-        Args:
-            is_updated: Whether the weights were updated; a step whose gradient was not finite is skipped.
+        A step whose gradient was not finite has not updated the weights.
         """
         mean = torch.cat([each.reshape(-1) for each in self._means()]) if is_updated else torch.zeros(0)
         running, bounds = self.batch_norm.running.clone(), self.reducer.sum.state()
         return {_MEAN: mean, _RUNNING: running, _BOUNDS: bounds} | self.precision.state_dict() | self._watched()
 
     def follow(self, step: Step, change: Mapping[str, Tensor]) -> None:
-        """Takes a step that others have taken, from their `change`; replicated updates only.
-
-        Args:
-            step: Of the schedule.
-            change: See above.
-        """
+        """Takes a step that others have taken, from their `change`; replicated updates only."""
         if change[_MEAN].numel():
             means = self._means()
             for mean, part in zip(means, change[_MEAN].split([each.numel() for each in means]), strict=True):
@@ -127,8 +186,8 @@ class StepState:
         self._load_watched(change)
 
     def _watched(self) -> dict[str, Tensor]:
-        """Copies, for a watcher may write its own in the next step."""
         states = {watcher.name: watcher.state() for watcher in self.watchers}
+        # Copies, for a watcher may write its own in the next step.
         return {f"{_WATCHERS}{name}/{key}": each.clone() for name, own in states.items() for key, each in own.items()}
 
     def _load_watched(self, tensors: Mapping[str, Tensor]) -> None:
@@ -138,6 +197,6 @@ class StepState:
             watcher.load_state(own)
 
     def _means(self) -> list[Tensor]:
-        """In an order that all ranks have, however they cut their buckets."""
+        # In an order that all ranks have, however they cut their buckets.
         named = zip((slot.name for slot in self.reducer.layout.held), self.reducer.means, strict=True)
         return [mean for _, mean in sorted(named, key=lambda each: each[0])]

@@ -5,18 +5,12 @@ each, and their mean, of B images, give unbiased estimates of both (McCandlish e
 
     |G|^2 = (B |g_B|^2 - b |g_b|^2) / (B - b)        S = (|g_b|^2 - |g_B|^2) / (1 / b - 1 / B)
 
-A single step's estimates scatter widely, and a ratio of means can be trusted better than a mean of ratios. So the noise
-scale is the ratio of two moving averages, S / |G|^2, which are part of the run's state. With a batch well below it a
-step with twice the images makes nearly twice the progress; well above it more images hardly pay.
-
-Each squared norm belongs to one virtual worker and is computed by the rank that has it, from the same numbers whichever
-rank that is. The norms travel as the bits of float64, each at an index of its own, and are added by `math.fsum`, which
-rounds once: so the noise scale is the same number on any number of ranks.
+The noise scale is S / |G|^2. With a batch well below it a step with twice the images makes nearly twice the progress;
+well above it more images hardly pay.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,23 +21,17 @@ from ..recipe.schedule import Schedule
 from .control_vector import ControlVector
 from .watch import StepView, StepWatch
 
+# Steps from one measurement to the next: a norm is one more pass over a virtual worker's gradient.
 EVERY = 10
-"""steps from one measurement to the next: a norm is one more pass over a virtual worker's gradient"""
-KEPT = 0.9
-"""weight of the average so far when a new measurement comes: the last hundred steps count for about two thirds"""
+# Weight of the average so far when a new measurement comes: the last hundred steps count for about two thirds.
+DECAY = 0.9
 
 
 class NoiseScale(StepWatch):
     """Measures the noise scale every EVERY steps; every rank has one.
 
-    Args:
-        schedule: Of the run.
-        workers: Virtual workers of a step, two at least.
-        device: Of the rank.
-        allreduce: Over all ranks.
-        mean_norm: Gives the norm of the step's mean gradient; every rank calls it.
-        loss_scale: Gives the factor that is in the gradients of the passes.
-        to_host: Gives a tensor's values on the host, or names a rank that is late (`comm.monitor.Monitor.to_host`).
+    There are two `workers` of a step at least. `mean_norm` gives the norm of the step's mean gradient, and every rank
+    calls it; `loss_scale` the factor that is in the gradients of the passes; `to_host` a tensor's values on the host.
     """
 
     name = "noise scale"
@@ -62,32 +50,31 @@ class NoiseScale(StepWatch):
         self._workers, self._device, self._allreduce = workers, device, allreduce
         self._ends = {span.stop_step for span in schedule.spans}
         self._mean_norm, self._loss_scale = mean_norm, loss_scale
+        # Of S and of |G|^2; both begin with 0, which cancels in their ratio. A single step's estimates scatter widely,
+        # and a ratio of means can be trusted better than a mean of ratios.
         self._averages = (0.0, 0.0)
-        """of S and of |G|^2; both begin with 0, which cancels in their ratio"""
+        # float32 [], by virtual worker of this rank and slot.
         self._norms: dict[int, dict[int, Tensor]] = {}
-        """by virtual worker of this rank and slot, float32 []"""
         self._sent = torch.zeros(0, dtype=torch.int64)
         self._work: Work | None = None
 
     def due(self, step: int) -> bool:
-        return self._is_measured(step) or self._ends_stage(step)
+        return self._is_measured(step) or step + 1 in self._ends
 
     def _is_measured(self, step: int) -> bool:
         # Not at a multiple: a run's first step is measured twice, and speeds are compared in tenth steps.
         return step % EVERY == EVERY // 2
 
-    def _ends_stage(self, step: int) -> bool:
-        return step + 1 in self._ends
-
     def gradients_of(self, step: int, worker: int) -> Callable[[int, Tensor], object] | None:
         if not self._is_measured(step):
             return None
-        self._norms[worker] = {}
-        return partial(self._take, self._norms[worker])
+        norms = self._norms[worker] = {}
 
-    def _take(self, norms: dict[int, Tensor], slot: int, gradient: Tensor) -> None:
-        # On a GPU the host reads none of them before the passes are done.
-        norms[slot] = torch.linalg.vector_norm(gradient.detach().float())
+        def take(slot: int, gradient: Tensor) -> None:
+            # On a GPU the host reads none of them before the passes are done.
+            norms[slot] = torch.linalg.vector_norm(gradient.detach().float())
+
+        return take
 
     def after_passes(self, view: StepView) -> None:
         """Sends the squared norms of this rank's virtual workers."""
@@ -101,7 +88,9 @@ class NoiseScale(StepWatch):
             values = torch.stack([*norms.values()]).tolist() if norms else []
             squares[worker] = math.fsum(value * value for value in values)
         self._norms = {}
-        # Every other rank sends zeros for these virtual workers, so a sum of the bits as integers leaves them alone.
+        # Each squared norm is computed by the rank that has the virtual worker, from the same numbers whichever rank
+        # that is, and travels as the bits of float64 at an index of its own: every other rank sends zeros there, so a
+        # sum of the bits as integers leaves them alone. So the noise scale is the same number on any number of ranks.
         self._sent = squares.view(torch.int64).to(self._device)
         self._work = self._allreduce.start(self._sent)
 
@@ -120,7 +109,7 @@ class NoiseScale(StepWatch):
         noise = (small - mean) / (1 / images - 1 / batch)
         signal = (batch * mean - images * small) / (batch - images)
         before = self._averages
-        self._averages = KEPT * before[0] + (1 - KEPT) * noise, KEPT * before[1] + (1 - KEPT) * signal
+        self._averages = DECAY * before[0] + (1 - DECAY) * noise, DECAY * before[1] + (1 - DECAY) * signal
 
     @property
     def value(self) -> float | None:
@@ -134,7 +123,7 @@ class NoiseScale(StepWatch):
             return found
         if self._is_measured(view.step.index):
             found["noise_scale"] = float(f"{value:.6g}")
-        if self._ends_stage(view.step.index):
+        if view.step.index + 1 in self._ends:
             found["lines"] = [
                 f"stage {view.step.stage + 1} ends: the gradient noise scale is {value:,.0f} images, the batch "
                 f"{view.step.batch:,}; more images a step would pay up to about the noise scale"

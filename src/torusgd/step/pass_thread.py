@@ -1,35 +1,132 @@
 """Passes in a thread of their own, so that a rank whose passes are late still takes part in every step.
 
-The step's own thread gives it one virtual worker at a time, sums what it has finished, and goes on to the messages when
-the step is closed, whatever the thread is doing: computing, waiting for images, or asleep. What the thread brings later
-belongs to a step that is over, and is dropped; from then on it computes for the step that is on.
-
-So that a late pass may go on with the weights that it began with, the thread has a copy of the network, which gets the
-new weights before a step's first virtual worker. A pass that is not wanted any more ends at the next gradient.
+The step's own thread gives it one virtual worker at a time, sums what it has finished, and goes on to the messages at
+the step's deadline, whatever the thread is doing: computing, waiting for images, or asleep. What the thread brings
+later belongs to a step that is over, and is dropped; from then on it computes for the step that is on.
 """
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor, nn
 
+from ..comm import store_keys as keys
+from ..comm.groups import Group
 from ..comm.monitor import SLICE
 from ..data.pipeline import Batch
 from ..errors import RunError
+from ..precision import arithmetic_of
 from ..recipe.schedule import Step
+from ..recipe.schema import Recipe
+from ..synchrony.delays import delay_model
 from ..synchrony.limits import Limit
 from .batchnorm import BatchNormStatistics
-from .closing import Arrivals, StepClosing
-from .forward_backward import ForwardBackward
+from .forward_backward import WholeNetwork
 from .membership import Membership
+from .model_state import StepState
+from .work_stealing import GroupStore
 
+# Seconds that `close` waits for a pass that is under way.
 END_SECONDS = 10.0
-"""that `close` waits for a pass that is under way"""
+# Seconds of a unit of `--delays`: one or two passes of the small recipes; a delay may name another by @SECONDS.
+DELAY_UNIT = 0.05
+# Seconds after which a rank queries the store again.
+POLL = 2e-3
+# Steps whose counters stay in the store: ranks are at most one step apart.
+_STEPS_IN_STORE = 2
+
+
+class Arrivals:
+    """Counts the arrivals of a step over the ranks of a group; all ranks make one at the same time.
+
+    >>> from torusgd.comm.groups import alone
+    >>> arrivals = Arrivals(alone())
+    >>> arrivals.begin(step=7)
+    >>> arrivals.add(), arrivals.add(), arrivals.total()
+    (1, 2, 2)
+    """
+
+    # The ranks' common store adds to a counter and answers with its new value, one rank after the other. So the order
+    # of the answers is an order of arrivals that nobody disputes, whatever the ranks' clocks say, and no rank waits for
+    # another: a rank that sleeps adds nothing. An answer takes one round trip to the store.
+
+    def __init__(self, group: Group) -> None:
+        assert group.store is not None or group.size == 1, "ranks without a common store can't count together"
+        has_store = group.store is not None
+        self._store = GroupStore(group, keys.ARRIVALS, keys.ARRIVALS_OF) if has_store else None
+        self._deletes = group.rank == 0
+        self._step = self._alone = 0
+
+    def begin(self, step: int) -> None:
+        """Counts from 0 for a step; every rank calls it with the same steps."""
+        self._step, self._alone = step, 0
+        if self._store is not None and self._deletes and step >= _STEPS_IN_STORE:
+            old = keys.ARRIVED.format(step=step - _STEPS_IN_STORE)
+            self._store.query(lambda store: store.delete_key(old))
+
+    def add(self, count: int = 1) -> int:
+        """Adds so many arrivals, and returns the number of the last one, from 1 on over all ranks."""
+        if self._store is None:
+            self._alone += count
+            return self._alone
+        return self._store.query(lambda store: store.add(keys.ARRIVED.format(step=self._step), count))
+
+    def total(self) -> int:
+        """How many have arrived so far."""
+        return self.add(0)
+
+
+class StepWindow:
+    """Whether a step still takes what is finished, as one rank learns of it; made when the rank begins the step.
+
+    By count the step takes the first so many virtual workers in the order of `Arrivals`. By seconds each rank closes it
+    for itself.
+    """
+
+    def __init__(self, step: int, limit: Limit, virtual_workers: int, arrivals: Arrivals) -> None:
+        self._limit, self._workers, self._arrivals = limit, virtual_workers, arrivals
+        self._is_counted = limit.count < virtual_workers
+        self._began = time.perf_counter()
+        self._is_closed = False
+        arrivals.begin(step)
+
+    def takes_one(self) -> bool:
+        """One more virtual worker has finished here: whether it is among those that the step takes."""
+        if self._is_counted and not self._is_closed:
+            number = self._arrivals.add()
+            if number >= self._limit.count:
+                self.close()
+            return number <= self._limit.count
+        return not self._is_closed
+
+    def is_closed(self) -> bool:
+        """Whether the step takes nothing more."""
+        if not self._is_closed:
+            is_full = self._is_counted and self._arrivals.total() >= self._workers
+            self._is_closed = is_full or self.seconds() >= self._limit.seconds
+        return self._is_closed
+
+    def close(self) -> None:
+        """Closes it, if it counts on all ranks."""
+        if self._is_counted:
+            self._arrivals.add(self._workers)
+        self._is_closed = True
+
+    def seconds(self) -> float:
+        """Since this rank has begun the step."""
+        return time.perf_counter() - self._began
+
+    def pause(self, longest: float) -> float:
+        """Seconds that this rank may wait before it looks again, at most `longest`."""
+        until = max(0.0, self._limit.seconds - self.seconds())
+        return min(longest, until, POLL if self._is_counted else inf)
 
 
 @dataclass(frozen=True)
@@ -43,7 +140,7 @@ class Passed:
     statistics: Tensor
     """float32 [width]: the batch statistics, as `BatchNormStatistics.batch` has them"""
     gradients: list[tuple[int, Tensor]]
-    """by slot; slots without a gradient are missing"""
+    """gradients by slot; slots without one are missing"""
     replaced: int
     """images that could not be decoded"""
 
@@ -61,42 +158,27 @@ class _Work:
 
 
 class PassThread:
-    """Runs the passes of one virtual worker after the other on a copy of the network.
+    """Runs the passes of one virtual worker after the other on `copy`, whose parameters are this thread's.
 
-    Args:
-        model: The copy; its parameters are this thread's.
-        source: The network whose weights it gets.
-        slots: Names of the parameters whose gradients are wanted, in slot order.
-        forward_backward: Of the copy.
-        batch_norm: Of the copy.
-        arrivals: Over all ranks.
-        delay: Seconds to sleep before the passes of (step, virtual worker).
-        arithmetic: The context of the thread.
+    `delays` is a model of delays to sleep before passes, in units of DELAY_UNIT; empty: none.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        source: nn.Module,
-        slots: Sequence[str],
-        forward_backward: ForwardBackward,
-        batch_norm: BatchNormStatistics,
-        arrivals: Arrivals,
-        delay: Callable[[int, int], float],
-        arithmetic: AbstractContextManager[object],
-    ) -> None:
-        self._parameters: list[Tensor] = list(model.parameters())
-        self._sources: list[Tensor] = list(source.parameters())
-        named = dict(model.named_parameters())
-        self._slots = [named[name] for name in slots]
-        self._forward_backward, self._batch_norm = forward_backward, batch_norm
-        self._arrivals, self._delay, self._arithmetic = arrivals, delay, arithmetic
+    def __init__(self, recipe: Recipe, copy: nn.Module, state: StepState, world: Group, delays: str) -> None:
+        self._parameters: list[Tensor] = list(copy.parameters())
+        self._sources: list[Tensor] = list(state.model.parameters())
+        named = dict(copy.named_parameters())
+        self._slots = [named[name] for name in state.reducer.names]
+        self._batch_norm = BatchNormStatistics(copy)
+        self._passes = WholeNetwork(copy, recipe, state.precision, self._batch_norm, world.device)
+        self._arrivals, self._arithmetic = Arrivals(world), arithmetic_of(recipe)
+        self._delays = delay_model(delays, recipe.seed, DELAY_UNIT) if delays else None
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Passed | Exception] = queue.SimpleQueue()
         self._unwanted = threading.Event()
         self._version = -1
+        # Whether nothing was given that has not come back.
         self.is_idle = True
-        """nothing was given that has not come back"""
+        # A pass that is not wanted any more ends at the next gradient.
         for parameter in self._slots:
             parameter.register_post_accumulate_grad_hook(lambda _: self._check())
         self._thread = threading.Thread(target=self._run, daemon=True, name="torusgd-passes")
@@ -105,6 +187,8 @@ class PassThread:
     def begin(self, step: Step, worker: int, membership: Membership, take: Callable[[], Batch]) -> None:
         """Gives an idle thread a virtual worker of a step; `take` reads its images."""
         assert self.is_idle
+        # So that a late pass may go on with the weights that it began with, the thread has a copy of the network, which
+        # gets the new weights before a step's first virtual worker.
         if self._version != step.index:
             with torch.no_grad():
                 torch._foreach_copy_(self._parameters, self._sources)
@@ -116,8 +200,7 @@ class PassThread:
     def poll(self, seconds: float) -> Passed | None:
         """What has been finished, for which it waits so long; None: nothing, or what was not wanted any more.
 
-        Raises:
-            Exception: Whatever the passes raised, such as OSError where images can't be read.
+        Raises whatever the passes raised, such as OSError if images can't be read.
         """
         try:
             done = self._done.get(timeout=seconds) if seconds > 0 else self._done.get_nowait()
@@ -140,27 +223,23 @@ class PassThread:
     ) -> Iterator[tuple[Passed, float]]:
         """This rank's virtual workers of a step that finish before it is closed, each with the seconds until then.
 
-        Args:
-            step: Whose.
-            membership: Who computes which.
-            limit: What closes it.
-            take: Reads the images of a virtual worker; called in the thread.
-            is_stopped: Called at least every SLICE seconds with the next virtual worker; true closes the step.
+        `take` reads the images of a virtual worker, in the thread. `is_stopped` is called at least every SLICE seconds
+        with the next virtual worker; if it is true, the step is closed.
         """
-        closing = StepClosing(step.index, limit, sum(map(len, membership.shares)), self._arrivals)
+        window = StepWindow(step.index, limit, sum(map(len, membership.shares)), self._arrivals)
         left = list(reversed(membership.mine))
         is_mine = False
-        while (left or is_mine) and not closing.is_closed():
+        while (left or is_mine) and not window.is_closed():
             if self.is_idle:
                 self.begin(step, left[-1], membership, partial(take, left.pop()))
                 is_mine = True
             if is_stopped(left[-1] if left else membership.mine[-1]):
-                closing.close()
-            passed = self.poll(closing.pause(SLICE))
+                window.close()
+            passed = self.poll(window.pause(SLICE))
             if passed is None or passed.step != step.index:
                 continue
-            seconds = closing.seconds()
-            if not closing.takes_one():
+            seconds = window.seconds()
+            if not window.takes_one():
                 break
             is_mine = bool(left)
             if left:  # the thread goes on while this one is summed
@@ -189,21 +268,22 @@ class PassThread:
         with self._arithmetic:
             while (work := self._work.get()) is not None:
                 try:
-                    self._done.put(self._passes(work))
+                    self._done.put(self._pass(work))
                 except Exception as error:
                     self._done.put(error)
 
-    def _passes(self, work: _Work) -> Passed:
-        if self._unwanted.wait(self._delay(work.step.index, work.worker)):
+    def _pass(self, work: _Work) -> Passed:
+        delay = self._delays.seconds(work.worker, work.step.index, 0) if self._delays is not None else 0.0
+        if self._unwanted.wait(delay):
             raise _Unwanted
         batch = work.take()
         self._check()
         for parameter in self._parameters:
             parameter.grad = None
-        loss = self._forward_backward.forward(work.step, work.worker, batch, work.membership)
+        loss = self._passes.forward(work.step, work.worker, batch, work.membership)
         statistics = self._batch_norm.batch.clone()
         self._check()
-        self._forward_backward.backward()
+        self._passes.backward()
         return Passed(work.step.index, work.worker, loss.detach(), statistics, list(self._gradients()), batch.replaced)
 
     def _gradients(self) -> Iterator[tuple[int, Tensor]]:

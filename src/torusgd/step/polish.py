@@ -24,12 +24,13 @@ from ..data.pipeline import Pipeline
 from ..data.to_device import place
 from ..models.freeze import is_frozen
 from ..precision import Precision
+from ..recipe.data_schema import Polish
 from ..recipe.schema import Recipe
 from ..runtime import loader_threads
-from .evaluate import read_ahead
+from .evaluate import Indices, read_ahead
 
+# Torch's, and that of the built-in networks, if the recipe gives none.
 _USUAL_MOMENTUM = 0.1
-"""torch's, and that of the built-in networks, where the recipe gives none"""
 
 
 @torch.no_grad()
@@ -85,12 +86,8 @@ def refresh(
 ) -> int:
     """Lets the running statistics go on as in training, with frozen weights; the number of images over all ranks.
 
-    Args:
-        model: As for `polish`.
-        steps: Of each step this rank's batches, on the model's device; every rank has as many steps.
-        workers: Batches of a step over all ranks, whose statistics are averaged.
-        momentum: Share of a step's statistics in the running ones.
-        allreduce: Sums over ranks.
+    `steps` are this rank's batches of each step, on the model's device; every rank has as many steps. A step has
+    `workers` batches over all ranks, whose statistics are averaged; `momentum` is their fraction in the running ones.
     """
     layers = _layers(model)
     device = next(model.parameters()).device
@@ -128,10 +125,10 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 def _watched(
     model: nn.Module, layers: Sequence[_BatchNorm], add: Callable[[int, Tensor, Tensor, int], None]
 ) -> Iterator[None]:
-    """Each layer normalises with its batch, whose statistics `add` gets; all else is as in evaluation.
+    """Each layer normalises with its batch, and all else is as in evaluation.
 
-    `add` is called with the layer's number, the mean and the population variance of its input, float64 [channels], and
-    the values of a channel.
+    `add` is called with the layer's index, the mean and the population variance of its input, float64 [channels], and
+    the number of values in a channel.
     """
     was_training = {module: module.training for module in model.modules()}
     momenta = [layer.momentum for layer in layers]
@@ -171,52 +168,33 @@ def polish_by_recipe(
 ) -> int:
     """Polishes over the training images that a recipe names, in index order, batch i on rank i mod N.
 
-    Args:
-        model: As for `polish`.
-        pipeline: Of the training images.
-        recipe: Its `polish` section says how many images, and how many in a batch, or for how many steps the running
-            statistics go on; without one, all images in batches of the last stage's images per worker.
-        world: All ranks.
-        allreduce: Sums over ranks.
-        precision: As in training.
-        progress: Called before every batch with its place among this rank's.
-
-    Returns:
-        The number of images over all ranks.
+    The recipe's `polish` section says how many images, and how many in a batch, or for how many steps the running
+    statistics go on; without one, all images in batches of the last stage's images per worker. `progress` is called
+    before every batch with its index among this rank's. Returns the number of images over all ranks.
     """
-    settings = recipe.polish
-    if settings is not None and settings.steps is not None:
-        return _refresh_by_recipe(model, pipeline, recipe, settings.steps, world, allreduce, precision, progress)
-    count = min((settings and settings.images) or len(pipeline.source), len(pipeline.source))
-    size = (settings and settings.images_per_batch) or recipe.stages[-1].images_per_worker
+    settings = recipe.polish or Polish()
+    count = min(settings.images or len(pipeline.source), len(pipeline.source))
+    size = settings.images_per_batch or recipe.stages[-1].images_per_worker
+
+    def batches(chunks: list[Indices]) -> Iterator[Tensor]:
+        for batch in read_ahead(pipeline, chunks, loader_threads(world.device), progress):
+            yield place(batch, world.device, precision.memory_format)
+
+    with precision.autocast():
+        if settings.steps is None:
+            return polish(model, batches(_fixed_chunks(count, size)[world.rank :: world.size]), allreduce)
+        # Virtual worker w of step s takes the (s * V + w)-th batch of the images in index order, again and again.
+        workers = recipe.virtual_workers
+        mine = range(world.rank, workers, world.size)
+        firsts = ((step * workers + worker) * size for step in range(settings.steps) for worker in mine)
+        images = batches([(first + np.arange(size)) % count for first in firsts])
+        steps = (list(islice(images, len(mine))) for _ in range(settings.steps))
+        return refresh(model, steps, workers, recipe.model.batch_norm_momentum or _USUAL_MOMENTUM, allreduce)
+
+
+def _fixed_chunks(count: int, size: int) -> list[Indices]:
     cuts = [*range(0, count, size), count]
     # An image alone has no variance where a layer sees one pixel: the last one joins the batch before.
     if count - cuts[-2] == 1 and len(cuts) > 2:
         del cuts[-2]
-    chunks = [np.arange(start, stop) for start, stop in pairwise(cuts)]
-    batches = read_ahead(pipeline, chunks[world.rank :: world.size], loader_threads(world.device), progress)
-    with precision.autocast():
-        return polish(model, (place(batch, world.device, precision.memory_format) for batch in batches), allreduce)
-
-
-def _refresh_by_recipe(
-    model: nn.Module,
-    pipeline: Pipeline,
-    recipe: Recipe,
-    steps: int,
-    world: Group,
-    allreduce: AllReduce,
-    precision: Precision,
-    progress: Callable[[int], object],
-) -> int:
-    """Virtual worker w of step s takes the (s * V + w)-th batch of the images in index order, again and again."""
-    settings, workers = recipe.polish, recipe.virtual_workers
-    count = min((settings and settings.images) or len(pipeline.source), len(pipeline.source))
-    size = (settings and settings.images_per_batch) or recipe.stages[-1].images_per_worker
-    mine = range(world.rank, workers, world.size)
-    chunks = [np.arange(size) + (step * workers + worker) * size for step in range(steps) for worker in mine]
-    batches = read_ahead(pipeline, [chunk % count for chunk in chunks], loader_threads(world.device), progress)
-    momentum = recipe.model.batch_norm_momentum or _USUAL_MOMENTUM
-    with precision.autocast():
-        images = (place(batch, world.device, precision.memory_format) for batch in batches)
-        return refresh(model, (list(islice(images, len(mine))) for _ in range(steps)), workers, momentum, allreduce)
+    return [np.arange(start, stop) for start, stop in pairwise(cuts)]

@@ -1,6 +1,7 @@
 """What a step did and how long it took: one record for events, totals, the console and the summary."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from math import isnan
@@ -9,10 +10,9 @@ from typing import Any
 from ..comm.monitor import Mark, Monitor, hidden_share
 from ..data.loader import Loader
 from ..recipe.schedule import Step
-from .balance import Balance
 from .journal import JournalEntry
-from .stragglers import Straggler
-from .work_stealing import TakenOver, count_late
+from .rank_times import Balance, Straggler
+from .work_stealing import TakenOver
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,17 @@ class StepTimes:
 
     seconds: float
     data_seconds: float
-    """that it waited for images"""
+    """wait for images"""
     sync_seconds: float
-    """that it waited for messages"""
+    """wait for messages"""
     on_way_seconds: float
-    """with at least one message under way; nan if nobody can measure it (NCCL)"""
+    """time with at least one message under way; nan if nobody can measure it (NCCL)"""
     update_seconds: float
-    """of this rank's own work after its last backward pass: status, mean, optimiser, statistics"""
+    """this rank's own work after its last backward pass: status, mean, optimizer, statistics"""
 
 
+# Metadata of a field that stands in an event only if it is not empty or zero.
 _RARE = {"rare": True}
-"""metadata of a field that stands in an event only if it is not empty or zero"""
 
 
 def _counted(summary: str) -> Any:
@@ -48,7 +48,6 @@ class StepStats:
     loss: float
     """mean over virtual workers"""
     entry: JournalEntry
-    """virtual workers whose gradients entered the update"""
     replaced: int = _counted("replaced_images")
     """training images that could not be decoded and were replaced"""
     stop: bool = False
@@ -82,13 +81,12 @@ class StepStats:
     taken_over: TakenOver | None = None
     """virtual workers that idle ranks took over from late ones"""
     lines: list[str] = field(default_factory=list)
-    """what watchers have to say, for the console"""
+    """lines of watchers for the console"""
     figures: dict[str, float | str] = field(default_factory=dict)
-    """what watchers found, by names of the event"""
+    """figures of watchers, by their names in the event"""
 
     @property
     def images_left_out(self) -> int:
-        """Of the batch, those whose gradients did not enter the update."""
         return self.left_out * self.step.images_per_worker
 
     @property
@@ -97,12 +95,7 @@ class StepStats:
         return hidden_share(self.times.on_way_seconds, self.times.sync_seconds)
 
     def as_event(self, train_images: int, seconds: float) -> dict[str, Any]:
-        """A line of events.jsonl; what is empty or zero of the rare things is left out.
-
-        Args:
-            train_images: Of an epoch.
-            seconds: Training time so far.
-        """
+        """A line of events.jsonl, after so many seconds of training; an epoch has `train_images`."""
         step, times = self.step, self.times
         event: dict[str, Any] = {
             "step": step.index + 1,
@@ -124,8 +117,7 @@ class StepStats:
         if self.loss_scale != 1.0:
             event["loss_scale"] = self.loss_scale
         rare = [each.name for each in fields(self) if each.metadata.get("rare")]
-        event |= {name: value for name in rare if (value := getattr(self, name))}
-        event |= self.figures
+        event |= {name: value for name in rare if (value := getattr(self, name))} | self.figures
         if self.slowest is not None:
             event["slowest"] = asdict(self.slowest)
         if self.taken_over is not None:
@@ -139,8 +131,8 @@ class StepStats:
 
 
 STATS = frozenset(each.name for each in fields(StepStats))
+# Fields of StepStats that are added over a run, and their keys in its summary.
 _COUNTED = {each.name: str(each.metadata["summary"]) for each in fields(StepStats) if "summary" in each.metadata}
-"""fields of StepStats that are added over a run, and their keys in its summary"""
 
 
 @dataclass
@@ -153,17 +145,17 @@ class StepTotals:
     skipped: int = 0
     audited: int = 0
     moved: int = 0
-    """virtual workers that have changed their rank"""
+    """number of virtual workers that have changed their rank"""
     saved_seconds: float = 0.0
-    """that even shares would have taken longer, by the ranks' measured speed"""
+    """seconds that even shares would have taken longer, by the ranks' measured speed"""
     slow_ranks: dict[str, float] = field(default_factory=dict)
-    """from which work was moved away, and how many times the median a virtual worker took them at last"""
+    """ranks from which work was moved away, and how many times the median a virtual worker took them at last"""
     taken_over: int = 0
-    """virtual workers that idle ranks took over from late ones"""
+    """number of virtual workers that idle ranks took over from late ones"""
     late_ranks: dict[str, int] = field(default_factory=dict)
-    """from which they were taken over, and how many"""
+    """number of virtual workers that were taken over, by late rank"""
     taken_over_saved_seconds: float = 0.0
-    """that the steps would have taken longer, an estimate (`TakenOver.saved`)"""
+    """estimate of the seconds that the steps would have taken longer (`TakenOver.saved`)"""
     left_out: int = 0
     images_left_out: int = 0
     step_seconds: float = 0.0
@@ -174,7 +166,7 @@ class StepTotals:
     train_loss: float | None = None
     """of the last step"""
     underflow: float = 0.0
-    """of each step, times its images"""
+    """sum of the steps' fractions, each times its images"""
 
     def add(self, stats: StepStats) -> None:
         """Adds a step."""
@@ -183,10 +175,15 @@ class StepTotals:
             setattr(self, name, getattr(self, name) + getattr(stats, name))
         self.skipped += bool(stats.skipped)
         if stats.balance is not None:
-            self._add_balance(stats.balance)
+            self.saved_seconds += stats.balance.saved
+            if stats.balance.move is not None:
+                self.moved += stats.balance.move.moved
+                self.slow_ranks |= {str(rank): times for rank, times in stats.balance.slow.items()}
         if stats.taken_over is not None:
             self.taken_over += sum(stats.taken_over.late.values())
-            self.late_ranks = count_late(self.late_ranks, stats.taken_over.late)
+            late = Counter(self.late_ranks)
+            late.update({str(rank): count for rank, count in stats.taken_over.late.items()})
+            self.late_ranks = dict(late)
             self.taken_over_saved_seconds += stats.taken_over.saved
         self.images_left_out += stats.images_left_out
         self.underflow += stats.underflow * stats.step.batch
@@ -197,14 +194,7 @@ class StepTotals:
         self.on_way_seconds = (self.on_way_seconds or 0.0) + stats.times.on_way_seconds if known else None
         self.train_loss = stats.loss
 
-    def _add_balance(self, balance: Balance) -> None:
-        self.saved_seconds += balance.saved
-        if balance.move is not None:
-            self.moved += balance.move.moved
-            self.slow_ranks |= {str(rank): times for rank, times in balance.slow.items()}
-
     def as_summary(self) -> dict[str, Any]:
-        """Its keys of summary.json."""
         seconds = max(self.step_seconds, 1e-9)
         return {
             "train_loss": self.train_loss,
@@ -228,7 +218,11 @@ class StepTotals:
 
 @dataclass
 class StepClock:
-    """Reads the clocks of a step: its own, the loader's and the messages'."""
+    """Reads the clocks of a step: its own, the loader's and the messages'.
+
+    `speed` measures the seconds that a virtual worker of the step's passes took this rank, its images included, once
+    the device has done them; 0 if nobody can measure them.
+    """
 
     loader: Loader
     monitor: Monitor
@@ -238,8 +232,6 @@ class StepClock:
     _work_began: Mark = field(default=time.perf_counter, init=False)
     _waited_before: float = field(default=0.0, init=False)
     speed: Callable[[], float] = field(default_factory=lambda: _unknown, init=False)
-    """measures the seconds that a virtual worker of the step's passes took this rank, its images included, once the
-    device has done them; 0 if nobody can measure them"""
 
     def start(self) -> None:
         """A step begins."""

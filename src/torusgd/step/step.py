@@ -1,23 +1,14 @@
 """One synchronous step, from the images of the virtual workers to the updated weights.
 
-A gradient's way:
-
-    forward, backward     each virtual worker of this rank in turn (`ForwardBackward`)
-    reducer.add           a hook rounds its gradient into a bucket, as soon as autograd has it (`Reducer`)
-    all-reduce            full buckets leave while backward still runs (`comm`)
-    status                found by every rank alike in what has arrived: accepted, out of range, or not finite
-    apply_mean            the integers become the mean gradient, divided by the count of contributions
-    update.step           the optimiser updates what this rank owns (`Update`); shards are gathered during the next step
-
-Beside it goes the control vector: losses, batch-norm statistics, counts and the watchers' sections of all ranks, which
-leave when the last forward pass is done. Nothing outside the reducer changes until a step is accepted, so that it can
-be redone. Watchers (`watch`) look at a step, and change nothing.
+Beside the gradients (docs/architecture.md) goes the control vector: losses, batch-norm statistics, counts and the
+watchers' sections of all ranks, which leave when the last forward pass is done. Nothing outside the reducer changes
+until a step is accepted, so that it can be redone. Watchers (`watch`) look at a step, and change nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,23 +24,31 @@ from ..gradients.update import Update
 from ..recipe.schedule import Schedule, Step
 from ..recipe.schema import Recipe
 from ..synchrony.limits import Limit
-from .closing import Open, arrived, as_microseconds
 from .control_vector import ControlMessage, ControlVector
+from .deadlines import StepDeadline, arrived, as_microseconds
 from .forward_backward import ForwardBackward, blank
 from .images import ImageReader
 from .journal import JournalEntry, synchronous
 from .membership import Membership
 from .model_state import StepState
 from .pass_thread import PassThread
-from .requests import Requests, wants_stop
 from .stats import STATS, StepClock, StepStats
-from .watch import StepView, StepWatch
+from .watch import Requests, StepView, StepWatch, wants_stop
 from .work_stealing import OwnShare, StealingShare, TakenOver, WorkStealing
 
+# In a virtual worker's hash, beside the numbers of its slots.
 _LOSS, _STATISTICS = -1, -2
-"""in a virtual worker's hash, beside the numbers of its slots"""
+# Sections of the control vector that the step itself sends.
 _FINISHED, _TAKEN_OVER = "finished", "taken over"
-"""sections of the control vector that the step itself sends"""
+
+
+T = TypeVar("T")
+
+
+def _given(found: Iterable[T | None]) -> T | None:
+    """What one of the watchers gives; no two may."""
+    (given,) = [each for each in found if each is not None] or [None]
+    return given
 
 
 class _Abandoned(Exception):
@@ -57,7 +56,7 @@ class _Abandoned(Exception):
 
 
 class _NobodyInTime(Exception):
-    """A step was closed before any virtual worker had finished."""
+    """A step's deadline passed before any virtual worker had finished."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +70,23 @@ class TrainStep:
     reducer: Reducer
     update: Update
     state: StepState
-    """what the next step needs: the model, statistics, scales, the optimizer's state"""
     allreduce: AllReduce
-    """over all ranks"""
     control: ControlMessage
     requests: Requests
     watchers: Sequence[StepWatch]
-    """in the order in which they are called; `requests` is the first"""
+    """watchers in the order in which they are called; `requests` is the first"""
     clock: StepClock
     world: Group
     liveness: Liveness
-    """learns of this rank's progress"""
     stealing: WorkStealing | None = None
-    """idle ranks take over the work of late ones; None: each rank computes its own share"""
+    """claims of idle ranks on the work of late ones; None: each rank computes its own share"""
     pass_thread: PassThread | None = None
-    """runs the passes of steps that time decides"""
+    """thread for the passes of steps that time decides"""
 
-    def run(self, membership: Membership, wanted: JournalEntry | Open) -> StepStats | None:
+    def run(self, membership: Membership, wanted: JournalEntry | StepDeadline) -> StepStats | None:
         """Takes the step of a journal entry; None, on all ranks, if a stop was requested: then nothing has changed.
 
-        Args:
-            membership: Who computes which virtual workers.
-            wanted: Whose gradients enter the update; or how long the step waits for those that do, which
-                `StepStats.entry` then names.
+        With a deadline in place of an entry `StepStats.entry` names those whose gradients have entered the update.
 
         Raises:
             CorruptionError: Ranks do not hold the same weights.
@@ -117,7 +110,7 @@ class TrainStep:
                 entry = arrived(step.index, control.words(_FINISHED))  # from now on, also if they are repeated
                 return control
 
-            # The passes and the sums. A sum that leaves its range is measured, and the passes are repeated.
+            # A sum that leaves its range is measured, and the passes are repeated.
             try:
                 reduced = self.reducer.reduce(passes, check=lambda control: self._check(view, control, entry))
             except _NobodyInTime:
@@ -145,7 +138,8 @@ class TrainStep:
             self.reducer.apply_mean(control.counts.contributions)
             for watcher in self.watchers:
                 watcher.with_mean(view)
-            precision.accept(self.reducer.owned)
+            if precision.is_scaling:
+                precision.accept(self.reducer.owned)
             if self.recipe.clip_grad_norm is not None:
                 self.update.clip(self.recipe.clip_grad_norm)
             self.update.set_rates(step)
@@ -176,12 +170,7 @@ class TrainStep:
         )
 
     def take_passes(self, view: StepView, entry: JournalEntry) -> None:
-        """Forward and backward of this rank's virtual workers in an entry; buckets and control vector leave meanwhile.
-
-        A rank that is requested to stop leaves out the virtual workers that it has not begun, and sends its messages
-        all the same: by the missing contributions all ranks know that the step is abandoned. If ranks compute a layer
-        together none can leave out its part; they stop after the step.
-        """
+        """Forward and backward of this rank's virtual workers in an entry; its messages leave meanwhile."""
         if self.pass_thread is not None:
             self.pass_thread.wait_idle()  # two at a time would draw from one generator of random numbers
         # Gradient 1: this rank takes its virtual workers one after the other; the last one lets the messages go.
@@ -190,6 +179,9 @@ class TrainStep:
         self.clock.begin_work(self.reducer.clock.mark())
         while sent is None:
             worker = None
+            # A rank that is requested to stop leaves out the virtual workers that it has not begun, and sends its
+            # messages all the same: by the missing contributions all ranks know that the step is abandoned. If ranks
+            # compute a layer together none can leave out its part; they stop after the step.
             if self.requests.look() and not self.forward_backward.in_step:
                 work.leave()
             else:
@@ -212,9 +204,11 @@ class TrainStep:
         step, membership = view.step, view.membership
         batch, sent = self._batch_of(step, worker, membership), None
         self.liveness.progress("train", step.index, membership.mine[0] if worker is None else worker)
-        hashed = None if worker is None else self._hash_of(step, worker, membership)
-        observed = None if worker is None else self._observers_of(step, worker)
-        self.reducer.begin_worker(last=False, hash_into=hashed, observe=observed)
+        hashed = observe = None
+        if worker is not None:
+            hashed = _given(watcher.before_worker(step.index, worker, membership) for watcher in self.watchers)
+            observe = _given(watcher.gradients_of(step.index, worker) for watcher in self.watchers)
+        self.reducer.begin_worker(last=False, hash_into=hashed, observe=observe)
         if worker is not None and batch is not None:
             with record_function(f"forward {worker}"):
                 loss = self.forward_backward.forward(step, worker, batch, membership).detach()
@@ -236,25 +230,21 @@ class TrainStep:
         return self._send_control(view, work) if is_last and sent is None else sent
 
     def _batch_of(self, step: Step, worker: int | None, membership: Membership) -> Batch | None:
-        """The images of a virtual worker; None if there are none, which all ranks learn by the control vector."""
         batch = None if worker is None else self.images.read(step, worker, membership)
         if worker is not None and batch is None:
-            self.control.counts.failed = 1
+            self.control.counts.failed = 1  # which all ranks learn by the control vector
             # Ranks that compute a layer together wait for each other's part of it: a blank one goes on.
             return blank(self.recipe, step) if self.forward_backward.in_step else None
         return batch
 
     def _work(self, entry: JournalEntry, membership: Membership) -> OwnShare | StealingShare:
-        """What this rank computes of an entry."""
         if self.stealing is not None:
             return self.stealing.share(membership)
         return OwnShare([worker for worker in membership.mine if worker in entry.workers])
 
     def _passes_in_time(self, view: StepView, limit: Limit) -> ControlVector:
-        """The sums of what finishes on this rank before the step is closed; then all messages leave at once.
-
-        The passes run in a thread of their own (`PassThread`): while it is late, or asleep, this rank sends zeros.
-        """
+        """The sums of what finishes on this rank before the deadline; then all messages leave at once."""
+        # The passes run in a thread of their own: while it is late, or asleep, this rank sends zeros.
         assert self.pass_thread is not None, "only a recipe that leaves out late work has steps that time decides"
         step, membership = view.step, view.membership
         self.control.clear()
@@ -303,30 +293,12 @@ class TrainStep:
             self.forward_backward.backward()
         return found
 
-    def _hash_of(self, step: Step, worker: int, membership: Membership) -> IntegerHash | None:
-        """What takes the integers of a virtual worker for the watchers."""
-        hashes = (watcher.before_worker(step.index, worker, membership) for watcher in self.watchers)
-        return next((found for found in hashes if found is not None), None)
-
-    def _observers_of(self, step: Step, worker: int) -> Callable[[int, Tensor], object] | None:
-        """What takes the gradients of a virtual worker for the watchers; None: nobody."""
-        found = [each for watcher in self.watchers if (each := watcher.gradients_of(step.index, worker)) is not None]
-        if len(found) < 2:
-            return found[0] if found else None
-
-        def all_of_them(slot: int, gradient: Tensor) -> None:
-            for each in found:
-                each(slot, gradient)
-
-        return all_of_them
-
     def _hash_beside(self, found: IntegerHash | None, loss: Tensor) -> None:
-        """Adds to a virtual worker's hash what travels beside its gradients."""
         if found is not None:
             found.add(_LOSS, 0, loss.detach().reshape(1))
             found.add(_STATISTICS, 0, self.state.batch_norm.batch)
 
-    def _check(self, view: StepView, control: ControlVector, entry: JournalEntry | Open) -> None:
+    def _check(self, view: StepView, control: ControlVector, entry: JournalEntry | StepDeadline) -> None:
         """Ends the step, on all ranks alike, unless all virtual workers of its entry were computed."""
         assert isinstance(entry, JournalEntry)
         for watcher in self.watchers:

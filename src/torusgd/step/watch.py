@@ -4,8 +4,8 @@ A step calls all its watchers at the same points, on every rank, in one fixed or
 
     due            whether this step concerns the watcher; a GPU is never given such a step in advance
     reads_too      virtual workers whose images the watcher needs besides this rank's own
-    before_worker  a pass begins; a watcher may give a hash that takes the integers of its gradients
-    gradients_of   likewise; a watcher may give what takes the gradients themselves
+    before_worker  a pass begins; one watcher may give a hash that takes the integers of its gradients
+    gradients_of   likewise; one watcher may give what takes the gradients themselves
     before_send    the watcher's section of the control vector, which is summed over ranks
     after_passes   this rank's last backward pass is done, and the messages are under way
     check          all sums have arrived and nothing has changed yet
@@ -17,13 +17,14 @@ A step calls all its watchers at the same points, on every rank, in one fixed or
 decides by the step's number and by what the control vector brings, never by its own clock.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..comm.base import Liveness
 from ..gradients.integer_hash import IntegerHash
 from ..recipe.schedule import Step
 from .control_vector import ControlVector
@@ -40,8 +41,8 @@ class StepView:
     step: Step
     membership: Membership
     recompute: Callable[[int], IntegerHash]
-    """computes a virtual worker of this step once more, for the hash of its integers alone; OSError or RunError if its
-    images can't be read"""
+    """function that computes a virtual worker of this step once more, for the hash of its integers alone; OSError or
+    RunError if its images can't be read"""
     is_stopping: bool = False
     """whether this rank was requested to stop, so that no rank will use what the step finds"""
     is_redone: bool = False
@@ -54,9 +55,9 @@ class StepWatch:
     """A watcher that does nothing; the real ones override what they need."""
 
     name = ""
-    """of the watcher's section of the control vector"""
+    """name of the watcher's section of the control vector; empty: it has none"""
     words = 0
-    """the most int64 words of that section, the same number on all ranks"""
+    """highest number of int64 words in that section, the same on all ranks"""
 
     def due(self, step: int) -> bool:
         """Whether the step of this number concerns the watcher; the same on all ranks."""
@@ -106,3 +107,50 @@ class StepWatch:
 
     def close(self) -> None:
         """Ends what the watcher began beside the steps; every rank calls it after the last one."""
+
+
+class Requests(StepWatch):
+    """What somebody wants of a run between two steps: to stop, to save, to copy the state, to change its ranks.
+
+    One rank learns of it first. It travels in the control vector, so that all ranks do it after the same step.
+
+    `stop_requested` is called before each virtual worker; `save_due`, with the count of steps, and `copy_due` once a
+    step, on rank 0: whether it wants a checkpoint, or each node to copy the state into its memory. `looks` are counts
+    of steps after which the weights are evaluated or saved.
+    """
+
+    name, words = "requests", 4
+
+    def __init__(
+        self,
+        stop_requested: Callable[[], bool],
+        liveness: Liveness,
+        looks: Collection[int] = (),
+        save_due: Callable[[int], bool] = lambda steps: False,
+        copy_due: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._stop_requested, self._liveness = stop_requested, liveness
+        self._looks, self._save_due, self._copy_due = frozenset(looks), save_due, copy_due
+        self.is_stopping = self._is_changing = False
+
+    def look(self) -> bool:
+        """Looks for requests before a virtual worker, and sets `is_stopping`: whether to begin no further one."""
+        self._is_changing = self._liveness.ranks_change()
+        self.is_stopping = self._stop_requested()
+        return self.is_stopping
+
+    def due(self, step: int) -> bool:
+        # Somebody looks at the weights just before this step: then a GPU must not be ahead of the host.
+        return step in self._looks
+
+    def before_send(self, view: StepView) -> Tensor:
+        wants_save, wants_copy = self._save_due(view.step.index + 1), self._copy_due()
+        return torch.tensor([self.is_stopping, wants_save, wants_copy, self._is_changing], dtype=torch.int64)
+
+    def after(self, view: StepView, control: ControlVector) -> Mapping[str, Any]:
+        return dict(zip(("stop", "save", "keep", "change"), map(bool, control.words(self.name)), strict=True))
+
+
+def wants_stop(control: ControlVector) -> bool:
+    """Whether any rank was requested to stop."""
+    return control.words(Requests.name)[0] > 0

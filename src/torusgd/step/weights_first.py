@@ -1,11 +1,8 @@
 """A layer's weight gradient before its input gradient, so that it leaves for the other ranks at once.
 
 Nothing but the layer below waits for an input gradient, while a weight gradient has a network to cross: Das et al.
-(arXiv 1602.06709) compute it first. torch computes both in one node of its graph, the input's first, and hands them on
-together. Here a layer has two nodes: torch's own, whose weights need no gradient, and after it one for the weights,
-which backward therefore reaches first. torch runs the node of a parameter before all others that are ready, so the
-reducer has the gradient before the input's is begun. Each gradient comes from the kernel that torch takes, with the
-same operands: the bits are the same.
+(arXiv 1602.06709) compute it first. Each gradient comes from the kernel that torch takes, with the same operands: the
+bits are the same.
 """
 
 from collections.abc import Callable
@@ -24,8 +21,8 @@ from ..recipe.runtime_options import RuntimeOptions
 
 Context = Callable[[], AbstractContextManager[object]]
 """makes the context of a forward pass"""
+# Of weight and bias, from a layer's output gradient, its input, its weight, and whether it has a bias.
 _Gradients = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
-"""of weight and bias, from a layer's output gradient, its input, its weight, and whether it has a bias"""
 
 
 def order_of_gradients(options: RuntimeOptions) -> Context:
@@ -36,8 +33,8 @@ def order_of_gradients(options: RuntimeOptions) -> Context:
 class WeightsFirst(TorchFunctionMode):
     """In this context `linear` and `conv2d` make two nodes, on a CPU, with autocast or without.
 
-    Calls stay as they are where there is no order to choose, as no input gradient or no weight gradient is needed,
-    and where torch takes another kernel: an input of more or less dimensions, padding by a word.
+    Calls stay as they are if there is no order to choose, since one of the two gradients is not needed, or if torch
+    takes another kernel: an input of more or less dimensions, padding by a word.
 
     >>> from torch import nn
     >>> layer = nn.Linear(2, 3)
@@ -85,8 +82,12 @@ def _has_two_gradients(x: Tensor, weight: Tensor) -> bool:
 def _two_nodes(
     layer: Callable[..., Tensor], gradients: _Gradients, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    # What autocast would make of them; the weight's gradient is cast back by its own node, not by one of torch's that
-    # would have to wait for its turn.
+    # torch computes both gradients in one node of its graph, the input's first, and hands them on together. Here a
+    # layer has two nodes: torch's own, whose weights need no gradient, and after it one for the weights, which backward
+    # therefore reaches first. torch runs the node of a parameter before all others that are ready, so the reducer has
+    # the gradient before the input's is begun.
+    # The dtype is what autocast would choose; the weight's gradient is cast back by its own node, not by one of torch's
+    # that would have to wait for its turn.
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     x, used = x.to(dtype), weight.detach().to(dtype)
     out = layer(x, used, None if bias is None else bias.detach().to(dtype))

@@ -3,33 +3,10 @@
 A step is as long as its slowest rank, and a rank that pauses makes all others wait. Any rank can compute any virtual
 worker with the same bits, so those that have nothing left to do take some of its work (work stealing). Who computes
 which is settled by claims (`Claims`): each virtual worker is computed exactly once.
-
-Gradients leave during a rank's last backward pass, so a rank must know which one is its last. It decides after the
-forward pass of its last own virtual worker: if no other rank is late, it will take over nothing in this step, and its
-messages leave as they always do. Otherwise they wait until nothing is left that is worth taking over. So a step in
-which no rank is late costs a few queries of the store, and what happens after the decision can't be helped.
-
-A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
-compute one more. Shares are sized by speed, so a virtual worker of a rank with n of them counts as m / n of those of a
-rank with m.
-
-Who computes which piece of a step, settled while it is computed: claims in the ranks' common store.
-
-Each member of a group has a row of pieces, and takes them from the front. Another member that has nothing to do may
-take one from the back of a row whose owner is late. Both claim a piece before they begin it, so that each is taken
-exactly once (ours; work stealing by deques goes back to Blumofe and Leiserson, 1999).
-
-A member's row has one number in the store: its low half counts the pieces that the owner has claimed, its high half
-those that others have. The store adds to it and answers with the new value, one claim after the other. A claim holds
-as far as both counts together are no more than the row has pieces. So the owner's pieces and the others' can't meet.
-
-The owner claims a quarter of what it has left at a time (guided self-scheduling: Polychronopoulos and Kuck, 1987), and
-its first quarter needs no claim. So it queries the store O(log pieces) times a round, and piece by piece near the end,
-when it matters.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeVar
@@ -44,34 +21,54 @@ from ..comm.groups import Group
 from ..recipe.runtime_options import RuntimeOptions
 from .membership import Membership
 
+# Members at most whose rows a member looks at, those that follow it: the store answers N members in O(N).
 LOOKS = 8
-"""members at most whose rows a member looks at, those that follow it: the store answers N members in O(N)"""
+# What a claim by another than the owner adds.
 _OTHERS = 1 << 32
-"""what a claim by another than the owner adds"""
+# Rounds whose numbers are in the store: the one that is on, the one before, and the next, which is set to 0.
 _ROUNDS = 3
-"""rounds whose numbers are in the store: the one that is on, the one before, and the next, which is set to 0"""
 _PART = 4
 
 T = TypeVar("T")
 
 
-class Claims:
-    """One member's claims; all members make one at the same time, and begin the same rounds.
+class GroupStore:
+    """The store of a group's members under a prefix of its own; all members make one at the same time.
 
-    Args:
-        group: Of several members with a store.
-
-    Whatever queries the store raises ConnectionLost if it is out of reach.
+    `counter` is the key of the number of prefixes so far, `prefix` the key with this number.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, counter: keys.Key, prefix: keys.Key) -> None:
         assert group.store is not None, "members without a common store can't settle who takes what"
-        # Numbers of its own: a store outlives the runs of a group.
-        number = group.broadcast_text(str(group.store.add(keys.CLAIMS, 1)) if group.rank == 0 else "")
-        self._store: Store = PrefixStore(keys.CLAIMS_OF.format(number=number), group.store)
+        # A store outlives the runs of a group.
+        number = group.broadcast_text(str(group.store.add(counter, 1)) if group.rank == 0 else "")
+        self._store: Store = PrefixStore(prefix.format(number=number), group.store)
+
+    def query(self, query: Callable[[Store], T]) -> T:
+        """The store's answer; ConnectionLost if it is out of reach."""
+        try:
+            return query(self._store)
+        except RuntimeError as error:
+            raise ConnectionLost(f"the store that all ranks share can't be reached ({error})") from error
+
+
+class Claims:
+    """One member's claims of pieces of a step; all members make one at the same time, and begin the same rounds.
+
+    Each member has a row of pieces, and takes them from the front. Another member that has nothing to do may take one
+    from the back of a row whose owner is late. Both claim a piece before they begin it, so that each is taken exactly
+    once (ours; work stealing by deques goes back to Blumofe and Leiserson, 1999).
+    """
+
+    # A row has one number in the store: its low half counts the pieces that the owner has claimed, its high half those
+    # that others have. The store adds to it and answers with the new value, one claim after the other. A claim holds as
+    # far as both counts together are no more than the row has pieces. So the owner's pieces and the others' can't meet.
+
+    def __init__(self, group: Group) -> None:
+        self._store = GroupStore(group, keys.CLAIMS, keys.CLAIMS_OF)
         self._me, self._size, self._round = group.rank, group.size, -1
         for turn in range(_ROUNDS):
-            self._store.add(keys.CLAIMED.format(turn=turn, member=self._me), 0)
+            self._add(keys.CLAIMED.format(turn=turn, member=self._me), 0)
         group.barrier()  # from now on all numbers are there; a query of one that is not would wait for it
 
     def begin(self, counts: Sequence[int]) -> None:
@@ -81,7 +78,7 @@ class Claims:
         self._begun, self._claimed, self._taken = 0, _unclaimed(counts[self._me]), 0
         # It has arrived before this round ends anywhere, since `looks` or `claim_own` wait for an answer after it.
         following = keys.CLAIMED.format(turn=(self._round + 1) % _ROUNDS, member=self._me)
-        self.query(lambda store: store.set(following, "0"))
+        self._store.query(lambda store: store.set(following, "0"))
 
     @property
     def may_have_own(self) -> bool:
@@ -89,8 +86,10 @@ class Claims:
         return self._begun < self._claimed or self._claimed + self._taken < self._count
 
     def claim_own(self) -> int | None:
-        """The place in its row of the next piece that this member computes; None: nothing of its own is left."""
+        """The index in its row of the next piece that this member computes; None: nothing of its own is left."""
         if self._begun == self._claimed:
+            # A quarter of what is left at a time (guided self-scheduling: Polychronopoulos and Kuck, 1987): so the
+            # owner queries the store O(log pieces) times a round, and piece by piece near the end, when it matters.
             left = self._count - self._claimed - self._taken
             if left <= 0:
                 return None
@@ -105,40 +104,37 @@ class Claims:
         self._begun = self._claimed = self._claimed + self._claim(self._count)
 
     def looks(self) -> dict[int, int]:
-        """Of some other members, by place, the pieces that nobody has claimed yet."""
-        places = [(self._me + n) % self._size for n in range(1, min(LOOKS, self._size - 1) + 1)]
-        values = self.query(lambda store: store.multi_get([self._name(place) for place in places]))
-        return {place: max(0, self._open(place) - sum(_split(int(v)))) for place, v in zip(places, values, strict=True)}
+        """Of some other members the pieces that nobody has claimed yet."""
+        members = [(self._me + n) % self._size for n in range(1, min(LOOKS, self._size - 1) + 1)]
+        values = self._store.query(lambda store: store.multi_get([self._name(each) for each in members]))
+        claimed = [sum(_split(int(value))) for value in values]
+        return {each: max(0, self._open(each) - count) for each, count in zip(members, claimed, strict=True)}
 
-    def claim_of(self, place: int) -> int | None:
-        """The place in another member's row of a piece that this one computes now; None: it has none left."""
-        own, others = _split(self.query(lambda store: store.add(self._name(place), _OTHERS)))
-        return self._counts[place] - others if own + others <= self._open(place) else None
+    def claim_of(self, member: int) -> int | None:
+        """The index in another member's row of a piece that this one computes now; None: it has none left."""
+        own, others = _split(self._add(self._name(member), _OTHERS))
+        return self._counts[member] - others if own + others <= self._open(member) else None
 
     @property
     def _count(self) -> int:
         return self._counts[self._me]
 
-    def _open(self, place: int) -> int:
+    def _open(self, member: int) -> int:
         """Pieces of a row that must be claimed."""
-        return self._counts[place] - _unclaimed(self._counts[place])
+        return self._counts[member] - _unclaimed(self._counts[member])
 
     def _claim(self, pieces: int) -> int:
         """Claims so many of this member's own; those that it gets."""
-        own, others = _split(self.query(lambda store: store.add(self._name(self._me), pieces)))
+        own, others = _split(self._add(self._name(self._me), pieces))
         beyond = max(0, own + others - self._open(self._me))
         self._taken = self._count if beyond else others  # nothing is left to claim
         return max(0, pieces - beyond)
 
-    def _name(self, place: int) -> str:
-        return keys.CLAIMED.format(turn=self._round % _ROUNDS, member=place)
+    def _name(self, member: int) -> str:
+        return keys.CLAIMED.format(turn=self._round % _ROUNDS, member=member)
 
-    def query(self, query: Callable[[Store], T]) -> T:
-        """The store's answer; all that is sent to it passes here."""
-        try:
-            return query(self._store)
-        except RuntimeError as error:
-            raise ConnectionLost(f"the store that all ranks share can't be reached ({error})") from error
+    def _add(self, name: str, count: int) -> int:
+        return self._store.query(lambda store: store.add(name, count))
 
 
 def _unclaimed(pieces: int) -> int:
@@ -151,19 +147,16 @@ def _split(value: int) -> tuple[int, int]:
     return value % _OTHERS, value // _OTHERS
 
 
+# A rank is late if what it has not begun takes it as long as the rank that decides needs to finish its own pass and to
+# compute one more.
 _LATE = 2
-"""virtual workers that a late rank has not begun: one for the rest of the helper's own pass, one to take"""
 _FIELDS = 4
+# Seconds: reports travel as integers.
 _UNIT = 1e-6
-"""seconds; reports travel as integers"""
 
 
 class OwnShare:
-    """The virtual workers of a rank's share, one after the other.
-
-    Args:
-        workers: To be computed by this rank.
-    """
+    """The virtual workers of a rank's share, one after the other; `own` counts those that were begun."""
 
     is_helping = False
     """whether this rank waits, or has waited, for work of others"""
@@ -172,7 +165,7 @@ class OwnShare:
         self._workers, self.own = workers, 0
 
     def next(self) -> int | None:
-        """The next virtual worker; None: there is none left. `own` counts those of this rank's share so far."""
+        """The next virtual worker; None: there is none left."""
         if self.own == len(self._workers):
             return None
         self.own += 1
@@ -183,7 +176,7 @@ class OwnShare:
         return self.own == len(self._workers)
 
     def leave(self) -> None:
-        """This rank computes nothing more, and nor shall another in its place."""
+        """This rank computes nothing more, and nobody else does it instead."""
 
     def report(self) -> list[int]:
         """What travels in the step's control vector, to be summed over ranks: nothing."""
@@ -193,13 +186,11 @@ class OwnShare:
 class StealingShare:
     """The virtual workers of a rank's share that nobody has taken over, then those of late ranks.
 
-    Args:
-        membership: Who has which share.
-        claims: Of this rank, for the step's passes.
-        wait: Called before each claim; returns once the device is about to begin what was claimed last.
+    Used like `OwnShare`. `wait` is called before each claim; it returns once the device is about to begin what was
+    claimed last.
     """
 
-    def __init__(self, membership: Membership, claims: Claims, wait: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, membership: Membership, claims: Claims, wait: Callable[[], object]) -> None:
         self._membership, self._claims, self._wait = membership, claims, wait
         claims.begin(membership.counts)
         self.own = 0
@@ -209,16 +200,15 @@ class StealingShare:
         self._shortest = inf
 
     def next(self) -> int | None:
-        """See `OwnShare.next`."""
         self._wait()
         now = time.perf_counter()
         if self.own and not self.is_helping:
             self._shortest = min(self._shortest, now - self._last)
         self._last = now
-        place = self._claims.claim_own()
-        if place is not None:
+        index = self._claims.claim_own()
+        if index is not None:
             self.own += 1
-            return self._membership.mine[place]
+            return self._membership.mine[index]
         self.is_helping = True
         while (late := self._late(1)) is not None:
             taken = self._claims.claim_of(late)
@@ -228,15 +218,18 @@ class StealingShare:
         return None
 
     def is_last(self) -> bool:
-        """See `OwnShare.is_last`; it may turn out later that the one before was, since others have taken the last."""
+        # Gradients leave during a rank's last backward pass, so a rank must know which one is its last. It decides
+        # after the forward pass of its last own virtual worker: if no other rank is late, it will take over nothing in
+        # this step, and its messages leave as they always do. Otherwise they wait until nothing is left that is worth
+        # taking over. It may turn out later that the one before was the last, since others have taken the rest: what
+        # happens after the decision can't be helped.
         return not self._claims.may_have_own and self._late(1 if self.is_helping else _LATE) is None
 
     def leave(self) -> None:
-        """See `OwnShare.leave`."""
         self._claims.claim_rest()
 
     def report(self) -> list[int]:
-        """See `OwnShare.report`, and `TakenOver.read`: after the forward pass of this rank's last virtual worker."""
+        """See `TakenOver.read`: after the forward pass of this rank's last virtual worker."""
         ready = time.perf_counter() - self._began
         rows = [[taken, 0, 0, 0] for taken in self._from]
         own = (sum(self._from), round(ready / _UNIT), round(min(self._shortest, ready) / _UNIT))
@@ -244,11 +237,12 @@ class StealingShare:
         return [each for row in rows for each in row]
 
     def _late(self, least: int) -> int | None:
-        """The place of the rank that is furthest behind, by at least so many of this rank's virtual workers."""
+        """The index of the rank that is furthest behind, by at least so many of this rank's virtual workers."""
+        # Shares are sized by speed, so a virtual worker of a rank with n of them counts as m / n of a rank's with m.
         counts, mine = self._membership.counts, len(self._membership.mine)
-        behind = {place: left * mine / counts[place] for place, left in self._claims.looks().items()}
-        place = max(behind, key=lambda each: behind[each])
-        return place if behind[place] >= least else None
+        behind = {index: left * mine / counts[index] for index, left in self._claims.looks().items()}
+        latest = max(behind, key=lambda each: behind[each])
+        return latest if behind[latest] >= least else None
 
 
 @dataclass(frozen=True)
@@ -256,21 +250,18 @@ class TakenOver:
     """What was taken over in a step; the same on every rank."""
 
     late: dict[int, int]
-    """by rank, how many of its virtual workers others have computed"""
+    """number of its virtual workers that others have computed, by rank"""
     helpers: dict[int, int]
-    """by rank, how many of others it has computed"""
+    """number of others' virtual workers that it has computed, by rank"""
     saved: float
-    """seconds that the step would have taken longer: an estimate, as if a late rank had needed for each of them as long
-    as for the quickest of its own"""
+    """estimate of the seconds that the step would have taken longer"""
 
     @classmethod
     def read(cls, reports: Tensor, ranks: Sequence[int]) -> "TakenOver | None":
-        """From the reports of all ranks, summed; None if nothing was taken over.
+        """From the reports of all ranks, summed, int64 [4 N]; None if nothing was taken over.
 
-        Args:
-            reports: int64 [4 N]: of each rank index the virtual workers that it has lost and those that it has taken,
-                the microseconds until its last forward pass had ended, and those of its quickest own virtual worker.
-            ranks: In the order of their places.
+        Of each rank: the virtual workers that it has lost and those that it has taken, the microseconds until its last
+        forward pass had ended, and those of its quickest own virtual worker.
 
         >>> from torch import tensor
         >>> reports = tensor([0, 1, 4_500_000, 500_000, 1, 0, 4_500_000, 500_000])
@@ -280,6 +271,7 @@ class TakenOver:
         if not reports.numel() or not (rows := reports.view(-1, _FIELDS))[:, 0].any():
             return None
         lost, taken, ready, each = rows.unbind(1)
+        # As if a late rank had needed for each that it lost as long as for the quickest of its own.
         saved = (ready + lost * each).max() - ready.max()
         counts = [dict(zip(ranks, column.tolist(), strict=True)) for column in (lost, taken)]
         late, helpers = ({rank: count for rank, count in found.items() if count} for found in counts)
@@ -291,15 +283,10 @@ class TakenOver:
 
 
 class WorkStealing:
-    """Gives the ranks of a run their work, step by step; every rank makes one at the same time.
-
-    Args:
-        world: All ranks, two at least.
-    """
+    """Gives the ranks of a run, two at least, their work, step by step; every rank makes one at the same time."""
 
     def __init__(self, world: Group) -> None:
         self.claims = Claims(world)
-        """of this rank"""
         self._wait = one_pass_behind(world.device)
 
     def share(self, membership: Membership) -> StealingShare:
@@ -308,11 +295,9 @@ class WorkStealing:
 
 
 def one_pass_behind(device: torch.device) -> Callable[[], object]:
-    """To be called before each pass; on a GPU it waits until all passes but the last one have ended.
-
-    A GPU's host launches passes far faster than they are computed. If it claimed them as fast, a late rank's work would
-    all be claimed by itself before another rank could help.
-    """
+    """To be called before each pass; on a GPU it waits until all passes but the last one have ended."""
+    # A GPU's host launches passes far faster than they are computed. If it claimed them as fast, a late rank's work
+    # would all be claimed by itself before another rank could help.
     if device.type != "cuda":
         return lambda: None
     ended: list[torch.cuda.Event] = []
@@ -328,8 +313,3 @@ def one_pass_behind(device: torch.device) -> Callable[[], object]:
 def work_stealing(options: RuntimeOptions, world: Group) -> WorkStealing | None:
     """What a run's options say; None: each rank computes its own share."""
     return WorkStealing(world) if options.work_stealing and world.size > 1 else None
-
-
-def count_late(late: Mapping[str, int], more: Mapping[int, int]) -> dict[str, int]:
-    """Adds a step's late ranks to those of a run."""
-    return {**late, **{str(rank): late.get(str(rank), 0) + count for rank, count in more.items()}}

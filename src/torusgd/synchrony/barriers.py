@@ -1,4 +1,4 @@
-"""Barriers in virtual time: when each worker may begin its next step, where steps take keyed times.
+"""Barriers in virtual time: when each worker may begin its next step, if steps take keyed times.
 
 Bulk-synchronous (BSP), stale-synchronous (SSP), asynchronous (ASP), and the sampled barriers of Probabilistic
 Synchronous Parallel (pBSP, pSSP; Wang, Catterall and Mortier, arXiv 1709.07772), which are one rule:
@@ -7,8 +7,7 @@ Synchronous Parallel (pBSP, pSSP; Wang, Catterall and Mortier, arXiv 1709.07772)
     it passes if each of them has completed at least k - staleness steps;
     otherwise it tries again at each end of any worker's step, with a fresh draw
 
-A sample of all workers is BSP or SSP, a sample of none ASP. The fresh draw matters: if one draw holds until it passes,
-progress is about a third slower.
+A sample of all workers is BSP or SSP, a sample of none ASP.
 """
 
 import heapq
@@ -16,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Barrier:
     """The rule by which a worker waits for others."""
 
     staleness: float
-    """steps by which it may be ahead of the workers in its sample; may be infinite"""
+    """number of steps by which it may be ahead of the workers in its sample; may be infinite"""
     sample: float = math.inf
     """number of workers in its sample; infinite: all"""
 
@@ -65,14 +65,14 @@ def barrier(text: str) -> Barrier:
 
 @dataclass(frozen=True)
 class Passage:
-    """Workers that pass their barriers at one moment: their finished steps count from then on."""
+    """Workers, ascending, that pass their barriers at one virtual time, each with the steps that it has completed.
+
+    These steps count for others from then on.
+    """
 
     time: float
-    """virtual seconds"""
     workers: tuple[int, ...]
-    """workers in ascending order"""
     steps: tuple[int, ...]
-    """number of steps that each of them has completed"""
 
 
 def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, seed: int) -> Iterator[Passage]:
@@ -84,14 +84,19 @@ def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, se
     chances = rule.pass_chances(workers)
     # Chances of 0 and 1 need no draw.
     is_drawn = bool(((chances > 0) & (chances < 1)).any())
-    seconds, draws = _StepSeconds(workers, delays, compute), _Draws(workers, seed)
+    everyone, draws = np.arange(workers), _Draws(workers, seed)
+
+    @cache
+    def seconds(step: int) -> list[float]:
+        return (compute + delays.at(everyone, step, 0)).tolist()
+
     completed, attempts = np.zeros(workers, dtype=np.int64), np.zeros(workers, dtype=np.int64)
     waits = np.zeros(workers, dtype=bool)
     # behind[k] is the number of workers that have completed fewer than k steps: one lookup for each waiting worker
     # instead of a comparison with all others.
     behind = np.array([0, workers])
     # Ends of steps in the total order (time, worker), so that equal times leave nothing open.
-    ends = [(seconds.of(worker, 0), worker) for worker in range(workers)]
+    ends = [(first, worker) for worker, first in enumerate(seconds(0))]
     heapq.heapify(ends)
     yield Passage(0.0, tuple(range(workers)), (0,) * workers)
     while True:
@@ -102,7 +107,8 @@ def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, se
         if steps + 1 == len(behind):
             behind = np.append(behind, workers)
         waits[worker], attempts[worker] = True, 0
-        # The end of any step lets every waiting worker try again, the one that has just ended among them.
+        # The end of any step lets every waiting worker try again, the one that has just ended among them. The fresh
+        # draw matters: if one draw held until it passes, progress would be about a third slower.
         waiting = np.flatnonzero(waits)
         needed = np.maximum(completed[waiting] - min(rule.staleness, steps + 1), 0).astype(np.int64)
         chance = chances[behind[needed]]
@@ -111,7 +117,7 @@ def passages(workers: int, rule: Barrier, delays: DelayModel, compute: float, se
         attempts[waiting] += 1
         waits[passing] = False
         for each in passing.tolist():
-            heapq.heappush(ends, (now + seconds.of(each, int(completed[each])), each))
+            heapq.heappush(ends, (now + seconds(int(completed[each]))[each], each))
         if len(passing):
             yield Passage(now, tuple(passing.tolist()), tuple(completed[passing].tolist()))
 
@@ -130,29 +136,22 @@ def steps_begun(workers: int, rule: Barrier, delays: DelayModel, compute: float,
     return steps
 
 
-class _StepSeconds:
-    """Seconds of steps, drawn for all workers at once."""
-
-    def __init__(self, workers: int, delays: DelayModel, compute: float) -> None:
-        self._workers, self._delays, self._compute = np.arange(workers), delays, compute
-        self._steps: list[list[float]] = []
-
-    def of(self, worker: int, step: int) -> float:
-        while step >= len(self._steps):
-            self._steps.append((self._compute + self._delays.at(self._workers, len(self._steps), 0)).tolist())
-        return self._steps[step][worker]
-
-
 class _Draws:
     """A uniform draw for each attempt of a worker to pass, made for many attempts of all workers at once."""
 
     BLOCK = 64
 
     def __init__(self, workers: int, seed: int) -> None:
-        self._workers, self._seed = np.arange(workers)[:, None], seed
-        self._blocks: dict[tuple[int, int], F64] = {}
+        everyone = np.arange(workers)[:, None]
+
+        @cache
+        def block(step: int, number: int) -> F64:
+            attempts = np.arange(number * self.BLOCK, (number + 1) * self.BLOCK)
+            return keyed_uniform(BARRIER, seed, everyone, step, attempts)
+
+        self._block = block
+        # Of each worker the draws of its present block of attempts.
         self._rows = np.zeros((workers, self.BLOCK))
-        """draws of the present block of attempts of each worker"""
 
     def of(self, workers: Ints, steps: Ints, attempts: Ints) -> F64:
         """The draws of workers by the steps that they have completed and the number of the attempt, each in turn."""
@@ -161,16 +160,10 @@ class _Draws:
             self._rows[worker] = self._block(int(steps[at]), int(attempts[at]) // self.BLOCK)[worker]
         return self._rows[workers, attempts % self.BLOCK]
 
-    def _block(self, step: int, block: int) -> F64:
-        if (step, block) not in self._blocks:
-            attempts = np.arange(block * self.BLOCK, (block + 1) * self.BLOCK)
-            self._blocks[step, block] = keyed_uniform(BARRIER, self._seed, self._workers, step, attempts)
-        return self._blocks[step, block]
-
 
 @dataclass(frozen=True)
 class LagBounds:
-    """Bounds on the lag of the updates that a worker under PSP has not seen yet."""
+    """Of the updates that a worker under PSP has not seen yet."""
 
     mean: float
     second_moment: float

@@ -25,10 +25,10 @@ from .delays import F64, Ints
 _NORMAL = NormalDist()
 _inverse = np.vectorize(_NORMAL.inv_cdf, otypes=[np.float64])
 _below = np.vectorize(_NORMAL.cdf, otypes=[np.float64])
+# Distance of probabilities from 0 and 1, where the normal distribution's inverse is infinite.
 _SURE = 1e-9
-"""distance of probabilities from 0 and 1, where the normal distribution's inverse is infinite"""
+# Time constants after which 5 % of an old average is left.
 _FORGOTTEN = 3
-"""time constants after which 5 % of an old average is left"""
 
 
 def expected_order(samples: F64) -> F64:
@@ -74,13 +74,15 @@ class MovingAverage:
     def __init__(self, workers: int, seed: int, weight: float = 0.2) -> None:
         self._seed, self._weight, self._steps = seed, weight, 0
         self._mean, self._variance = np.zeros(workers), np.zeros(workers)
+        # Of each worker the steps in a row, up to now, in which it was left out.
         self.unseen = np.zeros(workers, dtype=np.int64)
-        """number of steps in a row, up to now, in which each worker was left out"""
 
     def samples(self, draws: int) -> F64:
         assert self._steps > 0
         chances = keyed_uniform(CUTOFF, self._seed, self._steps, np.arange(draws)[:, None], np.arange(len(self._mean)))
-        return self._positive(self._mean + self._deviation() * _inverse(np.clip(chances, _SURE, 1 - _SURE)))
+        drawn = self._mean + self._deviation() * _inverse(np.clip(chances, _SURE, 1 - _SURE))
+        # A normal draw may be negative, a time is not: no draw is below a tenth of the worker's mean.
+        return np.maximum(drawn, 0.1 * self._mean)
 
     def observe(self, seconds: F64, cutoff: float) -> None:
         is_seen = ~np.isnan(seconds)
@@ -96,24 +98,20 @@ class MovingAverage:
         self._variance = (1 - weight) * (self._variance + weight * change**2)
 
     def _imputed(self, seconds: F64, cutoff: float) -> F64:
-        """The times, with a draw of the prediction beyond the cutoff for each worker that was left out."""
         left_out = np.isnan(seconds)
         if not left_out.any():
             return seconds
         deviation = self._deviation()
         chances = keyed_uniform(CUTOFF, self._seed, self._steps, -1, np.arange(len(seconds)))
-        # The inverse of the distribution function above the cutoff only: a truncated normal draw.
+        # For each worker that was left out a draw of the prediction beyond the cutoff: the inverse of the distribution
+        # function above the cutoff only, a truncated normal draw.
         arrived = _below((cutoff - self._mean) / deviation)
         beyond = self._mean + deviation * _inverse(np.clip(arrived + chances * (1 - arrived), _SURE, 1 - _SURE))
         return np.where(left_out, np.maximum(beyond, cutoff), seconds)
 
     def _deviation(self) -> F64:
-        """The deviation of each worker; at least a thousandth of its mean, for the first step has no spread yet."""
+        # At least a thousandth of the mean, for the first step has no spread yet.
         return np.maximum(np.sqrt(self._variance), 1e-3 * self._mean + 1e-12)
-
-    def _positive(self, drawn: F64) -> F64:
-        # A normal draw may be negative, a time is not: no draw is below a tenth of the worker's mean.
-        return np.maximum(drawn, 0.1 * self._mean)
 
 
 Choice = Callable[[F64], int]
@@ -122,12 +120,10 @@ Choice = Callable[[F64], int]
 
 @dataclass(frozen=True)
 class CutoffRun:
-    """Steps in which the first so many gradients were taken."""
+    """Of each step the number of gradients, the first to arrive, and the seconds until then."""
 
     counts: Ints
-    """number of gradients of each step"""
     seconds: F64
-    """duration of each step"""
 
     def throughput(self, first: int = 0, stop: int | None = None) -> float:
         """Gradients a second over a range of steps."""

@@ -34,6 +34,7 @@ from ..rng import DELAY, keyed_integer, keyed_uniform
 
 F64 = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Key = tuple[int, int, int]
 
 # Delays are whole multiples of 1/_GRID seconds, about a nanosecond, so that float64 adds them without rounding: a
 # virtual time is the same in whatever order its delays are added.
@@ -44,17 +45,15 @@ class Delay(ABC):
     """A distribution of delays in units; its parameters are the fields of the dataclass, in the order of the text."""
 
     @abstractmethod
-    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
         """Delays of pieces of work. `key` begins every draw; the arrays broadcast, and the result has their shape."""
 
 
 @dataclass(frozen=True)
 class Constant(Delay):
-    """The same delay always."""
-
     amount: float = 1.0
 
-    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
         return np.full(np.broadcast_shapes(worker.shape, step.shape, part.shape), self.amount)
 
 
@@ -64,7 +63,7 @@ class Exponential(Delay):
 
     mean: float = 1.0
 
-    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
         return -self.mean * np.log1p(-keyed_uniform(*key, worker, step, part))
 
 
@@ -75,7 +74,7 @@ class Gamma(Delay):
     shape: float = 1.0
     scale: float = 1.0
 
-    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
         worker, step, part = np.broadcast_arrays(worker, step, part)
         # For a shape below 1: a draw of shape + 1 times a power of a uniform draw (the same paper).
         boost = 1.0 if self.shape >= 1 else (1 - keyed_uniform(*key, worker, step, part, 0)) ** (1 / self.shape)
@@ -103,7 +102,7 @@ class LogNormal(Delay):
 
     mean: float = 0.5
 
-    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
         cumulative, values = _drop_compute_noise()
         drawn = np.searchsorted(cumulative, keyed_uniform(*key, worker, step, part), side="right")
         return self.mean * values[np.minimum(drawn, len(values) - 1)]
@@ -111,12 +110,10 @@ class LogNormal(Delay):
 
 @dataclass(frozen=True)
 class Pause(Delay):
-    """Now and then a pause of a fixed length."""
-
     probability: float = 0.25
     amount: float = 2.0
 
-    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
         return np.where(keyed_uniform(*key, worker, step, part) < self.probability, self.amount, 0.0)
 
 
@@ -128,7 +125,7 @@ class Slow(Delay):
     factor: float = 4.0
     since: float = 0.0
 
-    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
         slow = (keyed_uniform(*key, worker) < self.fraction) & (step >= self.since)
         return np.where(slow, self.factor - 1, 0.0) + np.zeros(part.shape)
 
@@ -139,17 +136,16 @@ class Measured(Delay):
 
     amounts: tuple[float, ...]
 
-    def units(self, key: tuple[int, int, int], worker: Ints, step: Ints, part: Ints) -> F64:
+    def units(self, key: Key, worker: Ints, step: Ints, part: Ints) -> F64:
         drawn = keyed_integer(len(self.amounts), *key, worker, step)
         return np.where(part == 0, np.array(self.amounts)[drawn], 0.0)
 
 
 @dataclass(frozen=True)
 class DelayModel:
-    """A sum of delays, keyed by a seed."""
+    """A sum of delays, each with the seconds of its unit, keyed by a seed."""
 
     terms: tuple[tuple[Delay, float], ...]
-    """delays, each with the seconds of its unit"""
     seed: int
 
     def at(self, worker: npt.ArrayLike, step: npt.ArrayLike, part: npt.ArrayLike) -> F64:
@@ -213,9 +209,8 @@ def _parse(term: str, text: str, unit: float) -> list[tuple[Delay, float]]:
         if key in _PROBABILITIES and value > 1:
             raise UserError(f"delays: {term!r} has {key} {value:g}; it is a fraction from 0 to 1")
         if (key == "shape" and value == 0) or (key == "factor" and value < 1):
-            raise UserError(
-                f"delays: {term!r} has {key} {value:g}; it is {'above 0' if key == 'shape' else '1 or more'}"
-            )
+            needed = "above 0" if key == "shape" else "1 or more"
+            raise UserError(f"delays: {term!r} has {key} {value:g}; it is {needed}")
     scale = unit if seconds is None else _number(seconds, term)
     return [(kind(*given), scale) for kind in kinds]
 
@@ -232,7 +227,7 @@ def _number(word: str, term: str) -> float:
 
 @cache
 def _drop_compute_noise() -> tuple[F64, F64]:
-    """The cumulative distribution of m = 1..999, and m over its mean."""
+    # The cumulative distribution of m = 1..999, and m over its mean.
     m = np.arange(1, 1000, dtype=np.float64)
     weights = np.exp(-((np.log(m) - 4) ** 2) / 2) / m
     weights /= weights.sum()

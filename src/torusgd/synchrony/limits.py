@@ -3,13 +3,11 @@
     count        a step takes so many workers, the first to finish
     seconds      it takes what each has finished by then
 
-The same rule closes the steps of a run on ranks (`step.closing`), whose times come from clocks, and those in virtual
+The same rule closes the steps of a run on ranks (`step.deadlines`), whose times come from clocks, and those in virtual
 time (`VirtualSteps`), whose times come from a model of delays.
 
 The seconds may be DropCompute's threshold (Giladi et al., arXiv 2306.10598): each of N ranks computes M micro-batches a
-step, and past so many seconds of its own clock it leaves out the rest. No rank knows the others' times: a late one goes
-to the all-reduce with what it has, and the sum is divided by what arrived. A lower threshold makes steps shorter and
-leaves more out; the automatic one is the best of 200 on measured times.
+step, and past so many seconds of its own clock it leaves out the rest. No rank knows the others' times.
 """
 
 from collections.abc import Sequence
@@ -23,8 +21,8 @@ from .cutoff import MovingAverage, best_cutoff, expected_order
 from .delays import F64, DelayModel
 
 CANDIDATES = 200
+# The lowest candidate is the shortest time in which a rank has computed so many micro-batches.
 FIRST_CANDIDATE = 6
-"""number of micro-batches: the lowest candidate is the shortest time in which a rank has computed so many"""
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,7 @@ def choose_threshold(seconds: F64, overhead: float = 0.0) -> Threshold:
     """
     ends = np.cumsum(seconds, axis=2)
     first = min(FIRST_CANDIDATE, ends.shape[2]) - 1
+    # A lower threshold makes steps shorter and leaves more out: the best of 200 on the measured times.
     candidates = np.linspace(ends[:, :, first].min(), ends[:, :, -1].max(), CANDIDATES)
     found = [_at(float(tau), ends, overhead) for tau in candidates]
     # The last candidate, the longest step, leaves nothing out, so the gain is never negative.
@@ -73,23 +72,21 @@ def _at(tau: float, ends: F64, overhead: float) -> Threshold:
     return Threshold(tau, float(1 - finished.mean()), float(gains.mean()))
 
 
+# Draws of the coming step's times.
 DRAWS = 64
-"""number of draws of the coming step's times"""
 # Steps in a row in which a worker is left out until one step waits for all, to see it; then twice as many, and so on:
 # else a worker that was slow once would never be seen again.
 LOOK = 32
+# Fewest seconds of a step beside its passes.
 _LEAST = 1e-6
-"""fewest seconds of a step beside its passes"""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The limits of a step, of which the first to be reached closes it."""
+    """The most workers that a step takes, and the seconds after which it takes no further one: what comes first."""
 
     count: int
-    """most workers that it takes"""
     seconds: float = inf
-    """time after which it takes no further worker"""
 
 
 class Limits:
@@ -97,7 +94,7 @@ class Limits:
 
     Args:
         shares: Workers of each rank, in the order in which it computes them; numbers from 0 on.
-        seed: First word of the keys of the predictor's draws.
+        seed: Of the predictor's draws.
         count: Workers that a step takes; predicted: the number with most gradients a second, by a moving average of
             their times (Teng and Wood); None: all.
         threshold: Seconds after which a step takes nothing more; measured: those with most gradients a second, on the
@@ -161,18 +158,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class VirtualStep:
-    """A step in virtual time."""
+    """A step in virtual time, and the workers that it takes, ascending; at least one."""
 
     workers: tuple[int, ...]
-    """the workers that it takes, ascending; at least one"""
     seconds: float
 
 
 class VirtualSteps:
-    """Steps of n workers, each on a machine of its own, that take keyed times: a function of the settings alone.
-
-    `limits` are those of one worker a rank; `compute` are the seconds of a worker without its delay.
-    """
+    """Steps of n workers, one a rank, that take `compute` seconds and keyed delays."""
 
     def __init__(self, limits: Limits, workers: int, delays: DelayModel, compute: float) -> None:
         self._limits, self._workers, self._delays, self._compute = limits, workers, delays, compute
@@ -190,7 +183,7 @@ class VirtualSteps:
         return self._take(step)
 
     def _take(self, step: int) -> VirtualStep:
-        """The first workers by (time, number), up to the count and the seconds; at least the first of all."""
+        # The first workers by (time, number), up to the count and the seconds; at least the first of all.
         limit, seconds = self._limits.next(step), self._seconds(step)
         first = np.argsort(seconds, kind="stable")[: limit.count]
         in_time = first[seconds[first] <= limit.seconds]

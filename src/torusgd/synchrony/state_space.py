@@ -24,12 +24,12 @@ from torch.nn.functional import softplus
 
 from .delays import F64
 
+# Steps that the guide reads.
 WINDOW = 16
-"""number of steps that the guide reads"""
 _STATE, _HIDDEN = 6, 32
 _BATCH, _RATE = 16, 0.01
+# Of a logarithm: no time is known better than to 1 %.
 _LEAST_DEVIATION = 0.01
-"""least deviation of a logarithm: no time is known better than to 1 %"""
 
 
 class StateSpaceModel(nn.Module):

@@ -1,0 +1,85 @@
+"""Jobs of the tiny recipe in float32, and the trainers and runs that tests of steps take them with."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.run.runs import TINY
+
+from torusgd.comm.base import Done, NoLiveness
+from torusgd.comm.groups import Group, group_of
+from torusgd.recipe.load import load_recipe
+from torusgd.recipe.runtime_options import RuntimeOptions
+from torusgd.recipe.schema import Recipe
+from torusgd.run.build import Trainer, build
+from torusgd.run.job import Job
+from torusgd.run.open_data import open_data
+from torusgd.run.run import Run
+from torusgd.rundir.run_dir import RunDir
+from torusgd.signals import StopFlag
+from torusgd.step.journal import synchronous
+from torusgd.step.stats import StepStats
+from torusgd.weights import weights_sha256
+
+
+def recipe_of(*overrides: str) -> Recipe:
+    return load_recipe("digits", [*TINY, *overrides]).recipe.resolve(precision="float32", memory_format="contiguous")
+
+
+def job_of(
+    *overrides: str,
+    options: RuntimeOptions | None = None,
+    out: Path = Path("nowhere"),
+    recipe: Recipe | None = None,
+    **more: Any,
+) -> Job:
+    return Job(recipe or recipe_of(*overrides), options or RuntimeOptions(), "cpu", out, **more)
+
+
+def trainer_of(job: Job, world: Group | None = None, **more: Any) -> Trainer:
+    world, liveness = world or group_of(), NoLiveness()
+    return build(job, open_data(job, world.device, liveness), world, liveness, **more)
+
+
+def take(trainer: Trainer, index: int) -> StepStats:
+    """One step, which is taken."""
+    stats = trainer.step.run(trainer.membership, synchronous(index, trainer.step.recipe.virtual_workers))
+    assert stats is not None
+    return stats
+
+
+def take_all(trainer: Trainer) -> list[StepStats]:
+    return [take(trainer, index) for index in range(len(trainer.step.schedule))]
+
+
+def weights_of(trainer: Trainer) -> str:
+    """The hash of the network's state after the schedule's last step."""
+    trainer.step.state.write_to_model(len(trainer.step.schedule))
+    return weights_sha256(trainer.step.state.model.state_dict())
+
+
+def run_of(job: Job, world: Group | None = None, fresh: bool = False, **more: Any) -> Run:
+    """A run on these ranks whose folder is claimed."""
+    world = world or group_of()
+    if world.rank == 0:
+        job.out.mkdir(parents=True, exist_ok=True)
+        RunDir(job.out).claim(job.recipe, fresh)
+    world.barrier()
+    return Run(job, world, StopFlag(), restarts=0, **more)
+
+
+class Sent:
+    """An all-reduce that brings a message that was summed before, or leaves a tensor as it is."""
+
+    name = "sent"
+
+    def __init__(self, message: torch.Tensor | None = None) -> None:
+        self.message = message
+
+    def start(self, tensor: torch.Tensor) -> Done:
+        if self.message is not None:
+            tensor.copy_(self.message)
+        return Done()
+
+    def close(self) -> None:
+        """Nothing is open."""
