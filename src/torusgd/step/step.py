@@ -46,9 +46,10 @@ T = TypeVar("T")
 
 
 def _given(found: Iterable[T | None]) -> T | None:
-    """What one of the watchers gives; no two may."""
-    (given,) = [each for each in found if each is not None] or [None]
-    return given
+    """What one of the watchers gives."""
+    given = [each for each in found if each is not None]
+    assert len(given) < 2, "two watchers want the same gradients"
+    return given[0] if given else None
 
 
 class _Abandoned(Exception):
