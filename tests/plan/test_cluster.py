@@ -51,7 +51,7 @@ def test_every_profile_says_where_it_comes_from() -> None:
 
 def test_calibration_multiplies_stated_values_only() -> None:
     tree = tree_of("software", "nnl-fp16")
-    ones = {parameter.name: 1.0 for parameter in load_parameters().parameters}
+    ones = {parameter.name: 1.0 for parameter in load_parameters()}
     assert calibrated("software", "nnl-fp16", tree, ones) == tree
     twice = calibrated("software", "nnl-fp16", tree, {**ones, "nnl": 2.0})
     assert twice["math"] == 2 * tree["math"]

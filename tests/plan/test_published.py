@@ -37,7 +37,7 @@ def test_most_published_values_lie_within_their_band() -> None:
 
 
 def test_fewer_parameters_than_rows_and_none_for_a_row() -> None:
-    parameters = load_parameters().parameters
+    parameters = load_parameters()
     assert len(parameters) <= len(ROWS) / 2
     for rows in counted_groups(ROWS).values():
         several = [p for p in parameters if any(p.aims_at(row.cluster, row.software) for row in rows)]
@@ -45,8 +45,8 @@ def test_fewer_parameters_than_rows_and_none_for_a_row() -> None:
 
 
 def test_every_target_is_a_stated_value() -> None:
-    ones = {parameter.name: 1.0 for parameter in load_parameters().parameters}
-    for parameter in load_parameters().parameters:
+    ones = {parameter.name: 1.0 for parameter in load_parameters()}
+    for parameter in load_parameters():
         changed = [
             row.id
             for row in ROWS

@@ -98,7 +98,7 @@ def test_without_rows_every_factor_is_as_stated() -> None:
 
 def test_a_fit_finds_what_made_the_rows() -> None:
     """Rows made by the model with known factors: the fit comes back to them, against the pull of the spreads."""
-    made = {parameter.name: 1.0 for parameter in load_parameters().parameters} | {"knl-peak": 1.5}
+    made = {parameter.name: 1.0 for parameter in load_parameters()} | {"knl-peak": 1.5}
     rows = [row for row in ROWS if row.cluster == "stampede2-knl"]
     rows = [row.model_copy(update={"value": predict(row, system_of(row, made))}) for row in rows]
     assert fit_factors(rows)["knl-peak"] == pytest.approx(1.5, rel=0.02)

@@ -22,7 +22,7 @@ ROW_SPREAD = 0.04
 
 def fit_factors(rows: Sequence[Row], start: Factors | None = None) -> Factors:
     """The factors that fit `rows` best; without rows all are 1."""
-    parameters = load_parameters().parameters
+    parameters = load_parameters()
     names = [parameter.name for parameter in parameters]
     spreads = np.array([parameter.spread for parameter in parameters])
     x = np.log([(start or {}).get(name, 1.0) for name in names])
@@ -68,7 +68,7 @@ def fit_factors(rows: Sequence[Row], start: Factors | None = None) -> Factors:
 @cache
 def _log_error(row: Row, mine: tuple[tuple[str, float], ...]) -> float:
     """By the factors that have a say in the row; the fits without one row each ask for many of them again."""
-    factors = {parameter.name: 1.0 for parameter in load_parameters().parameters} | dict(mine)
+    factors = {parameter.name: 1.0 for parameter in load_parameters()} | dict(mine)
     return math.log(predict(row, system_of(row, factors)) / row.value)
 
 

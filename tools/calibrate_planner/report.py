@@ -138,7 +138,7 @@ def markdown(predictions: Sequence[Prediction], further: Sequence[Prediction], s
         "|---|---|---|---|---|---|",
     ]
     factors = load_calibrated().factors
-    for parameter in load_parameters().parameters:
+    for parameter in load_parameters():
         count = sum(parameter.aims_at(p.row.cluster, p.row.software) for p in predictions)
         targets = ", ".join(f"`{target}`" for target in parameter.targets)
         lines.append(

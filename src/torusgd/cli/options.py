@@ -1,9 +1,6 @@
 """The options that several commands share, each written once, and those of the runtime, made from `RuntimeOptions`.
 
-A group of options that belong together is a class; a command takes it as one parameter, and `expand` puts its options
-on the command line:
-
-    def plan(recipe: RecipeName, runtime: RuntimeFlags) -> None: ...
+A group of options that belong together is a class, which a command takes as one parameter: see `expand`.
 """
 
 import inspect

@@ -253,8 +253,7 @@ def join(
     """Bring ranks of this machine to a run that torusgd train --listen has started.
 
     Recipe and options come from the run, weights from its ranks; the data set must be here. The run goes on when this
-    command ends, and this command ends with the run. The token is the file .join-token in the run's folder, or its
-    --token-file.
+    command ends, and this command ends with the run. The token is the file .join-token in the run's folder.
     """
     from ..ranks.forkserver import start_forkserver
 

@@ -20,7 +20,7 @@ from ..comm.algorithms import OTHER_PROGRAMS, parse_algorithm
 from ..comm.tuning.profile import Link as MeasuredLink
 from ..comm.tuning.profile import Profile, ranks_a_host
 from ..errors import UserError, suggest
-from ..recipe.load import parse_mapping, parse_yaml, read_file, validate
+from ..recipe.load import parse_mapping, read_file, validate
 from ..recipe.runtime_options import BucketSizes
 from ..recipe.section import Count, Fraction, NotNegative, Positive, Ranks, Section
 
@@ -33,27 +33,20 @@ class Device(Section):
     """One processor that trains: a GPU, or a CPU node or socket."""
 
     name: str
-    peak: Annotated[dict[Precision, Positive], Field(min_length=1)]
-    """FLOP/s at each precision, as the vendor states it"""
-    memory_bandwidth: Positive
-    """bytes/s"""
-    slowness: Positive = 1.0
-    """factor of the time of its launches, against a fast core's or a GPU's"""
-    memory: Positive | None = None
-    """bytes; null: not limited"""
+    peak: Annotated[dict[Precision, Positive], Field(min_length=1)]  # FLOP/s at each precision, as the vendor states it
+    memory_bandwidth: Positive  # bytes/s
+    slowness: Positive = 1.0  # factor of the time of its launches, against a fast core's or a GPU's
+    memory: Positive | None = None  # bytes; null: not limited
 
 
 class Link(Section):
     """A network in alpha-beta terms."""
 
-    alpha: NotNegative
-    """seconds a message takes before its first byte arrives, the library's own part included"""
+    alpha: NotNegative  # seconds a message takes before its first byte arrives, the library's own part included
     bandwidth: Positive
     """bytes/s each way: of one device inside a node, of all the network cards of a node between nodes"""
-    efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """fraction of the bandwidth that payload gets"""
-    stream: Positive | None = None
-    """bytes/s of a single connection that can't fill the link (TCP); null: it can"""
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of the bandwidth that payload gets
+    stream: Positive | None = None  # bytes/s of a single connection that can't fill the link (TCP); null: it can
 
 
 class Cluster(Section):
@@ -61,11 +54,9 @@ class Cluster(Section):
 
     name: str
     source: str
-    """source of its numbers"""
     device: Device
     devices_per_node: Ranks = 1
-    nodes: Ranks | None = None
-    """number of nodes; null: any"""
+    nodes: Ranks | None = None  # number of nodes; null: any
     crowding: Annotated[dict[Count, Annotated[float, Field(ge=1)]], Field(default_factory=dict)]
     """factor of the time of compute by the number of devices at work, which share cores, memory or power; linear from
     one number to the next, constant beyond the last"""
@@ -73,14 +64,10 @@ class Cluster(Section):
     """speed of each device against `device`, such as [1, 1, 0.5], repeated after the last one; empty: all are equal"""
     inside: Link
     between: Link
-    rack_nodes: Count | None = None
-    """number of nodes with full bandwidth among them; null: the whole machine"""
-    taper: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """fraction of the bandwidth that leaves a rack"""
-    in_network_reduction: bool = False
-    """whether switches can add (SHARP)"""
-    profile: Profile | None = None
-    """measurement of torusgd tune, if the machine is this one"""
+    rack_nodes: Count | None = None  # number of nodes with full bandwidth among them; null: the whole machine
+    taper: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of the bandwidth that leaves a rack
+    in_network_reduction: bool = False  # whether switches can add (SHARP)
+    profile: Profile | None = None  # measurement of torusgd tune, if the machine is this one
 
     def slowdown(self, devices: int) -> float:
         """The factor of the time of compute with so many devices at work; see `crowding`."""
@@ -94,12 +81,9 @@ class Buckets(Section):
     rule: Literal["one", "layer", "parts", "values", "cubic", "torusgd"] = "one"
     """`layer`: a tensor each; `values`: equal runs of values, which cut tensors; `cubic`: bucket k takes
     3((k+1)^3 - k^3) tensors, batch norm's last (Fujitsu); `torusgd`: whole tensors, by torusgd's `buckets` option"""
-    parts: Count | None = None
-    """number of buckets of equal bytes, for rule: parts"""
-    values: Count | None = None
-    """number of elements of one bucket, for rule: values"""
-    option: BucketSizes | None = None
-    """value of the runtime option `buckets`, for rule: torusgd"""
+    parts: Count | None = None  # number of buckets of equal bytes, for rule: parts
+    values: Count | None = None  # number of elements of one bucket, for rule: values
+    option: BucketSizes | None = None  # value of the runtime option `buckets`, for rule: torusgd
 
     @model_validator(mode="after")
     def _check(self) -> "Buckets":
@@ -117,25 +101,19 @@ class Communication(Section):
     algorithm with the least price, `native` counts as a ring"""
     grid: Literal["node", "square"] = "square"
     """grid of torus and hierarchical: rows of one node's devices, or as square as the number of devices allows"""
-    grids: tuple[Grid, ...] = ()
-    """Y x X grids that go before `grid` if their product is the number of devices"""
+    grids: tuple[Grid, ...] = ()  # Y x X grids that go before `grid` if their product is the number of devices
     wire_bits: Literal[16, 32, 64] = 32
     """bits of a gradient's element; 64: torusgd's exact sums of 8,192 virtual workers or more"""
     buckets: Buckets = Buckets()
     wide_norms: bool = False
     """whether batch norm's gradients leave last, in 32 bits (a recipe's `float32_norms`), for rule: torusgd"""
-    overlap: bool = False
-    """whether buckets leave while backward runs"""
-    pipelined: bool = False
-    """whether buckets on different axes of a grid travel at the same time"""
-    contention: Fraction = 0.0
-    """fraction of the hidden communication by which it slows the computation that hides it"""
+    overlap: bool = False  # whether buckets leave while backward runs
+    pipelined: bool = False  # whether buckets on different axes of a grid travel at the same time
+    contention: Fraction = 0.0  # fraction of the hidden communication by which it slows the computation that hides it
     streams: Count = 1
     """number of connections between two devices for one message, each of them as quick as a link's `stream`"""
-    message: NotNegative = 0.0
-    """seconds a message costs the program on top of the link's alpha"""
-    coordination: NotNegative = 0.0
-    """seconds a rank and step that a central coordinator needs"""
+    message: NotNegative = 0.0  # seconds a message costs the program on top of the link's alpha
+    coordination: NotNegative = 0.0  # seconds a rank and step that a central coordinator needs
     gather_ahead: bool = False
     """whether a sharded update gathers new weights as the next forward pass needs them, and hides that behind it"""
     statistic_bytes: NotNegative = 0.0
@@ -162,10 +140,8 @@ class Communication(Section):
 class Evaluation(Section):
     """The cost of an evaluation beside its forward pass."""
 
-    every: Positive = 1.0
-    """epochs between evaluations; a recipe's own value goes before it"""
-    seconds: NotNegative = 0.0
-    """seconds of an evaluation"""
+    every: Positive = 1.0  # epochs between evaluations; a recipe's own value goes before it
+    seconds: NotNegative = 0.0  # seconds of an evaluation
     norm_sums: Annotated[int, Field(ge=0)] = 0
     """all-reduces a batch-norm layer before each evaluation, if training does not update its statistics"""
 
@@ -177,42 +153,29 @@ class Software(Section):
     program: str | None = None
     """of other people, in words, which the first line of a plan names; null: torusgd, or one of your own"""
     source: str
-    measured_on: tuple[str, ...] | None = None
-    """devices on which it was measured; null: those of its publication"""
+    measured_on: tuple[str, ...] | None = None  # devices on which it was measured; null: those of its publication
     precision: Precision = "float32"
-    fused: bool = False
-    """whether activations and additions are done inside the kernel before them"""
-    math: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """fraction of the device's peak in convolutions and products"""
-    memory: Annotated[float, Field(gt=0, le=1)] = 0.75
-    """fraction of the memory bandwidth"""
-    launch: NotNegative = 1e-5
-    """seconds of a kernel beside its work: launch, ramp and framework"""
-    jitter: NotNegative = 0.01
-    """relative spread (standard deviation of the logarithm) of a device's step time"""
-    sharded_update: bool = False
-    """whether each rank updates a shard of the weights"""
+    fused: bool = False  # whether activations and additions are done inside the kernel before them
+    math: Annotated[float, Field(gt=0, le=1)] = 0.6  # fraction of the device's peak in convolutions and products
+    memory: Annotated[float, Field(gt=0, le=1)] = 0.75  # fraction of the memory bandwidth
+    launch: NotNegative = 1e-5  # seconds of a kernel beside its work: launch, ramp and framework
+    jitter: NotNegative = 0.01  # relative spread (standard deviation of the logarithm) of a device's step time
+    sharded_update: bool = False  # whether each rank updates a shard of the weights
     shares: Literal["even", "speed"] = "even"
     """assignment of virtual workers to devices that differ in speed; speed: a slow one computes fewer"""
-    update_bytes: NotNegative = 24.0
-    """bytes that the optimiser reads and writes a weight"""
+    update_bytes: NotNegative = 24.0  # bytes that the optimiser reads and writes a weight
     weights_first: bool = False
     """whether a layer's weight gradient is computed before its input gradient, and leaves at once"""
-    norm_group: Count = 1
-    """number of devices of a node with common batch statistics"""
-    input_rate: Positive | None = None
-    """images/s that the input of one device gives; null: never the limit"""
+    norm_group: Count = 1  # number of devices of a node with common batch statistics
+    input_rate: Positive | None = None  # images/s that the input of one device gives; null: never the limit
     communication: Communication = Communication()
-    base_devices: Count = 1
-    """number of devices that the publication's speed-ups and efficiencies are relative to"""
-    whole_epochs: bool = False
-    """whether a published run's epochs end with a whole batch, padded from the next epoch"""
+    base_devices: Count = 1  # number of devices that the publication's speed-ups and efficiencies are relative to
+    whole_epochs: bool = False  # whether a published run's epochs end with a whole batch, padded from the next epoch
     start: NotNegative | dict[Count, NotNegative] = 0.0
     """seconds that count as training time beside steps and evaluations: before the first step, and by what the first
     epoch and the first evaluation were longer than the later ones; by devices if logs of several sizes have them"""
     evaluation: Evaluation = Evaluation()
-    error: NotNegative = 0.1
-    """relative error (standard deviation of the logarithm) of predictions with this profile"""
+    error: NotNegative = 0.1  # relative error (standard deviation of the logarithm) of predictions with this profile
 
     def start_on(self, devices: int) -> float:
         """Seconds of start-up on so many devices."""
@@ -233,8 +196,7 @@ class Parameter(Section):
     meaning: str
     targets: tuple[str, ...]
     """values that it multiplies, such as software/nnl-fp16:math; a star in a file's name stands for several"""
-    spread: Positive
-    """prior standard deviation of its logarithm, without any row"""
+    spread: Positive  # prior standard deviation of its logarithm, without any row
 
     def keys(self, folder: str, name: str) -> list[str]:
         """The keys of a file that it multiplies."""
@@ -246,20 +208,12 @@ class Parameter(Section):
         return bool(self.keys("clusters", cluster) or self.keys("software", software))
 
 
-class Parameters(Section):
-    """parameters.yaml."""
-
-    parameters: tuple[Parameter, ...]
-
-
 class Calibrated(Section):
     """calibrated.json, which tools/calibrate_planner writes."""
 
     factors: Factors
-    errors: dict[str, NotNegative]
-    """by software profile: spread of the logarithm of its predictions"""
-    left_out: dict[str, Positive]
-    """predictions by published row, each by the fit of all others"""
+    errors: dict[str, NotNegative]  # by software profile: spread of the logarithm of its predictions
+    left_out: dict[str, Positive]  # predictions by published row, each by the fit of all others
     system_left_out: dict[str, Positive]
     """predictions by published row, each by the fit of the rows of other systems: a cluster with a program"""
     other_networks: dict[str, Positive]
@@ -267,10 +221,10 @@ class Calibrated(Section):
 
 
 @cache
-def load_parameters() -> Parameters:
-    """The parameters that are fitted."""
-    text = files(__package__).joinpath("parameters.yaml").read_text()
-    return validate(Parameters, parse_yaml(text, "parameters.yaml"), "parameters.yaml")
+def load_parameters() -> tuple[Parameter, ...]:
+    """The parameters that are fitted, of parameters.yaml."""
+    tree = parse_mapping(files(__package__).joinpath("parameters.yaml").read_text(), "parameters.yaml")
+    return tuple(validate(Parameter, each, "parameters.yaml") for each in tree["parameters"])
 
 
 @cache
@@ -287,7 +241,7 @@ def calibrated(folder: str, name: str, tree: dict[str, Any], factors: Factors | 
     """
     multiplied_by = load_calibrated().factors if factors is None else factors
     result = copy.deepcopy(tree)  # the files are cached
-    for parameter in load_parameters().parameters:
+    for parameter in load_parameters():
         for key in parameter.keys(folder, name):
             *parents, last = key.split(".")
             node = result
@@ -310,15 +264,15 @@ def software_names() -> list[str]:
     return _names("software")
 
 
-def load_cluster(name: str) -> Cluster:
-    """A cluster by built-in name or YAML path; UserError of one line names what is missing or wrong."""
+def load_cluster(name: str, factors: Factors | None = None) -> Cluster:
+    """A cluster by built-in name or YAML path, as `calibrated`; UserError of one line names what is wrong."""
     # Plan 2: the figures of the cluster, and below those of the program.
-    return _load("clusters", "cluster", name, Cluster)
+    return _load("clusters", "cluster", name, Cluster, factors)
 
 
-def load_software(name: str) -> Software:
-    """A software profile by built-in name or YAML path; built-in ones as calibrated on the published results."""
-    return _load("software", "software", name, Software)
+def load_software(name: str, factors: Factors | None = None) -> Software:
+    """A software profile by built-in name or YAML path, as `calibrated`; UserError as for a cluster."""
+    return _load("software", "software", name, Software, factors)
 
 
 @cache
@@ -332,7 +286,7 @@ def _names(folder: str) -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml"))
 
 
-def _load(folder: str, kind: str, name: str, model: type[D]) -> D:
+def _load(folder: str, kind: str, name: str, model: type[D], factors: Factors | None) -> D:
     where = f"{kind} {name}"
     if name.endswith((".yaml", ".yml")) or "/" in name:
         return validate(model, parse_mapping(read_file(Path(name), where), where), where)
@@ -343,7 +297,7 @@ def _load(folder: str, kind: str, name: str, model: type[D]) -> D:
     known = _names(folder)
     if name not in known:
         raise UserError(f"{where}: none of that name{suggest(name, known)} (or give a YAML file of your own)")
-    return validate(model, calibrated(folder, name, tree_of(folder, name)), where)
+    return validate(model, calibrated(folder, name, tree_of(folder, name), factors), where)
 
 
 _NOMINAL = 1e12  # FLOP/s of a device without a figure; a measured step cancels it

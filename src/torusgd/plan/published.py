@@ -22,12 +22,10 @@ from .cluster import (
     Communication,
     Factors,
     Software,
-    calibrated,
     load_calibrated,
     load_cluster,
     load_parameters,
     load_software,
-    tree_of,
 )
 from .forecast import HIGH, IMAGENET_EVAL, IMAGENET_TRAIN, LOW, Workload, run_time, staged, widened
 from .model_cost import ModelCost, known_cost
@@ -57,8 +55,7 @@ class Row(Section):
     cluster: str
     software: str
     devices: Ranks
-    images: tuple[Count, ...]
-    """images of a device in each stage; empty if the metric needs none"""
+    images: tuple[Count, ...]  # images of a device in each stage; empty if the metric needs none
     epochs: Positive | None
     metric: Literal[
         "throughput", "iteration", "time_to_train", "scaling_efficiency", "speedup", "allreduce_speedup_vs_ring"
@@ -154,13 +151,9 @@ def system_of(row: Row, factors: Factors | None = None) -> System:
     """A row's network, cluster and software, calibrated; UserError if one of them is unknown."""
     try:
         cost = known_cost(row.model)
-        if factors is None:
-            return System(cost, load_cluster(row.cluster), load_software(row.software))
-        cluster = calibrated("clusters", row.cluster, tree_of("clusters", row.cluster), factors)
-        software = calibrated("software", row.software, tree_of("software", row.software), factors)
+        return System(cost, load_cluster(row.cluster, factors), load_software(row.software, factors))
     except UserError as error:
         raise UserError(f"row {row.id}: {error}") from error
-    return System(cost, validate(Cluster, cluster, row.cluster), validate(Software, software, row.software))
 
 
 def predict(row: Row, system: System, quantile: float = 0.5) -> float:
@@ -246,7 +239,7 @@ def counted_groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 def summary(rows: Sequence[Row]) -> str:
     """The errors of the calibration on the rows that it has, in a few sentences."""
-    parameters = load_parameters().parameters
+    parameters = load_parameters()
     known = [row for row in rows if left_out(row) is not None]
     counted = [row for members in counted_groups(known).values() for row in members]
     shared = [p for p in parameters if any(p.aims_at(row.cluster, row.software) for row in counted)]

@@ -1,17 +1,9 @@
 """The throughput of relaxed synchrony, beside the synchronous steps of a plan, if ranks are late at random.
 
-A plan's step is a rank's passes and the rest (exposed communication, update, input). Keyed delays
-(`torusgd.synchrony.delays`) make the passes longer, each rank's by itself; the form decides how long a step waits:
-
-| form | a step waits for | its mean is over |
-| --- | --- | --- |
-| `synchronous` | the slowest of N ranks | all |
-| `cutoff` | the first c of N, for the c with most gradients a second | c of N |
-| `backup:B` | the first N - B | N - B of N |
-| `local:H` | the slowest in H steps together, then one exchange | all, of changes over H steps |
-
-Expectations are means over keyed draws of steps. All but the first change what is computed: their images a second
-count work, not its effect on the accuracy.
+Keyed delays (`torusgd.synchrony.delays`) make each rank's passes longer. The form decides for whom a step waits: for the
+slowest of N ranks (`synchronous`), the first c of N, with the c of most gradients a second (`cutoff`), the first N - B
+(`backup:B`), or the slowest in H steps together, after which one exchange follows (`local:H`). All but the first change
+what is computed: their images a second count work, not its effect on the accuracy.
 """
 
 import math
@@ -106,7 +98,7 @@ def _step(form: str, step: StepTime, ranks: int, parts: int, delays: str | Measu
         # A rank's delays add up over H steps before the slowest is waited for; one exchange serves all of them.
         exchanged = step.exposed + step.contention
         return float(late.sum(axis=1).max(axis=1).mean()) / number + rest - exchanged * (1 - 1 / number), 1.0
-    # Sorted by rank within each draw of a step: column c is the time at which the first c + 1 ranks are done.
+    # Sorted within each keyed draw of a step: column c is the time at which the first c + 1 ranks are done.
     late = np.sort(_passes(delays, step.compute, ranks, parts, max(20, _DRAWS // (ranks * parts))), axis=1)
     expected = late.mean(axis=0) + rest  # of the first, second, ... rank to be done
     taken = ranks - number if form != "cutoff" else best_cutoff(expected)

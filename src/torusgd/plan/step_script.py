@@ -1,8 +1,7 @@
 """The actions of one rank in a step, as a list: compute for so long, start a message, wait for a message.
 
-`compose` writes the list, for replicated and sharded updates and for split layers. A plan walks it with the prices of
-the network (`timeline`); a rehearsal (`torusgd.rehearse`) walks the same list with real messages and timed waits. By
-symmetry one rank's list stands for all.
+A plan walks the list with the prices of the network (`timeline`), a rehearsal (`torusgd.rehearse`) with real messages
+and timed waits. By symmetry one rank's list stands for all.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,10 +65,7 @@ class _Step:
 def compose(
     cost: ModelCost, cluster: Cluster, software: Software, devices: int, images: int, passes: int, work: Pass
 ) -> list[Action]:
-    """The script of one step on each of `devices` devices: `passes` virtual workers of `images` images one by one.
-
-    `work` are the times of one pass.
-    """
+    """The script of a step on each device: `passes` virtual workers of `images` images; `work` are a pass's times."""
     # Plan 5: a step as a list; a rehearsal plays the same one.
     step = _Step()
     if devices > 1:
@@ -229,10 +225,7 @@ def _sending_order(is_wide: Sequence[bool]) -> list[int]:
 def rebuilt_buckets(
     gradients: tuple[Gradient, ...], ready: Array, backward: float, profile: Profile, wire_bytes: int
 ) -> list[Departure]:
-    """The buckets that a run with `allreduce: auto` rebuilds after its first steps, by the same function.
-
-    Gradients are in backward's order; `ready` and `backward` (its end) are seconds after the start of backward.
-    """
+    """The buckets that a run with `allreduce: auto` rebuilds after its first steps, by the same function."""
     if not gradients or not profile.timings:
         return cut_buckets(gradients, ready, Buckets(), wire_bytes)
     numels = [gradient.values for gradient in gradients]

@@ -26,11 +26,9 @@ class Span:
     stage: Stage
     first_step: int
     stop_step: int
-    start: int
-    """samples consumed before its first step"""
+    start: int  # samples consumed before its first step
     batch: int
-    lr: float
-    """rate before warm-up and decay"""
+    lr: float  # rate before warm-up and decay
     momentum: float
     sizes: ImageSizes
 
@@ -45,18 +43,14 @@ class Step:
     """One synchronous update."""
 
     index: int
-    stage: int
-    """index, from 0"""
-    epoch: float
-    """passes over the training images before this step"""
-    start: int
-    """samples consumed before this step"""
+    stage: int  # index, from 0
+    epoch: float  # passes over the training images before this step
+    start: int  # samples consumed before this step
     images_per_worker: int
     batch: int
     lr: float
     momentum: float
-    weight_decay_factor: float
-    """factor on the recipe's weight decay; 1.0 unless ramp_weight_decay"""
+    weight_decay_factor: float  # factor on the recipe's weight decay; 1.0 unless ramp_weight_decay
     augment: bool
     sizes: ImageSizes
 

@@ -46,10 +46,8 @@ def sides(size: Sides) -> tuple[int, int]:
 class ImageSizes(NamedTuple):
     """The sizes of images, which are scaled until the shorter side is `resize`, then cut to `sides`."""
 
-    sides: tuple[int, int]
-    """height and width that the network takes"""
-    resize: int | None
-    """shorter side; None: not scaled; a random box is scaled to `sides` at once"""
+    sides: tuple[int, int]  # height and width that the network takes
+    resize: int | None  # shorter side; None: not scaled; a random box is scaled to `sides` at once
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:

@@ -126,11 +126,9 @@ class Lab:
     >>> with Lab([Host(latency=5e-3, rate=1e9)] * 16) as lab:  # doctest: +SKIP
     ...     outputs = lab.run(["train.py", "--steps", "3"], timeout=120)
 
-    Ranks are numbered host by host and find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-    and GLOO_SOCKET_IFNAME set. The lab changes nothing outside of it, and nothing outlives it, even if it is killed.
-
-    `settings` are the kernel's IPv4 settings in each host by name below /proc/sys/net/ipv4, such as `USUAL_WINDOWS`;
-    `mtu` are the bytes of a packet: with small ones the process that carries them may be slower than the links.
+    Ranks are numbered host by host and find the variables of a launcher set, RANK to MASTER_PORT. The lab changes
+    nothing outside of it, and nothing outlives it, even if it is killed. `settings` are the kernel's in each host by
+    name below /proc/sys/net/ipv4, such as `USUAL_WINDOWS`; `mtu` are the bytes of a packet.
     """
 
     def __init__(self, hosts: Sequence[Host], settings: Mapping[str, str] | None = None, mtu: int = MTU) -> None:

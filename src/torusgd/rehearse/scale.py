@@ -1,10 +1,8 @@
 """The rule by which a step of a large machine becomes one of the lab: times are stretched, bytes are shrunk.
 
 With all times s times as long and all messages f times as small, a link of latency a and bandwidth B becomes one of
-latency s * a and bandwidth B / (s * f): each message then takes s times what it takes in the large, beside compute
-that takes s times as long. Every ratio of times stays, so that a fraction of the step in the lab is one in the large.
-
-Run as a module, the file is the program of a rank that measures what the lab itself can carry (`measure_ceiling`).
+latency s * a and bandwidth B / (s * f). Every ratio of times stays, so that a fraction of the step in the lab is one in
+the large. Run as a module, the file is the program of a rank that measures the lab itself (`measure_ceiling`).
 """
 
 import json
@@ -78,11 +76,10 @@ def choose_scale(
 def packet_bytes(hosts: int, rate: float) -> int:
     """The size of packets in a lab of so many hosts, each of which sends up to `rate` bytes a second.
 
-    A packet is passed on whole: the smaller it is, the less a round is late. But each costs the wire the same.
-
     >>> packet_bytes(16, 4e6), packet_bytes(16, 1e9), packet_bytes(2, 1e6)
     (16000, 60000, 4096)
     """
+    # A packet is passed on whole: the smaller it is, the less a round is late. But each costs the wire the same.
     return int(min(MTU, max(_SMALLEST_PACKET, hosts * rate / _PACKETS)))
 
 

@@ -2,12 +2,6 @@
 
 `lab.Lab` starts it and writes one JSON line to its standard input; it prints one line and carries packets until that
 input ends, and the lab with every namespace. A further line is the number of a host whose link is cut from then on.
-
-A packet of a host leaves through its sending link (a queue served at the host's rate), travels the latency, and enters
-through the receiver's link. The kernel limits the rate, too (`open_tun`).
-
-Namespaces and TUN devices are made by system calls, as `ip netns` makes them, but without names: a namespace lives as
-long as a process or an open file holds it, so that a lab that was killed leaves nothing behind.
 """
 
 import ctypes
@@ -44,6 +38,8 @@ def _checked(result: int, what: str) -> None:
 
 def unshare() -> int:
     """Moves this thread into a new, empty network namespace; returns an open file that holds it."""
+    # Without a name, other than by `ip netns`: it lives as long as a process or an open file holds it, so that a lab
+    # that was killed leaves nothing behind.
     _checked(_LIBC.unshare(_CLONE_NEWNET), "a new network namespace")
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
@@ -153,7 +149,9 @@ class Wire:
             target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
             if target is None or self._cut & {source, target}:
                 continue
-            # The link is a queue: a packet begins when the one before it has left.
+            # A packet leaves through the sender's link, a queue served at the host's rate, in which it begins when the one
+            # before it has left; travels the latency; and enters through the receiver's link. The kernel limits the
+            # rate, too (`open_tun`).
             sent = max(now, self._sends_until[source]) + len(packet) * self._seconds_a_byte[source]
             self._sends_until[source] = sent
             self._push(sent + self._latency[source] + self._latency[target], target, packet, received=False)
