@@ -1,6 +1,6 @@
 """The throughput of relaxed synchrony, beside the synchronous steps of a plan, if ranks are late at random.
 
-Keyed delays (`torusgd.synchrony.delays`) make each rank's passes longer. The form decides for whom a step waits: for the
+Keyed delays (`torusgd.synchrony.delays`) make each rank's passes longer. The form decides for whom a step waits: the
 slowest of N ranks (`synchronous`), the first c of N, with the c of most gradients a second (`cutoff`), the first N - B
 (`backup:B`), or the slowest in H steps together, after which one exchange follows (`local:H`). All but the first change
 what is computed: their images a second count work, not its effect on the accuracy.
