@@ -149,8 +149,8 @@ class Wire:
             target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
             if target is None or self._cut & {source, target}:
                 continue
-            # A packet leaves through the sender's link, a queue served at the host's rate: it begins when the one before
-            # it has left. It travels the latency, and enters through the receiver's link. The kernel limits the rate,
+            # A packet leaves through the sender's link, a queue served at the host's rate: it begins when the one
+            # before it has left. It travels the latency, and enters through the receiver's link. The kernel limits the rate,
             # too (`open_tun`).
             sent = max(now, self._sends_until[source]) + len(packet) * self._seconds_a_byte[source]
             self._sends_until[source] = sent
